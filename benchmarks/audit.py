@@ -1,4 +1,4 @@
-"""What an audit costs: a stored training run of 100,000 rollouts, every check but a recomputation.
+"""The cost of an audit: a stored training run of 100,000 rollouts, every check but a recomputation.
 
     python benchmarks/audit.py                the figures
     python benchmarks/audit.py --check        exit 1 when a bar is missed

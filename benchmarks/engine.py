@@ -6,7 +6,7 @@
     python benchmarks/engine.py --in-flight 500 --stored 2000 --turns 50     a smaller run
     python benchmarks/engine.py --cases fast long                            some of the cases
 
-Every case evaluates an environment with a run directory, in a process of its own, against a model
+Every case evaluates an environment with a run directory, in its own process, against a model
 in the same process that answers after a random latency with fresh text, ids and logprobs.
 
 - `fast`, `slow`: `--in-flight` rollouts of 4 turns and 4,000 tokens (2,000 sampled), all in flight
@@ -161,7 +161,7 @@ async def evaluate(
     on_progress: Any = None,
     group_size: int = 1,
 ) -> dict[str, float]:
-    """Evaluate `num` examples with a run directory, the probe beside it."""
+    """Evaluate `num` examples with a run directory, the probe at the same time."""
     memory, cpu_s, began = memory_mib(), time.process_time(), time.perf_counter()
     with Run.open_or_create(folder, config={"bench": "engine"}) as run:
         probe = Probe()
@@ -265,7 +265,7 @@ def run_case(name: str, folder: Path, options: argparse.Namespace) -> dict[str, 
 
 
 def measure(options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Run every case in a process of its own and return the figures by case."""
+    """Run every case in its own process and return the figures by case."""
     results = {}
     wanted = set(options.cases)
     if wanted & {"show", "show_phase", "resume"}:

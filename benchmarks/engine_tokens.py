@@ -1,4 +1,4 @@
-"""Tokens per second of the embedded engine beside Hugging Face `generate`, and beside vLLM.
+"""Tokens per second of the embedded engine, compared with Hugging Face `generate` and with vLLM.
 
     python benchmarks/engine_tokens.py              the table, figures on the last line
     python benchmarks/engine_tokens.py --check      exit 1 when a bar is missed
@@ -14,7 +14,7 @@
   SmolLM2 instead of 16 decoding dominates: 2.2 times instead of 3.1.)
 
 `generate` and the engine run one after the other in this process, several times; figures are CPU
-time, best of the runs, with the wall time of the same run beside it. Below `sampled` stands what
+time, best of the runs, with the wall time of the same run next to it. Below `sampled` is what
 the batch-invariant mode makes of it. Where vLLM is installed (`make .venv-vllm/.vllm`) it gets the
 same prompts in its own process, `enforce_eager`, with as many threads. All is float32. The engine
 runs as in `rolltree eval` (`pack_weights`), with `--shared` as in training: nothing is copied.
@@ -141,11 +141,11 @@ ROWS: dict[str, tuple[Callable[[Answer, int, int], Any], int]] = {
     "groups": (groups, GROUP_TOKENS),
     "turns": (turns, TURNS * ANSWER_TOKENS),
 }
-"""What is run, and how many tokens it samples per row of the batch."""
+"""The cases, and how many tokens each samples per row of the batch."""
 
 
 def batch_of(row: str) -> int:
-    """Return the rows of the batch, where nobody asks for another size."""
+    """Return the rows of the batch, if no other size is given."""
     return BATCH if row != "turns" else 16
 
 

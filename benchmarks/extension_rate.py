@@ -8,7 +8,7 @@
 (those of the tests: closes by role marker, reasoning stripped from earlier turns, two end tokens,
 tools that move, a tokenizer that merges what the model sampled apart, ...), and the tiny model's,
 which strips reasoning as Qwen3's does. A prompt extends when it begins with all ids, prompt and
-sampled, of the call before. Token-in continues them; re-rendering renders the messages anew.
+sampled, of the call before. Token-in continues them; re-rendering renders all messages again.
 """
 
 from __future__ import annotations

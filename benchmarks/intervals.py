@@ -1,11 +1,11 @@
-"""How often the interval of a comparison holds the truth: simulated evaluations, known differences.
+"""How often the interval of a comparison covers the truth, in simulated evaluations.
 
     python benchmarks/intervals.py            the table of design page 24
     python benchmarks/intervals.py --check    exit 1 when a bar is missed
     python benchmarks/intervals.py --num 300  fewer simulations per row
 
 Each row draws pairs of evaluations whose true difference is known, and counts how often the 95 %
-interval of `paired_difference` holds it. Beside it stands the interval that one would write down
+interval of `paired_difference` holds it. Next to it is the interval that one would write down
 first: the mean difference and 1.96 standard errors of all examples, the runs of an arm pooled.
 """
 

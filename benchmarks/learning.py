@@ -85,7 +85,7 @@ def warm_up(folder: Path) -> float:
     return float(loss.detach())
 
 
-# -- one run, in a process of its own ------------------------------------------------------------
+# -- one run, in its own process ------------------------------------------------------------
 
 
 class Clock:

@@ -1,4 +1,4 @@
-"""What the probe after a publish finds, when a part of SmolLM2 keeps its old weights.
+"""Tests what the probe after a publish finds if a part of SmolLM2 keeps its old weights.
 
     python benchmarks/publish_probe.py [--lr 1e-5] [--check] [--json]
 

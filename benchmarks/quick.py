@@ -97,7 +97,7 @@ def commands(folder: Path) -> dict[str, float]:
 
 
 def storing(folder: Path, rows: list[StoredRollout]) -> dict[str, float]:
-    """1,000 rollouts stored, beside the unit."""
+    """1,000 rollouts stored, relative to the unit."""
     count = iter(range(100))
 
     def store() -> float:
@@ -109,7 +109,7 @@ def storing(folder: Path, rows: list[StoredRollout]) -> dict[str, float]:
 
 
 def turns(folder: Path) -> dict[str, float]:
-    """250 rollouts of four turns with a run, beside the unit."""
+    """250 rollouts of four turns with a run, relative to the unit."""
     count = iter(range(100))
 
     def play() -> float:

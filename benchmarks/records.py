@@ -1,4 +1,4 @@
-"""What reading stored runs of 100,000 rollouts costs: tidy tables, a page, a filter, a comparison.
+"""The cost of reading stored runs of 100,000 rollouts: tidy tables, a page, a filter, a comparison.
 
     python benchmarks/records.py                the figures
     python benchmarks/records.py --check        exit 1 when a bar is missed
@@ -44,7 +44,7 @@ def all_columns(run: Path) -> int:
 
 
 def page(run: Path) -> int:
-    """Read 50 rollouts in the order of their rewards, behind 5,000 others."""
+    """Read 50 rollouts in the order of their rewards, after 5,000 others."""
     with rt.read_run(run) as data:
         return len(list(data.rollouts(sort="-reward", limit=50, offset=5_000).rows()))
 

@@ -4,7 +4,7 @@
     python benchmarks/replay.py --only wordle --num 10
 
 Each environment is played by a player that answers rightly, wrongly and without any form in turn,
-and calls tools where there are some. The run is then replayed with the environment loaded anew.
+and calls tools where there are some. The run is then replayed with the environment loaded again.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ TOOLS = {"tool_calls": shop, "python_tools": python}
 
 
 def record_and_replay(name: str, num: int, folder: Path) -> tuple[list[ReplayReport], float]:
-    """Play `num` rollouts, replay them in an environment of its own; return the seconds of that."""
+    """Play `num` rollouts, replay them in a separate environment; return the seconds of that."""
     env = load(name)
     client = rt.ScriptedClient(player(name, env))
     examples = min(num, env.num_examples("eval"))

@@ -178,7 +178,7 @@ def copy_modules(places: list[str], folder: Path) -> list[str]:
 
 
 def cells() -> Iterator[dict[str, Any]]:
-    """Measure all levels as everybody whom this process can be."""
+    """Measure all levels as every user that this process can be."""
     is_root = os.geteuid() == 0
     with reachable() as (python, places):
         yield from spawn("root" if is_root else "user", sys.executable, None, sys.path[1:], None)
@@ -192,7 +192,7 @@ def cells() -> Iterator[dict[str, Any]]:
 def spawn(
     who: str, python: str, inside: str | None, places: list[str], uid: int | None
 ) -> Iterator[dict[str, Any]]:
-    """Measure in a process of its own, level by level."""
+    """Measure in its own process, level by level."""
     script = __file__ if uid is None else copy_of_script(places)
     found = os.pathsep.join(places)
     for level in LEVELS:

@@ -1,4 +1,4 @@
-"""What it costs to store what training knew of each token, in CPU time and in bytes.
+"""The cost of storing the values of each trained token, in CPU time and in bytes.
 
     python benchmarks/token_record.py [--rollouts 32] [--check] [--json]
 

@@ -159,7 +159,7 @@ def bars(rows: dict[tuple[str, str], dict[str, Any]]) -> list[Bar]:
         found += [
             Bar.at_most(f"samples where prompts are carried ({name})", carried["samples"], 1),
             Bar.at_most(f"breaks where prompts are carried ({name})", carried["breaks"], 0),
-            Bar.above(f"times fewer trained tokens than rendered anew ({name})", ratio, 8),
+            Bar.above(f"times fewer trained tokens than re-rendered ({name})", ratio, 8),
         ]
     return found
 
@@ -183,7 +183,7 @@ def main() -> int:
         bars(found),
         {"rows": rows, "call_costs_s": costs},
         lambda: show(rows, costs),
-        also=[f"{found[name, 'anew']['breaks']} breaks rendered anew ({name})" for name in NAMES],
+        also=[f"{found[name, 'anew']['breaks']} breaks re-rendered ({name})" for name in NAMES],
     )
 
 

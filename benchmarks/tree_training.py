@@ -10,9 +10,9 @@ One pass is forward, loss and backward over all samples, without the optimizer. 
 rolltree's tree attention (`tree bf16`: with `model.backward_dtype`), the others sample by sample
 through the model's own attention (transformers, SDPA), so nothing is padded. The rows take turns;
 each one's best wall time and best CPU time count, of one thread. The model is a Llama of 8.3M
-parameters in float32; models with other layers run two of the scenes beside it, without memory.
+parameters in float32; models with other layers run two of the scenes as well, without memory.
 
-Memory is the peak of one pass over what was there before it, in a process of its own, when each
+Memory is the peak of one pass over what was there before it, in its own process, when each
 forward pass may hold 4,096 tokens.
 """
 
@@ -183,7 +183,7 @@ class Pass:
 
 
 def peak_mb(states: list[State], row: str, module: Any) -> float:
-    """Return what one pass adds to the resident memory at its peak, in a process of its own."""
+    """Return what one pass adds to the resident memory at its peak, in its own process."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
 

@@ -4,7 +4,7 @@
     python benchmarks/viewer.py --check              exit 1 when a bar is missed
     python benchmarks/viewer.py --runs FOLDER        keep the runs there, and use them again
 
-`rolltree view` is a process of its own, the browser a real Chromium without a window. Times are the
+`rolltree view` is its own process, the browser a real Chromium without a window. Times are the
 browser's own: `performance.measure`, paints, frames, long tasks. Every view is opened in a server
 that was just started and a tab that has loaded nothing, and then again.
 """

@@ -1,4 +1,4 @@
-"""Time of one gradient on a GPU: on a token tree, by blocks and by FlexAttention, beside rows.
+"""Time of one gradient on a GPU: on a token tree, by blocks and by FlexAttention, against rows.
 
     python benchmarks/gpu/tree_step.py            the table, figures on the last line
     python benchmarks/gpu/tree_step.py --check    exit 1 when a bar is missed

@@ -1,4 +1,4 @@
-"""How long an event loop is held: what a task that sleeps for 10 ms oversleeps.
+"""Measures how long an event loop is blocked: by how much a sleep of 10 ms is late.
 
 It needs the standard library only: some scripts also run in environments without rolltree.
 """
@@ -14,7 +14,7 @@ PROBE_S = 0.010
 
 
 class Probe:
-    """What sleeps of 10 ms oversleep: by the clock, and as far as this process's CPU explains.
+    """How late sleeps of 10 ms are: by the clock, and as far as this process's CPU time explains.
 
     The second leaves out what other programs did on a busy machine.
     """

@@ -22,7 +22,7 @@ def words(rng: random.Random, num: int) -> str:
 def make_environment(library: Any, num_turns: int, said: str, own_text: bool = False) -> Any:
     """Return an environment of `library` that says `said` after every answer.
 
-    With `own_text` every message is a text of its own in memory.
+    With `own_text` every message is a separate string in memory.
     """
 
     class Talk(library.MultiTurnEnv):  # type: ignore[misc, name-defined]

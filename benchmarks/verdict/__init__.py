@@ -19,7 +19,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """What is promised of one figure.
+    """The bound of one figure.
 
     Fields:
         what: what the figure is, with its unit; it reads well after the number.

@@ -169,7 +169,7 @@ async def main(options: argparse.Namespace) -> None:
     print()
     for phase, metrics in report.evaluations.items():
         print(
-            f"{phase}: success {metrics['success']:.3f} on 60 questions of training, played anew; "
+            f"{phase}: success {metrics['success']:.3f} on 60 training questions, played again; "
             f"{metrics['held_out']:.3f} on 60 held-out ones"
         )
     print(

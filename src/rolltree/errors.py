@@ -21,7 +21,7 @@
     │   └── SandboxUnavailable this machine cannot isolate untrusted code well enough
     ├── BudgetSpent            an agent has used up its model calls or its tokens
     ├── RolloutTimeout         an episode outlived its time limit                  (TimeoutError)
-    └── Stopped                the program was told to stop (SIGTERM); its progress is saved
+    └── Stopped                the program was stopped by SIGTERM; its progress is saved
 
 Each message says what happened, why it matters and what to do next. `types.ErrorRecord` is the
 stored record of a failure.
@@ -154,7 +154,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     " Did you mean 'temperature'?"
     """
     names = sorted(known)
-    # The search is slow in the length of a name, which anybody may have sent.
+    # The search is slow in the length of a name, which may come from an untrusted source.
     close = get_close_matches(name[:200], names, n=1, cutoff=0.6)
     if close:
         return f" Did you mean {close[0]!r}?"

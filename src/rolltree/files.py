@@ -1,7 +1,7 @@
-"""Opens files that anybody may have put there, and replaces files as a whole.
+"""Opens files from untrusted sources, and replaces files as a whole.
 
-A run folder may come from somebody else. Its files are opened only if they are regular, without
-following links and without waiting, and small ones are read up to a bound.
+The files of a run folder are opened only if they are regular, without following links and without
+waiting, and small ones are read up to a bound.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _odd(status: os.stat_result, writes: bool) -> str | None:
 
 
 def open_regular(path: str | Path, flags: int = os.O_RDONLY, *, follow: bool = False) -> int:
-    """Return a descriptor of a regular file. It never waits, and follows links only if told.
+    """Return a descriptor of a regular file. It never waits, and follows links only on request.
 
     Raises:
         OSError: it cannot be opened; or it is not a regular file, or would be written under several
@@ -91,7 +91,7 @@ def read_regular(path: str | Path, max_bytes: int = MAX_BYTES, *, follow: bool =
 
 @contextlib.contextmanager
 def whole_file(target: str | Path, *, follow: bool = True) -> Iterator[Path]:
-    """Yield a new file beside `target`, which takes its place, synced, when the block ends well.
+    """Yield a temporary file that replaces `target`, synced, when the block succeeds.
 
     A kill leaves the older target, and a hidden file that the next one removes. Anything but a
     regular file, such as `/dev/stdout`, is written itself. Without `follow` a link is replaced.
@@ -124,7 +124,7 @@ def whole_file(target: str | Path, *, follow: bool = True) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def whole_folder(target: str | Path) -> Iterator[Path]:
-    """Yield a new folder beside `target`, which becomes it, synced, when the block ends well.
+    """Yield a temporary folder that becomes `target`, synced, when the block succeeds.
 
     `target` must be missing or empty then.
     """

@@ -64,7 +64,7 @@ def train(
     Raises:
         ConfigError: a setting is unknown or wrong, or the run was started with other settings.
         TrainingError: training cannot continue; the message says why.
-        Stopped: SIGTERM came; what was done is saved.
+        Stopped: SIGTERM came; progress is saved.
     """
 
     async def work() -> TrainReport:
@@ -153,7 +153,7 @@ async def train_async(
     checked = load_train_config(config, **settings)
     if model is None:
         check_loadable(checked.model.name, device=checked.model.device)
-    # From here on torch is needed, which takes long to import: mistakes were reported before.
+    # From here on torch is needed, which is slow to import; errors above were reported without it.
     from rolltree.training import TrainParts, build_parts, open_run, run_training
     from rolltree.training.given import accept_given, begin
     from rolltree.training.rank0 import follow
@@ -185,7 +185,7 @@ async def train_async(
                     else:
                         parts = build_parts(checked, ranks, model=model, tokenizer=tokenizer)
                         stack.push_async_callback(parts.aclose)
-                    _hint_at_shared_questions(source, stored, shown)
+                    _warn_of_shared_questions(source, stored, shown)
                     note_weights(source, stored)
                     changed = changed_code(source, stored)
                     if changed is not None:
@@ -203,7 +203,7 @@ async def train_async(
                     with suppress(StoreError):
                         if stored.kept_report("train") is None:
                             keep_report(stored, stored_report(stored, "train"))
-            # Raised after the other ranks were told to stop, or they would wait for ever.
+            # Raised once the other ranks have been told to stop; otherwise they would wait forever.
             except (asyncio.CancelledError, Stopped) as error:
                 stopped = error
             if ranks is not None:
@@ -240,7 +240,7 @@ def _is_source(value: object) -> bool:
     )
 
 
-# Objects that `train_async` takes: what each must be able to do, and what its message says.
+# Objects that `train_async` takes: what each must provide, and what its error message asks for.
 _ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "model": (
         lambda given: callable(getattr(given, "named_parameters", None)),
@@ -279,8 +279,8 @@ def _check_arguments(config: Any, environment: Any, **given: Any) -> None:
     """Refuse objects that are not what their argument takes, before anything is loaded."""
     if config is not None and not isinstance(config, TrainConfig | Mapping | str | Path):
         raise ConfigError(
-            f"the first argument is the config (a TOML file, a mapping or a TrainConfig), and not "
-            f"{_kind(config)}. Pass an environment as environment=, a model as model=."
+            f"the first argument is {_kind(config)}; it takes the config (a TOML file, a mapping "
+            "or a TrainConfig). Pass an environment as environment=, a model as model=."
         )
     if not (environment is None or isinstance(environment, str | Path)):
         check_source(environment)
@@ -292,7 +292,8 @@ def _check_arguments(config: Any, environment: Any, **given: Any) -> None:
         raise ConfigError(
             "the model was given as an object, without its tokenizer. Pass both."
             if given["tokenizer"] is None
-            else "the model has its tokenizer. Leave it out, or pass the model object too."
+            else "a model that is loaded by name has its own tokenizer. Leave tokenizer out, or "
+            "pass the model object too."
         )
 
 
@@ -328,23 +329,23 @@ async def _environment(
     if config.env.args:
         raise ConfigError(
             f"env.args is {config.env.args!r}, but the environment was given as an object, so they "
-            "would do nothing. Leave env.args out, or pass the environment's name."
+            "would have no effect. Leave env.args out, or pass the environment's name."
         )
     if config.env.compat:
         raise ConfigError(
-            "env.compat is true, but the environment was given as an object, so it would do "
-            "nothing. Leave it out, or pass the environment's name."
+            "env.compat is true, but the environment was given as an object, so it would have "
+            "no effect. Leave it out, or pass the environment's name."
         )
     return load_train_config(config, env={"id": given.env_id}), given
 
 
-def _hint_at_shared_questions(source: RolloutSource, run: Run, reporter: Reporter) -> None:
-    """Say so if the held-out evaluation asks questions that are trained on."""
+def _warn_of_shared_questions(source: RolloutSource, run: Run, reporter: Reporter) -> None:
+    """Announce it if the held-out evaluation contains training questions."""
     shared, num_tested = shared_questions(source) if isinstance(source, Environment) else ([], 0)
     if shared:
         message = (
-            f"{len(shared)} of {num_tested} evaluation questions are training questions, so the "
-            f"held-out reward measures memory too; the first: {shared[0][-80:]!r}."
+            f"{len(shared)} of {num_tested} evaluation questions are also training questions, so "
+            f"the held-out reward includes memorization; the first: {shared[0][-80:]!r}."
         )
         run.announce(message, reporter.on_notice)
 
@@ -407,18 +408,18 @@ def stop_on_sigterm() -> Iterator[None]:
             received.append(signal.SIGTERM)
             task.cancel()
 
-    # Not `signal.signal`: its handler could run in the middle of any bytecode, also of a
-    # checkpoint.
+    # Not `signal.signal`: its handler could run between any two bytecodes, even while a checkpoint
+    # is written.
     loop.add_signal_handler(signal.SIGTERM, stop)
     try:
         yield
     except asyncio.CancelledError:
         if not received:
             raise
-        # The cancellation was ours: nobody outside waits for it.
+        # The cancellation was ours; no caller waits for it.
         task.uncancel()
         raise Stopped(
-            "stopped by SIGTERM; what was done is saved. The same command continues the run."
+            "stopped by SIGTERM; progress is saved. The same command continues the run."
         ) from None
     finally:
         loop.remove_signal_handler(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""How a `ModelResponse` reads like the response objects of the openai package.
+"""Gives `ModelResponse` the attributes of the openai package's response objects.
 
 The objects and lists are built when they are read. What can be assigned is the message's fields;
 any other edit would change a copy, so it raises.

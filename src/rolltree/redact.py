@@ -3,7 +3,7 @@
 Two rules find them: fields whose name marks a secret (`api_key`, `hf_token`, `Authorization`,
 ...), and texts that look like one (provider key prefixes, bearer headers, passwords inside URLs).
 A value under such a name, in settings (`remember`) or in the environment, is cut out wherever it
-appears. A secret under an ordinary name has to be named; a run is told with `Run.protect`.
+appears. A secret under an ordinary name has to be named; for a run, with `Run.protect`.
 """
 
 from __future__ import annotations
@@ -251,7 +251,7 @@ def remember(*secrets: str) -> None:
 
 
 def secrets_in(config: Any) -> tuple[str, ...]:
-    """Return the texts that stand under secret keys of a config, the longest first.
+    """Return the texts under secret keys of a config, the longest first.
 
     >>> secrets_in({"args": {"judge_api_key": "plain-word", "n": 3}})
     ('plain-word',)

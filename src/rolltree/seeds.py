@@ -29,7 +29,7 @@ class CallSeeds:
 
     Call 0 has the rollout's seed, call i one derived from it. Calls count in the order in which
     they are made, so calls that run at once get the same seeds again if they are started in the
-    same order (`asyncio.gather` does). A seed that somebody chose for one call stays and does not
+    same order (`asyncio.gather` does). A seed that was set for one call stays and does not
     count.
 
     Args:

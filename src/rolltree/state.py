@@ -28,7 +28,7 @@ OWN_KEYS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class UnscoredSnapshot:
-    """What scoring may change in a state, as it was when the rollout was played and not scored.
+    """The values that scoring may change in a state, as they were before scoring.
 
     `keys` are the state's own, `step_rewards` has one entry per step. `State.unscored` and the
     store hold it, so that a stored rollout can be scored again as if for the first time.
@@ -94,7 +94,7 @@ class State(dict[str, Any]):
     terminated: bool | None
     truncated: bool | None
     truncation_reason: str | None
-    # Set by an environment to end the rollout with a message of its own.
+    # Set by an environment to end the rollout with its own message.
     final_env_response: _Messages | None
     # The engine's answer to a prompt that does not fit; the call added no step.
     prompt_too_long: bool | None
@@ -108,11 +108,11 @@ class State(dict[str, Any]):
 
     INPUT_FIELDS = list(INPUT_FIELDS)
     reads_columns: ClassVar[bool] = True
-    """Whether columns beside the input's fields are read too; not so in verifiers 0.1.8."""
+    """Whether columns besides the input's fields are read too; not so in verifiers 0.1.8."""
     began_s: float | None = None
     """`time.monotonic()` when the rollout began, for its durations; it is not stored."""
     unscored: UnscoredSnapshot | None = None
-    """What it was before anything scored it; None if it was never noted."""
+    """The state's values before scoring; None if they were not recorded."""
 
     def _forwards(self, key: object) -> bool:
         return key in _FORWARDED and dict.__contains__(self, "input")
@@ -130,7 +130,7 @@ class State(dict[str, Any]):
 
     @property
     def columns(self) -> dict[str, Any]:
-        """The row's columns beside the input's fields, also those with the name of a key."""
+        """The row's columns besides the input's fields, also those with the name of a key."""
         row = dict.get(self, "input") or {}
         return {key: row[key] for key in row if key not in _FORWARDED}
 
@@ -198,7 +198,7 @@ class State(dict[str, Any]):
     def copy(self) -> State:
         """Return a shallow copy that is still a `State`.
 
-        Its input is a dict of its own, since the input's fields are keys of the state too.
+        Its input is its own dict, since the input's fields are keys of the state too.
         """
         twin = type(self)(dict.items(self))
         if "input" in twin:

@@ -39,7 +39,7 @@ INCOMPLETE = "incomplete_completion"
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What one action did to a world. `terminated` and `truncated` are Gymnasium's.
+    """The result of one action in a world. `terminated` and `truncated` are Gymnasium's.
 
     Example: `StepOutcome("You fell into a hole.", reward=-1.0, terminated=True)`.
     """
@@ -58,7 +58,7 @@ class StepOutcome:
 
 @dataclass(frozen=True, slots=True)
 class ParseResult:
-    """What a parser made of a text. `action` is None when there is no action in it.
+    """A parsed text. `action` is None when there is no action in it.
 
     `reward` is the parser's own verdict on the form. `obs` is feedback: after a failure it takes
     the place of the world's observation, so that the model is told what was wrong.
@@ -97,7 +97,7 @@ class ToolRequest:
 
 @dataclass(frozen=True, slots=True)
 class ToolAnswer:
-    """What one tool call came to: `text` is what the model reads.
+    """The result of one tool call: `text` is what the model reads.
 
     `error` is set if the tool raised or took too long; the model is told, the trace is kept.
     """
@@ -219,7 +219,7 @@ Step: TypeAlias = AgentStep | EnvironmentStep
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """What one agent did in one episode, in order.
+    """The steps of one agent in one episode, in order.
 
     `meta` has `episode_truncated`, `truncation_reason` and whatever a protocol adds. A delegated
     rollout names its parent's rollout and the index of the step there that asked for it; `depth` is

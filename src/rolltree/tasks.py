@@ -114,7 +114,7 @@ class _Rounds:
         self._size = 8
 
     def has_room(self, loop: asyncio.AbstractEventLoop) -> bool:
-        """Whether nobody waits and the round has time left."""
+        """Whether no task waits and the round has time left."""
         if not self._is_open:
             self._is_open, self._began, self._num_woken = True, loop.time(), 0
             loop.call_soon(self._next, loop)

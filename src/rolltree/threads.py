@@ -1,6 +1,6 @@
 """Blocking work in threads, so that the event loop goes on.
 
-`run_in_thread` gives work a thread of its own that ends when the caller no longer waits: once its
+`run_in_thread` gives work its own thread that ends when the caller no longer waits: once its
 time is over, or the waiting task is cancelled, `ThreadInterrupt` is raised in it, which Python code
 meets at its next bytecode. Code that hangs inside one call of C (a lock, a socket without a time
 limit, a long sleep) cannot be stopped from outside: the thread is given up, with a warning, and
@@ -62,7 +62,7 @@ class _Work(Generic[T]):
         try:
             result = self._context.run(self._work)
         except StopIteration as error:
-            # No future takes it: its waiter would wait for ever.
+            # No future takes it: its waiter would wait forever.
             lost = RuntimeError("the work raised StopIteration: an iterator had no more items")
             lost.__cause__ = error
             self._tell(self.future.set_exception, lost)
@@ -96,7 +96,7 @@ class _Work(Generic[T]):
         if self.thread.is_alive():
             _LOGGER.warning(
                 "%s hangs in a call that Python cannot interrupt; its thread ends when that call "
-                "does. Give the call a time limit of its own, or run it in a process.",
+                "does. Give the call its own time limit, or run it in a process.",
                 self.thread.name,
             )
 

@@ -104,7 +104,7 @@ class RolloutInput(BaseRolloutInput, total=False):
 
 
 class RolloutTiming(TypedDict):
-    """What one rollout took, in milliseconds; `start_time` is seconds since the epoch."""
+    """The times of one rollout, in milliseconds; `start_time` is seconds since the epoch."""
 
     start_time: float
     generation_ms: float
@@ -173,7 +173,7 @@ class ModelResponse:
     are, id for id, a prefix of this prompt; it is a hint that makes storing cost O(new tokens).
     `raw` is the response object of a client that wraps another one (the openai package's).
     `routed_experts`, integers `[n, layers, experts per token]`, are those of the n tokens before
-    the last one, where the engine records them; once the call lies in a tree, its stream holds
+    the last one, where the engine records them; once the call is in a tree, its stream has
     them.
 
     It also reads like OpenAI's response objects (`choices[0].message`, `usage`, `model_dump()`),
@@ -218,7 +218,7 @@ class ModelResponse:
             ("routed_experts", None),  # the tree's stream holds them
         ):
             object.__setattr__(self, name, value)
-        if known is None or known.flags.writeable:  # somebody else's array, who may write into it
+        if known is None or known.flags.writeable:  # the caller's array, which may still change
             object.__setattr__(self, "prompt_ids", tree.prompt_view(call))
 
     @classmethod
@@ -232,7 +232,7 @@ class ModelResponse:
         return cls(empty, "", FinishReason.LENGTH, id=OVERLONG_PROMPT, info=info)
 
     def at(self, place: tuple[Any, int] | None, **changes: Any) -> ModelResponse:
-        """Return a copy with `changes` that lies at `place`: a `TokenTree` and a call in it."""
+        """Return a copy with `changes` at `place`: a `TokenTree` and a call in it."""
         return replace(self, place=place, **changes)
 
     def to_info(self) -> dict[str, Any]:
@@ -247,7 +247,7 @@ class ModelResponse:
     def timed(self, sent_s: float, time_s: float) -> ModelResponse:
         """Return this response with when it was asked for and how long that took, as `annotated`.
 
-        For clients that make records of their own; rolltree's make them with their times.
+        For clients that make their own records; rolltree's make them with their times.
         """
         place = None if self.call is None else (self.tree, self.call)
         return self.at(place, sent_s=round(sent_s, 6), time_s=round(time_s, 6))
@@ -259,7 +259,7 @@ class ModelResponse:
 
     @property
     def object(self) -> str:
-        """What kind of OpenAI's objects it is like."""
+        """The kind of OpenAI object that it resembles."""
         return "chat.completion"
 
     @property
@@ -341,7 +341,7 @@ class RolloutRequest:
 
 @dataclass(frozen=True, slots=True)
 class RolloutResult:
-    """What became of one request: the trajectories it made (several with several agents).
+    """The outcome of one request: the trajectories it made (several with several agents).
 
     A failed request has `error` set and keeps whatever its states hold.
     """

@@ -1,4 +1,4 @@
-"""What models, tools and environments wrote: read without surprises, shown to people without harm.
+"""Reads text of models, tools and environments safely, and makes it safe to show.
 
 Reading is linear in the text and ends in a value or a `ValueError`, whatever the text is. Showing
 replaces what a terminal would obey and what a person could not see.
@@ -114,7 +114,7 @@ def encode_json(value: Any) -> bytes:
 
 
 def between(text: str, start: str, end: str) -> Iterator[str]:
-    """Yield what stands between each `start` and the next `end`, from left to right.
+    """Yield the text between each `start` and the next `end`, from left to right.
 
     >>> list(between("<a>1</a> <a>2</a> <a>3", "<a>", "</a>"))
     ['1', '2']

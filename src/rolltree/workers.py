@@ -135,7 +135,7 @@ class WorkerPool:
                 worker.end()
                 raise
             call.end()
-            # Threads or processes of a finished call would go on beside the next one.
+            # Threads or processes of a finished call would keep running during the next one.
             if reply["reusable"] and len(self._idle) < self.max_idle:
                 self._idle.append(worker)
             else:
@@ -184,7 +184,7 @@ class _Worker:
     """One process and the pipes to it; used by one thread at a time, except for `kill`.
 
     The process has the reading end of a pipe, the lifeline, whose other end is only here: the
-    kernel tells it when this process is gone, however it died.
+    kernel notifies it when this process is gone, however it died.
     """
 
     def __init__(self, target: str, memory_bytes: int | None, inherit_env: bool) -> None:
@@ -365,8 +365,8 @@ def _answer(function: Callable[[Any], Any], request: bytes) -> bytes:
         raise
     except BaseException as error:  # noqa: BLE001  a function that exits is one that fails
         kind = type(error).__name__
-        told = {"kind": kind, "message": str(error) or kind, "trace": traceback.format_exc()}
-        frame = _encode({"error": told, "reusable": _is_clean()})
+        failure = {"kind": kind, "message": str(error) or kind, "trace": traceback.format_exc()}
+        frame = _encode({"error": failure, "reusable": _is_clean()})
     sys.stdout.flush()
     sys.stderr.flush()
     return frame

@@ -223,7 +223,7 @@ class TestTraining:
         assert "rolltree show" in said
 
     def test_shared_questions(self, notices):
-        assert any("2 of 2 evaluation questions are training questions" in n for n in notices)
+        assert any("2 of 2 evaluation questions are also training questions" in n for n in notices)
 
     def test_a_tracker_that_fails_never_ends_a_run(self, notices):
         (said,) = [text for text in notices if "tensorboard failed" in text]

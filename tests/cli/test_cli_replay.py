@@ -98,7 +98,7 @@ def test_it_goes_on_with_a_model(run):
     ("words", "why"),
     [
         (["--until", "1"], "--until is for one rollout"),
-        (["eval/guess/0/0", "-n", "1"], "-n chooses rollouts"),
+        (["eval/guess/0/0", "-n", "1"], "-n selects rollouts"),
         (["eval/guess/0/0", "-m", "tiny"], "-m needs --continue"),
         (["--pdb"], "--pdb is for one rollout"),
         (["eval/guess/0/0", "--pdb", "--continue"], "--pdb cannot be combined"),

@@ -33,7 +33,7 @@ def test_sigterm_saves_and_any_number_of_ranks_continues(config, tmp_path):  # n
         wait_for(tmp_path / "run", lambda run, done=done: len(list(run.steps())) >= done + 2)
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=120)
-        assert errors.count("stopped by SIGTERM; what was done is saved.") == 1
+        assert errors.count("stopped by SIGTERM; progress is saved.") == 1
         assert process.returncode == status, errors
         assert f"step {done + 1}/" in errors
         assert f"step {done}/" not in errors

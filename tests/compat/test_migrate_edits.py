@@ -150,7 +150,7 @@ def test_what_plays_differently_is_not_written(tmp_path):
     done = CliRunner().invoke(app, ["env", "migrate", str(folder), "--write", "--force"])
     assert done.exit_code == 1
     written = file.read_text()
-    assert written.startswith("#!/usr/bin/env python\n# TODO: since `rolltree env migrate` ")
+    assert written.startswith("#!/usr/bin/env python\n# TODO: since `rolltree env migrate`, ")
     assert "# example 0, always '': reward was 0.0, is null\n" in written
     assert "import rolltree as vf\n" in written
     compile(written, "my_env.py", "exec")

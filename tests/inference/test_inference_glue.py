@@ -143,9 +143,9 @@ def test_an_end_token_behind_other_text_is_not_written_twice() -> None:
 @pytest.mark.parametrize(
     ("new", "reason"),
     [
-        ([{"role": "system", "content": "n"}, user("c")], "new system message at another place"),
-        ([user("c"), {"role": "system", "content": "n"}], "new system message at another place"),
-        ([{"role": "developer", "content": "n"}], "new developer message nowhere"),
+        ([{"role": "system", "content": "n"}, user("c")], "moves a new system message"),
+        ([user("c"), {"role": "system", "content": "n"}], "moves a new system message"),
+        ([{"role": "developer", "content": "n"}], "leaves out a new developer message"),
     ],
 )
 def test_a_new_message_that_is_not_where_it_stands_is_found_out(new: Any, reason: str) -> None:
@@ -180,7 +180,7 @@ CASES = [
     (REPEATING, assistant("b"), "shows an earlier assistant message 2 times"),
     (DROPPING, assistant("b"), "shows an earlier assistant message 0 times"),
     (PLAIN, CALLER, "shows an earlier assistant message 0 times"),
-    ("{{ raise_exception('no') }}", assistant("b"), "refuses the probe conversation"),
+    ("{{ raise_exception('no') }}", assistant("b"), "rejects the probe conversation"),
 ]
 
 

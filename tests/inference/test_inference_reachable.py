@@ -49,10 +49,10 @@ async def test_an_evaluation_asks_first_and_not_when_all_is_stored(
     from rolltree.store import Run
 
     async def impatient(parts: Any, limit_s: float) -> None:
-        await answer(parts, 0.1)
+        await wait_for_one(parts, 0.1)
 
-    answer = reachable._answer
-    monkeypatch.setattr(reachable, "_answer", impatient)
+    wait_for_one = reachable._wait_for_one
+    monkeypatch.setattr(reachable, "_wait_for_one", impatient)
     env = SingleTurnEnv(eval_dataset=[{"question": "?", "answer": ""}], rubric=Rubric([]))
     with Run.create(tmp_path / "run", config={}, kind="eval") as run:
         with ScriptedServer(["12"]) as server:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltree.errors import ServerError, UnsupportedSetting
-from rolltree.inference.message_session import ask_for_tokens
+from rolltree.inference.message_session import send_with_token_fields
 from rolltree.inference.request_fields import (
     TokenFields,
     extension_fields,
@@ -132,7 +132,7 @@ class Server:
 
 async def test_a_rejection_of_the_fields_is_survived_once() -> None:
     asked, server = fields(), Server(400, None)
-    assert await ask_for_tokens(asked, server) == "answer"
+    assert await send_with_token_fields(asked, server) == "answer"
     assert server.asked == [True, False]
     assert not asked.wanted
 
@@ -152,7 +152,7 @@ async def test_other_errors_are_told(
 ) -> None:
     asked, server = fields(mode), Server(with_ids, without)
     with pytest.raises(ServerError, match="with True"):
-        await ask_for_tokens(asked, server)
+        await send_with_token_fields(asked, server)
     assert server.asked == sent
 
 

@@ -167,7 +167,7 @@ def test_a_system_message_in_the_middle_reaches_the_model() -> None:
     assert renderer.decode(second.ids).startswith("<|sys|>Be brief.<|user|>a")
     assert (second.extends, second.reason) == (
         None,
-        "the template shows a new system message at another place",
+        "the template moves a new system message",
     )
     later = answer(second)
     assert later.info["rerendered"] == second.reason

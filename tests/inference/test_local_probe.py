@@ -112,10 +112,10 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
             "max_position_embeddings": 32,
             "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
         },
-        "change when a sequence passes 32 tokens.*max_context=32 is served",
+        "change when a sequence passes 32 tokens.*use max_context=32",
     ),
-    "too short": ("llama", {"max_position_embeddings": 16}, "has 16 positions, and 32"),
-    "both directions": ("bert", {"is_decoder": False}, "gives other logits"),
+    "too short": ("llama", {"max_position_embeddings": 16}, "has 16 positions, and"),
+    "both directions": ("bert", {"is_decoder": False}, "gives different logits"),
 }
 
 

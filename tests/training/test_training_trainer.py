@@ -195,7 +195,7 @@ class TestStep:
         before = torch.backends.mkldnn.matmul.fp32_precision
         assert difference(gradient_of(cheap, samples), plain) < 2e-2
         assert torch.backends.mkldnn.matmul.fp32_precision == before
-        with pytest.raises(ValueError, match="only a CPU reads"):
+        with pytest.raises(ValueError, match="only on a CPU"):
             ModelSection(backward_dtype="bfloat16", device="cuda")
 
     def test_the_reference_of_the_kl_stays_as_it_was(self):

@@ -149,7 +149,7 @@ class TestRefusals:
         module = torch.nn.Linear(1, 1)
         assert "position_bias" in self.refused(module, position_bias=torch.zeros(1))
         assert "dropout" in self.refused(module, dropout=0.1)
-        assert "mask of its own" in self.refused(module, torch.zeros(1, 1, 3, 3))
+        assert "its own attention mask" in self.refused(module, torch.zeros(1, 1, 3, 3))
         assert "sliding_window of 2" in self.refused(module, sliding_window=2)
         assert "sliding_window of 2" in self.refused(module, Pattern(window=3), sliding_window=2)
         assert "after them" in self.refused(module, is_causal=False)
@@ -176,7 +176,7 @@ class TestRefusals:
     def test_doge_chooses_keys_by_its_weights(self):
         config = AutoConfig.for_model("doge", **SIZES, keep_window_size=4, is_moe=False)
         model = AutoModelForCausalLM.from_config(config).eval()
-        assert "mask of its own" in why_not_tree(model)
+        assert "its own attention mask" in why_not_tree(model)
 
 
 def test_windows_are_read_from_the_masks_that_models_ask_for():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rolltree.records.values import json_bytes
 from rolltree.viewer.bundle import STATIC, escaped, join_modules, page_with
-from rolltree.viewer.export import num_same, packed
+from rolltree.viewer.export import common_prefix_len, packed
 
 SOURCES = {
     "main.js": 'import { add, LIMIT as most } from "./sums.js";\n'
@@ -91,7 +91,7 @@ VALUES = st.lists(st.sampled_from([None, 1, 2.5, "a"]), max_size=40)
 def test_a_packed_column_is_the_column(shared, first, second):
     column, before = shared + first, shared + second
     assert unpacked(packed(column, before), before) == column
-    assert num_same(column, before) >= len(shared)
+    assert common_prefix_len(column, before) >= len(shared)
 
 
 def test_a_context_that_grows_is_packed_once():

@@ -120,7 +120,7 @@ class Agent:
             sampling: fields that override the agent's own.
             seed: of the episode's sampling. The call of index i samples with the seed itself for
                 i = 0 and with one derived from it later. None: that of `sampling`, if any.
-            messages: what stands in the history after the system prompt, say few-shot examples. A
+            messages: what follows the system prompt in the history, say few-shot examples. A
                 system message at its beginning replaces the agent's.
         """
         sampling = merge_sampling(self._sampling, sampling)
@@ -213,7 +213,7 @@ class Agent:
     async def _ask(
         self, messages: Sequence[ChatMessage], kind: str, *, max_tokens: int | None = None
     ) -> str:
-        """Make a model call beside the dialog, recorded as an internal step of this turn."""
+        """Make a model call outside the dialog, recorded as an internal step of this turn."""
         response, record = await self._sample(list(messages), max_tokens)
         text = text_of(response.message) or response.text
         self._add_step(response, record, "internal", ParseResult(text), info={"kind": kind})
@@ -262,7 +262,7 @@ class Agent:
                 # A mistake in the parser: it fails the episode, the call is kept.
                 self._add_step(response, record, "env", ParseResult(None), tool_calls)
                 raise
-        # The model must be told something that it can do better by.
+        # The feedback must help the model to do better.
         if parsed.failed and parsed.obs is None:
             parsed = replace(parsed, obs=self.parse_feedback)
         if parsed.failed:

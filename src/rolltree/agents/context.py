@@ -1,4 +1,4 @@
-"""Context strategies: which messages of its history an agent shows the model.
+"""Context strategies: they choose the messages of its history that an agent shows the model.
 
 A strategy is configuration without state; the agent owns the history.
 
@@ -78,7 +78,7 @@ class FullDialog(_Dialog):
 class TruncatedThinking(_Dialog):
     """The dialog without the reasoning of earlier turns; that since the last user message stays.
 
-    Reasoning is `reasoning_content`, and what stands before `close` in the text.
+    Reasoning is `reasoning_content`, and the text before `close`.
     """
 
     close: str = "</think>"

@@ -27,7 +27,7 @@ from rolltree.types import ChatMessage, ModelResponse, ToolSchema, TrajectorySte
 ToolLike: TypeAlias = "Callable[..., Any] | Tool"
 
 LAST_CALL = "You cannot use any more tools now. Give your final answer."
-"""What a model is told when its next answer must be the final one."""
+"""The message to a model whose next answer must be the final one."""
 _NOT_MADE = "This call was not made."
 
 
@@ -184,7 +184,7 @@ class ToolAgent(Agent):
             self._end_turn(response, record, requests)
             return False
         # It was told so with the last answer; a further call ends the turn, or the loop could go on
-        # for ever.
+        # forever.
         if self._num_rounds >= self.max_tool_rounds:
             self._refuse(requests)
             parsed = ParseResult(None, self.bad_call_penalty, self.last_call)

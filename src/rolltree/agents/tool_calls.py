@@ -22,7 +22,7 @@ from rolltree.untrusted import read_json_start
 
 @dataclass(frozen=True, slots=True)
 class ParsedCalls:
-    """What a message says: its calls, and what looks like a call and cannot be read."""
+    """A parsed message: its calls, and what looks like a call but cannot be parsed."""
 
     calls: tuple[RawToolCall, ...] = ()
     problems: tuple[str, ...] = ()
@@ -120,7 +120,7 @@ class ReActCalls:
     needs_answers = False
 
     def schemas(self, tools: Sequence[ToolSchema]) -> list[ToolSchema]:
-        """Return nothing: the tools are told in the system prompt."""
+        """Return nothing: the tools are described in the system prompt."""
         return []
 
     def instructions(self, tools: Sequence[ToolSchema]) -> str:

@@ -45,7 +45,7 @@ STOPPED_STATUS = 75
 def os_error_message(error: OSError) -> str:
     """Return what an error of the operating system means for a command."""
     where = f"{error.filename}: " if error.filename else ""
-    what = f"{where}{error.strerror or error}, so the command could not go on"
+    what = f"{where}{error.strerror or error}, so the command stopped"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"{what}. What was stored is safe; free some space and run the command again."
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
@@ -70,16 +70,17 @@ def messages() -> Iterator[None]:
         if extra is None and _is_ours(error):
             raise
         message = (
-            f"the package {error.name} is missing, which this command needs. Install rolltree "
-            f"with its extra: pip install '{extra}'."
+            f"this command needs the package {error.name}, which is not installed. Install "
+            f"rolltree with its extra: pip install '{extra}'."
             if extra is not None
-            else f"the package {error.name} is missing, which the environment imports. Install it, "
-            "or all that the environment's project names: rolltree env install PATH."
+            else f"the environment imports the package {error.name}, which is not installed. "
+            "Install it, or everything that the environment's project lists: rolltree env install "
+            "PATH."
         )
         echo(f"error: {message}", error=True)
         raise click.exceptions.Exit(2) from None
     except OSError as error:
-        # Not the operating system's: a library's own use of the class.
+        # Not from the operating system: libraries raise the class for their own errors.
         if error.errno is None:
             raise
         echo(f"error: {os_error_message(error)}", error=True)
@@ -96,10 +97,10 @@ def _is_ours(error: ModuleNotFoundError) -> bool:
 
 
 class Program(click.Group):
-    """Commands whose errors are messages, listed in the order in which they were added."""
+    """Commands whose errors are printed as messages, listed in the order of definition."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command that was asked for."""
+        """Run the command, and turn its errors into messages."""
         with messages():
             return super().invoke(ctx)
 
@@ -124,8 +125,8 @@ app = Program(
 click.version_option(__version__, message="%(version)s", help="Show the version.")(app)
 
 
-class ShownFormatter(logging.Formatter):
-    """Log records as a person may be shown them: messages and tracebacks quote models."""
+class SafeFormatter(logging.Formatter):
+    """Formats log records for a terminal: their messages and tracebacks may quote models."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record's text."""
@@ -137,12 +138,12 @@ def main() -> None:
     # Warnings quote what models and environments wrote, so they are cleaned like everything that is
     # printed.
     handler = logging.StreamHandler()
-    handler.setFormatter(ShownFormatter())
+    handler.setFormatter(SafeFormatter())
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.captureWarnings(True)
     try:
         app(prog_name="rolltree")
-    except Exception:  # noqa: BLE001  a mistake, of rolltree or of an environment's code
+    except Exception:  # noqa: BLE001  a bug in rolltree or in an environment's code
         echo(traceback.format_exc().rstrip("\n"), error=True)
         sys.exit(1)
     finally:
@@ -150,10 +151,10 @@ def main() -> None:
 
 
 def _drop_unwritten() -> None:
-    """Drop output that cannot be written, so that Python's own attempt gives no other status."""
+    """Drop output that cannot be written, so that Python's own flush cannot change the status."""
     for stream in (sys.stdout, sys.stderr):
         try:
-            # Python flushes at exit and would end with status 120 if nobody reads any more.
+            # Python flushes at exit, and would end with status 120 if the reader has gone.
             stream.flush()
         except OSError:
             with open(os.devnull, "wb") as nowhere:

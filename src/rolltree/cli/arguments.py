@@ -26,18 +26,18 @@ Name = TypeVar("Name", bound=str)
 
 
 def echo(text: object, *, error: bool = False) -> None:
-    """Print a line on stdout, or on stderr, as a person may be shown it."""
+    """Print a line on stdout, or on stderr, made safe for a terminal."""
     _print(shown(str(text)), sys.stderr if error else sys.stdout)
 
 
 def _print(text: str, file: TextIO) -> None:
-    # Nobody reads any more: `| head`.
+    # The reader may have gone, as in `| head`.
     with contextlib.suppress(BrokenPipeError):
         print(text, file=file, flush=True)
 
 
 def echo_json(value: object) -> None:
-    """Print JSON on stdout, without secrets; its escapes leave nothing that steers a terminal."""
+    """Print JSON on stdout, without secrets; its escapes make it safe for a terminal."""
     from rolltree.redact import redact
     from rolltree.store import to_plain
 
@@ -45,7 +45,7 @@ def echo_json(value: object) -> None:
 
 
 def json_object(text: str | None, flag: str) -> dict[str, Any]:
-    """Return the JSON object that a flag was given; an empty one when it was not.
+    """Return the JSON object in a flag's value, or an empty one without the flag.
 
     Raises:
         ConfigError: the text is not a JSON object.
@@ -66,7 +66,7 @@ def json_object(text: str | None, flag: str) -> dict[str, Any]:
 
 
 def known_name(text: str, known: Iterable[Name], flag: str) -> Name:
-    """Return the known name that a flag was given.
+    """Return a flag's value if it is one of the known names.
 
     Raises:
         UnknownName: it is none of them.

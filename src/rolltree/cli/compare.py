@@ -13,7 +13,7 @@ from rolltree.cli.arguments import echo, echo_json
     "--confidence",
     type=click.FloatRange(0.5, 0.9999),
     default=0.95,
-    help="Of all intervals together.",
+    help="Joint confidence of all intervals.",
 )
 @click.option(
     "--pass-threshold", default=1.0, help="Lowest reward that counts as a pass in pass@k and flips."
@@ -22,7 +22,7 @@ from rolltree.cli.arguments import echo, echo_json
     "--price",
     type=float,
     nargs=2,
-    help="Dollars for a million prompt and a million sampled tokens.",
+    help="Dollars per million prompt tokens, and per million sampled tokens.",
 )
 @click.option(
     "--examples",
@@ -45,7 +45,7 @@ def compare_stored_runs(
     from rolltree.records import compare
 
     if markdown and as_json:
-        raise click.UsageError("--markdown and --json are two forms of the output; choose one.")
+        raise click.UsageError("--markdown and --json exclude each other; choose one.")
     found = compare(
         *arms,
         confidence=confidence,

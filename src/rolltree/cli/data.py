@@ -14,19 +14,19 @@ from rolltree.errors import ConfigError
 where_option = click.option(
     "--where",
     multiple=True,
-    help="Only rollouts with, such as 'reward < 0.5 and metrics/tries >= 2'; repeat it for more.",
+    help="Conditions on rollouts: 'reward < 0.5 and metrics/tries >= 2'. Repeatable.",
 )
 FORMATS = ("table", "jsonl", "csv", "json")
 
 
 @click.command("data")
 @run_argument
-@click.argument("table", required=False, help="A table. Without it: the tables, their columns.")
+@click.argument("table", required=False, help="A table. Without it, tables and columns are listed.")
 @phase_option
 @where_option
-@click.option("--sort", help="Order of the rollouts: a column, with - before it descending.")
+@click.option("--sort", help="Column to order the rollouts by; -COLUMN is descending.")
 @click.option("-n", "--limit", type=click.IntRange(min=1), help="Rows. Default: 20 in a terminal.")
-@click.option("-c", "--columns", help="Names of columns, with commas between them.")
+@click.option("-c", "--columns", help="Names of columns, separated by commas.")
 @click.option("--full", is_flag=True, help="Table tokens: every call's whole context.")
 @click.option("--format", "form", default="table", help=f"One of {', '.join(FORMATS)}.")
 @click.option("--json", "as_json", is_flag=True, help="The same as --format json.")
@@ -86,8 +86,8 @@ def show_data(
 )
 @phase_option
 @where_option
-@click.option("--min-reward", type=float, help="With --as sft: leave out rollouts with less.")
-@click.option("--best-of-group", is_flag=True, help="With --as sft: the best of each group.")
+@click.option("--min-reward", type=float, help="With --as sft: leave out rollouts below this.")
+@click.option("--best-of-group", is_flag=True, help="With --as sft: keep the best of each group.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
 def export_rollouts(
     run: Path,
@@ -121,4 +121,4 @@ def export_rollouts(
 
 def _refuse(wrong: Any, advice: str) -> None:
     if wrong:
-        raise ConfigError(f"these flags choose nothing here: {advice}.")
+        raise ConfigError(f"these flags have no effect here: {advice}.")

@@ -93,7 +93,7 @@ def install_environment(where: str, editable: bool) -> None:
 @environments.command("migrate")
 @click.argument("path", type=click.Path(path_type=Path), help="Folder or file of the environment.")
 @click.option("--write", is_flag=True, help="Write the edits; without it they are only shown.")
-@click.option("--force", is_flag=True, help="Write also what plays differently, with a to-do.")
+@click.option("--force", is_flag=True, help="Write even if it plays differently, with a TODO.")
 @click.option("--env-args", "-a", help="Arguments of the environment for the check, JSON.")
 @click.option("--no-check", is_flag=True, help="Do not play it before and after.")
 def migrate_environment(
@@ -120,11 +120,11 @@ def migrate_environment(
         echo(f"played {checked.num_rollouts} rollouts before and after: {said}")
     if write and found and not force:
         echo(
-            "nothing was written, because the rewards of the environment would not be what they "
-            "were. Keep it as it is, or pass --force to write it with these differences as a to-do."
+            "nothing was written, because the migrated environment plays differently. Keep the old "
+            "one, or pass --force to write it with these differences in a TODO comment."
         )
     elif write:
-        counted = f"TODO: since `rolltree env migrate` {found} fields differ, such as"
+        counted = f"TODO: since `rolltree env migrate`, {found} fields differ, such as"
         todo = [counted, *(f"  {difference}" for difference in shown)] if found else []
         migration.with_todo(todo).write()
         echo(f"wrote {len(migration.after)} files")

@@ -35,7 +35,7 @@ DEFAULTS: dict[str, Any] = {
     "seed": 0,
     "split": "eval",
 }
-"""What a setting counts as that a run from before the setting does not name."""
+"""Values of settings that an older run has not stored."""
 NUM_EXAMPLES, ROLLOUTS_PER_EXAMPLE = 5, 3
 SPLITS: tuple[Literal["train", "eval"], ...] = ("train", "eval")
 
@@ -47,7 +47,7 @@ SPLITS: tuple[Literal["train", "eval"], ...] = ("train", "eval")
     "-b",
     "--base-url",
     multiple=True,
-    help="OpenAI-compatible URL; repeat it for a pool. Without it: in this process.",
+    help="OpenAI-compatible URL; repeat it for a pool. Default: an engine in this process.",
 )
 @click.option("-k", "--api-key-var", help="Environment variable that holds the API key.")
 @click.option(
@@ -188,7 +188,7 @@ def evaluate_environment(
     async def measure(stored: Run) -> EvalReport:
         say(errors, f"run {folder}")
         if own:
-            say(errors, f"{size}, by the pyproject.toml of {env}")
+            say(errors, f"{size}, from the pyproject.toml of {env}")
         changed = changed_code(environment, stored)
         if changed is not None:
             stored.announce(changed, partial(say, errors))
@@ -223,7 +223,7 @@ def evaluate_environment(
                 )
 
     config = {
-        # What the run is: a start with another value is refused, except for those in `MAY_CHANGE`.
+        # These identify the run: other values are refused, except for those in `MAY_CHANGE`.
         "env": env,
         "env_args": env_arguments,
         "model": model,

@@ -24,20 +24,22 @@ if TYPE_CHECKING:
 @compat_option
 @phase_option
 @click.option(
-    "-n", "--num-rollouts", type=click.IntRange(min=1), help="Without ROLLOUT: only the first."
+    "-n", "--num-rollouts", type=click.IntRange(min=1), help="Without ROLLOUT: only the first ones."
 )
-@click.option("--ignore", multiple=True, help="What matches counts as equal; repeat it.")
-@click.option("--no-score", is_flag=True, help="Leave out rewards: no judge is asked.")
+@click.option(
+    "--ignore", multiple=True, help="Regular expression; matches count as equal. Repeatable."
+)
+@click.option("--no-score", is_flag=True, help="Leave out rewards, so no judge is called.")
 @click.option(
     "--until", type=click.IntRange(min=0), metavar="STEP", help="Stop before this call, from 0."
 )
-@click.option("--pdb", is_flag=True, help="Open the debugger in the environment, there.")
-@click.option("--continue", "goes_on", is_flag=True, help="Let a model go on from there.")
+@click.option("--pdb", is_flag=True, help="Open the debugger in the environment at that point.")
+@click.option("--continue", "goes_on", is_flag=True, help="Let a model continue from there.")
 @click.option("-m", "--model", help="With --continue: model name; without -b a local one.")
 @click.option("-b", "--base-url", multiple=True, help="With --continue: OpenAI-compatible URL.")
 @click.option("-k", "--api-key-var", help="Environment variable that holds the API key.")
 @click.option(
-    "-r", "--branches", type=click.IntRange(min=1), default=1, help="How often it goes on."
+    "-r", "--branches", type=click.IntRange(min=1), default=1, help="Number of continuations."
 )
 @click.option(
     "--into",
@@ -75,8 +77,10 @@ def replay_rollouts(
     live = {"-m": model is not None, "-b": base_url, "-k": api_key_var, "--into": into is not None}
     live["-r"] = branches > 1
     _check_flags(rollout is None, single, "is for one rollout. Name it after the run.")
-    _check_flags(rollout is not None, many, "chooses rollouts, and one was named. Leave it out.")
-    _check_flags(not goes_on, live, "needs --continue, without which no model is asked.")
+    _check_flags(
+        rollout is not None, many, "selects rollouts, but one was named. Leave the flag out."
+    )
+    _check_flags(not goes_on, live, "needs --continue, without which no model is called.")
     _check_flags(pdb and goes_on, {"--pdb": True}, "cannot be combined with --continue.")
     options: dict[str, Any] = {"compat": compat, "score": not no_score, "ignore": ignore}
     if env_args is not None:

@@ -1,4 +1,4 @@
-"""`rolltree rescore`: other rewards on the rollouts of a run, without asking its model."""
+"""`rolltree rescore`: score the rollouts of a run with other rewards, without its model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rolltree.cli.runs import phase_option, run_argument
 @compat_option
 @click.option(
     "--rubric",
-    help="Instead: a rubric or reward function, as module:name or path/to/file.py:name.",
+    help="Instead of --env: a rubric or reward function, module:name or path/to/file.py:name.",
 )
 @click.option(
     "--run",

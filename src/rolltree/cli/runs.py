@@ -28,11 +28,11 @@ def list_stored_runs(root: Path, as_json: bool) -> None:
 
         from rolltree.records.overview import run_overview
 
-        told = []
+        overviews = []
         for run in found:
             with Run.open(run.path, mode="r", check="rows") as stored:
-                told.append({**run_overview(stored), **asdict(run), "path": str(run.path)})
-        echo_json(told)
+                overviews.append({**run_overview(stored), **asdict(run), "path": str(run.path)})
+        echo_json(overviews)
         return
     for run in found:
         for line in run_lines(run):

@@ -26,7 +26,7 @@ MODES: dict[str, ServedLogprobs] = {"processed_logprobs": "processed", "raw_logp
 )
 @click.option("--allow-remote", is_flag=True, help="Accept connections from other machines.")
 @click.option("--api-key-env", help="Environment variable that holds the token.")
-@click.option("--admin-key-env", help="Variable with the token that replaces weights.")
+@click.option("--admin-key-env", help="Environment variable that holds the admin token.")
 @click.option("--served-model-name", help="Model name in requests.")
 @click.option("--dtype", default="float32", help="float32, bfloat16 or float16.")
 @click.option("--device", default="cpu", help="cpu or cuda.")
@@ -53,13 +53,13 @@ MODES: dict[str, ServedLogprobs] = {"processed_logprobs": "processed", "raw_logp
 @click.option(
     "--control-in-messages",
     is_flag=True,
-    help="Control tokens that messages spell out become those tokens.",
+    help="Read control tokens in messages as tokens, not as text.",
 )
 @click.option(
     "--read-timeout",
     type=click.FloatRange(min=0.1),
     default=30.0,
-    help="Seconds for a request to arrive.",
+    help="Maximum seconds for a request to arrive.",
 )
 @click.option("--num-threads", type=click.IntRange(min=1), help="CPU threads of torch.")
 def serve_model(
@@ -82,7 +82,7 @@ def serve_model(
     read_timeout: float,
     num_threads: int | None,
 ) -> None:
-    """Serve a model by OpenAI's API, with vLLM's token ids, logprobs and weight updates."""
+    """Serve a model over OpenAI's API, with vLLM's token ids, logprobs and weight updates."""
     import functools
 
     mode = MODES[known_name(logprobs_mode, MODES, "--logprobs-mode")]
@@ -128,8 +128,7 @@ def serve_model(
 
     def announce(url: str, used_token: str, used_admin_token: str | None) -> None:
         echo(f"serving {name} at {url}")
-        # One that was given is in the environment and need not be shown; one that was made is seen
-        # nowhere else.
+        # A given token is in the environment; a generated one is shown nowhere else.
         if token is None:
             print(f"token: {used_token}", flush=True)
         if admin_token is None and used_admin_token is not None:

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 @click.option(
     "--where",
     multiple=True,
-    help="Only rollouts with, such as 'reward < 0.5 and metrics/tries >= 2'; repeat it for more.",
+    help="Conditions on rollouts: 'reward < 0.5 and metrics/tries >= 2'. Repeatable.",
 )
-@click.option("--sort", help="Order by a column or metrics/NAME; -reward begins with the greatest.")
-@click.option("--last", is_flag=True, help="Begin with the rollout that was stored last.")
+@click.option("--sort", help="Order by a column or metrics/NAME; -reward begins with the highest.")
+@click.option("--last", is_flag=True, help="Begin with the newest rollout.")
 @click.option(
     "--transcripts", type=click.IntRange(min=0), default=1, help="Number of rollouts to print."
 )
@@ -50,8 +50,8 @@ def show_run(
     from rolltree.store import Run, summarize
 
     if last and sort:
-        raise click.UsageError("--last and --sort are two orders; choose one.")
-    # what is read row by row, and not filtered, need not wait until the whole file is checked
+        raise click.UsageError("--last and --sort exclude each other; choose one.")
+    # What is read row by row, unfiltered, need not wait until the whole file is checked.
     with Run.open(run, mode="r") as stored, Run.open(run, mode="r", check="rows") as rows_only:
         chosen = shown_requests(
             stored,
@@ -79,7 +79,7 @@ def show_run(
         from rolltree.rollouts.decode import decode_results
 
         console = SafeConsole()
-        # Who chooses rollouts wants to see these.
+        # Whoever chooses rollouts wants to see only these.
         if not (phase or chosen.words):
             from rolltree.records.story import run_story
 
@@ -98,8 +98,8 @@ def show_run(
             from rolltree.evaluation import stored_report
             from rolltree.reports import evaluation_facts, evaluation_table
 
-            # Aggregates that the evaluation left: reading all rows again would take seconds for a
-            # large run.
+            # Aggregates that the evaluation stored: reading all rows again would take seconds for
+            # a large run.
             report = stored_report(stored, phase, outcomes=False)
             console.print(evaluation_table(report), "", evaluation_facts(report))
         if chosen.words:

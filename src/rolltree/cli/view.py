@@ -1,4 +1,4 @@
-"""`rolltree view`: the web page on stored runs."""
+"""`rolltree view`: the web page for stored runs."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ MAIL_BYTES = 18_000_000
     "target",
     metavar="FILE.html",
     type=click.Path(path_type=Path),
-    help="Write the run as one HTML file instead, with the rollouts that tell most.",
+    help="Write the run as one HTML file instead, with its most informative rollouts.",
 )
 @where_option
-@click.option("--sort", help="Order of the exported rollouts; -reward begins with the greatest.")
+@click.option("--sort", help="Order of the exported rollouts; -reward begins with the highest.")
 @click.option(
     "-n", "--limit", type=click.IntRange(min=1), help="Rollouts to export. Default: 24 if filtered."
 )
@@ -49,22 +49,26 @@ def view_runs(
     sort: str | None,
     limit: int | None,
 ) -> None:
-    """Show runs in the browser, live while they go on; only this machine can reach the page."""
+    """Show runs in the browser, live while in progress; only this machine can reach the page."""
     choice: dict[str, Any] = {"where": where, "sort": sort, "limit": limit}
     if target is not None:
         if port or no_browser:
-            raise click.UsageError("--export writes a file and starts no page; leave --port out.")
+            raise click.UsageError(
+                "--export writes a file and starts no server; leave out --port and --no-browser."
+            )
         from rolltree.viewer.export import export_page
 
-        _tell_exported(target, export_page(path, target, **choice))
+        _report_export(target, export_page(path, target, **choice))
         return
     if any(choice.values()):
-        raise click.UsageError("--where, --sort and --limit choose what --export writes; name it.")
+        raise click.UsageError(
+            "--where, --sort and --limit choose what --export writes; add --export FILE.html."
+        )
     _serve(path, port, browser=not no_browser)
 
 
-def _tell_exported(target: Path, found: ExportedPage) -> None:
-    """Say what is in a file, how large it is, and what is not."""
+def _report_export(target: Path, found: ExportedPage) -> None:
+    """Print what is in a file, how large it is, and what was left out."""
     echo(f"wrote {target}, {found.num_bytes / 1e6:.1f} MB, which opens in a browser by itself:")
     kinds = ", ".join(f"{num:,} {why}" for why, num in found.reasons.items())
     echo(
@@ -73,11 +77,11 @@ def _tell_exported(target: Path, found: ExportedPage) -> None:
     )
     if found.num_without_tokens:
         echo(
-            f"{found.num_without_tokens:,} of them without their tokens, for which there was no "
-            "room; --limit takes fewer rollouts, and all tokens of those"
+            f"{found.num_without_tokens:,} of them without their tokens, for lack of room; use "
+            "--limit to export fewer rollouts with all their tokens"
         )
     if found.num_bytes > MAIL_BYTES:
-        echo("it is larger than most mail takes; --limit takes fewer rollouts")
+        echo("it is larger than most mail servers accept; use --limit to export fewer rollouts")
 
 
 def _serve(path: Path, port: int, *, browser: bool) -> None:
@@ -89,8 +93,8 @@ def _serve(path: Path, port: int, *, browser: bool) -> None:
         if error.name not in ("starlette", "uvicorn"):
             raise
         raise ConfigError(
-            f"the package {error.name} is missing, which serves the page. Install rolltree with "
-            "its extra: pip install 'rolltree[view]'."
+            f"the page is served by the package {error.name}, which is not installed. Install "
+            "rolltree with its extra: pip install 'rolltree[view]'."
         ) from error
 
     def ready(link: str) -> None:

@@ -99,7 +99,7 @@ async def run_batch(
     first: dict[str, int] = {}
     for request in requests:
         first.setdefault(request.group_id, len(first))
-    # Rows of one example may stand apart (`get_eval_inputs` repeats the whole list), and a group
+    # Rows of one example may be apart (`get_eval_inputs` repeats the whole list), and a group
     # can only be scored when all of it is there.
     requests.sort(key=lambda request: first[request.group_id])
     limit = max_concurrent if max_concurrent and max_concurrent > 0 else len(requests)
@@ -136,7 +136,7 @@ def _by_group(results: Sequence[RolloutResult]) -> list[list[RolloutResult]]:
 
 @contextmanager
 def _progress(num_groups: int, num_rollouts: int, shown: bool) -> Iterator[Callable[[], object]]:
-    """Show a bar of `tqdm`, where it is installed; yield what advances it."""
+    """Show a bar of `tqdm`, if it is installed; yield what advances it."""
     try:
         from tqdm import tqdm
     except ImportError:

@@ -31,7 +31,7 @@ class ClientConfig(BaseModel):
 
 
 class EvalConfig(BaseModel):
-    """What vf-eval evaluates, and what becomes of the results."""
+    """The settings of vf-eval."""
 
     env_id: str
     env_args: dict  # type: ignore[type-arg]

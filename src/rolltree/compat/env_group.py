@@ -111,12 +111,12 @@ class EnvGroup(Environment, rooms.EnvGroup):
         answer_key: str = "answer",
         map_kwargs: dict[str, Any] = {},  # noqa: B006  (never changed)
     ) -> Any:
-        """Return the joined rows with prompts, numbered anew."""
+        """Return the joined rows with prompts, renumbered."""
         if not is_hub_dataset(dataset):
             settings = (system_prompt, few_shot, question_key, answer_key, map_kwargs)
             rows = super().format_dataset(dataset, *settings)
             return Rows(rows, lambda row, index: {**row, "example_id": index})
-        # Numbers are given anew after joining, else rows of two environments would be one group;
+        # Rows are renumbered after joining, else rows of two environments would be one group;
         # the task stays, since it says which environment plays.
         dataset = self._ensure_prompt(
             dataset, system_prompt, few_shot, question_key, answer_key, map_kwargs

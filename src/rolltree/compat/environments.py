@@ -257,7 +257,7 @@ class Environment(OwnNames, Batches, rooms.Environment):
         return _taken(self.dataset, n, seed)
 
     def get_eval_dataset(self, n: int = -1, seed: int | None = None) -> Any:
-        """Return `n` evaluation rows (-1: all); training rows where there are no others."""
+        """Return `n` evaluation rows (-1: all); training rows if there are no others."""
         if self.eval_dataset is None:
             return self.get_dataset(n, seed)
         return _taken(self.eval_dataset, n, seed)
@@ -324,7 +324,7 @@ class Environment(OwnNames, Batches, rooms.Environment):
         A prompt that does not fit gives a response whose `id` is "overlong-prompt".
 
         Raises:
-            Exception: what the client raised; a `ModelError` where it is rolltree's.
+            Exception: what the client raised; a `ModelError` if it is rolltree's.
         """
         kind = message_type or self.message_type
         return await ask(client, model, prompt, oai_tools, sampling_args, kind)
@@ -578,7 +578,7 @@ class MultiTurnEnv(Environment, rooms.MultiTurnEnv):
     ) -> State:
         settings = {"client": client, "model": model, "sampling_args": sampling_args}
         signature = inspect.signature(self.init_state)
-        # Authors override `init_state` with names of their own, with positional parameters, or with
+        # Authors override `init_state` with their own names, with positional parameters, or with
         # the input alone. The first form that the signature takes is the one that verifiers would
         # have used.
         for args, named in (((), settings), (tuple(settings.values()), {}), ((), {})):
@@ -607,7 +607,7 @@ class SingleTurnEnv(MultiTurnEnv, rooms.SingleTurnEnv):
 
 def _taken(data: Any, n: int, seed: int | None) -> Any:
     if seed is not None:
-        # On a copy: verifiers shuffles the data set of everybody who asks later (docs/compat.md).
+        # On a copy: verifiers shuffles the data set for all later callers (docs/compat.md).
         data = data.shuffle(seed=seed)
     return data.select(range(min(n, len(data)))) if n > 0 else data
 

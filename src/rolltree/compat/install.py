@@ -25,7 +25,7 @@ _lock = RLock()
 
 
 class VerifiersFinder(MetaPathFinder, Loader):
-    """Finds `verifiers` and its modules: rolltree's, where there is no real one or `is_forced`."""
+    """Finds `verifiers` and its modules: rolltree's, if there is no real one or `is_forced`."""
 
     is_forced = False
 

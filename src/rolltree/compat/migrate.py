@@ -38,12 +38,12 @@ _EXTRAS = {
     **{"JudgeRubric": "openai", "MathRubric": "math", "math_verify": "math", "MCPEnv": "mcp"},
     **{"TextArenaEnv": "worlds", "textarena": "worlds", "ReasoningGymEnv": "worlds"},
 }
-"""What an import or a name of a file needs of rolltree's extras: verifiers brought some of it."""
+"""The extras of rolltree that imports and names need; verifiers included some of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Migration:
-    """The new texts of the files that change, beside the old ones, and what is left to do.
+    """The new texts of the files that change, with the old ones, and what is left to do.
 
     A remark is something that was not edited: its place (`file:line`), and what to do.
     """
@@ -156,7 +156,7 @@ class _File:
         self.edits: list[tuple[int, int, str]] = []
         self.aliases: set[str] = set()  # names of the package itself
         self.names: dict[str, str] = {}  # local name -> public name
-        self.wanted: dict[str, str] = {}  # names that need an import of their own -> module
+        self.wanted: dict[str, str] = {}  # names that need their own import -> module
         self.last_import: ast.stmt | None = None
         nodes = list(ast.walk(self.tree))
         # In `vf.types.State`, `vf.types` is an attribute too; the outermost one is edited.
@@ -301,7 +301,7 @@ class _File:
                 self.edits.append((*self._span(outer), f"{path[0]}.{name}"))
         elif home is None:
             self._remark(node, f"rolltree has no {name}; {_what_instead(name)}")
-        # A new import would be shadowed by the file's own name, or has no place to stand.
+        # A new import would be shadowed by the file's own name, or has no place to go.
         elif self.last_import is None or name in _bound(self.tree):
             self._remark(node, f"take {name} from {home}")
         else:

@@ -85,7 +85,7 @@ class _Endpoint:
         self._blocking = blocking
 
     async def create(self, **fields: Any) -> Any:
-        """Ask once, in a thread that ends when nobody waits for the answer."""
+        """Request once, in a thread that ends when its caller stops waiting."""
         return await run_in_thread(lambda: self._blocking.create(**fields), name="openai-request")
 
     def __getattr__(self, name: str) -> Any:
@@ -116,7 +116,7 @@ class MissingClient:
         return self
 
     async def chat(self, *args: Any, **settings: Any) -> Any:
-        """Fail: there is nobody to ask.
+        """Fail: there is no client.
 
         Raises:
             AttributeError: always, as None would.

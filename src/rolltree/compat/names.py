@@ -1,4 +1,4 @@
-"""Where each public name of verifiers 0.1.8 lives, there and here.
+"""Maps each public name of verifiers 0.1.8 to its module there and here.
 
 Pure data. Names of other packages are fetched from there when used.
 """
@@ -85,7 +85,7 @@ STAND_INS: dict[str, tuple[str, str]] = {
     "CreateSandboxRequest": (f"{_COMPAT}.sandbox_client", "SandboxRequest"),
     "SandboxClient": (f"{_COMPAT}.sandbox_client", "SandboxClient"),
 }
-"""Modules and names for those of `prime_sandboxes` where that package is not installed."""
+"""Modules and names for those of `prime_sandboxes` if that package is not installed."""
 
 _PLAIN = (
     "ast asyncio atexit base64 httpx importlib inspect json logging nltk os random re signal "
@@ -157,7 +157,7 @@ SCRIPTS: dict[str, str] = {
     **{f"scripts.{name}": f"{_COMPAT}.scripts.{name}" for name in ("eval", "init", "install")},
     "scripts.tui": f"{_COMPAT}.scripts.tui",
 }
-"""Modules that are whole modules here, each with a `main` of its own."""
+"""Modules that are whole modules here, each with its own `main`."""
 
 REMOVED = frozenset(
     (

@@ -1,7 +1,7 @@
 """Names that rolltree's environments have and verifiers 0.1.8's had not.
 
 An environment written for verifiers may use them for its own ends: `self.num_examples = 100`, or a
-method `_score`. Then rolltree's code sees rolltree's, and everybody else what the author put there.
+method `_score`. Then rolltree's code sees rolltree's, and all other code what the author put there.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _teardown_handlers _ensure_example_id _ensure_prompt _ensure_task _cleanup _tear
 _render_stop _render_timing _render_completion _prepare_rollout_results _logger
 """
 THEIRS = frozenset(_THEIRS.split())
-"""What verifiers 0.1.8's environments have: to set or override one of these is meant."""
+"""Attributes of verifiers 0.1.8's environments, which authors set or override on purpose."""
 
 
 _UNSET: Any = object()
@@ -45,7 +45,7 @@ class OwnNames:
             setattr(cls, name, _Shared(cls, name, vars(cls)[name]))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Who assigns decides, and only the caller's frame tells who that is.
+        # Who assigns decides, and only the caller's frame shows who that is.
         caller = sys._getframe(1).f_globals.get("__name__", "")
         if not _is_ours(caller) and _is_reserved(type(self), name):
             set_for_author(self, name, value)

@@ -162,7 +162,7 @@ def load_environment(env_id: str, **env_args: Any) -> Environment:
         if isinstance(error, UnknownName) and _is_module(env_id):
             raise RuntimeError(
                 f"Failed to load environment '{env_id}': the module of that name is another one, "
-                "without load_environment(). Give the environment a name of its own, say "
+                "without load_environment(). Give the environment its own name, say "
                 f"'{env_id}-env'."
             ) from error
         raise ValueError(

@@ -82,14 +82,14 @@ class ThinkParser(Parser, rooms.ThinkParser):
         self.logger.warning(_THINKS_OUT_LOUD, "ThinkParser")
 
     def parse(self, text: str) -> Any:
-        """Return `extract_fn` of the text behind the reasoning."""
-        # The last tag: what stands between two of them is still reasoning.
+        """Return `extract_fn` of the text after the reasoning."""
+        # The last tag: text between two of them is still reasoning.
         _, found, answer = text.rpartition(CLOSE)
         return self.extract_fn(answer.strip() if found else "")
 
     def score_format(self, text: str) -> float:
-        """Return 1 for reasoning at the start, closed once, with anything behind it; else 0."""
-        # verifiers strips for the beginning only: white space behind the last tag counts as an
+        """Return 1 for reasoning at the start, closed once, with anything after it; else 0."""
+        # verifiers strips for the beginning only: white space after the last tag counts as an
         # answer.
         opens = text.strip().startswith(OPEN) and text.count(OPEN) == 1
         return float(opens and text.count(CLOSE) == 1 and not text.endswith(CLOSE))
@@ -97,7 +97,7 @@ class ThinkParser(Parser, rooms.ThinkParser):
     def get_format_reward_func(self) -> Callable[..., float]:
         """Return a reward function: the mean of `score_format` over the assistant messages.
 
-        It raises ZeroDivisionError, which a rubric scores 0, where there is none.
+        It raises ZeroDivisionError, which a rubric scores 0, if there is none.
         """
 
         def format_reward_func(completion: list[ChatMessage], **kwargs: Any) -> float:
@@ -117,7 +117,7 @@ class MaybeThinkParser(Parser, rooms.MaybeThinkParser):
         super().__init__(extract_fn)
 
     def parse(self, text: str) -> Any:
-        """Return `extract_fn` of the text behind the reasoning."""
+        """Return `extract_fn` of the text after the reasoning."""
         return self.extract_fn(text.rpartition(CLOSE)[2].strip())
 
     def score_format(self, text: str) -> float:

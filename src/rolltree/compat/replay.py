@@ -2,7 +2,7 @@
 
     python -m rolltree.compat.replay ENV OUT.json '{"env": "args"}'
 
-Each play is a process of its own: a process can load an environment's modules only once.
+Each play is its own process: a process can load an environment's modules only once.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def check_migration(
 
 
 def _beside_its_siblings(path: Path, scratch: Path) -> Path:
-    """Return where a copy of `path` goes: in a folder that has what is beside it and its parent.
+    """Return where a copy of `path` goes: in a folder with what is next to it and its parent.
 
     Environments import from there, by way of `__file__`. They are links, and not edited.
     """

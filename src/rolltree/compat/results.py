@@ -1,4 +1,4 @@
-"""What `generate` returns, how vf-eval writes it, and what vf-eval does."""
+"""The results of `generate`, their files as vf-eval writes them, and vf-eval itself."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def get_results_path(env_id: str, model: str, base_path: Path = Path("./outputs"
 
 
 def get_eval_results_path(config: Any) -> Path:
-    """Return a new folder for results: in the environment's own folder where there is one."""
+    """Return a new folder for results: in the environment's own folder if there is one."""
     folder = Path(config.env_dir_path) / config.env_id.replace("-", "_")
     base = folder / "outputs" if folder.exists() else Path("./outputs")
     return get_results_path(config.env_id, config.model, base)
@@ -55,7 +55,7 @@ class _Columns(dict[str, Any]):
 
 
 class GenerateMetadata(_Columns):
-    """What was run, and the means over it; failed rollouts do not count in the means."""
+    """The settings of a batch, and the means over its rollouts that did not fail."""
 
     env_id: str
     env_args: dict[str, Any]
@@ -96,7 +96,7 @@ class GenerateOutputs(_Columns):
 
     @property
     def stop_conditions(self) -> list[str | None]:
-        """What ended each rollout."""
+        """The condition that ended each rollout."""
         return [state.get("stop_condition") for state in self["state"]]
 
 
@@ -192,7 +192,7 @@ def quiet_datasets() -> Iterator[None]:
 
 
 def save_to_disk(dataset: Any, metadata_dict: dict[str, Any], path_to_save: Path) -> None:
-    """Write a data set as `results.jsonl`, and `metadata.json` beside it."""
+    """Write a data set as `results.jsonl`, and `metadata.json` next to it."""
     path = Path(path_to_save)
     path.mkdir(parents=True, exist_ok=True)
     with quiet_datasets(), whole_file(path / "results.jsonl") as part:
@@ -282,7 +282,7 @@ def setup_client(config: Any) -> Any:
 def load_endpoints(endpoints_path: str) -> dict[str, Any]:
     """Return `ENDPOINTS` of a Python file, or of the one named endpoints in a folder.
 
-    Where there is no such file, or it has no `ENDPOINTS`, a warning says so and there are none.
+    If there is no such file, or it has no `ENDPOINTS`, a warning says so and there are none.
     """
     path = Path(endpoints_path)
     file = path / "endpoints.py" if path.is_dir() else path

@@ -27,7 +27,7 @@ from rolltree.types import Messages, SamplingArgs, State
 Semaphore = AbstractAsyncContextManager[Any]
 F = TypeVar("F", bound=RewardFunc)
 V = TypeVar("V")
-# How verifiers tells a group function: one of these parameters, or `list` as the annotation.
+# How verifiers recognizes a group function: one of these parameters, or `list` as the annotation.
 _PLURALS = {"states", "prompts", "completions", "answers", "tasks", "infos"}
 
 
@@ -339,7 +339,7 @@ class RubricGroup(Rubric, rooms.RubricGroup):
 
 
 class _Sum:
-    """What several rubrics give one rollout, each of which writes its scores into the state."""
+    """The combined scores of several rubrics, each of which writes its own into the state."""
 
     def __init__(self, state: State) -> None:
         self.state = state
@@ -526,7 +526,7 @@ class JudgeRubric(Rubric, rooms.JudgeRubric):
         """Return the judge's reply about one completion.
 
         Raises:
-            KeyError: the template has a field of its own.
+            KeyError: the template has an unknown field.
             RuntimeError: the judge gave no answer; its cause is what the client raised.
         """
         said = self.judge_prompt.format(
@@ -575,7 +575,7 @@ _PROBLEMS = {
     "APITimeoutError": "Judge model timeout: give its client more time, or look at its server",
     "APIError": "Judge model API error: is there such a model, and is the API key right?",
 }
-"""What an exception of the openai package says, the more particular ones first."""
+"""Messages for exceptions of the openai package, the more specific ones first."""
 
 
 def _kinds(error: BaseException) -> set[str]:

@@ -33,13 +33,13 @@ DEFAULT_START = "tail -f /dev/null"
 CHOICE = "ROLLTREE_SANDBOX"
 _WHERE = (
     f"Set {CHOICE}=hosted and install prime-sandboxes to run it in a hosted sandbox, or pass "
-    "sandbox_client=... with a client of your own"
+    "sandbox_client=... with your own client"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxRequest:
-    """What a sandbox is to be like; the fields are the hosted service's."""
+    """The settings of a sandbox; the fields are the hosted service's."""
 
     name: str = "sandbox-env"
     docker_image: str = DEFAULT_IMAGE
@@ -71,7 +71,7 @@ class Created:
 
 @dataclass(frozen=True, slots=True)
 class CommandResult:
-    """What a command printed, and its exit code."""
+    """A command's output and exit code."""
 
     stdout: str
     stderr: str

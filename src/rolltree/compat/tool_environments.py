@@ -1,7 +1,7 @@
 """`ToolEnv` and `StatefulToolEnv` of verifiers 0.1.8.
 
 The calls of one message run one after the other, in the event loop, with whatever arguments the
-model wrote. What goes wrong in a tool is told to the model by `error_formatter`.
+model wrote. Errors of a tool are reported to the model by `error_formatter`.
 """
 
 from __future__ import annotations

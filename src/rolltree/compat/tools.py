@@ -196,7 +196,7 @@ def strict(schema: Any, root: Any = None) -> dict[str, Any]:
     """Return a JSON schema in OpenAI's strict form; `schema` is changed.
 
     Objects are closed, unless they say that they are open, and require all that they have; defaults
-    of null are left out, and what a reference points to replaces it where it has a description.
+    of null are left out, and what a reference points to replaces it if it has a description.
     """
     root = schema if root is None else root
     for name in ("$defs", "definitions"):
@@ -226,7 +226,7 @@ def strict(schema: Any, root: Any = None) -> dict[str, Any]:
     # As openai-agents, which takes null for no default.
     if schema.get("default", ...) is None:
         del schema["default"]
-    # A reference with a description beside it is not allowed, so it is replaced by its target.
+    # A reference with a description next to it is not allowed, so it is replaced by its target.
     if "$ref" in schema and len(schema) > 1:
         target = root
         for step in schema.pop("$ref").removeprefix("#/").split("/"):

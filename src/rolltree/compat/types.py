@@ -29,7 +29,7 @@ class TrajectoryStepTokens(rooms.TrajectoryStepTokens):
 
 
 class RolloutTiming(TypedDict, total=False):
-    """What one rollout took, in milliseconds; `start_time` is seconds since the epoch."""
+    """The times of one rollout, in milliseconds; `start_time` is seconds since the epoch."""
 
     start_time: float
     generation_ms: float
@@ -92,7 +92,7 @@ AT_THE_END = ("completion", "advantage", "stop_condition")
 
 
 class CompatState(State):
-    """A state in which columns beside the input's fields are in `state["input"]` only."""
+    """A state in which columns besides the input's fields are in `state["input"]` only."""
 
     reads_columns = False
 

@@ -39,7 +39,7 @@ class _Meta(msgspec.Struct):
 
 
 class GenerateAnswer(msgspec.Struct):
-    """What `/generate` answers, as far as it is used."""
+    """The response of `/generate`, as far as it is used."""
 
     meta_info: _Meta
     output_ids: list[int] | None = None

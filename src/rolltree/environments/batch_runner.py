@@ -1,4 +1,4 @@
-"""How an environment runs many rollouts, and what it returns.
+"""Runs many rollouts of an environment and collects their results.
 
 `BatchRunner` makes requests for the rollout engine; intervals are in `rolltree.evaluation`.
 """
@@ -53,7 +53,7 @@ _MANY = 200
 
 @dataclass(frozen=True, slots=True)
 class GenerateMetadata:
-    """What was run, and the means over it."""
+    """The settings of a batch, and the means over its results."""
 
     env_id: str
     model: str

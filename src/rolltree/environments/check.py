@@ -67,7 +67,7 @@ class ContractFinding:
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """What was found. `notes` tell what could not be checked, or looks odd and may be intended."""
+    """The findings. `notes` list what could not be checked, or looks odd but may be intended."""
 
     env_id: str
     num_examples: int
@@ -184,7 +184,7 @@ def leak_rate(shown: Sequence[tuple[str, str]]) -> tuple[float, float]:
 
 
 def shared_questions(env: Environment) -> tuple[list[str], int]:
-    """Return the evaluation questions that are training questions, and how many were looked at."""
+    """Return the evaluation questions that are also training questions, and the number checked."""
     train_rows, eval_rows = env.own_rows("train"), env.own_rows("eval")
     if train_rows is None or eval_rows is None:
         return [], 0
@@ -203,8 +203,8 @@ def _overlap(env: Environment) -> list[ContractFinding]:
     return [
         ContractFinding(
             "overlap",
-            f"{len(shared)} of {num_tested} evaluation questions are training questions, such as "
-            f"{shared[0][-80:]!r}",
+            f"{len(shared)} of {num_tested} evaluation questions are also training questions, "
+            f"such as {shared[0][-80:]!r}",
         )
     ]
 
@@ -366,7 +366,7 @@ async def play(env: Environment, rows: Any, index: int, probe: Probe) -> State:
 
 async def _generate(env: Environment, row: Any, probe: Probe) -> State:
     """Play one row with the engine's own `generate`: compat's raises where this one records."""
-    # A fixed seed: a finding must come again when somebody looks into it.
+    # A fixed seed: a finding must be reproducible.
     results = await Environment.generate(env, list(row), probe, seed=1)
     return results.state[0]
 

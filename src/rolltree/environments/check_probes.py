@@ -29,7 +29,7 @@ HOSTILE_ANSWERS = {
     "2,000 brackets": "[" * 2000,
     "a lone surrogate and a NUL": "\ud800\x00",
 }
-"""What a model can write to make a careless reader raise: its rollout would have no reward."""
+"""Texts that make a careless parser raise, so that the rollout would have no reward."""
 
 Style = Callable[[str], str]
 

@@ -1,4 +1,4 @@
-"""Which files an environment's code is in, and whether they changed since a run's last start."""
+"""Hashes of an environment's files, to notice changes since a run's last start."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from rolltree.store import Run
 
 META = "environment_code"
 _DATA = (".json", ".jsonl", ".toml", ".yaml", ".txt", ".csv", ".jinja")
-_MOST_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 _LIBRARY = Path(__file__).resolve().parents[1]
 
 
 def code_hashes(source: object) -> dict[str, str]:
     """Return a hash of each file of an environment, by a short name.
 
-    The files are those of `load_environment`, of the class and of the reward functions; with an
-    environment's own folder all Python files in it, and small data files. rolltree's own files and
-    what has no file (a notebook) are left out.
+    The files are those of `load_environment`, of the class and of the reward functions. If the
+    environment has its own folder, all Python files and small data files in it are included.
+    rolltree's own files and code without a file (in a notebook) are left out.
     """
     found: dict[str, str] = {}
     for file in sorted({*_files(source)}):
@@ -31,12 +31,12 @@ def code_hashes(source: object) -> dict[str, str]:
 
 
 def changed_code(source: object, run: Run) -> str | None:
-    """Note the code of an environment in a run; say so if it is not that of the last start."""
+    """Record the hashes of an environment's files in a run; return a notice if they changed."""
     now, before = code_hashes(source), run.meta.get(META)
     if now == before:
         return None
     run.set_meta(META, now)
-    # Until the first rollout is stored nothing was played by the old code.
+    # Before the first rollout is stored, nothing was played by the old code.
     if before is None or not run.is_bound:
         return None
     names = sorted(name for name in {*now, *before} if now.get(name) != before.get(name))
@@ -71,5 +71,5 @@ def _neighbours(folder: Path) -> Iterator[Path]:
         hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
         if hidden or not path.is_file() or path.suffix not in (".py", *_DATA):
             continue
-        if path.stat().st_size <= _MOST_BYTES:
+        if path.stat().st_size <= _MAX_BYTES:
             yield path.resolve()

@@ -177,7 +177,7 @@ class Rows(Sequence[Row]):
 
     def take(self, num: int, seed: int | None = None) -> Rows:
         """Return the first `num` rows (-1: all), after shuffling when there is a seed."""
-        # Another view, and never in place: rows are shared by everybody who has this environment.
+        # Another view, and never in place: rows are shared by all users of this environment.
         rows = self if seed is None else self.shuffle(seed)
         return rows if num < 0 else rows[:num]
 

@@ -1,6 +1,6 @@
 """`EnvGroup`: several environments as one, told apart by the task of a row.
 
-The rows stand one environment after the other; shuffle them with a seed to mix them.
+The rows are in the order of the environments; shuffle them with a seed to mix them.
 """
 
 from __future__ import annotations

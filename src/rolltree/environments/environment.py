@@ -327,7 +327,7 @@ class Environment(BatchRunner):
                 model=model or None,
                 message_type=kind,
             )
-        # An answer of its own and not an exception: a prompt that is too long ends the rollout,
+        # A special answer instead of an exception: a prompt that is too long ends the rollout,
         # which is then truncated and scored.
         except PromptTooLong as error:
             return ModelResponse.overlong_prompt(str(error))

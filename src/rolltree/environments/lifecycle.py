@@ -32,7 +32,7 @@ _MARK = "__rolltree_mark__"
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What a decorator wrote on a method."""
+    """The mark that a decorator left on a method."""
 
     role: Role
     priority: int = 0

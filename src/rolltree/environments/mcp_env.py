@@ -1,6 +1,6 @@
 """`MCPEnv`: the tools of MCP servers, and the connections to them.
 
-Each connection lives in a thread with an event loop of its own, because the SDK ties a connection
+Each connection lives in a thread with its own event loop, because the SDK ties a connection
 to one task, while rollouts may run in several event loops.
 """
 
@@ -35,7 +35,7 @@ class MCPServer:
     command: str | None = None
     args: tuple[str, ...] = ()
     # All that the program sees, besides the few harmless variables that the SDK passes on (PATH,
-    # HOME, ...): the keys of this process are not for somebody else's server.
+    # HOME, ...): the keys of this process are not for other servers.
     env: Mapping[str, str] = field(default_factory=dict)
     url: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -273,7 +273,7 @@ class MCPToolError(Exception):
 
 
 class MCPEnv(ToolEnv):
-    """Offer the tools of MCP servers, beside plain functions.
+    """Offer the tools of MCP servers, besides plain functions.
 
     Servers are reached when the environment is made, so that their tools are known, and closed by
     its teardown. A server that cannot be reached during a rollout fails it; an error that a tool
@@ -281,7 +281,7 @@ class MCPEnv(ToolEnv):
 
     Args:
         mcp_servers: `MCPServer`s, or mappings of their fields.
-        isolated: every rollout has connections of its own, so a server started by command is a
+        isolated: every rollout has its own connections, so a server started by command is a
             process per rollout and its state is not shared between episodes.
         tools: further tools, plain functions.
         settings: `ToolEnv`'s.

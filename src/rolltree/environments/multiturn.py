@@ -206,7 +206,7 @@ class MultiTurnEnv(Environment):
             self._settle_ending(state)
 
     def _stop_inputs(self, state: State) -> _StopInputs | None:
-        # rolltree's own conditions only read the state, so nobody sees that they are asked twice.
+        # rolltree's own conditions only read the state, so evaluating them twice has no effect.
         if self._asks_own_conditions or not self.ends_in_env_response:
             return None
         return _StopInputs(self, state)
@@ -277,10 +277,10 @@ _ENCODE = msgspec.msgpack.Encoder().encode
 
 
 class _StopInputs:
-    """What stop conditions may look at, as it is now, to see later whether it has changed.
+    """A snapshot of what stop conditions may read, to detect changes later.
 
     That is the state, the last step's reward and extras, the clock, and the environment's
-    attributes, if they are set anew. A state that holds objects other than plain data counts as
+    attributes, if they are reassigned. A state that holds objects other than plain data counts as
     changed: they cannot be compared.
     """
 
@@ -313,7 +313,7 @@ class _StopInputs:
         content: list[Any] = [self._containers]
         steps, episode = self._state.trajectory, current_episode()
         if steps:
-            # `dict.get`, because a step builds its extras when somebody reads them; before that
+            # `dict.get`, because a step builds its extras on first read; before that
             # there is nothing in them that could change.
             last: Any = steps[-1]
             extras = dict.get(last, "extras")

@@ -1,4 +1,4 @@
-"""What an environment's pyproject.toml says about evaluating it: `[tool.verifiers.eval]`."""
+"""Reads evaluation defaults from an environment's pyproject.toml: `[tool.verifiers.eval]`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TABLES = ("rolltree", "verifiers")
 def eval_defaults(name: str) -> dict[str, int]:
     """Return the `num_examples` and `rollouts_per_example` of an environment's own pyproject.toml.
 
-    The file lies in the environment's folder or package, or beside its module if the project's
+    The file is in the environment's folder or package, or next to its module if the project's
     name is the environment's. What it does not say is left out.
 
     Raises:

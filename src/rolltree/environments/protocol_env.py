@@ -50,7 +50,7 @@ class ProtocolEnvironment(Environment):
             of an agent without one keeps what it earned itself.
         num_train, num_eval: with a world and without a dataset: how many worlds there are. Each
             has its seed, derived from the run's seed and the example.
-        settings: `Environment`'s. A row's prompt stands in the agents' histories before the first
+        settings: `Environment`'s. A row's prompt is in the agents' histories before the first
             observation.
 
     Raises:

@@ -249,7 +249,7 @@ def _from_module(name: str) -> Factory | None:
 
 
 def _installed(module_name: str) -> ModuleSpec | None:
-    """Return where a module is, if it can be imported and does not only lie beside a loaded one."""
+    """Return where a module is, if it can be imported and is not just next to a loaded one."""
     spec = importlib.util.find_spec(module_name) if module_name.isidentifier() else None
     if spec is None or spec.origin is None:
         return None
@@ -286,14 +286,14 @@ def _file_in(folder: Path) -> Path | None:
 def _load_file(file: Path) -> ModuleType:
     """Run a file as a package of its folder, so that it may import its neighbours relatively.
 
-    What lies beside it can be imported by name, too, after everything that is installed.
+    Modules next to it can be imported by name, too, after everything that is installed.
     """
     file = file.resolve()
     is_package = file.name == "__init__.py"
     stem = file.parent.name if is_package else file.stem
     beside = str(file.parent.parent if is_package else file.parent)
     if beside not in sys.path:
-        # At the end: what lies beside an environment must not hide an installed package.
+        # At the end: a module next to an environment must not hide an installed package.
         sys.path.append(beside)
         # Remembered, because such a neighbour would otherwise count as installed under its plain
         # name.

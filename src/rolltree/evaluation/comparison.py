@@ -67,7 +67,7 @@ class Comparison:
 
     @property
     def verdict(self) -> Literal["higher", "lower", "noise", "too few examples"]:
-        """What may be said of B against A.
+        """The conclusion about B against A.
 
         Chance alone gives n differences of one sign in 2^(1 - n) of all cases, so that with n <= 5
         nothing is beyond the noise at 95 %, whatever an interval says.
@@ -287,7 +287,7 @@ def _passes(report: EvalReport, chance: Callable[[int, int, int], float], k: int
 
 @dataclass(frozen=True, slots=True)
 class ExampleChange:
-    """What became of one example: its mean reward and its share of passed rollouts in each arm."""
+    """One example's change: its mean reward and its share of passed rollouts in each arm."""
 
     example: Hashable
     reward_a: float

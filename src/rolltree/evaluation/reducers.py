@@ -68,7 +68,7 @@ _Row = _make_class(
         *("env_id", "example_id", "depth", "status", "truncated", "errors"),
     ],
 )
-"""What of a `StoredRollout` goes into an outcome, under its names."""
+"""The fields of a `StoredRollout` that go into an outcome."""
 # In a column; rewards and metrics are finite.
 _UNKNOWN = float("nan")
 _NUMBERS = (
@@ -322,7 +322,7 @@ def _is_number(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What reducers get besides the outcomes.
+    """The settings of reducers.
 
     An episode passes when its reward is at least `pass_threshold`.
     """
@@ -474,4 +474,4 @@ REDUCERS: Mapping[str, Reducer] = {
     "stops": stops,
     "usage": usage,
 }
-"""What every report holds. Pass `{**REDUCERS, "mine": function}` to add your own."""
+"""The contents of every report. Pass `{**REDUCERS, "mine": function}` to add your own."""

@@ -263,7 +263,7 @@ def write_results(
     """
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
-    # Written beside and renamed: a reader never sees half a file.
+    # Written to a temporary file and renamed: a reader never sees half a file.
     with (
         whole_file(target / "results.jsonl") as part,
         part.open("w", encoding="utf-8") as file,

@@ -33,7 +33,7 @@ logger = logging.getLogger("rolltree.evaluation")
 
 @dataclass(frozen=True, slots=True)
 class EvalProgress:
-    """Where an evaluation stands: the counts include what earlier starts had stored."""
+    """The progress of an evaluation; the counts include what earlier starts stored."""
 
     num_done: int
     num_total: int
@@ -215,7 +215,7 @@ def _finished(
     if _compares_groups(source):
         for group in plan.groups():
             members = {request_id for request_id in group if found.has(request_id)}
-            # Its rewards compare the members, so a group with a missing one is played anew as a
+            # Its rewards compare the members, so a group with a missing one is played again as a
             # whole.
             if len(members - again) < len(group):
                 again |= members

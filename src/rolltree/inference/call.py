@@ -1,4 +1,4 @@
-"""One model call: what is asked, what was answered, and the record that is made of both.
+"""One model call: the request, the answer, and the record that is made of both.
 
 Every client reads its server's answer into an `Answer`; `CallTree.record` puts the ids into the
 rollout's token tree and makes the `ModelResponse`, which nothing changes afterwards
@@ -69,19 +69,19 @@ class ModelCall:
 
 @dataclass(slots=True)
 class Answer:
-    """What a server or an engine answered to one call, as far as it has been read."""
+    """A server's or engine's answer to one call, as far as it has been parsed."""
 
     finish_reason: FinishReason
     # None: the session decodes the ids, and parses the text into a message.
     text: str | None = None
     message: ChatMessage | None = None
-    # The prompt's are None if the session rendered the prompt: it knows them.
+    # None if the session rendered the prompt, and so knows its ids.
     prompt_ids: IntArray | None = None  # int32 [_P]
     completion_ids: IntArray | None = None  # int32 [_C], the end token included
     logprobs: FloatArray | None = None  # float32 [_C]
     versions: IntArray | None = None  # int32 [_C]
     routed_experts: Any = None
-    # Without ids these are what the server's usage says.
+    # Without ids, these come from the server's usage.
     num_prompt_tokens: int = 0
     num_completion_tokens: int = 0
     id: str = ""
@@ -91,14 +91,14 @@ class Answer:
     raw: Any = None
 
     def add_outcome(self, outcome: Outcome[Any]) -> None:
-        """Note how long the request waited and how often it was made again."""
+        """Record how long the request waited and how often it was retried."""
         self.wait_s = outcome.wait_s
         if outcome.num_retries:
             self.info = {**self.info, "num_retries": outcome.num_retries}
 
 
 class CallTree:
-    """The token tree of one rollout's calls, and which of them is which `call_id`."""
+    """The token tree of one rollout's calls, and the handle of each `call_id`."""
 
     def __init__(self) -> None:
         self.tree = TokenTree()
@@ -122,7 +122,7 @@ class CallTree:
         return made
 
     def adopt(self, response: ModelResponse, extends: int | None) -> ModelResponse:
-        """Return the record of a call that was made elsewhere as it lies in this tree.
+        """Add a call that was made elsewhere to this tree; return its record.
 
         Raises:
             TokenError: the arrays contradict each other.
@@ -160,7 +160,7 @@ def record_of(
     extends: int | None = None,
     place: tuple[TokenTree, int] | None = None,
 ) -> ModelResponse:
-    """Return the record of an answer; `place` is its tree and its call there, if it lies in one."""
+    """Return the record of an answer; `place` is its tree and its call there, if it is in one."""
     assert answer.message is not None
     assert answer.text is not None
     return ModelResponse(

@@ -29,7 +29,7 @@ class Continuation:
     """How a prompt continues an earlier call.
 
     With `suffix` (int32 `[_T]`, the new ids alone) the prompt is the earlier call's prompt and
-    completion followed by it. Without, the whole prompt is rendered anew as `rendered`, and
+    completion followed by it. Without, the whole prompt is re-rendered as `rendered`, and
     `reason` says why.
     """
 
@@ -50,10 +50,10 @@ class ChatRenderer:
         variables: extra names for the template, such as `{"enable_thinking": False}`.
         tool_parser: a name in `TOOL_PARSERS`, `"auto"` (found in the template), or `"none"`.
         reasoning: a name in `REASONING_TAGS`, `"auto"` (found in the template), or `"none"`.
-        end_ids: further token ids that end a turn, beside the tokenizer's and the template's own.
+        end_ids: further token ids that end a turn, besides the tokenizer's and the template's.
         control_in_messages: whether control tokens that a message spells out ("<|im_end|>") become
-            those tokens. Otherwise they are text, so that nobody but the template and the model
-            ends a turn or begins one. Messages of the assistant are the model's own.
+            those tokens. Otherwise they are text, so that only the template and the model
+            can end or begin a turn. Messages of the assistant are the model's own.
 
     A tokenizer without a template does for text completions; messages then raise `ConfigError`.
 

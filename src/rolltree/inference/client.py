@@ -91,7 +91,7 @@ def as_client(client: object, model: str | None = None) -> ModelClient:
 
 
 def check_tools(client: object, tools: Sequence[ToolSchema] | None) -> None:
-    """Check that prompts which are rendered here tell the model of its tools.
+    """Check that prompts which are rendered here show the model its tools.
 
     The clients behind a pool, or behind a client that passes calls on, are checked too.
 
@@ -108,7 +108,7 @@ def check_tools(client: object, tools: Sequence[ToolSchema] | None) -> None:
 def check_shown_tools(
     renderer: ChatRenderer, tools: Sequence[ToolSchema] | None, model: str
 ) -> None:
-    """Check that the template of `model` tells it of its tools.
+    """Check that the template of `model` shows it its tools.
 
     Raises:
         ConfigError: it leaves them out.
@@ -123,9 +123,9 @@ def check_shown_tools(
 
 
 def answers_for_all(client: object) -> bool:
-    """Whether a client answers for agents with a client of their own too: recorded answers do.
+    """Whether a client answers for agents with their own client too: recorded answers do.
 
-    The clients behind one that passes calls on are asked, too.
+    The clients behind one that passes calls on are checked, too.
     """
     own = bool(getattr(client, "answers_for_all", False))
     return own or any(answers_for_all(part) for part in getattr(client, "clients", ()))

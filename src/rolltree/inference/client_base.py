@@ -1,4 +1,4 @@
-"""What model clients share: one `chat` and `generate`, sessions that remember, and delegation.
+"""The base of model clients: `chat` and `generate`, sessions with memory, and delegation.
 
 A client of a model implements `respond`; `TokenClient` (prompts rendered here, ids sent) and
 `MessageClient` (messages sent) do most of it. A client in front of another one is a
@@ -163,7 +163,7 @@ class Session(ClientBase, Generic[MemoryT]):
         return self._client.version
 
     def session(self) -> Session[MemoryT]:
-        """Return a session of its own, with nothing remembered."""
+        """Return a new, empty session."""
         return self._client.session()
 
     def moved_to(self, client: RootClient[MemoryT]) -> Session[MemoryT]:
@@ -171,13 +171,13 @@ class Session(ClientBase, Generic[MemoryT]):
         return Session(client, self._memory)
 
     async def call(self, call: ModelCall) -> ModelResponse:
-        """Make one call, continuing an earlier one where it fits."""
+        """Make one call, continuing an earlier one if it fits."""
         return annotate_sampling(await self._client.respond(call, self._memory), call.sampling)
 
     def remember(self, call: ModelCall, response: ModelResponse) -> ModelResponse:
         """Take in a call that was made and answered elsewhere, such as a recorded one.
 
-        Later prompts continue it. Returns the response as it lies in this session's token tree;
+        Later prompts continue it. Returns the response as stored in this session's token tree;
         without ids where the recorded ones are not known to be this model's.
         """
         if isinstance(call.prompt, np.ndarray):  # nothing continues a prompt of ids
@@ -233,7 +233,7 @@ class MessageClient(RootClient[MemoryT]):
         """Send one request: `content` is its messages or prompt."""
 
     async def respond_by_message(self, call: ModelCall, memory: MessageSession) -> ModelResponse:
-        """Send messages, a string or ids, and read the tokens of the answer where it has them."""
+        """Send messages, a string or ids, and read the tokens of the answer if it has them."""
         version = self.version  # as it is before sending: no sampled token is older
         prompt = call.prompt
         if isinstance(prompt, np.ndarray):

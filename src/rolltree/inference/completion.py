@@ -15,7 +15,7 @@ from rolltree.inference.tool_calls import TOOL_PARSERS, call_messages, find_tool
 from rolltree.types import ChatMessage, FinishReason, ToolSchema
 
 _HARMONY_MARKER = "<|channel|>"
-"""What a chat template that writes OpenAI's harmony format mentions."""
+"""A text that chat templates with OpenAI's harmony format contain."""
 _MESSAGE = "<|message|>"
 _MESSAGE_END = re.compile(r"<\|(?:end|return|call)\|>")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")

@@ -1,6 +1,6 @@
-"""How many tokens fit behind a prompt, for servers that need an explicit `max_tokens`.
+"""Computes how many tokens fit after a prompt, for servers that need a `max_tokens`.
 
-vLLM's `/v1/completions` takes a missing or null `max_tokens` for 16 and cuts the answer there.
+vLLM's `/v1/completions` treats a missing or null `max_tokens` as 16 and cuts the answer there.
 `/v1/models` says how long prompt and completion may be together, `/tokenize` how long a string is.
 """
 
@@ -49,7 +49,7 @@ class ContextLimit:
         self._contexts: dict[str, int] | None = None
 
     async def remaining(self, prompt: list[int] | str, model: str) -> int | None:
-        """Return how many tokens fit behind `prompt`.
+        """Return how many tokens fit after `prompt`.
 
         Returns None if the server doesn't say, or if none fit.
         """

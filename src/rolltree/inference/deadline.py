@@ -1,7 +1,7 @@
-"""What one rollout adds to a model client: its clock, and the seeds of its calls.
+"""Wraps a model client for one rollout: adds its deadline, and the seeds of its calls.
 
-The clock counts the seconds that an episode, or a part of one, spent itself; what a model call
-waited in queues and retries (`ModelResponse.wait_s`) is taken out. A deadline counts everything.
+The clock counts the seconds that an episode, or a part of one, took itself, without the time that
+model calls waited in queues and retries (`ModelResponse.wait_s`). A deadline counts everything.
 """
 
 from __future__ import annotations

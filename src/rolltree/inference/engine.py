@@ -51,7 +51,7 @@ class EngineOutput:
     """One completion. Arrays of shape `[_C]`, one entry per sampled token, end token included.
 
     `logprobs` are those of the distribution sampled from (at temperature 0, of temperature 1),
-    `raw_logprobs` those of the model's own softmax, where the engine has them. `stop` is the stop
+    `raw_logprobs` those of the model's own softmax, if the engine has them. `stop` is the stop
     string, or the id in `stop_token_ids`, that ended it; None when an end token or the length did.
     `routed_experts` are those of `ModelResponse`, where the engine records them.
     """

@@ -1,12 +1,12 @@
-"""What a chat template writes around an assistant's turn, learned by rendering short probes.
+"""Learns what a chat template writes around an assistant's turn, by rendering short probes.
 
 `learn_turn_tokens` finds the tokens that end a turn. `Glue` finds the text between a sampled answer
 and the next one (assistant close, new messages, next opener): it renders a short probe conversation
-whose assistant message is a sentinel, and cuts the result behind it, so its cost is that of the new
-messages, whatever the length of the history. For each shape of continuation (roles of the new
+whose assistant message is a sentinel, and cuts the result after it, so the cost depends on the new
+messages, not on the history. For each shape of continuation (roles of the new
 messages, tools, kind of assistant message) the cut is checked once: it must show every new message,
 it must not depend on what came before, and its tokens must be the ones that the tokenizer gives in
-context. Where no such cut exists, `GlueError` says why and the caller renders everything.
+context. If no such cut exists, `GlueError` says why and the caller renders everything.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rolltree.inference.vocabulary import Vocabulary
 from rolltree.types import ChatMessage, IntArray, ToolSchema
 
 SENTINEL = f"Qz{secrets.token_hex(6)}Zq"
-"""A text that stands for what an assistant said last; no message holds it."""
+"""Stands in for the last assistant text; random, so that no message contains it."""
 PROBE: list[ChatMessage] = [{"role": "user", "content": "Probe."}]
 _TOOL: ChatMessage = {
     "role": "tool",
@@ -46,9 +46,9 @@ class TurnTokens:
     """The tokens of one template around a turn.
 
     `start` is a rendered prompt up to where an answer begins. `end_ids` are the tokens that end a
-    turn when they are sampled. `close_ids` are those that the template itself writes behind an
+    turn when they are sampled. `close_ids` are those that the template itself writes after an
     assistant message, in the middle or at the end of a conversation. `num_close` is how many tokens
-    it writes at the end of one: the closing token may stand behind others.
+    it writes at the end of a conversation: the closing token may come after others.
     """
 
     start: str
@@ -62,31 +62,31 @@ def learn_turn_tokens(
 ) -> TurnTokens:
     """Learn the ends of turns; `configured` ids and the tokenizer's own are end tokens too.
 
-    Where the template writes nothing behind a last assistant message, the role markers that follow
-    one end a turn (GLM stops at `<|user|>` and `<|observation|>`).
+    If the template writes nothing after a final assistant message, the role markers that follow one
+    end a turn (GLM stops at `<|user|>` and `<|observation|>`).
     """
 
-    def tail(messages: list[ChatMessage], behind: str = "") -> list[int]:
-        """Return the ids of what follows the sentinel and the text `behind` it."""
+    def tail(messages: list[ChatMessage], skip: str = "") -> list[int]:
+        """Return the ids of what follows the sentinel, without the text `skip` at its start."""
         text = render(template, [*PROBE, *messages]).rpartition(SENTINEL)[2]
-        return [int(token) for token in vocabulary.encode(text.removeprefix(behind))]
+        return [int(token) for token in vocabulary.encode(text.removeprefix(skip))]
 
     answer, caller = stand_in({}), stand_in(_CALLER)
-    behind_call = render(template, [*PROBE, caller]).rpartition(SENTINEL)[2]
-    behind_answer = tail([answer])
-    closes = [token for token in behind_answer[:1] if vocabulary.is_special(token)]
+    after_call = render(template, [*PROBE, caller]).rpartition(SENTINEL)[2]
+    after_answer = tail([answer])
+    closes = [token for token in after_answer[:1] if vocabulary.is_special(token)]
     known = (*configured, *vocabulary.end_ids)
-    closes = closes or [token for token in behind_answer if token in known][:1]
+    closes = closes or [token for token in after_answer if token in known][:1]
     if closes:
         learned = closes + [i for i in tail([caller]) if vocabulary.is_special(i)][-1:]
         inner = [token for token in tail([answer, *PROBE])[:1] if vocabulary.is_special(token)]
         closes = [*learned, *inner]
     else:
-        following = tail([answer, *PROBE])[:1] + tail([caller, _TOOL], behind_call)[:1]
+        following = tail([answer, *PROBE])[:1] + tail([caller, _TOOL], after_call)[:1]
         learned = [token for token in following if vocabulary.is_special(token)]
     end_ids = tuple(dict.fromkeys((*learned, *configured, *vocabulary.end_ids)))
     start = render(template, PROBE, add_generation_prompt=True)
-    return TurnTokens(start, end_ids, frozenset(closes), len(behind_answer))
+    return TurnTokens(start, end_ids, frozenset(closes), len(after_answer))
 
 
 def stand_in(assistant: ChatMessage) -> ChatMessage:
@@ -113,7 +113,7 @@ def render(
     *,
     add_generation_prompt: bool = False,
 ) -> str:
-    """Return the rendered messages, or nothing if the template refuses them."""
+    """Return the rendered messages, or an empty string if the template rejects them."""
     try:
         return template.render(messages, tools, add_generation_prompt=add_generation_prompt)
     except TemplateLimitError:
@@ -128,14 +128,14 @@ class GlueError(RolltreeError):
 
 @dataclass(frozen=True, slots=True)
 class _Verdict:
-    """What checking one shape of continuation found; `problem` is None when the cut is sound."""
+    """The check of one shape of continuation; `problem` is None if the cut is sound."""
 
     show_tools: bool
     problem: str | None
 
 
 class Glue:
-    """What one template puts between turns, learned on first use and remembered."""
+    """The text that one template puts between turns, learned on first use and cached."""
 
     def __init__(
         self, template: ChatTemplate, vocabulary: Vocabulary, end_ids: Sequence[int] = ()
@@ -155,7 +155,7 @@ class Glue:
     ) -> tuple[IntArray, str]:
         """Return what follows sampled ids that end with `last_id`: ids (int32 `[_T]`) and text.
 
-        The template's closing token is left out where the sampled ids end with it, or with another
+        The template's closing token is left out if the sampled ids end with it, or with another
         end token in its place.
 
         Raises:
@@ -198,7 +198,7 @@ class Glue:
         try:
             text = self._template.render([*context, probe, *new_messages], tools)
         except TemplateError as error:
-            raise GlueError(f"the template refuses the probe conversation ({error})") from error
+            raise GlueError(f"the template rejects the probe conversation ({error})") from error
         if text.count(SENTINEL) != 1:
             raise GlueError(
                 f"the template shows an earlier assistant message {text.count(SENTINEL)} times"
@@ -248,7 +248,7 @@ class Glue:
         new_messages: Sequence[ChatMessage],
         tools: Sequence[ToolSchema] | None,
     ) -> str | None:
-        """Return which new message is not rendered in its place, None if all are.
+        """Return what is wrong if a new message is not rendered in its place, or None.
 
         Some templates collect system text at the start of the prompt, and some leave out roles that
         they do not know.
@@ -262,8 +262,8 @@ class Glue:
         for message, marker in zip(new_messages, markers, strict=True):
             if marker not in text:
                 whole = render(self._template, [*PROBE, probe, *marked], tools)
-                where = "at another place" if marker in whole else "nowhere"
-                return f"the template shows a new {message.get('role')} message {where}"
+                does = "moves" if marker in whole else "leaves out"
+                return f"the template {does} a new {message.get('role')} message"
         return None
 
     def _shows_tools_first(
@@ -272,8 +272,8 @@ class Glue:
         new_messages: Sequence[ChatMessage],
         tools: Sequence[ToolSchema] | None,
     ) -> bool:
-        """Whether tools keep their place: where they move to the newest message, as in Mistral's
-        templates, they were already shown and are not shown again.
+        """Whether tools keep their place. If they move to the newest message, as in Mistral's
+        templates, they have been shown already and are not shown again.
         """
         if not tools:
             return False
@@ -282,7 +282,7 @@ class Glue:
 
 
 def _marked(message: ChatMessage, marker: str) -> ChatMessage:
-    """Return a message of the same shape that says `marker`."""
+    """Return a message of the same shape with `marker` as its text."""
     marked = {**message, "content": marker}
     if message.get("tool_calls"):
         last = message["tool_calls"][-1]

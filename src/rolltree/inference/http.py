@@ -207,7 +207,7 @@ class HttpClient:
                 raise
 
     async def check_reachable(self, limit_s: float) -> None:
-        """Open a connection, to the proxy where there is one, and close it; send nothing.
+        """Open a connection, to the proxy if there is one, and close it; send nothing.
 
         Raises:
             ConnectionFailed: it was not made within `limit_s`.

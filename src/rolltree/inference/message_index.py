@@ -1,4 +1,4 @@
-"""Which earlier call does a prompt continue? The messages of a rollout as a trie.
+"""Finds the earlier call that a prompt continues: the messages of a rollout as a trie.
 
 A path from the root is a message history; a node that a call answered with holds that call. Looking
 up a history walks down the trie, so the longest earlier call is found whatever the number of calls,

@@ -1,7 +1,7 @@
-"""The message side of a rollout: a server renders the prompt, this side keeps track of the tokens.
+"""Sessions for clients that send messages: the server renders prompts, the session tracks tokens.
 
-`read_outcome` reads a server's response, `MessageSession.complete` makes its record. A prompt
-whose ids begin with an earlier call's ids is said to extend it, after comparing them.
+`read_outcome` parses a server's response, and `MessageSession.complete` turns it into the record of
+the call. A prompt extends an earlier call only if its ids begin with that call's ids.
 """
 
 from __future__ import annotations
@@ -35,37 +35,37 @@ if TYPE_CHECKING:
 AnswerT = TypeVar("AnswerT")
 
 
-async def ask_for_tokens(
+async def send_with_token_fields(
     tokens: TokenFields, send: Callable[[bool], Awaitable[AnswerT]]
 ) -> AnswerT:
-    """Send a request with the fields that ask for ids, or without them where they are rejected.
+    """Send a request with the fields that request ids, or without them if they are rejected.
 
     `send(with_tokens)` makes the request. A rejection that the fields did not cause is raised.
     """
-    asked = tokens.may_be_refused  # before sending: a call beside this one may settle it
+    undecided = tokens.may_be_refused  # read first: a concurrent call may settle it meanwhile
     try:
         return await send(True)
     except ServerError as error:
-        if error.status not in (400, 422) or not asked:
+        if error.status not in (400, 422) or not undecided:
             raise
         first = error
     try:
         answer = await send(False)
     except ServerError:
         raise first from None
-    tokens.refuse(f"it answered {first.status} when asked for them")
+    tokens.refuse(f"it answered {first.status} when they were requested")
     return answer
 
 
 def read_outcome(
     outcome: Outcome[Any], call: ModelCall, tokens: TokenFields, version: int
 ) -> Answer:
-    """Return what a server answered to messages, a string or ids; note what it says about ids.
+    """Parse a server's answer to messages, a string or ids; record whether it returns ids.
 
-    `version` is the policy's for tokens of which the server says none.
+    `version` is the policy version of tokens for which the server reports none.
 
     Raises:
-        BadResponse: the response has no answer in it.
+        BadResponse: the response contains no answer.
         TokenError: its token data contradicts itself.
     """
     sent_ids = call.prompt if isinstance(call.prompt, np.ndarray) else None
@@ -85,7 +85,7 @@ def read_outcome(
         if not tokens.usable_logprobs(call.sampling):
             answer.logprobs = None
     elif tokens.wanted:
-        tokens.refuse("the answer holds none")
+        tokens.refuse("its answer has none")
     answer.add_outcome(outcome)
     return answer
 
@@ -100,7 +100,7 @@ class MessageSession:
         self.reader = PromptReader()
 
     def complete(self, call: ModelCall, answer: Answer) -> ModelResponse:
-        """Return the record of an answer to messages; later prompts can continue it.
+        """Return the record of an answer to messages; later prompts can extend it.
 
         Raises:
             TokenError: its token data contradicts itself.
@@ -126,7 +126,7 @@ class MessageSession:
         model: str | None,
         response: ModelResponse,
     ) -> ModelResponse:
-        """Take in a call of this model that was made elsewhere; later prompts can continue it."""
+        """Add a call of this model that was made elsewhere; later prompts can extend it."""
         if response.prompt_ids is None or response.completion_ids is None:
             return response
         if isinstance(messages, str):
@@ -143,7 +143,7 @@ class MessageSession:
         model: str | None,
         prompt_ids: IntArray,
     ) -> tuple[int | None, bool]:
-        """Return the call that a prompt extends, id for id, and whether messages match one."""
+        """Return the call whose ids begin the prompt, and whether its messages match a call."""
         match = self._index.find(messages, tools, model)
         if match is None:
             return None, False
@@ -161,7 +161,7 @@ def _fix_finish_reason(answer: Answer, sampling: SamplingParams) -> None:
     elif answer.finish_reason == FinishReason.TOOL_CALLS:
         num_tokens = answer.num_completion_tokens
         full = sampling.max_tokens is not None and num_tokens >= sampling.max_tokens
-        # Some servers say so although the arguments of the last call are cut in the middle.
+        # Some servers report TOOL_CALLS although the last call's arguments are cut off.
         if full and not (calls and all(map(_is_complete, calls))):
             answer.finish_reason = FinishReason.LENGTH
         elif not calls:

@@ -18,7 +18,7 @@ from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.client_base import MessageClient
 from rolltree.inference.context_limit import DEFAULT_MAX_TOKENS, ContextLimit, cut_by_default
 from rolltree.inference.http import MAX_ANSWER_BYTES, HttpClient
-from rolltree.inference.message_session import MessageSession, ask_for_tokens
+from rolltree.inference.message_session import MessageSession, send_with_token_fields
 from rolltree.inference.parse import (
     begin_answer,
     extract_message,
@@ -43,14 +43,14 @@ from rolltree.inference.wire import Decode, Response, decode_response
 from rolltree.types import FinishReason, MessageType, ModelResponse, SamplingParams
 
 TokenEndpoint = Literal["auto", "generate", "completions"]
-"""Where prompts of ids are sent: see and fall back, vLLM's token-in endpoint, or completions."""
+"""The endpoint for prompts of ids: try and fall back, vLLM's token-in endpoint, or completions."""
 _TOKEN_IN_PATH = "/inference/v1/generate"
 _ABSENT = (404, 405, 501)
 _PATHS: dict[MessageType, str] = {"chat": "/chat/completions", "completion": "/completions"}
 
 
 class OpenAIMemory(MessageSession):
-    """What a session remembers: its calls by message, and by token where prompts are rendered."""
+    """The memory of a session: its calls by message, and by token if prompts are rendered."""
 
     def __init__(self, tokens: TokenFields, renderer: ChatRenderer | None) -> None:
         super().__init__(tokens)
@@ -149,7 +149,7 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
         return OpenAIMemory(self.tokens, self.renderer)
 
     async def respond(self, call: ModelCall, memory: OpenAIMemory) -> ModelResponse:
-        """Send ids where prompts are rendered here and the server returns ids, else messages."""
+        """Send ids if prompts are rendered here and the server returns ids, else messages."""
         by_token = memory.by_token
         if by_token is None or not self.tokens.wanted or isinstance(call.prompt, np.ndarray):
             return await self.respond_by_message(call, memory)
@@ -209,7 +209,7 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
         model: str | None,
         decode: Decode,
     ) -> Outcome[Response]:
-        """Ask for all that fits where the call has no limit.
+        """Request as many tokens as fit if the call has no limit.
 
         A text completion without `max_tokens` that was cut after 16 tokens is asked again with the
         context's limit, and later ones are asked so at once.
@@ -251,12 +251,12 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
             return await self._server.post(_PATHS[message_type], body, finished(decode))
 
         try:
-            return await ask_for_tokens(self.tokens, send)
+            return await send_with_token_fields(self.tokens, send)
         except ServerError as error:
             if "max_completion_tokens" not in str(error) or self._max_tokens_field != "max_tokens":
                 raise
             self._max_tokens_field = "max_completion_tokens"  # newer OpenAI models insist on it
-            return await ask_for_tokens(self.tokens, send)
+            return await send_with_token_fields(self.tokens, send)
 
     async def _respond_by_token(
         self, session: TokenSession, prompt: Prompt, call: ModelCall, decode: Decode
@@ -277,7 +277,7 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
         answer.add_outcome(outcome)
         max_tokens = sampling.max_tokens
         if not read_tokens(answer, response, kind, version, prompt.ids, max_tokens=max_tokens):
-            self.tokens.refuse("the answer holds none")
+            self.tokens.refuse("its answer has none")
             answer.text = extract_message(response, "completion")[1]
             return session.complete(prompt, answer, call)
         ids = answer.completion_ids

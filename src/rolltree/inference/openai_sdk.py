@@ -25,7 +25,7 @@ from rolltree.errors import (
 from rolltree.inference.call import ModelCall
 from rolltree.inference.client_base import MessageClient
 from rolltree.inference.http import MAX_ANSWER_BYTES, status_error
-from rolltree.inference.message_session import MessageSession, ask_for_tokens
+from rolltree.inference.message_session import MessageSession, send_with_token_fields
 from rolltree.inference.parse import extract_finish_reason, read
 from rolltree.inference.request_fields import (
     LogprobsMode,
@@ -198,7 +198,7 @@ class OpenAISDKClient(MessageClient[MessageSession]):
                 self._retry, attempt, deadline_s=self.deadline_s, where=repr(self)
             )
 
-        return await ask_for_tokens(self.tokens, send)
+        return await send_with_token_fields(self.tokens, send)
 
     def _failure(self, error: BaseException) -> Exception:
         """Return what an exception of the openai package means here."""

@@ -63,7 +63,7 @@ def extract_tokens(
 ) -> TokenArrays | None:
     """Return the tokens of a response, or None when the server gave no ids.
 
-    `sent_ids` (int32 `[_P]`) is the prompt where it was sent as ids, `max_tokens` what was asked
+    `sent_ids` (int32 `[_P]`) is the prompt if it was sent as ids, `max_tokens` what was asked
     for. Without `check` the logprobs are as they came: the token tree checks what enters it.
 
     Raises:
@@ -172,7 +172,7 @@ def extract_finish_reason(response: object) -> FinishReason:
     reason = read(first_choice(response), "finish_reason", otherwise=_UNSET)
     if reason is None or isinstance(reason, str | int | float | list | dict):
         return finish_reason_named(reason)
-    return FinishReason.STOP  # a dict or a mock for which nobody has set it
+    return FinishReason.STOP  # a dict or a mock without one
 
 
 def finish_reason_named(reason: object) -> FinishReason:
@@ -193,7 +193,7 @@ def finish_reason_named(reason: object) -> FinishReason:
 def finished(decode: Decode) -> Decode:
     """Return `decode` for answers that must be complete: what the server broke off is refused.
 
-    A client refuses it where the answer is decoded, so that the request is made again.
+    A client rejects it when it decodes the answer, so that the request is made again.
 
     Raises:
         BadResponse: as `extract_finish_reason`.
@@ -498,7 +498,7 @@ def _is_openai(response: object) -> bool:
 
 
 def _text(value: Any) -> str:
-    """Return a text of the server's, an empty one where it gave another thing.
+    """Return a text from the server, or an empty one if it sent something else.
 
     Raises:
         BadResponse: it has a lone surrogate, which no file and no request takes.

@@ -223,7 +223,7 @@ class PooledSession(ClientBase):
         return self._pool.version
 
     def session(self) -> PooledSession:
-        """Return a session of its own, with nothing remembered."""
+        """Return a new, empty session."""
         return self._pool.session()
 
     async def call(self, call: ModelCall) -> ModelResponse:
@@ -278,7 +278,7 @@ class PooledSession(ClientBase):
         return self._key
 
     def _on(self, endpoint: Endpoint) -> Any:
-        """Return this rollout's session on a server, with what it remembers where that can move."""
+        """Return this rollout's session on a server, with its memory if that can move."""
         if self._at is not endpoint:
             move = getattr(self._session, "moved_to", None)
             self._session = move(endpoint.client) if move else endpoint.client.session()

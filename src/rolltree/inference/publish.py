@@ -25,7 +25,7 @@ from rolltree.inference.wire import UNREADABLE
 RELOAD_METHOD = "reload_all_weights"
 """The worker's method that reloads every part: `rolltree serve` has it, vLLM by an extension."""
 Update = Callable[[HttpClient], Awaitable[None]]
-"""Something that is done to one server; it raises `ModelError` where that fails."""
+"""Something that is done to one server; it raises `ModelError` if that fails."""
 
 
 class HasServer(Protocol):

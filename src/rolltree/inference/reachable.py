@@ -1,6 +1,7 @@
-"""What servers say before an evaluation: whether they answer at all, and which weights they have.
+"""Checks servers before an evaluation: whether they answer, and which weights they serve.
 
-A server keeps what a trainer gave it when the run has ended or was killed, under the same name.
+After a training run has ended or was killed, its servers go on serving the weights it published,
+under the same model name.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from rolltree.inference.publish import call, served_version
 from rolltree.inference.retry import RetryPolicy
 
 _ONCE = RetryPolicy(max_retries=0)
-_ASK_S = 5.0
-FIRST_ANSWER_S = 5.0
-"""How long servers of which none has ever answered are waited for."""
+_REQUEST_TIMEOUT_S = 5.0
+FIRST_ANSWER_TIMEOUT_S = 5.0
+"""How long to wait for servers none of which has answered yet."""
 
 
-async def check_servers(client: object, *, limit_s: float = FIRST_ANSWER_S) -> list[str]:
-    """Ask the servers behind a client, and return what a person should know of their weights.
+async def check_servers(client: object, *, limit_s: float = FIRST_ANSWER_TIMEOUT_S) -> list[str]:
+    """Check a client's servers, and return warnings about the weights they serve.
 
-    Tokens of servers that do not report the version of each get the one that is found here.
+    If a server does not report a version per token, its tokens get the version found here.
 
     Raises:
         ConnectionFailed: none of them answered within `limit_s`.
@@ -32,8 +33,8 @@ async def check_servers(client: object, *, limit_s: float = FIRST_ANSWER_S) -> l
     parts = [part for part in _with_server(client) if getattr(part, "fleet", None) is None]
     if not parts:
         return []
-    await _answer(parts, limit_s)
-    return [said for said in await asyncio.gather(*map(_weights, parts)) if said]
+    await _wait_for_one(parts, limit_s)
+    return [found for found in await asyncio.gather(*map(_weights_warning, parts)) if found]
 
 
 def _with_server(client: object) -> Iterator[Any]:
@@ -43,12 +44,12 @@ def _with_server(client: object) -> Iterator[Any]:
         yield from _with_server(part)
 
 
-async def _answer(parts: list[Any], limit_s: float) -> None:
-    """Return when one of them answers."""
+async def _wait_for_one(parts: list[Any], limit_s: float) -> None:
+    """Wait until one of the servers answers."""
     began = monotonic()
     number = 0
     while True:
-        errors = await asyncio.gather(*(_error(part.server, limit_s) for part in parts))
+        errors = await asyncio.gather(*(_connection_error(part.server, limit_s) for part in parts))
         if None in errors:
             return
         wait_s = 0.2 * 2**number
@@ -62,7 +63,7 @@ async def _answer(parts: list[Any], limit_s: float) -> None:
     ) from errors[0]
 
 
-async def _error(server: HttpClient, limit_s: float) -> ModelError | None:
+async def _connection_error(server: HttpClient, limit_s: float) -> ModelError | None:
     try:
         await server.check_reachable(limit_s)
     except ConnectionFailed as error:
@@ -70,25 +71,25 @@ async def _error(server: HttpClient, limit_s: float) -> ModelError | None:
     return None
 
 
-async def _weights(part: Any) -> str | None:
-    """Return what is unusual about a server's weights; None too where it does not say."""
+async def _weights_warning(part: Any) -> str | None:
+    """Return a warning if a server's weights are unusual; None also if it does not report them."""
     server: HttpClient = part.server
     try:
-        label = await served_version(server, timeout_s=_ASK_S, retry=_ONCE)
-        paused = await call(server, "/is_paused", None, timeout_s=_ASK_S, retry=_ONCE)
+        label = await served_version(server, timeout_s=_REQUEST_TIMEOUT_S, retry=_ONCE)
+        paused = await call(server, "/is_paused", None, timeout_s=_REQUEST_TIMEOUT_S, retry=_ONCE)
     except ModelError:
         return None
     if isinstance(paused, dict) and paused.get("is_paused") is True:
         return (
-            f"{server.root_url} is paused, as a trainer leaves it that dies while it publishes: "
-            "calls wait until it is resumed (POST /resume) or started again."
+            f"{server.root_url} is paused, probably by a trainer that died while publishing: calls "
+            "wait until the server is resumed (POST /resume) or restarted."
         )
     if label in ("default", str(part.version)):  # version 0 is what a run began with
         return None
     if label.isdecimal() and len(label) < 10:
         part.version = int(label)
     return (
-        f"{server.root_url} says that its weights are version {label[:40]!r}, which a training run "
-        f"gave it: these are measured, and not the weights that {part.model!r} was started with. "
-        "Start the server again to measure those."
+        f"{server.root_url} serves version {label[:40]!r} of its weights, which a training run "
+        f"published: these are measured, not the weights that {part.model!r} was started with. "
+        "Restart the server to measure those."
     )

@@ -23,7 +23,7 @@ ResultT = TypeVar("ResultT")
 
 
 class RetryPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How often and how long to try again.
+    """How often and for how long to retry.
 
     Waits are drawn from `[0, first_wait_s * 2**attempt]`, at most `max_wait_s` each. A Retry-After
     beyond `max_retry_after_s` is not waited for: the call fails at once.
@@ -57,7 +57,7 @@ class Retry(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Outcome(Generic[ResultT]):
-    """What came of it, how many attempts failed before, and the time they cost with the waits."""
+    """The result, the number of failed attempts before it, and the time those and waits took."""
 
     value: ResultT
     num_retries: int

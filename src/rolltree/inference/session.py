@@ -1,8 +1,8 @@
-"""The token side of a rollout: from messages to exact prompt ids, from sampled ids to a record.
+"""Sessions that render prompts here: from messages to exact ids, from sampled ids to a record.
 
-`TokenSession.prepare` gives the ids to send, `TokenSession.complete` turns what was sampled into a
-`ModelResponse` that lies in the session's token tree. A prompt that continues an earlier call is
-that call's exact ids plus only what is new.
+`TokenSession.prepare` returns the ids to send, and `TokenSession.complete` turns the sampled ids
+into a `ModelResponse` in the session's token tree. A prompt that continues an earlier call consists
+of that call's exact ids and the new ones.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Prompt:
     """Ids to send, int32 `[_P]`, and how they came about.
 
     `extends` is the `call_id` of the call that they continue exactly. `reason` says why they do not
-    continue a call whose messages come first in the history, where that is so.
+    continue a call whose messages come first in the history, if possible.
     """
 
     ids: IntArray

@@ -1,4 +1,4 @@
-"""Whether sampled ids spell the text that a server gave with them, and prompt ids the messages.
+"""Checks that sampled ids spell the text a server gave with them, and prompt ids the messages.
 
 Ids of another answer would be trained as if the model had sampled them here. Decoders differ in
 special tokens, spaces and characters that are cut in the middle, and servers cut stop strings off,

@@ -34,7 +34,7 @@ class TemplateLimitError(TemplateError):
 
 
 _pool = WorkerPool(
-    "rolltree.inference.template_worker:render_order",
+    "rolltree.inference.template_worker:render_request",
     memory_bytes=MEMORY_BYTES,
     max_workers=2,
     max_idle=2,
@@ -181,7 +181,7 @@ def _problem(reply: Mapping[str, Any], roles: list[Any]) -> TemplateError:
 
 
 def for_template(message: ChatMessage, parts: bool = False) -> ChatMessage:
-    """Return the message as templates expect it; the same dict where it already is.
+    """Return the message as templates expect it; the same dict if it already is.
 
     Content becomes one string (text parts joined with a newline), or a list of one text part.
     JSON strings of tool arguments become mappings, since templates write them out with `tojson`.

@@ -1,7 +1,7 @@
-"""The worker side of `ChatTemplate`: Jinja as chat templates of model folders expect it.
+"""The worker process of `ChatTemplate`: Jinja with the extensions that chat templates rely on.
 
-It imports nothing of rolltree, so that the process is small and starts fast. Jinja's sandbox keeps
-a template from everything but its own values; the process bounds its time and memory.
+It imports nothing from rolltree, so the process is small and starts fast. Jinja's sandbox limits a
+template to the values it is given; the process limits its time and memory.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_CHARACTERS = 8_000_000
-"""The longest text that one rendering may give."""
+"""The longest text that one rendering may produce."""
 MAX_TEMPLATES = 64
 
 
 class GenerationTag(Extension):
-    """`{% generation %}...{% endgeneration %}`: marks assistant text for trainers; prints it."""
+    """`{% generation %}...{% endgeneration %}`: marks assistant text for trainers; outputs it."""
 
     tags = {"generation"}
 
@@ -32,21 +32,21 @@ class GenerationTag(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def render_order(order: dict[str, Any]) -> dict[str, Any]:
-    """Render the template whose name is `order["template"]` with `order["values"]`.
+def render_request(request: dict[str, Any]) -> dict[str, Any]:
+    """Render the template named `request["template"]` with `request["values"]`.
 
     Returns `{"text": ...}`, or a `problem` with its `message`: "unknown" (send it again with its
     `source`), "syntax" (with the `line`), "refused", "broken" or "large".
     """
-    name = order["template"]
+    name = request["template"]
     try:
-        if "source" in order:
+        if "source" in request:
             if len(_templates) >= MAX_TEMPLATES:
                 _templates.clear()
-            _templates[name] = _compile(order["source"])
+            _templates[name] = _compile(request["source"])
         if name not in _templates:
-            return {"problem": "unknown", "message": "the process has not seen it yet"}
-        text = _templates[name].render(**order["values"])
+            return {"problem": "unknown", "message": "the worker does not have this template yet"}
+        text = _templates[name].render(**request["values"])
     except jinja2.TemplateSyntaxError as error:
         return {"problem": "syntax", "message": str(error.message), "line": error.lineno}
     except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
@@ -54,7 +54,7 @@ def render_order(order: dict[str, Any]) -> dict[str, Any]:
     except (RecursionError, ArithmeticError) as error:
         return {"problem": "broken", "message": f"{type(error).__name__}: {error}"}
     if len(text) > MAX_CHARACTERS:
-        return {"problem": "large", "message": f"it wrote over {MAX_CHARACTERS} characters"}
+        return {"problem": "large", "message": f"it produced more than {MAX_CHARACTERS} characters"}
     return {"text": text}
 
 

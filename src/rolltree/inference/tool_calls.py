@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 from rolltree.untrusted import between, read_json, read_json_start, shorten, well_formed
 
 MAX_PROBLEMS = 8
-"""How many unreadable calls of one message are named; the model is told them."""
+"""How many unreadable calls of one message are reported to the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ToolCalls:
-    """What a completion says: text beside its calls, the calls, and what could not be read."""
+    """A parsed completion: its text, its calls, and what could not be parsed."""
 
     content: str
     calls: tuple[ToolCall, ...] = ()
@@ -286,7 +286,7 @@ def _with_id(call: ToolCall, written: Any) -> ToolCall:
 def _from_pairs(body: str) -> ToolCall:
     name = body.partition("<arg_key>")[0].strip()
     if not name or "\n" in name:
-        raise ValueError("a call starts with the tool's name on a line of its own")
+        raise ValueError("a call starts with the tool's name on its own line")
     return _from_value({"name": name, "arguments": dict(_pairs(body))})
 
 

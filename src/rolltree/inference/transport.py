@@ -30,7 +30,7 @@ _LARGE_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True)
 class HttpAnswer:
-    """What a server sent: a status, the unpacked body, and its `Retry-After`."""
+    """A server's response: a status, the decompressed body, and its `Retry-After`."""
 
     status: int
     body: bytes
@@ -141,7 +141,7 @@ class SocketTransport:
 
 
 class _Connector(aiohttp.TCPConnector):
-    """Connections of which none is used again that has said something nobody asked for.
+    """Connections that are not used again once the server sent data without a request.
 
     aiohttp hands the next request such bytes as its answer: a server, or a proxy, that answers
     twice would answer every later request with the answer to the one before.
@@ -158,8 +158,8 @@ class _Connector(aiohttp.TCPConnector):
 async def _life(session: aiohttp.ClientSession) -> AsyncGenerator[None, None]:
     """Close the session when this generator ends.
 
-    asyncio ends generators that were begun: before their loop closes, and when nobody holds them
-    any more. So a client that was never closed leaves no connection behind.
+    asyncio ends started generators before their loop closes, and when they are unreferenced. So a
+    client that was never closed leaves no connection behind.
     """
     try:
         while True:

@@ -25,7 +25,7 @@ _REMEMBERED_STARTS = 16
 
 
 class Tokenizer(Protocol):
-    """What is needed of a tokenizer. `chat_template`, `eos_token_id` and the like are optional."""
+    """The required methods of a tokenizer. `chat_template`, `eos_token_id` etc. are optional."""
 
     def encode(self, text: str, *, add_special_tokens: bool = ...) -> Sequence[int]:
         """Return the ids of `text`; special tokens spelled out in it become their ids."""
@@ -63,13 +63,13 @@ class Vocabulary:
 
     @cached_property
     def longest_token(self) -> int:
-        """Most characters that one token can stand for; a guess where the tokenizer has no list."""
+        """Maximum characters of one token; a guess if the tokenizer has no list."""
         vocabulary: Mapping[str, int] = getattr(self.tokenizer, "get_vocab", dict)()
         return max(map(len, vocabulary), default=_LONGEST_TOKEN)
 
     @cached_property
     def added(self) -> re.Pattern[str]:
-        """What finds the texts of special and other added tokens."""
+        """The pattern of the texts of special and other added tokens."""
         return self._any_of(self._special)
 
     def _any_of(self, tokens: Iterable[int]) -> re.Pattern[str]:

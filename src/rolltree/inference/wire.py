@@ -33,7 +33,7 @@ class Logprobs(msgspec.Struct):
 
 
 class Function(msgspec.Struct):
-    """What a tool call names; `arguments` is JSON text."""
+    """The function of a tool call; `arguments` is JSON text."""
 
     name: str = ""
     arguments: str = ""
@@ -79,7 +79,7 @@ class Choice(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    """How many tokens the server counted."""
+    """Number of tokens that the server counted."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -97,7 +97,7 @@ class Response(msgspec.Struct):
 
 Decode: TypeAlias = Callable[[bytes], Response]
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What decoding raises for bytes that are not JSON of the wanted shape, or too deeply nested."""
+"""Exceptions of decoding bytes that are not JSON of this shape, or too deeply nested."""
 
 _DECODER = msgspec.json.Decoder(Response)
 

@@ -163,7 +163,7 @@ def _read_index(path: Path) -> dict[str, Path]:
             f"the index {path} cannot be read ({type(error).__name__}: {error}). It must be JSON "
             "with a weight_map from names to files. Save or download the model again."
         ) from error
-    # An index may come from somebody else, and must not lead out of its folder.
+    # An index may be untrusted, and must not lead out of its folder.
     outside = [file for file in files.values() if Path(file).name != file]
     if outside or not files:
         what = f"names {outside[0]!r}, which is not a file of its folder" if outside else "is empty"

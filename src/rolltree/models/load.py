@@ -31,7 +31,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 
 # The names that need no folder: under which key each is kept, and what makes it. The key of SmolLM2
-# has the version of its package, so an upgrade converts it anew.
+# has the version of its package, so an upgrade converts it again.
 MADE_MODELS: dict[str, tuple[Callable[[], str], Callable[[Path], None]]] = {
     "smollm2-135m": (
         lambda: f"smollm2-135m-{gguf_path()[1]}",
@@ -65,7 +65,7 @@ def check_loadable(name: str, dtype: str = "float32", *, device: str = "cpu") ->
         ConfigError: torch is not installed, the package of a made model is missing, a folder holds
             no model, or this machine has no such device.
     """
-    # Importing torch takes seconds: a typing mistake is told before.
+    # Importing torch takes seconds: a typing mistake is reported before.
     for package in ("torch", "transformers", "safetensors"):
         if not _is_installed(package):
             raise ConfigError(

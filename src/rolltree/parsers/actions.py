@@ -26,7 +26,7 @@ from rolltree.untrusted import shorten
 
 ActionParser: TypeAlias = Callable[[str], ParseResult]
 NOT_READABLE = (ValueError, OverflowError, RecursionError, InvalidOperation)
-"""What reading a text as a number, as JSON or as a date raises if it is not one."""
+"""Exceptions of parsing a text as a number, as JSON or as a date."""
 
 
 def as_text(text: str) -> ParseResult:

@@ -105,13 +105,13 @@ class ThinkParser(Parser):
     """The answer is what follows the last `</think>`; without one there is no answer (`""`)."""
 
     def parse(self, text: str) -> Any:
-        """Return `extract_fn` of the text behind the reasoning."""
+        """Return `extract_fn` of the text after the reasoning."""
         # The last tag: a model may quote "</think>" while it thinks.
         _, found, answer = text.rpartition(CLOSE)
         return self.extract_fn(answer.strip() if found else "")
 
     def score_format(self, text: str) -> float:
-        """Return 1 for one opening tag at the start, one closing tag and text behind it, or 0."""
+        """Return 1 for one opening tag at the start, one closing tag and text after it, or 0."""
         body = text.strip()
         kept = (
             body.startswith(OPEN)
@@ -126,7 +126,7 @@ class MaybeThinkParser(ThinkParser):
     """Like `ThinkParser`, but a text without reasoning is all answer."""
 
     def parse(self, text: str) -> Any:
-        """Return `extract_fn` of the text behind the reasoning, or of the whole text."""
+        """Return `extract_fn` of the text after the reasoning, or of the whole text."""
         return super().parse(text) if CLOSE in text else self.extract_fn(text.strip())
 
     def score_format(self, text: str) -> float:

@@ -1,7 +1,7 @@
-"""What a delegated agent may spend: model calls, sampled tokens, seconds.
+"""Budgets of delegated agents: model calls, sampled tokens, seconds.
 
 `BudgetedClient` sits between an agent and its model, so that it sees every call, also those that an
-agent makes beside its dialog.
+agent makes outside its dialog.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from rolltree.types import ModelResponse, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What one delegated agent may spend; None means unlimited.
+    """The budget of one delegated agent; None means unlimited.
 
-    What it delegates itself has budgets of its own.
+    What it delegates itself has its own budgets.
 
     Raises:
         ConfigError: a limit under which nothing could be done.
@@ -29,7 +29,7 @@ class Budget:
     max_calls: int | None = 16
     # Sampled tokens: prompts are not counted.
     max_tokens: int | None = None
-    # Seconds of its own, waiting for the server excluded.
+    # Its own seconds, waiting for the server excluded.
     time_limit_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -56,12 +56,12 @@ class BudgetedClient(DelegatingClient):
 
     @property
     def num_calls(self) -> int:
-        """How many calls were made."""
+        """Number of calls made."""
         return self._spent.calls
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens were sampled."""
+        """Number of tokens sampled."""
         return self._spent.tokens
 
     async def call(self, call: ModelCall) -> ModelResponse:

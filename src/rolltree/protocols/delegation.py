@@ -141,7 +141,7 @@ class DelegatingProtocol(SingleAgentProtocol):
 
 @dataclass(slots=True)
 class _Family:
-    """What all agents of one episode share."""
+    """The shared state of all agents of one episode."""
 
     protocol: DelegatingProtocol
     recording: Recording

@@ -168,7 +168,7 @@ class Recording:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeContext:
-    """What one episode is played with; every field has a default for playing by hand."""
+    """The parts with which one episode is played; every field has a default."""
 
     # Of the world.
     seed: int | None = None

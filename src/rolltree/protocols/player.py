@@ -153,7 +153,7 @@ class Player:
         left = self.max_external_calls - self._num_external
         self._num_external += len(requests)
         refused = requests[max(left, 0) :]
-        # Told once that no more calls are answered, it asked again and would for ever.
+        # Told once that no more calls are answered, it asked again and would forever.
         if refused and self._was_refused:
             raise EpisodeCut(TruncationReason.BUDGET)
         self._was_refused = bool(refused)

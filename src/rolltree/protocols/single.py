@@ -102,7 +102,7 @@ class InteractionProtocol(ABC):
     def make_player(
         self, agent: Agent, builder: RolloutBuilder, context: EpisodeContext, recording: Recording
     ) -> Player:
-        """Return the player of an agent; protocols with players of their own override it."""
+        """Return the player of an agent; protocols with their own players override it."""
         return Player(
             agent,
             builder,

@@ -1,4 +1,4 @@
-"""`rt.compare`: evaluations of stored runs, paired by example, with the examples that flipped.
+"""`rt.compare`: compares evaluations of stored runs by example, and finds those that flipped.
 
 The statistics are those of `rolltree.evaluation`; `records.arms` finds and reads the evaluations.
 """
@@ -34,11 +34,11 @@ NUM_EXAMPLES = 5
 
 @dataclass(frozen=True, slots=True)
 class ShownRollout:
-    """A rollout that shows a change: where it is stored, what was asked and answered."""
+    """A rollout that illustrates a change: where it is stored, its question and answers."""
 
     run: Path
     request_id: str
-    # An episode of several trajectories is shown by its first.
+    # Of an episode with several trajectories, the first.
     trajectory_index: int
     # The last user message of the prompt, and the assistant's messages.
     question: str
@@ -53,12 +53,12 @@ class ComparedPair:
     b: str
     # By name, the reward first.
     measures: Mapping[str, Comparison]
-    # The examples whose reward changed: lost ones, won ones, and the others.
+    # The examples whose reward changed: first the lost, then the won, then the others.
     changes: tuple[ExampleChange, ...]
-    # A rollout of A and one of B for the first changes: the best of the arm that is ahead, the
-    # worst of the other.
+    # For each of the first changes, a rollout of A and one of B: the best of the arm that is
+    # ahead, the worst of the other.
     shown: tuple[tuple[ShownRollout, ShownRollout], ...]
-    # Common examples that have the same id and another dataset row (answer, info).
+    # Common examples whose dataset rows (answer, info) differ although their ids are equal.
     num_other_inputs: int
 
     @property
@@ -78,24 +78,24 @@ class ComparedPair:
 
     @property
     def sentences(self) -> list[str]:
-        """What the pair says, in words: the reward first, then what limits it."""
+        """The result in words: the reward first, then what limits the comparison."""
         return self.told(self.a, self.b)
 
     def told(self, a: str, b: str) -> list[str]:
         """Return the sentences with other names for the two arms."""
         reward = self.reward
-        said = [reward.sentence(a, b)]
+        sentences = [reward.sentence(a, b)]
         if self.num_other_inputs:
-            said.append(
+            sentences.append(
                 f"{self.num_other_inputs} of {reward.difference.num_examples} examples have the "
-                "same id and other contents in the two arms: they are not the same questions."
+                "same id but different contents in the two arms: they are different questions."
             )
         if reward.num_only_a or reward.num_only_b:
-            said.append(
+            sentences.append(
                 f"{reward.num_only_a} examples of {a} and {reward.num_only_b} of {b} are left out: "
                 "they are not scored in every run of both."
             )
-        return said
+        return sentences
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as JSON-ready data."""
@@ -147,13 +147,13 @@ def compare(
 
     An arm is `"[NAME=]RUN[:PHASE]"`, several of these with commas between them (runs of one
     recipe with several seeds), or a list of them. A phase is a name (`eval_after`) or the step of
-    a held-out evaluation (`28`); without it, it is the last held-out evaluation or the only phase.
+    a held-out evaluation (`28`). The default is the last held-out evaluation, or the only phase.
     One run alone is compared with itself: its first and its last held-out evaluation.
 
     Measures are those of `rolltree.evaluation.compare_reports`; `breaks`, how often per rollout a
-    prompt did not extend the call before; and with `price`, `cost`: dollars per rollout, at these
-    prices of a million prompt and a million sampled tokens. Of the first `num_examples` changed
-    examples, rollouts are shown.
+    prompt did not extend the previous call; and with `price`, `cost`: dollars per rollout, at these
+    prices of a million prompt and a million sampled tokens. Rollouts are shown for the first
+    `num_examples` changed examples.
 
     >>> print(compare("runs/demo"))  # doctest: +SKIP
     The reward of step 28 is higher than that of step 0, +0.730 [+0.608, +0.814] over 100 examples:
@@ -198,13 +198,13 @@ def compare(
 def _measures(
     a: ComparedArm, b: ComparedArm, confidence: float, price: tuple[float, float] | None
 ) -> dict[str, Comparison]:
-    """Return every measure that says something: no pass@k where nothing passes."""
+    """Return all measures, but no pass@k if nothing passes in either arm."""
     names = measure_names((*a.reports, *b.reports))
     found = {
         name: compare_reports(a.reports, b.reports, measure=name, confidence=confidence)
         for name in names
     }
-    # 0 of 100 against 0 of 100 is a row that says nothing, at every k.
+    # 0 of 100 against 0 of 100 carries no information, at any k.
     empty = [
         name
         for name, each in found.items()

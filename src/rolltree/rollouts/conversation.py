@@ -1,4 +1,4 @@
-"""What was said in a rollout, for people to read."""
+"""The conversation of a rollout, for people to read."""
 
 from __future__ import annotations
 

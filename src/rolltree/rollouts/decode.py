@@ -28,7 +28,7 @@ UNREADABLE = (
     *(ArithmeticError, AttributeError, LookupError, TypeError, ValueError),
     *(MemoryError, RecursionError),
 )
-"""What reading a record raises that rolltree did not write."""
+"""Exceptions of reading a record that rolltree did not write."""
 
 
 def decode_rollout(row: StoredRollout, *, tokens: bool = True) -> RolloutResult:

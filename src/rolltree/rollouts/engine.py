@@ -54,7 +54,7 @@ from rolltree.types import (
 
 
 class CreditAssigned(Protocol):
-    """What credit gives: the states that train, and for each an advantage per call."""
+    """The result of credit: the states that train, and for each an advantage per call."""
 
     @property
     def trained(self) -> Sequence[State]:
@@ -66,7 +66,7 @@ class CreditAssigned(Protocol):
 
     @property
     def effects(self) -> Sequence[TruncationEffect]:
-        """What was decided about each of them if truncated."""
+        """The decision about each of them if truncated."""
 
 
 Credit = Callable[[Sequence[RolloutResult]], CreditAssigned]
@@ -84,7 +84,7 @@ class DroppedGroup:
 
 @dataclass(frozen=True, slots=True)
 class GeneratedBatch:
-    """What became of some requests.
+    """The outcome of some requests.
 
     `results` has one result per request, failed and dropped ones too. `batch` holds the samples,
     `meta[i]` says what sample i is: one dict per rollout in it, see `sample_meta`.
@@ -102,7 +102,7 @@ class GeneratedBatch:
 
     @property
     def num_failed(self) -> int:
-        """How many episodes failed."""
+        """Number of episodes that failed."""
         return sum(result.error is not None for result in self.results)
 
 
@@ -178,7 +178,7 @@ class RolloutEngine:
 
     Raises:
         ConfigError: a limit makes no sense, or the source has tools and the client's chat template
-            leaves tools out of the prompt. Where rows have tools of their own, `run` raises it at
+            leaves tools out of the prompt. If rows have their own tools, `run` raises it at
             the first such row.
     """
 
@@ -303,7 +303,7 @@ class RolloutEngine:
         num_workers = self.max_concurrent if total is None else min(self.max_concurrent, total)
         workers: list[asyncio.Task[None]] = []
 
-        # Workers are started by a task of their own, so that results of the first ones can be taken
+        # Workers are started by a separate task, so that results of the first ones can be taken
         # while ten thousand are still being made.
         async def start() -> None:
             for index in range(num_workers):
@@ -568,6 +568,6 @@ def _with_state_error(result: RolloutResult) -> RolloutResult:
 
 def _error_in(states: tuple[State, ...]) -> ErrorRecord | None:
     """Return what an episode failed with. A delegated rollout that failed is not the episode's."""
-    # A parent is told of a child's failure and goes on, so the episode has not failed by it.
+    # A parent learns of a child's failure and continues, so the episode has not failed.
     own = (state for state in states if state.parent_rollout is None)
     return next((state.error for state in own if state.error is not None), None)

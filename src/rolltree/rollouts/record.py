@@ -209,7 +209,7 @@ def _input_data(value: Mapping[str, Any], table: MessageTable) -> dict[str, Any]
 
 
 def _as_trajectory(value: Any) -> Trajectory:
-    """Return a trajectory whose tokens all lie in its own tree; `value` is not changed.
+    """Return a trajectory whose tokens are all in its own tree; `value` is not changed.
 
     Tokens that contradict themselves stay in their step as they are. So does a tree that has calls
     of other steps (the value is a slice, or a session's answer was not recorded).

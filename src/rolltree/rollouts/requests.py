@@ -1,4 +1,4 @@
-"""What the rollout engine runs: sources of examples, and the requests made from them.
+"""The input of the rollout engine: sources of examples, and the requests made from them.
 
 One request is one episode; several are made by transforming requests (`RequestStrategy`).
 Everything random comes from one `run_seed` through `rolltree.seeds`.
@@ -234,7 +234,7 @@ RequestOfExample: TypeAlias = Callable[[str, int], RolloutRequest]
 
 
 class DistinctRequests(Iterator[RolloutRequest]):
-    """Requests whose ids are known to differ, so that nobody has to remember them."""
+    """Requests whose ids are known to differ, so that ids need not be remembered."""
 
     def __init__(self, requests: Iterator[RolloutRequest]) -> None:
         self._requests = requests

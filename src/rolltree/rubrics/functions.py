@@ -169,7 +169,7 @@ def _unwrapped(func: Any) -> Any:
 
 
 def rollout_arguments(state: State, objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a rollout's reward functions can ask for, beside the state's own keys.
+    """Return what a rollout's reward functions can ask for, besides the state's own keys.
 
     That is the row's columns too, if the state has no key of that name. A row without an answer
     has no argument of that name.
@@ -290,7 +290,7 @@ def _call(call: FunctionCall) -> RawScore:
 
 
 def _failure(error: Exception, call: FunctionCall) -> ErrorRecord:
-    """Return what a function raised; a rollout without a model call is told as the cause."""
+    """Return what a function raised; a rollout without a model call is named as the cause."""
     function, known, _ = call
     record = scoring_error(function.func, function.name, error)
     states = known.get("states") or [known["state"]]

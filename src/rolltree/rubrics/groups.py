@@ -83,7 +83,7 @@ class RubricGroup(CompositeRubric):
         return self.rubrics
 
     def adopt_parser(self, parser: Parser) -> None:
-        """Hand the environment's parser to every rubric that has none of its own."""
+        """Hand the environment's parser to every rubric without its own."""
         for rubric in self.rubrics:
             rubric.adopt_parser(parser)
         self.parser = self.rubrics[0].parser

@@ -34,7 +34,7 @@ Response:
 Reply with one word: "yes" if it agrees, "no" if it does not."""
 
 MAX_RESPONSE_CHARS = 32_000
-"""What a judge sees of a response, its end: a model must not fill the judge's context window."""
+"""Characters at a response's end that a judge sees: it must not fill the context window."""
 DEFAULT_MODEL = "gpt-4.1-nano"
 """The judge if neither a client nor a model is named."""
 _FIELDS = ("question", "answer", "response")

@@ -85,7 +85,7 @@ class MathRubric(Rubric):
             state["math_gave_up"] = True
             return 0.0
         if "unreadable" in reply:
-            # The reference is at fault and not the model: None for everybody instead of 0 for this
+            # The reference is at fault, not the model: None for all rollouts instead of 0 for this
             # answer.
             raise ValueError(reply["unreadable"])
         return float(reply["equal"])

@@ -1,6 +1,6 @@
 """The worker side of `MathRubric`: whether two answers mean the same.
 
-It runs in a process of its own because comparing expressions that a model wrote can take for ever
+It runs in its own process because comparing expressions that a model wrote can take forever
 or all memory. math-verify reads answers with a grammar and runs no code.
 """
 

@@ -40,7 +40,7 @@ from rolltree.types import ErrorRecord, Messages, State
 
 @dataclass(slots=True)
 class Scores:
-    """What a rubric found for one rollout, before anything is written to its state."""
+    """A rubric's scores of one rollout, before anything is written to its state."""
 
     # None if a weighted function failed.
     reward: float | None = 0.0

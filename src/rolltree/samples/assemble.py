@@ -1,7 +1,7 @@
 """One sample from calls: tokens in depth-first order, loss records, origins and streams.
 
 A flat sample holds calls that each extend the one before; it is the tree that is a path, and its
-arrays are read-only views where they can be, so the prompt that T step samples repeat is in memory
+arrays are read-only views if possible, so the prompt that T step samples repeat is in memory
 once. A tree sample holds any calls: a run of the token tree stays in one piece, its own
 continuation is the first child at each of its branch points, so depth-first order is an order of
 runs and `subtree_end` changes at branch points only.
@@ -113,7 +113,7 @@ def _at(streams: Streams, packed: Callable[[], IntArray]) -> dict[str, SampleStr
 
 
 def on_one_tree(rollouts: Sequence[ResolvedRollout]) -> list[ResolvedRollout]:
-    """Return the rollouts on one token tree: their own where they share it, else a merged one."""
+    """Return the rollouts on one token tree: their own if they share it, else a merged one."""
     if all(rollout.tree is rollouts[0].tree for rollout in rollouts):
         return list(rollouts)
     merged = TokenTree()

@@ -295,7 +295,7 @@ def by_prefix(tree: TokenTree, calls: Sequence[ResolvedStep]) -> list[Group]:
 def turns_of(rollout: ResolvedRollout) -> list[Group]:
     """Return each turn's calls in order of first call, with the advantage of the turn's last step.
 
-    A turn is an agent and a turn number; a call without a turn number is a turn of its own.
+    A turn is an agent and a turn number; a call without a turn number is its own turn.
     """
     turns: dict[tuple[str, int | None, int], list[ResolvedStep]] = {}
     for step in rollout.steps:
@@ -314,7 +314,7 @@ def find_breaks(
     """Return the breaks among calls that interleaving put into these groups, in call order.
 
     A group that does not start with the first call of its rollout (or turn) was opened by a break.
-    The cause is told against the same agent's latest call.
+    The cause is found by comparison with the same agent's latest call.
     """
     place = {call.index: (group, at) for group in groups for at, call in enumerate(group)}
     ordered = sorted((call for group in groups for call in group), key=lambda call: call.index)

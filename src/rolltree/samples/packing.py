@@ -89,7 +89,7 @@ def _balance(
 ) -> list[list[int]]:
     """Spread the samples evenly over the next multiple of `num_ranks` bins.
 
-    Longest first into the emptiest bin; where that overflows, the first-fit bins stay and empty
+    Longest first into the emptiest bin; if that overflows, the first-fit bins stay and empty
     ones are added.
     """
     count = -(-len(bins) // num_ranks) * num_ranks

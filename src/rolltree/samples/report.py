@@ -1,6 +1,6 @@
-"""What became of every sampled token: the metrics of a batch, and what each sample says of itself.
+"""Accounts for every sampled token: the metrics of a batch, and the metadata of each sample.
 
-Every token that a call sampled is trained, masked or skipped; the three add up.
+Every token that a call sampled is trained, masked or skipped; the three counts add up to the total.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from rolltree.samples.resolve import ResolvedRollout
 from rolltree.tokens import Break, BreakCause, peek
 from rolltree.types import Sample, TruncationReason
 
-_SEQ_LEN = ("seq_len_original", "seq_len_kept", "seq_len_lost")
+_SEQ_LEN_KEYS = ("seq_len_original", "seq_len_kept", "seq_len_lost")
 
 
 class SkipReason(StrEnum):
-    """Why sampled tokens, or a whole step, are in no sample."""
+    """Why sampled tokens, or a whole step, were left out of all samples."""
 
-    NO_TOKENS = "no_tokens"  # the server gave no ids for this step
+    NO_TOKENS = "no_tokens"  # the server returned no ids for this step
     EMPTY_COMPLETION = "empty_completion"  # the model sampled nothing
     NO_SOURCE = "no_source"  # the first token of a call without a prompt
-    MAX_SEQ_LEN = "max_seq_len"  # beyond the cap
+    MAX_SEQ_LEN = "max_seq_len"  # beyond `max_seq_len`
     TRUNCATION_POLICY = "truncation_policy"  # the rollout was truncated and the policy drops it
 
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """A step, or part of one, that is in no sample: `num_tokens` sampled tokens of it."""
+    """Sampled tokens of one step that were left out of all samples."""
 
     rollout: int
     call: int
@@ -47,9 +47,9 @@ def make_report(
 ) -> dict[str, float]:
     """Return the metrics of a batch.
 
-    `num_tokens` is what one forward pass over all samples computes, `num_raw_tokens` what the
-    calls' prompts and completions add up to, `break_rate/<cause>` breaks per call that had a call
-    before it.
+    `num_tokens` counts the tokens that one forward pass over all samples computes, `num_raw_tokens`
+    the prompt and completion tokens of all calls. `break_rate/<cause>` is the number of breaks per
+    call that has an earlier call.
     """
     calls = [(rollout, call) for rollout in rollouts for call in rollout.calls]
     reasons = Counter(skip.reason for skip in skipped)
@@ -99,14 +99,14 @@ def make_report(
 
 
 def sample_meta(sample: Sample, states: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return spec 2's metadata of each origin of a sample made by `build_samples(states, ...)`.
+    """Return the metadata of each origin of a sample that `build_samples(states, ...)` made.
 
     `terminated` and `truncated` are the flags of the origin's last step in this sample;
-    `truncated` is also set if `max_seq_len` cut a call of the origin's. `episode_truncated` and
+    `truncated` is also set if `max_seq_len` cut one of the origin's calls. `episode_truncated` and
     `truncation_reason` are the episode's; the reason is "max_seq_len" for a cut origin whose
     episode has none. `finish_reason` says why the model stopped and nothing else.
-    `seq_len_truncated` says whether the origin lost tokens here, and if so `seq_len_original`,
-    `seq_len_kept` and `seq_len_lost` say how many the whole sample has and had.
+    `seq_len_truncated` tells whether this cut took tokens from the origin; if so,
+    `seq_len_original`, `seq_len_kept` and `seq_len_lost` are the token counts of the whole sample.
     """
     metas = []
     cut = sample.info.get("seq_len_cut", (False,) * len(sample.origins))
@@ -117,7 +117,7 @@ def sample_meta(sample: Sample, states: Sequence[Mapping[str, Any]]) -> list[dic
         extras = peek(steps[last], "extras") or {}
         is_end = last == len(steps) - 1
         episode_truncated = bool(state.get("truncated"))
-        ended = bool(extras.get("truncated", is_end and episode_truncated))
+        is_truncated = bool(extras.get("truncated", is_end and episode_truncated))
         reason = state.get("truncation_reason")
         if is_cut and not reason:
             reason = TruncationReason.MAX_SEQ_LEN
@@ -128,7 +128,7 @@ def sample_meta(sample: Sample, states: Sequence[Mapping[str, Any]]) -> list[dic
             "reward": origin.reward,
             "advantage": steps[last].get("advantage"),
             "terminated": bool(extras.get("terminated", is_end and bool(state.get("terminated")))),
-            "truncated": ended or is_cut,
+            "truncated": is_truncated or is_cut,
             "episode_truncated": episode_truncated,
             "truncation_reason": None if reason is None else str(reason),
             "finish_reason": origin.finish_reason,
@@ -136,7 +136,7 @@ def sample_meta(sample: Sample, states: Sequence[Mapping[str, Any]]) -> list[dic
             "seq_len_truncated": is_cut,
         }
         if is_cut:
-            meta |= {key: sample.info[key] for key in _SEQ_LEN}
+            meta |= {key: sample.info[key] for key in _SEQ_LEN_KEYS}
         for key in ("parent_rollout", "parent_step", "depth", "subtask"):
             if state.get(key) is not None:
                 meta[key] = state[key]

@@ -68,7 +68,7 @@ def _filled(tokens: Mapping[str, Any], key: str, count: int, missing: Any) -> li
 
 
 def to_examples(samples: Sequence[Sample]) -> list[TrainingExample]:
-    """Return flat samples as rows: logprob and weight stand at the sampled token, 0 elsewhere.
+    """Return flat samples as rows: logprob and weight are at the sampled token, 0 elsewhere.
 
     The advantage is that of the sample's first record when all are equal, else None.
 

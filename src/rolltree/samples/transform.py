@@ -173,7 +173,7 @@ def _shifted(records: Records, start: np.int32) -> Records:
 def split_sample(sample: Sample, max_tokens: int) -> list[Sample]:
     """Split a tree sample into parts of at most `max_tokens`, repeating as few tokens as possible.
 
-    Parts are intervals of the depth-first order, cut where a branch ends, each behind the path to
+    Parts are intervals of the depth-first order, cut where a branch ends, each after the path to
     its first token. The cuts with the fewest repeated tokens are found by dynamic programming.
     `info["num_repeated"]` is how many leading tokens of a part are repeated context,
     `info["interval"]` the positions of the sample it covers. A record goes to the part that covers

@@ -1,4 +1,4 @@
-"""What becomes of truncated rollouts: one policy, decided once per rollout.
+"""The policy for truncated rollouts, decided once per rollout.
 
 | mode      | sample | loss       | group baseline        | reward statistics |
 |-----------|--------|------------|-----------------------|-------------------|
@@ -32,7 +32,7 @@ WithoutValue = Literal["keep", "drop", "mask"]
 
 @dataclass(frozen=True, slots=True)
 class TruncationPolicy:
-    """What training does with a truncated rollout. See the table of this module.
+    """How training treats a truncated rollout. See the table of this module.
 
     Args:
         mode: one of the table.
@@ -84,7 +84,7 @@ class TruncationPolicy:
 
 @dataclass(frozen=True, slots=True)
 class TruncationEffect:
-    """What the policy does to one rollout.
+    """The effect of the policy on one rollout.
 
     `reward` is the one that credit is computed from (None when the rollout has none). `mode` is the
     mode in effect, `keep` for a rollout that is not truncated. `is_completion_cut`: its last answer

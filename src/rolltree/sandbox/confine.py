@@ -3,8 +3,8 @@
 It is the last trusted code before untrusted code, and uses the standard library only. In order: a
 private umask, no inherited descriptors, an own user id (when started by root), no capabilities, no
 way to regain privileges, resource limits, a Landlock ruleset, the system call filter, the command.
-What fails is told through the ready pipe, and the command is not run. `local` appends the call of
-`main` with the specification to the source: importing a parser would take longer than the rest.
+Failures are reported through the ready pipe, and the command is not run. `local` appends the call
+of `main` with the specification to the source: importing a parser would take longer than the rest.
 Time and process trees are `supervisor`'s matter, mounts are bubblewrap's.
 """
 
@@ -54,7 +54,7 @@ def main(spec: dict[str, Any]) -> NoReturn:
         # This takes a capability that the change of user gives up.
         drop_bounding_set()
         drop_user(spec["uid"])
-        # Root without a user of its own would keep them all.
+        # Root without its own user would keep them all.
         drop_capabilities(spec["machine"])
         # Set-user-id programs gain nothing from here on. Without this, an unprivileged process may
         # load neither Landlock rules nor the filter.

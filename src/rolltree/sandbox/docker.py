@@ -1,4 +1,4 @@
-"""The Docker backend: each run is a container of its own on the sandbox's folder.
+"""The Docker backend: each run is its own container on the sandbox's folder.
 
 The `docker run` command goes to the same supervisor as the local backend's, which removes the
 container in every case. The engine must see this machine's file system, because the folder is

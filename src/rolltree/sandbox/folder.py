@@ -2,9 +2,9 @@
 
 Untrusted code may have put anything into the folder, so no path is followed out of it: every
 component is opened without following links, and only regular files are read. A folder is
-`BASE/rolltree-sandbox-XXXX/work`, beside a `lock` that its owner holds. Folders with a free lock
+`BASE/rolltree-sandbox-XXXX/work`, next to a `lock` that its owner holds. Folders with a free lock
 were left by a process that was killed; the next one removes them. A bounded folder has a tmpfs of
-limited size mounted over `work` in a mount namespace of its own (`mount.py`), which ends with the
+limited size mounted over `work` in its own mount namespace (`mount.py`), which ends with the
 descriptors that hold it.
 """
 
@@ -78,7 +78,7 @@ class PrivateFolder:
         self.path.mkdir(mode=0o700)
         if uid is not None:
             os.chown(self.path, uid, uid)
-            # The sandbox's user must get through, and nobody may list what is beside it.
+            # The sandbox's user must get through, and nobody may list what is next to it.
             self.outer.chmod(0o711)
         try:
             self.mount_fd: int | None = None
@@ -213,7 +213,7 @@ class PrivateFolder:
     def names(self) -> list[str]:
         """Return the paths of the regular files, sorted; links and other things are left out.
 
-        So are names that are not UTF-8, what lies in folders that code locked or moves about
+        So are names that are not UTF-8, files in folders that code locked or moves about
         meanwhile, and files below paths of more than 16,384 characters.
         """
         self.reset()
@@ -466,7 +466,7 @@ class FolderSandbox(ABC):
     async def run_python(
         self, code: str, *, stdin: str | bytes = "", limits: Limits | None = None
     ) -> RunResult:
-        """Run Python code as a program of its own; files beside it can be imported.
+        """Run Python code as a separate program; files next to it can be imported.
 
         The program's file is gone afterwards. Without space for it the run is over with "disk"; if
         code has put something else in its place, with exit code 126.

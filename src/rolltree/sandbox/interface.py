@@ -1,4 +1,4 @@
-"""What a sandbox is: limits, isolation levels, results, and what every sandbox can do.
+"""The interface of sandboxes: limits, isolation levels, results and methods.
 
 Units are in the names: `_s` seconds, `_bytes` bytes, `num_` and `max_` counts. A backend makes
 sandboxes; a sandbox is one private folder in which commands run, each under limits, until it is
@@ -156,7 +156,7 @@ class Sandbox(Protocol):
     async def run_python(
         self, code: str, *, stdin: str | bytes = "", limits: Limits | None = None
     ) -> RunResult:
-        """Run Python code as a program of its own."""
+        """Run Python code as a separate program."""
         ...
 
     def python_session(self, *, limits: Limits | None = None) -> PythonSession:

@@ -42,7 +42,7 @@ _NO_ZERO = tuple(device for device in DEVICES if device != "/dev/zero")
 # bwrap's monitor and its process 1.
 TRUSTED_PROCESSES = 2
 _CONFINE = Path(__file__).with_name("confine.py")
-# A kernel version or an installed file does not tell whether a container's policy allows a
+# A kernel version or an installed file does not show whether a container's policy allows a
 # namespace, so each level has to prove itself (design/0005).
 _SELF_TEST = """
 import socket

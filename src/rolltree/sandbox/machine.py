@@ -1,4 +1,4 @@
-"""What this machine offers for isolation, and the sandbox levels that follow from it.
+"""Detects what this machine offers for isolation, and derives the sandbox levels.
 
 Facts about the machine in, candidate levels out, best first. `local` tries the candidates.
 """
@@ -105,7 +105,7 @@ def _takes_groups(folder: Path) -> bool:
         group.mkdir()
     except OSError:
         return False
-    # Neither ownership nor modes tell: the kernel also asks who owns the group of the mover.
+    # Neither ownership nor modes suffice: the kernel also asks who owns the group of the mover.
     move = ["/bin/sh", "-c", 'echo 0 > "$1"', "sh", str(group / "cgroup.procs")]
     try:
         return subprocess.run(move, stderr=subprocess.DEVNULL, check=False).returncode == 0
@@ -115,7 +115,7 @@ def _takes_groups(folder: Path) -> bool:
 
 
 def _find_bwrap() -> str | None:
-    """Return the system's bubblewrap, which may have a profile of its own, or the wheel's."""
+    """Return the system's bubblewrap, which may have its own profile, or the wheel's."""
     # The system's first: a distribution may let only that one make namespaces.
     found = shutil.which("bwrap", path="/usr/bin:/usr/local/bin:/bin")
     if found is None:
@@ -261,7 +261,7 @@ def candidates(machine: Machine, wanted: str = "auto") -> list[Candidate]:
         "rlimits": True,
     }
     names = [name for name in LEVELS if possible[name] and wanted in ("auto", name)]
-    # With a user of its own first: only then the kernel's count of processes is exact.
+    # With its own user first: only then the kernel's count of processes is exact.
     users = (True, False) if machine.uids else (False,)
     found = [
         _candidate(name, own_user, bounded, machine)

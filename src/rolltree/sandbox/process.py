@@ -56,9 +56,9 @@ class Launch:
     # Those of a `PrivateFolder`: the command starts in that mount namespace.
     mount_fd: int | None = None
     folder_fd: int | None = None
-    # Where the run gets a cgroup of its own.
+    # Where the run gets its own cgroup.
     cgroup: str | None = None
-    # If False, code of the same user runs beside it, and may kill it before it starts.
+    # If False, code of the same user runs at the same time, and may kill it before it starts.
     alone: bool = True
 
 

@@ -18,7 +18,7 @@ from rolltree.errors import SandboxUnavailable
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _X32_BIT = 0x40000000
-# CLONE_NEW: NS, CGROUP, UTS, IPC, USER, PID, NET. In a namespace of its own code has capabilities.
+# CLONE_NEW: NS, CGROUP, UTS, IPC, USER, PID, NET. In its own namespace code has capabilities.
 _NEW_NAMESPACES = 0x7E020000
 # CLONE_THREAD and CLONE_FILES of `clone`, and CLOSE_RANGE_UNSHARE.
 _THREAD, _SAME_FILES, _UNSHARE = 0x10000, 0x400, 2

@@ -1,4 +1,4 @@
-"""The supervisor of one sandboxed process tree: a program of its own, run with `python -I -S`.
+"""The supervisor of one sandboxed process tree: a separate program, run with `python -I -S`.
 
 It starts the command, becomes the parent of everything the tree leaves behind (subreaper, so a
 process that forks twice or opens its own session is still its child), watches the limits and kills
@@ -49,14 +49,14 @@ def main() -> None:
     """Run one tree to its end."""
     spec = json.loads(sys.argv[1])
     # Before the first fork: what loses its parent becomes a child of this process, so `descendants`
-    # finds a program that forks twice or opens a session of its own (design/0005).
+    # finds a program that forks twice or opens its own session (design/0005).
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     # `select` starts again after a signal (PEP 475); a byte in this pipe ends it at once when a
     # child dies.
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    # Being told to end is as good as losing the owner: the loop ends, and the tree with it.
+    # A request to end has the effect of losing the owner: the loop ends, and the tree with it.
     signal.signal(signal.SIGTERM, lambda *_: os.close(spec["control_fd"]))
     # The code must inherit none of these: it could swallow the command to kill, forge the report,
     # or reach the mount namespace from outside.
@@ -106,7 +106,7 @@ def main() -> None:
 
 
 def start(spec: dict[str, Any], ready_fd: int) -> int:
-    """Start the command in a session of its own; return its process id."""
+    """Start the command in its own session; return its process id."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -288,8 +288,8 @@ class Watch:
     def kernel_bytes(self, pids: list[int], room: int) -> int:
         """Bound what the kernel may hold for the tree in sockets, pipes and mappings.
 
-        Descriptors are told apart, and mappings counted, only when there could be enough of them to
-        fill `room` bytes; a mapping has at least a page.
+        Descriptors are distinguished, and mappings counted, only if there could be enough of them
+        to fill `room` bytes; a mapping has at least a page.
         """
         # Socket buffers are in no file that a supervisor may read, so each descriptor counts as a
         # full socket at first (design/0019).
@@ -428,7 +428,7 @@ def in_turns(
     began = time.monotonic()
     for pid in seen.keys() - set(pids):
         del seen[pid]
-    # The one measured longest ago comes first, so everybody has a turn.
+    # The one measured longest ago comes first, so each has its turn.
     for pid in sorted(pids, key=lambda pid: seen.get(pid, (0.0, 0))):
         if began - seen.get(pid, (0.0, 0))[0] < fresh_s:
             break
@@ -551,7 +551,7 @@ def too_much(folder: str, max_bytes: int, max_files: int) -> bool:
                 count += 1
                 with contextlib.suppress(OSError):
                     size += entry.stat(follow_symlinks=False).st_blocks * 512
-                    # A link may lead to a folder of the host; what lies there is not the code's.
+                    # A link may lead to a folder of the host, whose contents are not the code's.
                     if entry.is_dir(follow_symlinks=False):
                         pending.append(entry.path)
                 if size > max_bytes or count > max_files:

@@ -34,7 +34,7 @@ _MAX_EMPTY_ROWS = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Opaque:
-    """What is left of a value that cannot be stored: the name of its type."""
+    """Stands in for a value that cannot be stored: the name of its type."""
 
     type: str
 
@@ -226,7 +226,7 @@ _NESTED = (list, dict)  # asked before the call, since most of what a record hol
 def _unpack_array(value: dict[str, Any]) -> Any:
     import numpy as np
 
-    # The bytes of an array bound its size, except where a dimension is 0.
+    # The bytes of an array bound its size, unless a dimension is 0.
     flat = np.frombuffer(base64.b64decode(value["v"]), dtype=np.dtype(value["dtype"]))
     shape = value["shape"]
     if not flat.size and math.prod(shape[: shape.index(0)]) > _MAX_EMPTY_ROWS:

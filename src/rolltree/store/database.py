@@ -54,9 +54,9 @@ _NAMES_ANOTHER_FILE = bytes.fromhex("d9d505f920a163d7")
 PAGE_ROWS = 64
 LIGHT_PAGE_ROWS = 1024  # without their blobs
 _SQL_ERRORS = (sqlite3.Error, UnicodeDecodeError, OverflowError, MemoryError)
-"""What SQLite's module raises; the last three when a damaged file has impossible texts or sizes."""
+"""Exceptions of SQLite's module; the last three for impossible texts or sizes in a damaged file."""
 ROW_ERRORS = (StoreError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""What a row raises that is not as it was written."""
+"""Exceptions of decoding a damaged row."""
 
 
 class Database:
@@ -105,7 +105,7 @@ class Database:
                     f"{path} is empty: the program that made it was stopped before it could write. "
                     "Nothing is lost; start that command again, or delete the directory."
                 )
-            # The file may be anybody's: no function with side effects from its schema.
+            # The file may be untrusted: no function with side effects from its schema.
             self._connection.execute("PRAGMA trusted_schema = OFF")
             check_schema(self._connection, path)
             if not self.is_new:
@@ -359,7 +359,7 @@ class Database:
             yield from (rows[row_id] for row_id in page if row_id in rows)
 
     def readable(self, columns: Sequence[str]) -> Iterator[tuple[Any, ...] | int]:
-        """Yield every row that SQLite can read, and the id where there is one it cannot.
+        """Yield every row that SQLite can read, and the id of each that it cannot.
 
         It reads no index, and row by row where a page of the file is damaged.
         """
@@ -423,11 +423,11 @@ def check_files(folder: Path, *, writes: bool) -> None:
     SQLite opens its files by name and follows links, so this is done before it does.
 
     Raises:
-        StoreError: there is one, or nobody can look.
+        StoreError: there is one, or it cannot be checked.
     """
     try:
         for name in _FILES:
-            # Opening a FIFO waits for its other end for ever, and a link leads SQLite to a file of
+            # Opening a FIFO waits for its other end forever, and a link leads SQLite to a file of
             # somebody else. Readers write to the shared memory, too.
             kind = odd_kind(folder / name, writes=writes or name.endswith("-shm"))
             if kind is None and name.endswith("journal") and _ends_with_name(folder / name):
@@ -435,7 +435,7 @@ def check_files(folder: Path, *, writes: bool) -> None:
             if kind is not None:
                 raise StoreError(
                     f"{folder / name} is {kind}, not a regular file of its own. rolltree makes no "
-                    "such run, and using it could wait for ever or change other files. If you "
+                    "such run, and using it could wait forever or change other files. If you "
                     "trust the run, copy its folder (`cp -rL`) and use the copy; otherwise ask "
                     "for it where it is from."
                 )

@@ -19,7 +19,7 @@ from rolltree.store.rows import BLOBS, COLUMNS, StoredRollout, from_sql
 Render: TypeAlias = Callable[[StoredRollout], Mapping[str, Any]]
 
 _ROW_ERRORS = (RolltreeError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""What reading a row, or rendering it, may raise when there is something wrong with the row."""
+"""Exceptions of reading or rendering a row that is damaged."""
 
 
 def light_line(row: StoredRollout) -> dict[str, Any]:

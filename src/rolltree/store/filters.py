@@ -17,7 +17,7 @@ from rolltree.errors import ConfigError, did_you_mean
 from rolltree.store.rows import BLOBS, COLUMNS, StoredRollout
 from rolltree.untrusted import shorten
 
-# What a metric's name begins with beside columns.
+# The prefix of a metric's name among columns.
 METRIC = "metrics/"
 _FILTERS = [name for name in COLUMNS if name not in (*BLOBS, "metrics", "input", "errors")]
 _NUMBERS = [

@@ -1,4 +1,4 @@
-"""What makes a flipped bit visible: a checksum per row, counts of every table, and the full check.
+"""Detects flipped bits: a checksum per row, counts of every table, and the full check.
 
 SQLite checks only its write-ahead log. Here each row has a CRC-32 of its table, its key and its
 values; one row of `counts` says how many rows every table has and how many batches were stored;
@@ -37,7 +37,7 @@ def checksum(table: str, values: Sequence[Any]) -> int:
 
 def blob_checksum(blobs: Sequence[bytes]) -> int:
     """Return the CRC-32 of the compressed blobs, one after the other."""
-    # Blobs have a sum of their own, so that a scan of the columns never reads their pages.
+    # Blobs have their own sum, so that a scan of the columns never reads their pages.
     found = 0
     for blob in blobs:
         found = zlib.crc32(blob, found)

@@ -16,13 +16,13 @@ from rolltree.store.rows import Event
 from rolltree.store.run import Run
 
 RunState: TypeAlias = Literal["running", "done", "stopped", "failed", "killed", "unknown"]
-"""`running`: a process writes it. `done`: everything that was planned is stored. `stopped`: its
-last start was asked to end. `failed`: it ended with an error. `killed`: it ended without a word.
-`unknown`: nobody said how much there is to be."""
+"""`running`: a process is writing it. `done`: everything planned is stored. `stopped`: its last
+start was stopped by a signal. `failed`: it ended with an error. `killed`: it ended without storing
+why. `unknown`: the run has no plan, so it cannot be known to be done."""
 
 
 _ENDS: dict[Any, RunState] = {"stopped": "stopped", "failed": "failed"}
-"""What a run that ends may say of itself."""
+"""The state of a run by how its last start says it ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class PhaseSummary:
     mean_reward: float | None
     num_prompt_tokens: int
     num_completion_tokens: int
-    # How many requests an evaluation is to have; None if nobody said.
+    # How many requests an evaluation is to have; None if unknown.
     num_planned: int | None = None
     low: float | None = None
     high: float | None = None

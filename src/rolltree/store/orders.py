@@ -1,4 +1,4 @@
-"""Which rows of `rollouts` pass a filter, in an order: sorted once, then cut into pages."""
+"""Filters and sorts the rows of `rollouts` once, then cuts them into pages."""
 
 from __future__ import annotations
 

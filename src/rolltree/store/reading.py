@@ -1,4 +1,4 @@
-"""What can be read of a run: rollouts, steps, trained tokens, events, sums, SQL, export."""
+"""Reads a run: rollouts, steps, trained tokens, events, sums, SQL, export."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ class StoredRun:
             yield found
             num_rows += 1
         missing = limit is None and not offset and before is not None and before[0] != num_rows
-        if missing and before == self._expected(where):  # nobody wrote during the iteration
+        if missing and before == self._expected(where):  # no write during the iteration
             what = f"an index leads to {num_rows} of {before[0]} rollouts" if before else ""
             raise damaged(self._database.path, what)
 
@@ -246,7 +246,7 @@ class StoredRun:
         return self._database.totals()[1]
 
     def totals_with_sums(self) -> list[tuple[Totals, Totals]]:
-        """Return the stored sums of each phase and environment beside those of its rows."""
+        """Return the stored sums of each phase and environment, and those of its rows."""
         with self._database.snapshot() as connection:  # a writer may add rows between the two
             stored = self._database.totals()[1]
             rows = [

@@ -70,7 +70,7 @@ class StoredRollout:
     generation_ms: float = 0.0
     scoring_ms: float = 0.0
     total_ms: float = 0.0
-    # Seconds since the epoch, for people; durations come from a clock that nobody can set.
+    # Seconds since the epoch, for people; durations come from a clock that cannot be set.
     started_at: float | None = None
     created_at: float = field(default_factory=time.time)
     metrics: Mapping[str, Any] = field(default_factory=dict)
@@ -141,7 +141,7 @@ class StoredEvaluation:
 
 
 class StoredColumn(NamedTuple):
-    """How one field of `StoredRollout` lies in SQL."""
+    """How one field of `StoredRollout` is stored in SQL."""
 
     sql: str
     encode: Callable[[Any, Secrets], Any]

@@ -56,7 +56,7 @@ class Run(StoredRun):
     ) -> Run:
         """Make a new run directory and open it for writing.
 
-        `config` is stored redacted, in the database and as `config.json` for people; what stands
+        `config` is stored redacted, in the database and as `config.json` for people; what is
         under its secret keys is protected, and cut out of all that is stored. `secrets`
         are those of `protect`.
 
@@ -230,7 +230,7 @@ class Run(StoredRun):
     def plan(self, what: str, number: int) -> None:
         """Note how much there is to be: of `steps`, or of the requests of `phase/NAME`.
 
-        It tells those who look at the run how far it is; a later number replaces it.
+        It shows how far the run is; a later number replaces it.
         """
         planned = self.meta.get("planned") or {}
         if planned.get(what) != number:

@@ -44,7 +44,7 @@ def _statements() -> list[str]:
     types |= {"id": "INTEGER PRIMARY KEY", "blob_checksum": "INTEGER", "checksum": "INTEGER"}
     columns = ",\n  ".join(f"{name} {types[name]}" for name in STORED)
     return [
-        # WITHOUT ROWID: rows lie in the order of their text key, with no second tree beside it.
+        # WITHOUT ROWID: rows are stored in the order of their text key, without a second tree.
         "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL, checksum INTEGER)"
         " WITHOUT ROWID",
         _counts_table(),

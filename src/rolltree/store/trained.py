@@ -1,4 +1,4 @@
-"""What a training step knew of each sampled token of a rollout: rows of the table `trained`.
+"""The values that a training step had for each sampled token: rows of the table `trained`.
 
 A row's blob `tokens` is zlib over a msgpack map from the names in `TOKEN_DTYPES` to the bytes of
 little-endian arrays.

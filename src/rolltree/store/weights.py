@@ -1,4 +1,4 @@
-"""Which functions reward a source's rollouts, and with which weights: noted in a run, read there.
+"""Stores the reward functions of a source and their weights in a run, and reads them.
 
 A note is kept with the time since when it holds, so rollouts that other weights scored before are
 told apart from those that came after.
@@ -53,7 +53,7 @@ def note_weights(source: object, run: Run) -> None:
 def noted_weights(
     notes: Any, *, env_id: str, task: str, agent: str, created_at: float
 ) -> dict[str, float] | None:
-    """Return weights by function for a rollout that was stored then; None: nobody noted them.
+    """Return weights by function for a rollout that was stored then; None: they were not stored.
 
     `notes` is what the run has under `META`; one without an environment is for all of them.
     """

@@ -36,7 +36,7 @@ class FaultRow(Generic[FaultT]):
 
     def next(self) -> FaultT | None:
         """Return the next call's fault."""
-        # A scripted server runs in a thread of its own, and several clients may share one row.
+        # A scripted server runs in its own thread, and several clients may share one row.
         with self._lock:
             number = self.num_calls
             self.num_calls += 1
@@ -78,7 +78,7 @@ class HttpFault:
 
 
 ClientFault: TypeAlias = BaseException | float
-"""What happens before a call: an exception is raised, or a number of seconds passes."""
+"""A fault before a call: an exception, or a delay in seconds."""
 
 
 class FaultyClient(DelegatingClient):

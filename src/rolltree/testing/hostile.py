@@ -216,4 +216,4 @@ HOSTILE: Mapping[str, HttpFault] = {
     "no ids": _without("token_ids", "prompt_token_ids", "logprobs"),
     "no logprobs": _without("logprobs"),
 }
-"""What can go wrong with one request, by name."""
+"""Faults of one request, by name."""

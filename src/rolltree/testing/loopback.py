@@ -1,4 +1,4 @@
-"""A minimal HTTP/1.1 server on loopback in a thread of its own, for tests over real sockets.
+"""A minimal HTTP/1.1 server on loopback in its own thread, for tests over real sockets.
 
 The server keeps connections alive and can misbehave: answer late, cut a body short, let it drip,
 send something that is not an answer, reset the connection, be gone. Requests need a Content-Length;
@@ -109,7 +109,7 @@ class LoopbackServer:
         self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
 
     def __enter__(self) -> LoopbackServer:
-        # A thread of its own: the server answers although the test's loop is busy or blocked.
+        # Its own thread: the server answers although the test's loop is busy or blocked.
         self._thread.start()
         try:
             asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
@@ -149,7 +149,7 @@ class LoopbackServer:
     async def _stop(self) -> None:
         if self._server is not None:
             self._server.close()
-        # Kept connections would wait for their next request for ever.
+        # Kept connections would wait for their next request forever.
         for task in list(self._connections):
             task.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)

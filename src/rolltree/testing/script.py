@@ -1,4 +1,4 @@
-"""What a scripted model says: answers in a row or a function of the prompt, with exact tokens.
+"""The script of a scripted model: answers in a row or a function of the prompt, with tokens.
 
 It turns an answer's text into the ids and logprobs that an engine with this tokenizer would have
 reported, and obeys `max_tokens`, `stop` and `stop_token_ids`. Nothing is sampled, so temperature,
@@ -46,7 +46,7 @@ ScriptSource: TypeAlias = (
 
 
 class Script:
-    """A cursor over answers. A function is asked anew each time."""
+    """A cursor over answers. A function is called each time."""
 
     def __init__(self, source: ScriptSource) -> None:
         self.source = [source] if isinstance(source, str) else source

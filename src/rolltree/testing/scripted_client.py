@@ -43,7 +43,7 @@ class _ScriptedMemory(TokenSession):
 class ScriptedClient(RootClient[_ScriptedMemory]):
     """A `ModelClient` that answers from a script, with exact byte-level ids and logprobs.
 
-    Answers in a row start anew in every session, so that each rollout meets the same model; calls
+    Answers in a row start over in every session, so that each rollout meets the same model; calls
     without a session go through the row once. `calls` lists every call of all sessions.
 
     Example:

@@ -118,12 +118,12 @@ class ScriptedServer:
 
     @property
     def base_url(self) -> str:
-        """What an OpenAI client takes as `base_url`."""
+        """The `base_url` for an OpenAI client."""
         return self._http.url + "/v1"
 
     @property
     def num_requests(self) -> int:
-        """How many requests came, of any kind."""
+        """Number of requests received, of any kind."""
         return len(self.requests)
 
     async def _handle(self, request: Request) -> Reply:

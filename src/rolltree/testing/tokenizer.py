@@ -58,7 +58,7 @@ class ByteTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """How many ids there are."""
+        """Number of ids."""
         return 256 + len(self.special_tokens)
 
     def __len__(self) -> int:

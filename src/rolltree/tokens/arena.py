@@ -37,7 +37,7 @@ class TokenArena:
     """Token ids in insertion order plus runs: `run_start`, `run_parent` (token), `run_depth`.
 
     Run r covers the arena from `run_start[r]` to `run_start[r + 1]`. `run_depth[r]` is how many
-    tokens stand before its first token on the path from the root.
+    tokens precede its first token on the path from the root.
     """
 
     __slots__ = (

@@ -1,15 +1,15 @@
-"""Why a prompt does not extend what came before: position, surroundings and a cause.
+"""Explains why a prompt does not extend an earlier call: position, surroundings and a cause.
 
-Causes are told from ids alone where ids suffice; with a decoder, which the caller passes in, equal
-text under other ids is told too. A broken prefix opens a new sample
+Causes are derived from ids alone if they suffice; with a decoder, which the caller passes in, equal
+text under other ids is detected too. A broken prefix opens a new sample
 (spec 3).
 
 Rules, the first that holds gives the cause:
 
 1. `agent_handoff`: this agent has no earlier call in the rollout.
-2. `retokenized` (decoder only): behind the divergence both sides read the same.
+2. `retokenized` (decoder only): after the divergence both sides decode to the same text.
 3. `system_or_tools_changed`: it diverges before anything was sampled, and all that was sampled
-   survives behind the change.
+   survives after the change.
 4. `reasoning_stripped`: it diverges within 32 tokens of the start of a sampled completion, the
    front of that completion is gone and its end survives.
 5. `compaction`: sampled completions left the prompt and it became shorter, or their later history

@@ -1,4 +1,4 @@
-"""Routed experts: which experts of a mixture the engine sent every token of a call to.
+"""Routed experts: those of a mixture to which the engine sent each token of a call.
 
 They are the stream `ROUTED_EXPERTS` of a token tree, integers `[layers, experts per token]` per
 token. A call stores those of its new tokens; its last sampled token was never the model's input, so

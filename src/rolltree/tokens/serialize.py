@@ -368,7 +368,7 @@ def _load_call(tree: TokenTree, row: dict[str, int]) -> None:
 
 
 def _check_reached(tree: TokenTree) -> None:
-    """Refuse tokens that lie on no call's path."""
+    """Reject tokens that are on no call's path."""
     arena, calls = tree.arena, tree.calls
     if arena.num_tokens != (calls.num_tokens[-1] if len(calls) else 0):
         raise damaged_tokens("tokens belong to no call")
@@ -451,6 +451,6 @@ def _load_extra(reader: Reader, tree: TokenTree, since: int) -> None:
             if any(not 0 <= blob < len(extra.blobs) for blob in blobs) or (
                 len(positions) and not (positions.min() >= 0 and positions.max() < total)
             ):
-                raise damaged_tokens("a placed array lies outside its call")
+                raise damaged_tokens("a placed array is outside its call")
             entry = PlacedEntry(positions.astype(np.int32), tuple(blobs))
             extra.placed.setdefault(name, {})[call] = entry

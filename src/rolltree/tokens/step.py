@@ -173,7 +173,7 @@ class StepTokens(LazyDict):
         return not self._same(key, self._builders[key](self), value)
 
     def hold(self, tokens: Mapping[str, Any]) -> None:
-        """Make the author's own lists the view's, where they say what was recorded.
+        """Make the author's own lists the view's, if they are equal to the recorded ones.
 
         Whoever built the step may hold its lists or this dict, and edit them later.
         """
@@ -230,9 +230,9 @@ _NO_INFO: Mapping[str, Any] = {}
 
 
 class KeptResponse(NamedTuple):
-    """What a step keeps of its `ModelResponse`, and so what is copied, pickled and stored of it.
+    """The values of its `ModelResponse` that a step keeps, copies, pickles and stores.
 
-    The tree has the rest: ids, logprobs, versions, routed experts. A further field of a call stands
+    The tree has the rest: ids, logprobs, versions, routed experts. A further field of a call is
     in two places, in `ModelResponse` and here; the store writes all that is here
     (`rolltree.rollouts.record_steps`), and a test fails for a field that gets lost on that way.
     """
@@ -397,7 +397,7 @@ class RecordedStep(LazyDict):
         return dict.popitem(self) if key is None else (key, self.pop(key))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
-        """Return a plain dict; its tokens lie in the copy of the tree that `memo` knows."""
+        """Return a plain dict; its tokens are in the copy of the tree that `memo` has."""
         copied: dict[str, Any] = {}
         memo[id(self)] = copied
         copied.update({key: deepcopy(self.peek(key), memo) for key in self})

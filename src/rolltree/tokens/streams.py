@@ -1,4 +1,4 @@
-"""What rides along with a call's tokens: values per token, or arrays at placeholder positions.
+"""Streams: a call's values per token, or its arrays at placeholder positions.
 
 Three containers, all append-only and in flat buffers: `SampledStream` (a scalar per sampled token;
 a constant costs one number), `TokenStream` values (any item shape, any stretch of the path) and
@@ -154,7 +154,7 @@ class PlacedStream:
 
 @dataclass(frozen=True, slots=True)
 class DenseEntry:
-    """Where one call's dense values lie: `count` items at `offset`, for positions from `start`."""
+    """Location of a call's dense values: `count` items at `offset`, for positions from `start`."""
 
     start: int
     count: int

@@ -35,7 +35,7 @@ class Trajectory(list[TrajectoryStep]):
 
     @classmethod
     def of(cls, steps: Iterable[TrajectoryStep] | None) -> Trajectory:
-        """Return `steps` as a trajectory: itself, or one over the tree that its last step lies in.
+        """Return `steps` as a trajectory: itself, or one over the tree of its last step.
 
         An author may put any list into `state["trajectory"]`.
         """
@@ -111,7 +111,7 @@ class Trajectory(list[TrajectoryStep]):
         return step
 
     def _last_said(self) -> tuple[RecordedStep | None, Messages]:
-        """Return the last step and its conversation, or None if it must be matched anew."""
+        """Return the last step and its conversation, or None if it must be matched again."""
         last = self[-1] if self else None
         if not isinstance(last, RecordedStep):
             return None, ""

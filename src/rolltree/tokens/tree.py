@@ -221,7 +221,7 @@ class TokenTree:
     ) -> int:
         """Add the row of a call whose tokens are in the arena already and whose data was checked.
 
-        For `rolltree.tokens` itself; everybody else calls `insert`.
+        For `rolltree.tokens` itself; other code calls `insert`.
         """
         handle = len(self.calls)
         calls = self.calls
@@ -374,7 +374,7 @@ class TokenTree:
 
     @property
     def num_calls(self) -> int:
-        """How many calls were inserted."""
+        """Number of calls inserted."""
         return len(self.calls)
 
     @property
@@ -418,7 +418,7 @@ class TokenTree:
         return self.arena.path_view(self.calls.end(call), self.path_len(call))
 
     def prompt_view(self, call: int) -> IntArray:
-        """Return the prompt, int32 `[_P]`, read-only; no copy where it lies in one run."""
+        """Return the prompt, int32 `[_P]`, read-only; no copy if it is in one run."""
         return self.arena.path_view(self.calls.prompt_end(call), self.calls.prompt_len[call])
 
     def _sampled(self, name: str, call: int) -> NDArray[Any] | None:

@@ -178,8 +178,8 @@ async def _coroutine(awaitable: Awaitable[R]) -> R:
 async def _limited(
     tool: Tool, result: Awaitable[Any], limit_s: float | None, left_s: float | None
 ) -> Any:
-    """Await `result` in a task of its own, which is cancelled when the caller stops waiting."""
-    # In a task of its own, because a tool may catch the cancellation: the caller goes on all the
+    """Await `result` in its own task, which is cancelled when the caller stops waiting."""
+    # In its own task, because a tool may catch the cancellation: the caller goes on all the
     # same.
     task = asyncio.ensure_future(_guarded(tool, result))
     try:

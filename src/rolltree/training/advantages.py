@@ -81,7 +81,7 @@ class SoftOverlong:
 
 @dataclass(frozen=True, slots=True)
 class CreditPolicy:
-    """What becomes of episodes that failed or were cut, and how credit flows.
+    """The treatment of episodes that failed or were cut, and the flow of credit.
 
     `on_error`: `exclude` leaves a failed episode out of the group's baseline, `zero` counts it
     there with reward 0, `drop_group` trains nothing of its group; its own tokens are not trained
@@ -216,7 +216,7 @@ def check_baseline(credit: str, baseline: str) -> None:
     """Raise `ConfigError` when a credit compares with a group and would get a baseline on top."""
     if baseline != "none" and credit in (*COMPARING, "constant", "zero"):
         raise ConfigError(
-            f"the baseline {baseline!r} goes with credits without one of their own, and the credit "
+            f"the baseline {baseline!r} needs a credit without its own baseline, and the credit "
             f"is {credit!r}. Use the credit 'reinforce', 'monte_carlo' or 'per_step', or leave the "
             "baseline out."
         )

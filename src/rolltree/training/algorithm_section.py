@@ -29,7 +29,7 @@ class AlgorithmSection(Section, frozen=True):
       bounds, None for its own.
     - `kl_coef`: weight of the KL to the reference, of the kind `kl` (a row of `losses.KLS`).
     - `reference`: name or folder of a model with the same vocabulary (None: the model as it was
-      before training). It is kept in memory beside the trained one, in float32.
+      before training). It is kept in memory in addition to the trained one, in float32.
     - `entropy_coef`: weight of the entropy that is added to the objective.
     - `overlong_tokens`, `overlong_buffer`: a penalty for length, see `advantages.SoftOverlong`.
     - `group_size`: rollouts per task; `groups_per_step`: tasks per step.

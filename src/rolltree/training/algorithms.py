@@ -1,7 +1,7 @@
-"""Algorithms by name: which credit, loss, aggregation and penalties belong together.
+"""Algorithms by name: combinations of credit, loss, aggregation and penalties.
 
 A row per algorithm of the literature; a new one is a new row. What an algorithm does to sampling,
-such as DAPO's dynamic sampling, has settings of its own.
+such as DAPO's dynamic sampling, has its own settings.
 """
 
 from __future__ import annotations

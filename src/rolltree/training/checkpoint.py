@@ -44,7 +44,7 @@ _RNG, _STATE, _LATEST = "rng.safetensors", "state.json", "latest"
 
 @dataclass(frozen=True, slots=True)
 class TrainState:
-    """Where a run stands: `step` steps are done and the weights are policy `version`.
+    """The progress of a run: `step` steps are done and the weights are policy `version`.
 
     Example: `TrainState(step=20, version=20)`. Task order, seeds and learning rate follow from the
     step, so nothing else has a position. `averages`: what each role has usually earned, where the
@@ -90,7 +90,7 @@ class Checkpoints:
         """Return the newest whole checkpoint, or None when none was ever saved.
 
         Every file is compared with its checksum. Where the newest checkpoint is damaged, the one
-        before it is returned, and `notify` is told so in one sentence.
+        before it is returned, and `notify` gets a sentence about it.
 
         Raises:
             TrainingError: no checkpoint is whole.

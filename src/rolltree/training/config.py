@@ -176,7 +176,7 @@ _SECTIONS: dict[str, Any] = {
     field.name: field.type for field in msgspec.structs.fields(TrainConfig)
 }
 _MAIN_KEY = {"run": "dir", "model": "name", "env": "id", "algorithm": "name", "engine": "kind"}
-"""What `section=value` sets where the value is not a mapping."""
+"""The key that `section=value` sets if the value is not a mapping."""
 
 
 _KNOWN_AS = {
@@ -234,7 +234,7 @@ _KNOWN_AS = {
     **dict.fromkeys(("vllm_server_base_url", "base_url", "server_url"), "engine.urls"),
     **dict.fromkeys(("environment_id", "env_name"), "env.id"),
 }
-"""What other libraries call a setting, or one that does its work here."""
+"""Names of settings in other libraries, and the equivalent setting here."""
 
 
 def _meant(name: str, known: Iterable[str]) -> str:
@@ -311,7 +311,7 @@ def _invalid(data: Any, where: str, text: str) -> str:
 
 
 def _choices(names: Sequence[str]) -> list[str]:
-    """Return the values that a setting may have, where those are a few names."""
+    """Return the values that a setting may have, if those are a few names."""
     if len(names) != 2 or names[0] not in _SECTIONS:
         return []
     hint = get_type_hints(_SECTIONS[names[0]]).get(names[1])

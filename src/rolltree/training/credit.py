@@ -50,9 +50,9 @@ STD_EPSILON = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Earnings:
-    """What credit sees of one rollout: its reward and, per model call, reward and agent turn.
+    """The input of credit for one rollout: its reward and, per model call, reward and agent turn.
 
-    `episode` is the episode that the rollout is part of; None: it is an episode of its own. `role`
+    `episode` is the episode that the rollout is part of; None: it is its own episode. `role`
     is the agent that played it. `parent` is the index of the rollout that asked for this one among
     those of the episode, None for a root, and `parent_call` the model call that asked.
 
@@ -70,7 +70,7 @@ class Earnings:
 
     @property
     def rewards(self) -> list[float]:
-        """The reward of each call; the last earns the rollout's where no call has one."""
+        """The reward of each call; the last earns the rollout's if no call has one."""
         rewards = [reward or 0.0 for reward in self.call_rewards]
         if rewards and all(reward is None for reward in self.call_rewards):
             rewards[-1] = self.reward

@@ -1,4 +1,4 @@
-"""Where the loop gets the rollouts of a step: a synchronous and an asynchronous feed.
+"""Feeds, which give the loop the rollouts of each step, synchronously or asynchronously.
 
 `SyncFeed` samples a step's groups when the step asks for them. With dynamic sampling (DAPO, Yu et
 al. 2025, arXiv:2503.14476, section 3.2) groups whose advantages are all zero are replaced, at most
@@ -56,7 +56,7 @@ class StepRollouts:
 
 
 class Feed(Protocol):
-    """Where the loop gets a step's rollouts."""
+    """A source of each step's rollouts."""
 
     async def next(self, step: int) -> StepRollouts:
         """Return the rollouts that step `step` trains on."""
@@ -87,7 +87,7 @@ class SyncFeed:
         warning: counts groups with and without reward variance.
         notify: gets a notice when the limit of replacements is reached, or the step waits because
             servers or sandboxes fail.
-        on_progress: told how many of the step's rollouts are done.
+        on_progress: called with the number of the step's rollouts that are done.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class StreamFeed:
         run: where rollouts and the ledger are stored.
         warning: counts groups with and without reward variance.
         notify: gets a notice when the step waits because servers or sandboxes fail.
-        on_progress: told how many rollouts of the next step are done.
+        on_progress: called with the number of rollouts of the next step that are done.
     """
 
     def __init__(
@@ -389,7 +389,7 @@ class StreamFeed:
 def _planned(
     config: TrainConfig, rollouts: RolloutEngine, first: int
 ) -> Iterator[tuple[RolloutRequest, ...]]:
-    """Yield group after group of the plan, from that of step `first` on, for ever."""
+    """Yield group after group of the plan, from that of step `first` on, forever."""
     for step in itertools.count(first):
         requests = step_requests(config, rollouts.source, step)
         for _, members in itertools.groupby(requests, key=lambda request: request.group_id):

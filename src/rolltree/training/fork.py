@@ -122,7 +122,7 @@ def _checkpoint(source: Path, step: int | None) -> Path:
 
 
 def _make(parent: Run, config: TrainConfig, target: Path, checkpoint: Path) -> None:
-    """Write the run beside its place, synced, and put it there whole."""
+    """Write the run to a temporary place, synced, and move it to its own when complete."""
     step = int(check_complete(checkpoint)["state"]["step"])
     if step >= config.train.num_steps:
         raise ConfigError(

@@ -111,7 +111,7 @@ def choose_forward(model: Any, name: str, scope: str, attention: str = "segments
 
     Raises:
         TrainingError: the model cannot do it.
-        ConfigError: rows were asked for with the `tree` scope, or FlexAttention where it has
+        ConfigError: rows were requested with the `tree` scope, or FlexAttention where it has
             nothing to do or no gradient.
     """
     chosen = _tree_or_rows(model, name, scope)

@@ -17,11 +17,11 @@ from rolltree.errors import TrainingError
 from rolltree.inference.local.shell import body_name, body_of
 
 LARGE_LOGIT = 200.0
-"""What the probe scales logits to: several times the largest cap of any known model."""
+"""The probe scales logits to this: several times the largest cap of any known model."""
 
 
 class _Output:
-    """What a model's body returns: last hidden states, and None for whatever else it is asked."""
+    """The output of a model's body: last hidden states, and None for every other attribute."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -48,7 +48,7 @@ class _Body:
 
 
 _INNER = "decoder"
-"""Where a body keeps what computes the hidden states, if a model calls that and not the body."""
+"""The attribute of a body that some models call directly, instead of the body."""
 
 
 def head_logits(model: Any, hidden: Tensor) -> Tensor:

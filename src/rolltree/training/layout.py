@@ -31,7 +31,7 @@ _FAR = 16
 
 
 _GAP = 32
-"""Queries between two ranges that are computed and masked rather than given a call of their own."""
+"""Queries between two ranges that are computed and masked rather than given their own call."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ class RecordLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Teacher:
-    """What a frozen model's logits are made of: its `hidden` `[_S, _D]` and its head."""
+    """The factors of a frozen model's logits: its `hidden` `[_S, _D]` and its head."""
 
     hidden: Tensor
     head: Callable[[Tensor], Tensor]

@@ -439,7 +439,7 @@ class _Loop:
         """Return the phase of the evaluation after training.
 
         A run that is continued with more steps has used `eval_after` up for the step where it
-        ended, perhaps without finishing, so a later end has a phase of its own.
+        ended, perhaps without finishing, so a later end has its own phase.
         """
         begun = [e.step for e in self.run.events("evaluation_begun")]
         done = [e.step for e in self.run.evaluations() if e.phase == "eval_after"]

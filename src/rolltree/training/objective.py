@@ -25,9 +25,9 @@ from rolltree.types import Records
 
 @dataclass(frozen=True, slots=True)
 class FixedTerms:
-    """What stays as it was before the first update on a batch, float32 `[_R]` each.
+    """Terms computed before the first update on a batch and then fixed, float32 `[_R]` each.
 
-    `old` is what ratios are against. `factor` scales the policy loss; None: nothing corrects.
+    `old` is the denominator of ratios. `factor` scales the policy loss; None: no correction.
     """
 
     old: FloatColumn

@@ -170,7 +170,7 @@ def open_run(config: TrainConfig) -> Run:
     path, schedule = config.run.dir, config.optim.schedule
     advice = [
         f"`rolltree fork {path} --set section.key=value` goes on from its last checkpoint with "
-        "other settings, in a run of its own."
+        "other settings, in its own run."
     ]
     if schedule != "constant":
         advice.append(

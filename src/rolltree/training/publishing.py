@@ -59,7 +59,7 @@ class Publisher:
 
     Args:
         model: the module that is trained.
-        engine: a `WeightTarget`; `served_tensors()`, where it has it, gives what it computes with.
+        engine: a `WeightTarget`; `served_tensors()`, if present, returns those it computes with.
         client: samples from the engine; a pool is probed server by server.
         tolerance: the most that a probe's logprobs may ever differ.
         score: the trainer's forward pass, of all ranks; `next_logprobs` of `model` if it is None.
@@ -226,7 +226,7 @@ class _Found:
 
     `error`: of the engine to the weights after the step. `moved`: of the weights before the step to
     those. `behind`: how much of the way from before to after the engine is short of, as a median.
-    `rounding`: what float32 cannot tell apart.
+    `rounding`: what float32 cannot distinguish.
     """
 
     error: float

@@ -44,7 +44,7 @@ _WAIT = timedelta(days=30)
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What rank 0 wants: a row of `rank0.COMMANDS`, or `STOP`, with plain data and arrays."""
+    """A command of rank 0: a row of `rank0.COMMANDS`, or `STOP`, with plain data and arrays."""
 
     name: str
     data: Mapping[str, Any]
@@ -147,7 +147,7 @@ def start_ranks(device: str = "cpu", init_method: str = "env://") -> Iterator[Ra
     if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         raise ConfigError(
             f"several ranks need torch 2.13 or later, and this is torch {torch.__version__}: with "
-            "older ones they wait for each other for ever once a rank has no gradient of a weight. "
+            "older ones they wait for each other forever once a rank has no gradient of a weight. "
             "Update torch, or start one process without torchrun."
         )
     if "RANK" not in os.environ:
@@ -292,7 +292,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def own_part(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
-    """Return what this rank holds of a tensor, sharing memory, and where it lies in the whole."""
+    """Return what this rank holds of a tensor, sharing memory, and its place in the whole."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor, tuple(slice(0, size) for size in tensor.shape)

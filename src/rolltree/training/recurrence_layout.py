@@ -1,4 +1,4 @@
-"""How a recurrence runs over a forest: who is whose parent, and which chunks follow which.
+"""The layout of a recurrence over a forest: the parent of each token, and the order of chunks.
 
 A chunk is a run of tokens in depth-first order that all start from one state: the state after the
 parent of its first token. It may branch inside, and several siblings may share one. A chunk's

@@ -21,10 +21,10 @@ _COLUMNS = {
 
 @dataclass(frozen=True, slots=True)
 class TrainStart:
-    """How a run starts: `first_step` is 1, or where an earlier start left off.
+    """The start of a run: `first_step` is 1, or the step after an earlier start's last.
 
     `history` holds the metrics of the steps before it, `num_parameters` is how many are trained.
-    `evaluated_steps` are those after which a held-out evaluation is to come.
+    `evaluated_steps` are those that a held-out evaluation follows.
     """
 
     run_path: Path
@@ -37,7 +37,7 @@ class TrainStart:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class TrainReport:
-    """What a training run did. Print it, or read it: `pandas.DataFrame(report.rows())`.
+    """The results of a training run. Print it, or read it: `pandas.DataFrame(report.rows())`.
 
     Attributes:
         run_path: the run directory.

@@ -62,7 +62,7 @@ def check_auxiliary(model: Any) -> None:
 
 
 class Replay:
-    """What makes one model take given experts.
+    """Makes one model use given experts.
 
     Raises:
         TrainingError: the model's routers cannot be replayed exactly; the message says why.

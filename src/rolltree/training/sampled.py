@@ -1,4 +1,4 @@
-"""Which model calls were sampled from a distribution that the trainer does not compute.
+"""Detects model calls sampled from a distribution that the trainer does not compute.
 
 It divides logits by the temperature and takes their softmax. What cuts tokens off, penalises or
 biases them gives other probabilities, and the ratios of such calls would be wrong.

@@ -64,8 +64,9 @@ class ModelSection(Section, frozen=True):
             )
         if self.backward_dtype != "float32" and self.device != "cpu":
             raise ConfigError(
-                f"model.backward_dtype is {self.backward_dtype!r}, which only a CPU reads, and the "
-                f"device is {self.device!r}. Use model.compute_dtype = 'bfloat16' there."
+                f"model.backward_dtype is {self.backward_dtype!r}, which has an effect only on a "
+                f"CPU, and the device is {self.device!r}. Use model.compute_dtype = 'bfloat16' "
+                "there."
             )
 
 
@@ -84,17 +85,17 @@ class EngineSection(Section, frozen=True):
     - `probe_tolerance`: after every publish engines that hold a copy of the weights are probed. The
       bound follows from the step and from what the engine differed by at first; it is never more
       than this (16-bit servers need about 0.5).
-    - `away_limit_s`: the run waits for servers that do not answer; when none has for so long, or
-      for 5 s at the start, it ends, and the same command continues it.
+    - `away_limit_s`: how long the run waits while no server answers (5 s at the start) before it
+      ends; the same command continues it.
     - `max_batch`: sequences decoded together. `max_context`: tokens of prompt and completion (None:
       the engine's default). `kv_budget_bytes`: memory of the KV cache (None: `max_batch` full
-      sequences; `vllm`: 1 GiB). `prefill_chunk`: most prompt tokens in one forward pass.
+      sequences; `vllm`: 1 GiB). `prefill_chunk`: maximum prompt tokens in one forward pass.
     - `batch_invariant`: the embedded engine gives a request the same bits in any batch, so a run
       that was killed and continued equals one that was not, bit for bit.
     - `record_experts`: the engine in this process keeps which experts of a mixture every token went
-      to, for `train.replay_experts`. (Servers do it if they were started so.)
+      to, for `train.replay_experts`. (Servers do if they were started with that option.)
     - `max_concurrent`: rollouts in flight. `time_limit_s`: time limit of a rollout, without waiting
-      for the server; `deadline_s`: in all. `retries`: how often a rollout is repeated that a
+      for the server; `deadline_s`: in all. `retries`: how often a rollout is repeated after a
       server or a sandbox failed.
     """
 
@@ -123,20 +124,22 @@ class EngineSection(Section, frozen=True):
         if (self.kind == "servers") != bool(self.urls):
             raise ConfigError(
                 f"engine.kind is {self.kind!r} and engine.urls is {list(self.urls)}. Servers "
-                "need URLs, and an engine in this process has none. Set both, or neither."
+                "need URLs, and an engine in this process takes none. Set engine.kind = 'servers' "
+                "and engine.urls, or neither."
             )
         if self.batch_invariant and self.kind != "local":
             raise ConfigError(
-                f"engine.batch_invariant is set, and engine.kind = {self.kind!r} does not read it. "
+                f"engine.batch_invariant is set, and engine.kind = {self.kind!r} ignores it. "
                 "Use engine.kind = 'local', or servers that were started with it "
                 "(`rolltree serve --batch-invariant`), and leave it out here."
             )
         ignored = ("max_batch", "max_context", "kv_budget_bytes", "prefill_chunk")
         if self.kind == "servers" and self.record_experts:
             raise ConfigError(
-                "engine.record_experts is set, and servers record routed experts only if they were "
-                "started so. Start them with it (`vllm serve --enable-return-routed-experts`, "
-                "`rolltree serve --record-experts`), and leave it out here."
+                "engine.record_experts is set, but servers record routed experts only if they were "
+                "started with that option. Start them with it (`vllm serve "
+                "--enable-return-routed-experts`, `rolltree serve --record-experts`), and leave it "
+                "out here."
             )
         others = (
             *("served_model", "api_key_env", "admin_key_env", "away_limit_s"),
@@ -149,8 +152,8 @@ class EngineSection(Section, frozen=True):
                 chosen = "publish" if name == other_way and self.kind == "servers" else "kind"
                 raise ConfigError(
                     f"engine.{name} is set, and engine.{chosen} = {getattr(self, chosen)!r} does "
-                    "not read it, so it would do nothing. Leave it out (servers are set up where "
-                    "they are started)."
+                    "not use it, so it would have no effect. Leave it out (servers are configured "
+                    "when they are started)."
                 )
 
 
@@ -283,12 +286,12 @@ class TrainSection(Section, frozen=True):
     - `share_prefix_across`: in the `tree` scope, which rollouts share one tree, so that a common
       prefix is computed once: those of a `group`, all of a `step`, or none (`rollout`).
     - `max_seq_len`: cut every path to this many tokens.
-    - `max_tokens`: most tokens in one forward pass; gradients of several passes are summed.
+    - `max_tokens`: maximum tokens in one forward pass; gradients of several passes are summed.
     - `forward`: `tree` computes unique tokens once, `rows` is the model's own attention, `auto`
       picks.
     - `tree_attention`: `segments` computes attention over trees block by block, on any device;
       `flex` with one FlexAttention kernel, on a GPU.
-    - `chunk_rows`: positions whose logits exist at once.
+    - `chunk_rows`: positions whose logits are in memory at once.
     - `updates_per_step`: optimizer updates on the rollouts of a step; ratios, corrections and the
       KL in the reward stay those before the first.
     - `minibatches`: parts of whole rollouts that a step is cut into; each update takes the next
@@ -301,15 +304,15 @@ class TrainSection(Section, frozen=True):
     - `async_steps`: how many policy versions sampling may run ahead of training; 0 is the
       synchronous loop, in which they take turns.
     - `max_lag`: tokens that are more versions old than this get no weight (None: `async_steps`).
-    - `max_failed_share`: a step of which a larger share of rollouts failed is not trained, because
-      those that are left are the easy ones: failed model calls are sampled again until they work,
-      and the run ends when other failures are as many.
+    - `max_failed_share`: a step with a larger share of failed rollouts is not trained, because
+      dropping them biases training toward easy rollouts: those whose model calls failed are
+      sampled again until they succeed, and the run ends if other failures exceed this share.
     - `max_mismatch`: stop if trainer and engine logprobs differ by more on average over the tokens
       that the current weights sampled. After a step without any, as happens in asynchronous runs,
       the engine answers a probe instead (`engine.probe_tolerance`).
     - `record_tokens`: store what each step knew of every trained token (advantage, loss weight, the
       trainer's logprob, entropy), which `Run.trained` reads.
-    - `num_threads`: torch's number of threads (None: leave it).
+    - `num_threads`: torch's number of threads (None: torch's default).
     """
 
     num_steps: AtLeast1 = 100
@@ -342,7 +345,8 @@ class TrainSection(Section, frozen=True):
         if self.max_lag is not None and not self.async_steps:
             raise ConfigError(
                 f"train.max_lag is {self.max_lag}, but in the synchronous loop no token is older "
-                "than the weights, so it would do nothing. Set train.async_steps, or leave it out."
+                "than the weights, so it would have no effect. Set train.async_steps, or leave it "
+                "out."
             )
         if self.share_prefix_across != "group" and self.scope != "tree":
             raise ConfigError(

@@ -31,7 +31,7 @@ from rolltree.inference import WeightTransfer, publish_weights
 from rolltree.inference.call import ModelCall
 from rolltree.inference.openai_client import OpenAIClient, OpenAIMemory
 from rolltree.inference.publish import RELOAD_METHOD, HasServer, served_version
-from rolltree.inference.reachable import FIRST_ANSWER_S
+from rolltree.inference.reachable import FIRST_ANSWER_TIMEOUT_S
 from rolltree.inference.retry import RetryPolicy
 from rolltree.rollouts.requests import current_episode
 from rolltree.training.checkpoint_formats import export_model
@@ -41,9 +41,9 @@ from rolltree.types import ModelResponse
 T = TypeVar("T")
 _WAITS = RetryPolicy(first_wait_s=0.5, max_wait_s=15.0)
 _MAX_REFUSALS = 3
-"""How often a server that is well may refuse weights, before that is an error."""
+"""How often a healthy server may reject weights before it is an error."""
 _ASK_S = 60.0
-"""How long a server may take to say which weights it has."""
+"""How long a server may take to report the version of its weights."""
 
 
 class TrainedServer(OpenAIClient):
@@ -148,7 +148,7 @@ class Servers(ABC):
         self.version = -1
         """The version that was published last; -1 before the first."""
         self.labels: frozenset[str] = frozenset()
-        """What servers may call their weights: that version, and the one that is being given."""
+        """The labels that servers may report: that version, and the one being published."""
         self.notify: Callable[[str], None] = lambda message: None
         """Gets what a person should know; the loop puts its own function here."""
         self._lock = asyncio.Lock()
@@ -358,8 +358,8 @@ class Servers(ABC):
 
     @property
     def _patience_s(self) -> float:
-        """How long all servers may be away: not long before the first one has ever answered."""
-        return self._limit_s if self._has_answered else min(self._limit_s, FIRST_ANSWER_S)
+        """How long all servers may be away: only briefly until one has answered."""
+        return self._limit_s if self._has_answered else min(self._limit_s, FIRST_ANSWER_TIMEOUT_S)
 
     def _limit(self) -> str:
         """Return what `_patience_s` comes from."""

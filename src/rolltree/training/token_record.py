@@ -1,4 +1,4 @@
-"""What a step knew of each sampled token, put together for the run store.
+"""Collects the values that a step had for each sampled token, for the run store.
 
 The trainer knows loss records in the order of its packs, and only those that it computed; the store
 gets an array per rollout over all of its sampled tokens, in call order.

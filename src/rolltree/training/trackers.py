@@ -1,4 +1,4 @@
-"""Metrics to TensorBoard, wandb, trackio and MLflow, beside the run store, which always has them.
+"""Metrics to TensorBoard, wandb, trackio and MLflow, besides the run store, which always has them.
 
 A continued run goes on under the same name. Steps that are trained again after a kill are sent
 again.
@@ -28,7 +28,7 @@ from rolltree.training.transcripts import COLUMNS, Transcript
 
 @dataclass(frozen=True, slots=True)
 class TrackedRun:
-    """What a tracker is told of a run; `first_step` is where this start begins."""
+    """The run as trackers see it; `first_step` is where this start begins."""
 
     path: Path
     project: str
@@ -116,7 +116,7 @@ def trackio(run: TrackedRun) -> Sink:
 
 
 _NOT_IN_MLFLOW = re.compile(r"[^\w\-. :/]")
-"""What MLflow refuses in the name of a metric."""
+"""Characters that MLflow rejects in the name of a metric."""
 
 
 def mlflow(run: TrackedRun) -> Sink:
@@ -187,8 +187,8 @@ def _package(name: str) -> Any:
 class Trackers:
     """The trackers of `track.to`, opened when training starts.
 
-    The run store has every number, so a tracker that fails never ends a run: `notify` is told once,
-    and the tracker is left alone from then on.
+    The run store has every number, so a tracker that fails never ends a run: `notify` is called
+    once, and the tracker is not used from then on.
 
     Raises:
         UnknownName: `track.to` names a tracker that does not exist.

@@ -49,7 +49,7 @@ _PARTS: dict[str, Callable[[Closure], Pattern]] = {
     "remap_positions_for_packed_sequence": lambda closure: _pattern(closure["mask_function"]),
     "and_masks": lambda closure: _all_of(closure["mask_functions"]),
 }
-"""What a mask of transformers is made of -> how far back it lets a token of a path see."""
+"""The functions of transformers' masks -> how far back they let a token of a path see."""
 
 
 def _chunk(closure: Closure) -> int:
@@ -160,7 +160,7 @@ def _tree_attention(
     elif dropout:
         what = "has attention dropout"
     elif pattern is not None and not isinstance(pattern, Pattern):
-        what = "makes an attention mask of its own"
+        what = "makes its own attention mask"
     elif pattern is None and not _causal(module, is_causal):
         what = "lets tokens see what comes after them"
     elif sliding_window is not None and sliding_window != (pattern or FULL).window:
@@ -210,7 +210,7 @@ def _by_depth(module: torch.nn.Module, query: Tensor, layout: TreeLayout) -> Ten
 
 
 def _own_attention(module: torch.nn.Module, own: str) -> Callable[..., Any]:
-    """Return what the model attends with outside trees; `eager` stands in the model's own file."""
+    """Return what the model attends with outside trees; `eager` is in the model's own file."""
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     found: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(own, eager)
     return found

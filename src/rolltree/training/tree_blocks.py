@@ -39,7 +39,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class TreeLayout:
-    """What the layers of a model need to know about the forest they run over.
+    """The layout of a forest, as the layers of a model need it.
 
     `subtree_end` and `depth` are int32 `[_T]`. Layers that look equally far back share the blocks,
     or, with `flex`, the mask for FlexAttention, which then takes their place.
@@ -80,7 +80,7 @@ class TreeLayout:
 
     @property
     def recurrence(self) -> RecurrenceLayout:
-        """What recurrent layers need."""
+        """The layout for recurrent layers."""
         found: RecurrenceLayout = self._once("recurrence", FULL)
         return found
 

@@ -1,4 +1,4 @@
-"""Whether a model computes the same, and has the same gradient, on a tree and on its rows.
+"""Checks that a model has the same outputs and gradients on a tree and on its rows.
 
 Asked of a copy of its first layers with weights moved away from initialisation and short windows,
 so that gates, sinks, sparse attention and states show. The model itself, which an engine may be
@@ -219,7 +219,7 @@ def first_layers(model: Any) -> Any:
 
 
 def _kind(layer: nn.Module, index: int, config: Any) -> tuple[Any, ...]:
-    """Return what tells one layer from another: its modules, their settings, and its entries."""
+    """Return what distinguishes layers: modules, their settings, and entries."""
     count = config.num_hidden_layers
     listed = [v[index] for v in vars(config).values() if isinstance(v, list) and len(v) == count]
     parts: list[Any] = [repr(listed)]

@@ -224,7 +224,7 @@ def _convolution(
 ) -> Tensor:
     """Convolve the last tokens of each path, `[1, channels, _T]`, with `weight` `[channels, K]`.
 
-    The whole row at once, then anew where a token's last K are not those before it in the row.
+    The whole row at once, recomputed where a token's last K are not those before it in the row.
     """
     channels, width = weight.shape
     count = hidden_states.shape[-1]
@@ -347,10 +347,10 @@ _ONE_TOKEN = frozenset(
     {"causal_conv1d_update", "torch_recurrent_gated_delta_rule", "recurrent_kimi_delta_attention"}
     | {"mamba2_selective_state_update", "mamba_selective_state_update"}
 )
-"""What the same layers call only for one token with a cache, so never here."""
+"""Functions that these layers call only for one token with a cache, so never here."""
 
 _MIXES = re.compile(r"conv1d|scan|delta|recurren|mamba|kda")
-"""Functions of a layer that look as if they mixed tokens."""
+"""Names of functions that probably mix tokens."""
 
 RECURRENT_TYPES = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
 """`config.layer_types` of layers that carry a state from token to token."""
@@ -440,7 +440,7 @@ class _LastLayout:
         self.layout: Any = None
 
     def read(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        """Take the layout from the arguments of `module`; ids without one start anew."""
+        """Take the layout from the arguments of `module`; ids without one start from nothing."""
         if "tree_layout" in kwargs or "input_ids" in kwargs:
             self.layout = kwargs.get("tree_layout")
 

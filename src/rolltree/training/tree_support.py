@@ -1,7 +1,7 @@
-"""For which models tree training is exact: what the configuration says, then a probe.
+"""Decides if tree training is exact for a model: by its configuration, then by a probe.
 
 A model whose tokens interact through anything that has no form over a tree (a recurrence of another
-kind, keys that are chosen by their score, an attention mask of its own) would silently train on the
+kind, keys that are chosen by their score, its own attention mask) would silently train on the
 wrong function. Such models are refused by name and can be trained row by row.
 """
 
@@ -27,7 +27,7 @@ LAYER_TYPES: dict[str, Check] = {
     **dict.fromkeys(("moe", "mlp"), _exact),
     **dict.fromkeys(RECURRENT_TYPES, _exact),  # their code is checked instead
 }
-"""What `config.layer_types` may name. A layer type that is not here is refused by its name."""
+"""Supported entries of `config.layer_types`. Others are refused by name."""
 
 
 def _layer_types(config: Any) -> str | None:

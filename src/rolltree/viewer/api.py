@@ -1,4 +1,4 @@
-"""The JSON endpoints: which function of `records` answers which path, with which parameters.
+"""The JSON endpoints: maps paths and parameters to functions of `records`.
 
 A run is named by its path relative to the root, percent-encoded as one segment. A parameter that an
 endpoint does not know is an error.
@@ -56,7 +56,7 @@ _ODD = (
     ValueError,
 )
 _PATIENCE_S, _LEAST_PATIENCE_S = 3.0, 0.1
-"""How long a list waits for runs that take long: together, and for each after that."""
+"""How long a list waits for slow runs: for all together, then for each."""
 _STILL_READ = "it is still being read: it is large, or another program has locked it."
 _MAX_INTEGER = 2**63 - 1  # SQLite's
 Offset = Annotated[int, msgspec.Meta(ge=0, le=_MAX_INTEGER)]
@@ -71,14 +71,14 @@ def api_response(value: object, status: int = 200) -> Response:
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    """A run that stays open; `file` tells whether another one has taken its place."""
+    """A run that stays open; `file` shows whether it has been replaced."""
 
     run: Run
     file: tuple[int, int]
 
 
 class _Look(threading.Thread):
-    """Reads one run's row of the list in a thread of its own, so that no list waits for it."""
+    """Reads one run's row of the list in its own thread, so that no list waits for it."""
 
     def __init__(self, folder: Path, name: str, mark: str) -> None:
         super().__init__(name=f"look at {name}", daemon=True)
@@ -165,7 +165,7 @@ class Runs:
         return folder
 
     def get(self, name: str) -> Run:
-        """Return a run, open for reading; it closes when nobody uses it any more.
+        """Return a run, open for reading; it closes when it is no longer used.
 
         Raises:
             UnknownName: there is no run of this name.
@@ -251,27 +251,27 @@ def _tree(run: Run, *, id: str | None = None, index: Offset = 0, group: str | No
 
 
 _STORIES: weakref.WeakKeyDictionary[Run, tuple[int, float, Any]] = weakref.WeakKeyDictionary()
-"""What was told of a run after how many commits, and from when on it may be told again."""
+"""Each run's story, its number of commits, and when it may be computed again."""
 _PAUSE = 20
-"""A run that goes on is told of again after this many times what the telling took."""
-_TELLING: weakref.WeakKeyDictionary[Run, threading.Lock] = weakref.WeakKeyDictionary()
+"""The story of a running run is recomputed after this many times as long as it took."""
+_STORY_LOCKS: weakref.WeakKeyDictionary[Run, threading.Lock] = weakref.WeakKeyDictionary()
 """A lock per run: none waits for the story of another one."""
 
 
 def _story(run: Run) -> Any:
-    """Return the story of what is stored; it reads all rows, so it is told again after a pause.
+    """Return the story of what is stored; it reads all rows, so it is recomputed after a pause.
 
-    `again_s` is when to ask again for what was stored since; None if nothing was.
+    `again_s`: seconds until a request computes it again; None if nothing new is stored.
     """
-    # One thread tells, the others wait for what it tells: a story reads all rows.
-    with _TELLING.setdefault(run, threading.Lock()):
+    # One thread computes a story, which reads all rows; the others wait for it.
+    with _STORY_LOCKS.setdefault(run, threading.Lock()):
         commits, began = run.num_commits, time.monotonic()
-        stored, due, told = _STORIES.get(run, (-1, 0.0, None))
-        if told is None or (stored != commits and began >= due):
-            told, stored = run_story(run), commits
+        stored, due, story = _STORIES.get(run, (-1, 0.0, None))
+        if story is None or (stored != commits and began >= due):
+            story, stored = run_story(run), commits
             due = time.monotonic() + _PAUSE * (time.monotonic() - began)
-            _STORIES[run] = stored, due, told
-    return {**told, "again_s": None if stored == commits else max(0.1, due - began)}
+            _STORIES[run] = stored, due, story
+    return {**story, "again_s": None if stored == commits else max(0.1, due - began)}
 
 
 def _changed(run: Run, *, since: int = -1) -> Any:
@@ -291,11 +291,11 @@ _OF_RUN: dict[str, Callable[..., Any]] = {
     "tree": _tree,
     "story": _story,
 }
-"""What `/api/runs/R/NAME` is answered by, with the run and the parameters of the query."""
+"""The functions for `/api/runs/R/NAME`, called with the run and the query's parameters."""
 
 
 class Api:
-    """What answers `/api/...` for the runs at and below one folder."""
+    """Answers `/api/...` for the runs at and below one folder."""
 
     def __init__(self, root: Path) -> None:
         self.runs = Runs(root)
@@ -312,7 +312,7 @@ class Api:
             return api_response({"error": str(error)}, _status(error))
         except asyncio.CancelledError:  # the server ends
             return api_response({"error": "the server was stopped."}, 503)
-        # A mistake of ours, or a run that rolltree did not write: the page goes on without it.
+        # A bug in rolltree, or a run that rolltree did not write: the page goes on without it.
         except Exception as error:
             logger.error("GET %s failed", request.url.path, exc_info=error)
             return api_response({"error": _unexpected(error)}, 500)
@@ -331,20 +331,20 @@ class Api:
         raise UnknownName(f"there is nothing at /api/{shorten('/'.join(path), 200)}.")
 
     def _runs(self) -> Any:
-        # Before they are read: what is written later is seen at the next question.
+        # Before they are read: later writes are seen by the next request.
         mark = self.runs.mark()
         return {"root": str(self.runs.root), "mark": mark, **self.runs.overviews()}
 
     def _compare(self, *, arm: list[str]) -> Any:
         found = compare(*map(self._arm, arm))
-        told = found.as_dict()
-        for one, said in zip(found.arms, told["arms"], strict=True):
+        comparison = found.as_dict()
+        for one, arm_data in zip(found.arms, comparison["arms"], strict=True):
             (run,) = one.runs
-            said["id"] = run.path.relative_to(self.runs.root).as_posix()
-            said["phase"] = run.phase
-            stored = self.runs.get(said["id"]).totals()
-            said["phases"] = list(dict.fromkeys(each.phase for each in stored))
-        return told
+            arm_data["id"] = run.path.relative_to(self.runs.root).as_posix()
+            arm_data["phase"] = run.phase
+            stored = self.runs.get(arm_data["id"]).totals()
+            arm_data["phases"] = list(dict.fromkeys(each.phase for each in stored))
+        return comparison
 
     def _arm(self, text: str) -> RunPhase:
         """Return an arm of a comparison: a run's id, or `ID:PHASE`."""

@@ -87,7 +87,7 @@ def create_viewer_app(
 class Exchange:
     """Gives the token to who has it, and once for a code."""
 
-    # The words that a browser is started with stand in the list of processes, which every user of
+    # The arguments of a browser are in the list of processes, which every user of
     # the machine can read. So the link has a code: one that was used is worth nothing, and one that
     # another user's program brings is not taken.
 

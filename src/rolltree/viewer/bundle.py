@@ -77,7 +77,7 @@ def escaped(data: bytes) -> str:
     '["\\u003c/script\\u003e\\u003c!--", "a \\u0026 b"]'
     """
     text = data.decode()
-    # HTML ends a script at "</script" wherever it stands; these escapes are JSON's own. The last
+    # HTML ends a script at "</script" wherever it occurs; these escapes are JSON's own. The last
     # two end a line in JavaScript and not in JSON.
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -88,7 +88,7 @@ def join_modules(sources: Mapping[str, str], entry: str) -> str:
     """Return modules as one script: each is a function, and gives what it exports.
 
     Modules import from files beside them, by name or all (`import * as`), and export functions,
-    constants and classes where they stand.
+    constants and classes where they are defined.
 
     Raises:
         ValueError: a file is missing, modules import each other in a circle, or an import or export

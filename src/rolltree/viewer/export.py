@@ -1,7 +1,7 @@
-"""A run as one HTML file that opens from disk and can be mailed: summary and chosen rollouts.
+"""Exports a run as one HTML file that opens from disk and can be mailed.
 
-The file is the page itself with the answers of its endpoints inside. What a person is shown of the
-rest of the run is its numbers; the other rollouts are not in the file.
+The file is the viewer's page with the responses of its endpoints embedded. Numbers and curves cover
+the whole run; of the rollouts only the chosen ones are in the file.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from rolltree.store import Run, to_plain
 from rolltree.viewer.bundle import page_with
 
 MAX_BYTES = 12_000_000
-"""About what is put into a file unless somebody says what: mail takes 20 MB as it encodes them."""
+"""Size limit of the embedded data if nobody chooses rollouts: mail takes 20 MB, after encoding."""
 MAX_ROLLOUTS = 1000
 _DEFAULT_LIMIT = 24
-_LEAST_SAME = 8
+_MIN_SAME = 8
 
 
 @dataclass(frozen=True, slots=True)
 class ExportedPage:
-    """What is in a file: `num_...` of the run's `of_...`."""
+    """The contents of a file: `num_...` of them, out of `of_...` in the run."""
 
     num_bytes: int
     num_rollouts: int
     of_rollouts: int
     num_groups: int
     of_groups: int
-    # Rollouts without a token lens, for which there was no room.
+    # Rollouts whose tokens were left out for lack of room.
     num_without_tokens: int
-    # How many rollouts for which reason; none if they were asked for, or are all.
+    # Rollouts by the reason why they were chosen; empty if the caller chose, or all are in it.
     reasons: Mapping[str, int]
 
 
@@ -66,11 +66,12 @@ def export_page(
 
     Args:
         path: the run.
-        target: the file, which is replaced when it is whole; it ends with `.html`.
-        where: conditions that the rollouts pass, as `Run.rollouts` has them.
-        sort: the order of which the first are taken.
-        limit: how many requests are taken, 24 if there are conditions or an order. With none of the
-            three, those that tell most are taken (`telling_requests`), up to `MAX_BYTES`.
+        target: the file to write, which ends with `.html`. An existing file is replaced once the
+            new one is complete.
+        where: conditions that rollouts must meet, as in `Run.rollouts`.
+        sort: the order in which rollouts are taken.
+        limit: how many requests to take; 24 if there are conditions or an order. With none of the
+            three, the most informative ones are taken (`telling_requests`), up to `MAX_BYTES`.
 
     Raises:
         ConfigError: the file has another suffix, a filter cannot be read, or no rollout passes it.
@@ -79,8 +80,8 @@ def export_page(
     target = Path(target)
     if target.suffix.lower() not in (".html", ".htm"):
         raise ConfigError(
-            f"{target} has no suffix by which a browser knows a page. Name it, for instance, "
-            f"{target.with_suffix('.html').name}."
+            f"{target} does not end with .html, so browsers would not open it as a page. Name it, "
+            f"for instance, {target.with_suffix('.html').name}."
         )
     with Run.open(path, mode="r") as run:
         story = run_story(run)
@@ -90,7 +91,7 @@ def export_page(
             if not chosen.request_ids:
                 raise ConfigError(
                     f"no rollout of {run.path} passes {' and '.join(where) or 'this choice'}, so "
-                    "the file would have none. Look with `rolltree show` what there is."
+                    "the file would be empty. `rolltree show` lists what there is."
                 )
             file = _File(run, None, dict.fromkeys(chosen.request_ids, ""))
         else:
@@ -102,7 +103,7 @@ def export_page(
 
 
 class _File:
-    """The answers that go into a file, and how many bytes there is still room for (None: any)."""
+    """Collects the responses for a file, in at most `room` bytes (None: no limit)."""
 
     def __init__(self, run: Run, room: int | None, reasons: Mapping[str, str]) -> None:
         self._run = run
@@ -149,7 +150,7 @@ class _File:
         )
 
     def _take(self, answer: msgspec.Raw | dict[str, Any]) -> bool:
-        """Whether there is room for an answer, which is taken then."""
+        """Reserve room for a response; return whether there was enough."""
         size = len(answer if isinstance(answer, msgspec.Raw) else json_bytes(answer))
         if self._room is not None:
             if size > self._room:
@@ -158,7 +159,7 @@ class _File:
         return True
 
     def _views(self) -> dict[str, Any]:
-        """Return the views of rollouts and groups; then, as long as there is room, the tokens."""
+        """Return the views of rollouts and groups, and tokens as far as there is room."""
         run = self._run
         rollouts: dict[str, Any] = {}
         trees: dict[str, Any] = {}
@@ -169,8 +170,8 @@ class _File:
         order = {request_id: at for at, request_id in enumerate(self._reasons)}
         rows.sort(key=lambda row: (order[row[0]], row[1]))
         wanted: dict[str, None] = {}
-        # What is read first is taken first: words before trees, tokens last, since they are most of
-        # a file.
+        # In the order in which people read: text before trees, and tokens last, since they take
+        # most of the room.
         for request_id, index, group_id in rows:
             view = rollout_view(run, request_id, index)
             answer = _answer(view)
@@ -201,7 +202,7 @@ class _File:
         return {"rollout": rollouts, "tree": trees, "group": groups, "tokens": tokens}
 
     def _rollout_table(self, story: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the rows that are inside, and which of them pass the filters that links have."""
+        """Return the rows of the file's rollouts, and which of them pass each filter in a link."""
         run, ids = self._run, list({request_id: None for request_id, _ in self._rollouts})
         rows: list[dict[str, Any]] = []
         while ids and (page := rollout_page(run, request_id=ids, offset=len(rows), limit=1000)):
@@ -210,9 +211,9 @@ class _File:
                 break
         rows = [row for row in rows if _key(row) in self._rollouts]
         places = {_key(row): at for at, row in enumerate(rows)}
-        told = [each["evidence"].get("where") for each in story["sentences"]]
+        linked = [each["evidence"].get("where") for each in story["sentences"]]
         filters: list[dict[str, Any]] = []
-        for where in dict.fromkeys([None, "status = error", *filter(None, told)]):
+        for where in dict.fromkeys([None, "status = error", *filter(None, linked)]):
             passing = run.columns(("request_id", "trajectory_index"), request_id=ids, where=where)
             filters.append(
                 {
@@ -239,13 +240,13 @@ def _key(row: Mapping[str, Any]) -> tuple[str, int]:
 
 
 def _answer(value: Any) -> msgspec.Raw:
-    """Return an answer as it stands in the file: JSON without secrets."""
-    # A file is sent to others: secrets that came in before they were known are cut out here.
+    """Encode a response for the file: JSON without secrets."""
+    # Files are passed on, so secrets that were stored before they were known are cut out here.
     return msgspec.Raw(json_bytes(redact(to_plain(value))))
 
 
 def _name(text: str) -> str:
-    """Return a name as `_answer` has it."""
+    """Return a name as `_answer` would encode it."""
     return str(redact(clean_text(text)))
 
 
@@ -258,10 +259,10 @@ def _at(found: dict[str, Any], request_id: str) -> dict[str, Any]:
 
 
 def _packed_calls(run: Run, request_id: str, index: int, calls: Sequence[int]) -> dict[str, Any]:
-    """Return the token lens of every call that has tokens, what calls have in common once.
+    """Return the token lens of every call that has tokens; what calls share is stored once.
 
-    Each has `lens` (all but the columns), `columns`, and `after`: the call before it that begins
-    with most of the same tokens.
+    Each has `lens` (all but the columns), `columns`, and `after`: the earlier call with the longest
+    common prefix.
     """
     found: dict[str, Any] = {}
     known: dict[int, dict[str, Any]] = {}
@@ -272,10 +273,10 @@ def _packed_calls(run: Run, request_id: str, index: int, calls: Sequence[int]) -
             continue
         columns: dict[str, Any] = {name: _short(lens.pop(name)) for name in COLUMNS}
         ids = columns["ids"]
-        # A later turn repeats the turns before it: stored once, a file of T turns grows with T.
+        # A later turn repeats the earlier ones. Stored once, T turns take O(T) bytes, not O(T^2).
         after = max(
-            list(known)[-_LEAST_SAME:],
-            key=lambda each: num_same(known[each]["ids"], ids),
+            list(known)[-_MIN_SAME:],
+            key=lambda each: common_prefix_len(known[each]["ids"], ids),
             default=None,
         )
         before: Mapping[str, Any] = {} if after is None else known[after]
@@ -289,29 +290,29 @@ def _packed_calls(run: Run, request_id: str, index: int, calls: Sequence[int]) -
 
 
 def _short(column: list[Any] | None) -> list[Any] | None:
-    """Return a column whose numbers have nine digits, which tell every float32 from the others."""
+    """Round floats to nine significant digits, which identify every float32."""
     if column is None:
         return None
     return [float(f"{each:.9g}") if isinstance(each, float) else each for each in column]
 
 
-def num_same(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """Return how many values two columns begin with alike."""
+def common_prefix_len(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """Return the length of the longest common prefix of two columns."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def packed(column: Sequence[Any] | None, before: Sequence[Any] | None = None) -> list[Any] | None:
-    """Return a column in less room: `{"same": n}` stands for the first n values of `before`, and
-    `{"value": v, "times": n}` for a value that is repeated.
+    """Compress a column: `{"same": n}` stands for the first n values of `before`, and
+    `{"value": v, "times": n}` for a repeated value.
 
     >>> packed([1, 2, None, None, None, None], [1, 2, 3])
     [1, 2, {'value': None, 'times': 4}]
     """
     if column is None:
         return None
-    same = num_same(column, before or ())
-    if same < _LEAST_SAME:
+    same = common_prefix_len(column, before or ())
+    if same < _MIN_SAME:
         same = 0
     found: list[Any] = [{"same": same}] if same else []
     for value, run in groupby(column[same:]):
@@ -328,6 +329,6 @@ def _write(target: Path, content: bytes) -> None:
         write_whole(target, content)
     except OSError as error:
         raise StoreError(
-            f"{target} cannot be written ({error.strerror or error}), so there is no page. Check "
-            "the folder and the free space, or choose another file."
+            f"{target} cannot be written ({error.strerror or error}), so the run was not "
+            "exported. Check the folder and the free space, or choose another file."
         ) from error

@@ -21,10 +21,10 @@ _READ_TIMEOUT_S = 30.0
 def serve_viewer(
     root: Path, *, port: int = 0, browser: bool = True, on_ready: Callable[[str], None]
 ) -> None:
-    """Serve the page on the runs at and below `root`, to this machine only, until told to stop.
+    """Serve the page for the runs at and below `root`, to this machine only, until stopped.
 
     `on_ready(link)` is called when the first request can come. The link carries the token of this
-    start behind `#`, which browsers keep to themselves; the browser that is opened here gets a code
+    start after `#`, which browsers keep to themselves; the browser that is opened here gets a code
     that works once.
 
     Raises:
@@ -35,7 +35,7 @@ def serve_viewer(
             f"{root} is not a folder, so there are no runs to show. Name a run directory or a "
             "folder of runs: rolltree view runs."
         )
-    # The token stands behind "#", which browsers do not send: it is in no log and no referrer.
+    # The token is after "#", which browsers do not send: it is in no log and no referrer.
     token, code = secrets.token_urlsafe(24), secrets.token_urlsafe(24) if browser else None
     listener = listen(HOST, port)
     port = listener.getsockname()[1]

@@ -1,4 +1,4 @@
-"""What a world is to a protocol, and the base of the adapters to other libraries' worlds.
+"""The interface of worlds, and the base of the adapters to other libraries' worlds.
 
 `World` is for one agent, `ParallelWorld` for several that act at once (PettingZoo's
 `ParallelEnv`), and `TurnWorld` for several that act one after another (PettingZoo's `AECEnv`). A

@@ -24,7 +24,7 @@ LayerMask: TypeAlias = Callable[[Any, str], str]
 
 
 class _Game(Adapter):
-    """What the two kinds of games share.
+    """The common base of the two kinds of games.
 
     Args:
         world: a PettingZoo id such as "classic/rps-v2", a world, or a function that returns one.

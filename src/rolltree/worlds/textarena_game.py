@@ -25,7 +25,7 @@ _RANDOM = threading.Lock()
 class TextArenaWorld(Adapter):
     """A TextArena game as player 0 sees it.
 
-    Many games restate all that was said; the agent has read it, so it is told what is new. An
+    Many games restate all earlier text; the agent has read it, so it gets only what is new. An
     illegal move is the game's to judge. The reward comes at the end.
 
     Args:
@@ -127,7 +127,7 @@ class TextArenaWorld(Adapter):
             try:
                 yield
             finally:
-                # Where this game's stream stands now, for its next step.
+                # The current position of this game's stream, for its next step.
                 self._stream = random.getstate()
                 random.setstate(before)
 

@@ -224,11 +224,11 @@ async def test_an_evaluation_is_told_of_weights_that_a_run_left(
     await publish_weights([client], taught, 7)
     assert await check_servers(client) == []  # it published them itself
     (said,) = await check_servers(EndpointPool([later]))
-    assert "says that its weights are version '7', which a training run gave it" in said
+    assert "serves version '7' of its weights, which a training run published" in said
     assert later.version == 7
     await client.server.post("/pause?mode=keep", {}, bytes, at_root=True, as_admin=True)
     (said,) = await check_servers(later)
-    assert "is paused, as a trainer leaves it that dies" in said
+    assert "is paused, probably by a trainer that died" in said
     await client.server.post("/resume", {}, bytes, at_root=True, as_admin=True)
     await later.aclose()
 

@@ -127,7 +127,7 @@ def slot_mask(
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """What some models do to scores `s` before the softmax."""
+    """Changes that some models make to scores `s` before the softmax."""
 
     # c makes them `c * tanh(s / c)` (Gemma 2).
     softcap: float | None
@@ -194,7 +194,7 @@ def _attend_alone(
 ) -> Tensor:
     """Attend token by token, in shapes that depend on each token's position only.
 
-    Tokens behind those in `plan.alone` repeat the last one, and so does what they find.
+    Tokens after those in `plan.alone` repeat the last one, and so do their results.
     """
     found = query.new_empty((*query.shape[:2], values.shape[3]))
     for index, (row, length, first) in enumerate(plan.alone):

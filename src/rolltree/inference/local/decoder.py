@@ -1,7 +1,7 @@
 """Steps: admit requests, run one forward pass, sample, let finished requests go.
 
 Every request in the batch has at least one token without keys: the one just sampled, or what the
-prefix cache did not know of its prompt. One pass computes the former for everybody and the latter
+prefix cache did not know of its prompt. One pass computes the former for all rows and the latter
 up to a limit; a request with none left samples its next token. The class belongs to one thread.
 """
 
@@ -124,7 +124,7 @@ class Decoder:
         slots, cache = self.slots, self.runner.cache
         num_free = min(self.max_batch, len(slots.taken)) - int(slots.taken.sum())
         # A copy: requests are taken out on the way. One that waits for a prompt does not hold up
-        # those behind it.
+        # those after it.
         for request in list(self.waiting) if num_free > 0 else ():
             if num_free == 0:
                 return
@@ -165,7 +165,7 @@ class Decoder:
 
     def _share(self, missing: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return how much of each row to compute: one token, or a share of the prompt limit."""
-        # One token for everybody first: a long prompt must not hold up those who decode.
+        # One token for every row first: a long prompt must not delay rows that decode.
         counts = np.minimum(missing, 1)
         left = self.prefill_chunk
         for at in (missing > 1).nonzero()[0]:
@@ -176,7 +176,7 @@ class Decoder:
     def _sample(self, rows: list[int], logits: torch.Tensor, version: int) -> None:
         slots, device = self.slots, logits.device
         requests = [request for row in rows if (request := slots.request[row]) is not None]
-        # Drawn per request, so that a row's tokens do not depend on who is beside it.
+        # Drawn per request, so that a row's tokens do not depend on the other rows.
         uniforms = torch.tensor([next(request.uniforms) for request in requests], device=device)
         adjusted = []
         for at, request in enumerate(requests):

@@ -98,7 +98,7 @@ class LocalEngine(EngineThread[LocalRequest]):
         if batch_invariant:
             check_invariance(model, route, packed)
         if prefill_chunk is None and route.row_mode is not None:
-            # Each row is a pass of its own anyway.
+            # Each row is its own pass anyway.
             prefill_chunk = max_batch * self.max_context
         elif prefill_chunk is None:
             prefill_chunk = _CHUNKS.get(model.device.type, _DEFAULT_CHUNK)

@@ -1,4 +1,4 @@
-"""Which token of a flat batch belongs to which slot and position.
+"""Maps the tokens of a flat batch to slots and positions.
 
 A forward pass is one sequence of tokens, `[1, _T]`: the next token of every decoding row, then the
 new tokens of rows whose prompts are being computed. Nothing is padded.
@@ -57,7 +57,7 @@ class Alone(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Where each token of a flat batch belongs. Tensors are int64."""
+    """The slot and position of each token of a flat batch. Tensors are int64."""
 
     tokens: Tensor  # [_T] ids
     rows: Tensor  # [_T]

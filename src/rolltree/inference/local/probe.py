@@ -1,8 +1,8 @@
-"""Which way of running a model gives the model's own logits: found out by running it.
+"""Finds the fastest way to run a model that gives the model's own logits, by running it.
 
 `choose_route` tries the ways from the fastest to the slowest on a trial copy (`shell.py`): the
 forward pass of `lean.py`, transformers with the slots' attention, and row by row with the model's
-own cache. The first whose logits are those of plain teacher-forced passes is taken.
+own cache. It takes the first whose logits match those of plain teacher-forced passes.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from rolltree.inference.local.shell import MOVING_ROPE, SHORT, shell_of, trial_c
 from rolltree.inference.local.slots import DummyLayer, KvShape, LayerShape
 from rolltree.types import IntArray
 
-# Largest difference of logits, relative to the largest one, in fp32 and in fewer bits. A right
+# Tolerances for logits, relative to the largest one, in fp32 and in lower precision. A correct
 # runner stays below 3e-6 in fp32; a layer with wrong positions differs by 5e-2 (design/0002).
-_EXACT, _ROUNDED = 1e-4, 0.1
-# Whatever a model's own code raises when it is run in a way that it does not know.
+_FP32_TOLERANCE, _LOW_PRECISION_TOLERANCE = 1e-4, 0.1
+# Whatever a model's own code raises when it is run in a way that it does not support.
 _FAILURES = (
     *(TypeError, ValueError, RuntimeError, LookupError, AttributeError, AssertionError),
     *(NotImplementedError, ArithmeticError, UnsupportedSetting),
 )
-_TRIED, _CAPACITY = 4 * SHORT, 5 * SHORT
+_PROBE_LEN, _CAPACITY = 4 * SHORT, 5 * SHORT
 Runner = ModelRunner | RowRunner
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """How to run a model: over slots of `shape` (`lean` or not), or one by one in `row_mode`."""
+    """How to run a model: in slots of `shape` (`lean` or not), or row by row in `row_mode`."""
 
     shape: KvShape | None
     lean: bool = False
     row_mode: RowMode | None = None
     # Memory of a row's full state.
     row_bytes: int = 0
-    # Why a faster way does not do.
+    # Why no faster way works.
     reason: str = ""
 
     def slot_bytes(self, capacity: int) -> int:
@@ -79,27 +79,27 @@ class Route:
 def choose_route(model: Any, max_context: int, packed: bool = False) -> Route:
     """Return the fastest way to run `model` that gives its own logits.
 
-    `packed` is what `LeanForward` will be told.
+    `packed` is passed on to `LeanForward`.
 
     Raises:
         UnsupportedSetting: there is none; the message says why.
     """
     check_positions(model, max_context)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if positions is not None and positions < _TRIED:
-        raise _refusal(model, f"has {positions} positions, and {_TRIED} are needed to try it out")
+    if positions is not None and positions < _PROBE_LEN:
+        raise _refusal(model, f"has {positions} positions, and the probe needs {_PROBE_LEN}")
     try:
         # A copy of inference tensors could not be changed in place.
         with torch.inference_mode(False):
             trial = trial_copy(model, max_context)
         trials: list[_Trial] = [(trial, _Expected(trial))]
-        # The trial is in float32. What rounding does to the model's own type has to be seen, too.
+        # The trial is in float32. Rounding in the model's own dtype is probed as well.
         if trial.dtype != model.dtype or model.dtype not in (torch.float32, torch.float64):
             plain = shell_of(model)
             trials.append((plain, _Expected(plain)))
     except _FAILURES as error:
         raise _refusal(model, f"does not run on token ids alone ({error})") from error
-    # From the fastest to the slowest. `counts` is for models that take positions from the length of
+    # Fastest first. `counts` is for models that take positions from the length of
     # their cache (Llama 4).
     for lean, counts in ((True, False), (False, True), (False, False)):
         reason = _slots_reason(trials, lean=lean, counts=counts, packed=packed)
@@ -134,10 +134,10 @@ def _first_reason(trials: Sequence[_Trial], makers: Sequence[Callable[[], Runner
 
 
 class _Expected:
-    """Logits of three sequences in plain teacher-forced passes, and how a runner must give them.
+    """Reference logits of three sequences, from plain teacher-forced passes.
 
-    The third shares the beginning of the first, and takes it over from its cache. All are several
-    times as long as the short windows of a trial copy.
+    The third shares a prefix with the first, and copies it from the first one's cache. All are
+    several times as long as the short windows of a trial copy.
     """
 
     _SHARED = 19
@@ -155,32 +155,32 @@ class _Expected:
         ids = np.random.default_rng(0).integers(0, 2**20, (3, _CAPACITY)) % (vocabulary - 2) + 2
         ids[2, : self._SHARED] = ids[0, : self._SHARED]
         self.ids: IntArray = ids.astype(np.int32)
-        tokens = torch.from_numpy(ids[:, :_TRIED]).to(model.device)
+        tokens = torch.from_numpy(ids[:, :_PROBE_LEN]).to(model.device)
         self._logits = [
             model(input_ids=row[None], use_cache=False).logits[0].float() for row in tokens
         ]
         self._largest = max(float(logits.abs().max()) for logits in self._logits)
         self._exact = model.dtype in (torch.float32, torch.float64)
-        self._limit = (_EXACT if self._exact else _ROUNDED) * self._largest
+        self._limit = (_FP32_TOLERANCE if self._exact else _LOW_PRECISION_TOLERANCE) * self._largest
 
     def difference(self, make_runner: Callable[[], Runner]) -> str | None:
         """Compare a runner of three rows with the plain passes; return what is wrong, or None."""
         try:
             gaps = list(self._gaps(make_runner()))
         except _FAILURES as error:
-            return f"fails with a prepared cache: {type(error).__name__}: {error}"
+            return f"fails with the engine's cache: {type(error).__name__}: {error}"
         gap = max(gaps)
-        # In few bits, a mixture's router may choose another expert for a token here and there,
-        # which moves that token's logits by any amount.
+        # In low precision, a mixture's router may choose another expert for an occasional token,
+        # whose logits then change by any amount.
         judged = gap if self._exact or gap == float("inf") else float(np.median(gaps))
         if judged <= self._limit:
             return None
-        return f"gives other logits in a batch with a cache than alone (by up to {gap:.1e})"
+        return f"gives different logits in a batch with a cache than alone (by up to {gap:.1e})"
 
     def _gaps(self, runner: Runner) -> Iterator[float]:
         for rows, start, counts in self._STEPS:
             if rows == [2]:
-                # As a group's prompt is taken over from the row that computed it.
+                # As the members of a group copy the prompt from the row that computed it.
                 runner.cache.copy(0, 2, self._SHARED)
             found = runner.forward(rows, self.ids, np.array(start), np.array(counts))
             for row, first, count, logits in zip(rows, start, counts, found, strict=True):
@@ -196,7 +196,7 @@ def _kv_shape(model: Any) -> KvShape:
     """Return the shape of one token's keys and values.
 
     Raises:
-        ValueError: the model keeps something else.
+        ValueError: the model caches something else.
     """
     ids = torch.arange(4, device=model.device)[None] % model.config.get_text_config().vocab_size
     output = model(input_ids=ids, use_cache=True)
@@ -210,7 +210,7 @@ def _kv_shape(model: Any) -> KvShape:
         elif type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
             (_, num_heads, _, key_dim), value_dim = layer.keys.shape, layer.values.shape[3]
             if layer.values.shape[1] != num_heads:
-                raise ValueError(f"has more keys than values in layer {index}")
+                raise ValueError(f"has different numbers of key and value heads in layer {index}")
             shapes.append(LayerShape(num_heads, key_dim, value_dim))
         else:
             raise ValueError(f"keeps a {type(layer).__name__} in layer {index}")
@@ -219,7 +219,7 @@ def _kv_shape(model: Any) -> KvShape:
 
 
 def _row_bytes(model: Any, mode: RowMode, max_context: int) -> int:
-    """Return the memory of a row's two states at full length, from those after 4 and 8 tokens."""
+    """Extrapolate the memory of a row's two states at full length from 4 and 8 tokens."""
     if mode is RowMode.WHOLE:
         return 0
     sizes = []
@@ -244,14 +244,14 @@ def check_positions(model: Any, max_context: int) -> None:
         raise _refusal(
             model,
             f"has position embeddings that change when a sequence passes {limit} tokens, so "
-            f"tokens sampled before would get other logits after; max_context={limit} is served",
+            f"tokens sampled before would get other logits after; use max_context={limit}",
         )
 
 
 def max_stable_positions(model: Any) -> int | None:
-    """Return up to how many tokens the position embeddings stay the same; None: for ever.
+    """Return the length up to which position embeddings stay the same; None: any length.
 
-    LongRoPE is that of Ding et al. 2024, arXiv:2402.13753.
+    LongRoPE: Ding et al. 2024, arXiv:2402.13753.
     """
     config = model.config.get_text_config()
     found = getattr(config, "rope_parameters", None) or {}
@@ -259,15 +259,15 @@ def max_stable_positions(model: Any) -> int | None:
     for rope in (found, *(part for part in found.values() if isinstance(part, dict))):
         if rope.get("rope_type") in MOVING_ROPE:
             original = rope.get("original_max_position_embeddings")
-            # Dynamic NTK scaling starts to grow behind the configured maximum; LongRoPE changes its
-            # factors behind the length of the original training.
+            # Dynamic NTK scaling starts to grow beyond the configured maximum; LongRoPE changes its
+            # factors beyond the length of the original training.
             limits.append(int(original or config.max_position_embeddings))
     return min(limits, default=None)
 
 
 @torch.inference_mode()
 def check_invariance(model: Any, route: Route, packed: bool = False) -> None:
-    """Compute a sequence alone, and another way with others; the logits must have the same bits.
+    """Check that a sequence has bitwise the same logits alone and in a batch with others.
 
     Raises:
         UnsupportedSetting: they differ.
@@ -291,7 +291,7 @@ def check_invariance(model: Any, route: Route, packed: bool = False) -> None:
         for rows, start, counts in steps:
             logits = runner.forward(rows, ids, np.array(start), np.array(counts))
         found.append(logits[rows.index(1)])
-    # Bits, since that is what the setting promises.
+    # Bitwise, since the setting promises it.
     if not torch.equal(*found):
         gap = float((found[0] - found[1]).abs().max())
         raise UnsupportedSetting(
@@ -303,6 +303,6 @@ def check_invariance(model: Any, route: Route, packed: bool = False) -> None:
 
 def _refusal(model: Any, reason: str) -> UnsupportedSetting:
     return UnsupportedSetting(
-        f"the embedded engine cannot run {type(model).__name__}: it {reason}. What was sampled "
-        "would not be what the model gives. Serve this model with vLLM and use its URL."
+        f"the embedded engine cannot run {type(model).__name__}: it {reason}. It would "
+        "not sample from the model's distribution. Serve this model with vLLM and use its URL."
     )

@@ -1,8 +1,8 @@
-"""The experts that a mixture's routers choose: found, recorded, kept per slot, and forced.
+"""Finds a mixture's routers, and records or forces the experts that they choose.
 
-Every mixture of transformers chooses with `topk` over the experts' scores, in the forward pass of
-one router module per layer. `find_routers` finds these by watching a short pass; `RouterCall` is
-the `topk` of one router call, read or replaced. Nothing here knows a model by its name
+Every mixture in transformers chooses experts with `topk` over their scores, in the forward pass of
+one router module per layer. `find_routers` finds these modules by watching a short pass;
+`RouterCall` reads or replaces the `topk` of one router call. Nothing here depends on a model's name
 (design/0023).
 """
 
@@ -28,8 +28,8 @@ from rolltree.types import IntArray
 
 _TOPK = (torch.topk, torch.Tensor.topk)
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-# A prime that is not a usual number of experts or heads, so a matrix with as many rows is one of
-# tokens.
+# A prime that is not a usual number of experts or heads, so a matrix with this many rows has one
+# row per token.
 _PROBE_LEN = 7
 
 
@@ -44,7 +44,7 @@ class Router:
     choice: int
     top_k: int
     num_experts: int
-    # If the choice is limited to groups: over how many the `topk` before it chooses.
+    # If the choice is limited to groups: how many the `topk` before it chooses among.
     groups: int | None = None
 
 
@@ -62,17 +62,17 @@ class Routers:
 
     @property
     def num_experts(self) -> int:
-        """Experts to choose from, in the layer that has most."""
+        """Experts to choose from, in the layer that has the most."""
         return max(router.num_experts for router in self.each)
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The smallest type that holds an expert's number, as vLLM has it: uint8 or uint16."""
+        """The smallest dtype for an expert's index, as in vLLM: uint8 or uint16."""
         return np.dtype(np.uint8 if self.num_experts <= 256 else np.uint16)
 
 
 def is_mixture(model: Any) -> bool:
-    """Whether a model's configuration counts experts."""
+    """Whether a model's configuration has several experts."""
     config = model.config.get_text_config(decoder=True)
     return any((getattr(config, name, None) or 0) > 1 for name in _EXPERT_COUNTS)
 
@@ -87,8 +87,8 @@ def find_routers(model: Any) -> Routers:
     watch = _Discovery()
     with ExitStack() as held, watch:
         for name, module in body_of(model).named_modules():
-            held.callback(module.register_forward_pre_hook(watch.entering(name)).remove)
-            held.callback(module.register_forward_hook(watch.leaving, always_call=True).remove)
+            held.callback(module.register_forward_pre_hook(watch.enter_hook(name)).remove)
+            held.callback(module.register_forward_hook(watch.leave_hook, always_call=True).remove)
         body_of(model)(input_ids=probe_ids(model), use_cache=False)
     found: dict[str, list[_Topk]] = {}
     for topk in watch.seen:
@@ -111,7 +111,7 @@ def find_routers(model: Any) -> Routers:
             and before.shape[1] < num_experts
             and not num_experts % before.shape[1]
         ):
-            # As DeepSeek's: groups are chosen first, then experts within them.
+            # As in DeepSeek: groups are chosen first, then experts within them.
             groups = before.shape[1]
         routers.append(
             Router(name, modules[name], layer, last.number, last.top_k, num_experts, groups)
@@ -120,13 +120,13 @@ def find_routers(model: Any) -> Routers:
     kind = type(model).__name__
     if not routers:
         raise UnsupportedSetting(
-            f"no router was found in {kind}: no part of a layer chooses experts with topk. So it "
-            "is not known which experts a token goes to."
+            f"no router was found in {kind}: no part of a layer chooses experts with topk, so "
+            "the experts of a token are unknown."
         )
     if len(set(layers)) < len(layers) or len({router.top_k for router in routers}) > 1:
         raise UnsupportedSetting(
-            f"{kind} has several routers in a layer, or another number of experts per token from "
-            "layer to layer; routed experts are recorded as [tokens, layers, experts]."
+            f"{kind} has several routers in a layer, or layers with different numbers of experts "
+            "per token, which [tokens, layers, experts] cannot represent."
         )
     config = model.config.get_text_config(decoder=True)
     return Routers(tuple(routers), int(config.num_hidden_layers))
@@ -159,14 +159,14 @@ class _Discovery(TorchFunctionMode):
         self._inside: list[str] = []
         self._entries: dict[str, int] = {}
 
-    def entering(self, name: str) -> Callable[[Any, Any], None]:
+    def enter_hook(self, name: str) -> Callable[[Any, Any], None]:
         def enter(_module: Any, _args: Any) -> None:
             self._inside.append(name)
             self._entries[name] = self._entries.get(name, 0) + 1
 
         return enter
 
-    def leaving(self, _module: Any, _args: Any, _output: Any) -> None:
+    def leave_hook(self, _module: Any, _args: Any, _output: Any) -> None:
         self._inside.pop()
 
     def __torch_function__(
@@ -191,8 +191,8 @@ def _scores(args: Any, kwargs: dict[str, Any] | None) -> Tensor:
 class RouterCall(TorchFunctionMode):
     """One forward pass of a router: `chosen` `[_T, top_k]` is what it chose.
 
-    With `forced`, int64 `[_T, top_k]`, it takes these experts instead, in this order, and scores
-    that it computes itself; a row of -1 leaves a token its own.
+    With `forced`, int64 `[_T, top_k]`, it takes these experts instead, in this order, with the
+    scores that it computes for them; a row of -1 leaves a token its own experts.
     """
 
     def __init__(self, router: Router, forced: Tensor | None = None) -> None:
@@ -220,23 +220,23 @@ class RouterCall(TorchFunctionMode):
         elif number == router.choice - 1 and router.groups and self._forced is not None:
             scores = _scores(args, kwargs)
             if scores.ndim == 2 and scores.shape[-1] == router.groups:
-                return self._their_groups(scores, out.indices)
+                return self._forced_groups(scores, out.indices)
         return out
 
-    def _their_groups(self, scores: Tensor, own: Tensor) -> Any:
+    def _forced_groups(self, scores: Tensor, own: Tensor) -> Any:
         """Choose the groups that the forced experts are in: the others' scores are masked."""
         assert self._forced is not None
         size = self._router.num_experts // scores.shape[-1]
         # Some routers set the scores of other groups to 0 and take weights from the result.
         known = torch.zeros_like(scores).scatter_(1, self._forced.clamp(min=0) // size, 1.0)
-        theirs = known.topk(own.shape[-1], dim=-1).indices
-        indices = torch.where(self._forced[:, :1] < 0, own, theirs)
+        needed = known.topk(own.shape[-1], dim=-1).indices
+        indices = torch.where(self._forced[:, :1] < 0, own, needed)
         return torch.return_types.topk((scores.gather(-1, indices), indices))
 
 
 def replace_forward(module: Any, forward: Callable[..., Any]) -> Callable[[], None]:
-    """Let this one module run `forward` from now on; return a function that undoes it."""
-    # In the instance, where another wrapper may be already.
+    """Replace the `forward` of one module instance; return a function that undoes it."""
+    # On the instance, which another wrapper may have replaced already.
     before = vars(module).get("forward")
     module.forward = forward
 
@@ -256,11 +256,11 @@ class Recorder:
         self.routers = routers
         self._chosen: dict[int, list[Tensor]] = {router.layer: [] for router in routers.each}
         self._undo = [
-            replace_forward(router.module, self._watching(router, router.module.forward))
+            replace_forward(router.module, self._wrap_forward(router, router.module.forward))
             for router in routers.each
         ]
 
-    def _watching(self, router: Router, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_forward(self, router: Router, forward: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*args: Any, **kwargs: Any) -> Any:
             with RouterCall(router) as watch:
                 out = forward(*args, **kwargs)
@@ -296,7 +296,7 @@ class Recorder:
 
 @contextmanager
 def record_routing(routers: Routers) -> Iterator[Recorder]:
-    """Record while the context is open."""
+    """Record what the routers choose while the context is open."""
     recorder = Recorder(routers)
     try:
         yield recorder
@@ -307,8 +307,8 @@ def record_routing(routers: Routers) -> Iterator[Recorder]:
 class ExpertTable:
     """Routed experts `[slots, capacity, layers, top_k]` of a runner's rows, uint8 or uint16.
 
-    They go where keys and values go: a prompt that takes over the first tokens of another row takes
-    over their experts, and what is computed again after new weights is recorded again.
+    They follow the keys and values: a prompt that copies the first tokens of another row copies
+    their experts, and tokens that are computed again with new weights are recorded again.
 
     Raises:
         UnsupportedSetting: the model's routers cannot be recorded, or it has none.
@@ -331,16 +331,16 @@ class ExpertTable:
         return self._chosen[row, :num_tokens].copy()
 
     def copy(self, source: int, target: int, num_tokens: int) -> None:
-        """Give `target` the first `num_tokens` tokens of `source`."""
+        """Copy the experts of the first `num_tokens` tokens from row `source` to row `target`."""
         self._chosen[target, :num_tokens] = self._chosen[source, :num_tokens]
 
     def swap(self, one: int, two: int, num_tokens: int) -> None:
-        """Exchange the first `num_tokens` tokens of two rows."""
+        """Exchange the experts of the first `num_tokens` tokens of two rows."""
         pair = [one, two]
         self._chosen[pair, :num_tokens] = self._chosen[pair[::-1], :num_tokens]
 
     def _follow_model(self, runner: Any) -> None:
-        """Record the routers of the runner's own module tree, also of one that it makes later."""
+        """Record the routers of the runner's module tree, and of any that it creates later."""
 
         def watch() -> None:
             self._recorder = Recorder(_routers_of(runner._model, self._routers))
@@ -349,14 +349,14 @@ class ExpertTable:
             read()
             watch()
 
-        # The runner makes a new module tree when parameters are replaced.
+        # The runner creates a new module tree when parameters are replaced.
         read = runner._read_model
         runner._read_model = read_model
         watch()
 
     def _follow_passes(self, runner: Any) -> None:
         def logits(plan: AttentionPlan) -> torch.Tensor:
-            # A pass that failed may have left something.
+            # An earlier pass that failed may have left choices.
             self._recorder.clear()
             found: torch.Tensor = compute(plan)
             # By slot and position, as keys and values are written.

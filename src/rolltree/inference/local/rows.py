@@ -27,7 +27,7 @@ _NAMES = ("past_key_values", "cache_params", "state", "mems")
 
 
 class RowMode(StrEnum):
-    """How far a model's own cache can be trusted, from the fastest to the slowest."""
+    """How far a model's own cache can be reused, from the fastest to the slowest way."""
 
     # Any number of tokens can follow a cached prefix.
     PIECES = "pieces"

@@ -1,6 +1,6 @@
 """One model and its slot cache: new tokens of some rows in, logits after each row's last token out.
 
-The runner works on a shell of its own around the trainer's parameters, so the trainer's mode
+The runner works on its own shell around the trainer's parameters, so the trainer's mode
 (dropout, gradient checkpointing, attention kernel) and the engine's do not disturb each other,
 while an optimizer step is seen at once. `probe.py` finds out whether a model can be run this way.
 """

@@ -32,7 +32,7 @@ _NUCLEUS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Processors:
-    """What changes one request's logits: `before` temperature and cuts, and `after` them.
+    """Processors of one request's logits: `before` temperature and cuts, and `after` them.
 
     Each takes ids int64 `[1, _T]` and logits float32 `[1, _V]`, and returns logits.
     """
@@ -122,7 +122,7 @@ def sample(
 def _blocks(weights: Tensor) -> Tensor:
     """View `[_B, _V]` as `[_B, blocks, width]`."""
     # torch cuts the sum over a single large row up among its threads, and then adds up in another
-    # order than for a row of a batch: the last bits would depend on who is beside it.
+    # order than for a row of a batch: the last bits would depend on the other rows.
     size = weights.shape[1]
     width = next(width for width in range(min(512, size), 0, -1) if size % width == 0)
     return weights.view(len(weights), -1, width)
@@ -151,7 +151,7 @@ def _invert(blocks: Tensor, sums: Tensor, uniforms: Tensor, likeliest: Tensor) -
 
 def _possible(weights: Tensor, ids: Tensor, likeliest: Tensor) -> Tensor:
     """Replace ids of probability 0 by the likeliest one."""
-    # Rounding can put the target behind the last weight, or on a token that top_p cut.
+    # Rounding can put the target after the last weight, or on a token that top_p cut.
     return torch.where(weights.gather(-1, ids) > 0, ids, likeliest[:, None])[:, 0]
 
 

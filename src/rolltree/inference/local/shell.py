@@ -46,7 +46,7 @@ def body_of(model: Any) -> Any:
 
 
 def shell_of(model: Any) -> Any:
-    """Return a module tree of its own, in evaluation mode, around the very same weights."""
+    """Return a separate module tree, in evaluation mode, around the very same weights."""
     tensors = itertools.chain(model.parameters(), model.buffers())
     # The memo makes a deep copy keep these very objects instead of copying them.
     shell = copy.deepcopy(model, memo={id(tensor): tensor for tensor in tensors})
@@ -57,7 +57,7 @@ def shell_of(model: Any) -> Any:
 
 
 def reset_angles(model: Any) -> None:
-    """Give rotary modules the angles that they were made with, in tensors of their own.
+    """Give rotary modules the angles that they were made with, in separate tensors.
 
     Dynamic NTK and LongRoPE write those of the last long sequence into the module, and dynamic NTK
     takes them back only for a sequence that is shorter than its limit.

@@ -131,7 +131,7 @@ class SlotTable:
 
 
 class LayerShape(NamedTuple):
-    """What one token's keys and values look like in a layer."""
+    """The shape of one token's keys and values in a layer."""
 
     num_heads: int  # key/value heads
     key_dim: int
@@ -140,7 +140,7 @@ class LayerShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """What one token's keys and values look like in every layer of a model.
+    """The shape of one token's keys and values in every layer of a model.
 
     None is a layer that keeps none of its own. `counts`: the cache's length is a tensor, for
     models that count positions from it rather than take those that they are given.
@@ -267,7 +267,7 @@ def _zeros(size: tuple[int, ...], shape: KvShape) -> torch.Tensor:
     if shape.device.type != "cpu":
         return torch.zeros(size, dtype=shape.dtype, device=shape.device)
     # torch.zeros would touch all of it now. A huge page would cover several heads' shares of a
-    # slot, and take memory for slots that nobody uses.
+    # slot, and take memory for unused slots.
     pages = mmap.mmap(-1, math.prod(size) * shape.dtype.itemsize)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         pages.madvise(mmap.MADV_NOHUGEPAGE)

@@ -1,4 +1,4 @@
-"""Tensors as bytes: which bucket holds which, how they are packed, and a checksum of each bucket.
+"""Packs tensors into buckets of bytes, each with a checksum.
 
 Both sides derive the same buckets from the same list of names, dtypes and shapes.
 """
@@ -85,7 +85,7 @@ def specs_from_data(data: object) -> list[TensorSpec]:
 
 
 def fill_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> list[Bucket]:
-    """Fill buckets of at most `bucket_bytes` in order; a larger tensor is a bucket of its own.
+    """Fill buckets of at most `bucket_bytes` in order; a larger tensor is its own bucket.
 
     >>> two = [TensorSpec("a", "float32", (3,)), TensorSpec("b", "int8", (5,))]
     >>> [(bucket.starts, bucket.num_bytes) for bucket in fill_buckets(two, 1024)]

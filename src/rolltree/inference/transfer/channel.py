@@ -3,7 +3,7 @@
 The trainer (rank 0) opens a store on an address of its own and hands out an invitation; workers
 (ranks 1 and up) come to it, and both sides make a process group that no other part of the program
 uses: gloo between CPUs, nccl between GPUs. Every wait has a time limit. A gloo operation cannot be
-cancelled, so a channel that is given up leaves it to a thread of its own.
+cancelled, so a channel that is given up leaves it to its own thread.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _TOKEN_BYTES = 16
 
 @dataclass(frozen=True)
 class Invitation:
-    """Where the workers of one server connect to the trainer, sent as JSON.
+    """The address at which the workers of one server connect to the trainer, sent as JSON.
 
     `world_size` counts the trainer; `timeout_s` is the longest that a worker waits for one bucket.
     """
@@ -67,7 +67,7 @@ class Channel:
 
     Args:
         group: torch's; nothing else uses it.
-        device: where buffers lie.
+        device: of the buffers.
         timeout_s: the longest that one broadcast may take.
     """
 
@@ -123,7 +123,7 @@ class Channel:
         """Let go; the operations of members that are still connected fail."""
         box, self._group = [self._group], None
         # Dropping the last reference waits for the operation under way, which gloo cannot
-        # interrupt, so a thread of its own does it (design/0012).
+        # interrupt, so a separate thread does it (design/0012).
         if box[0] is not None:
             threading.Thread(target=_free, args=(box,), daemon=True).start()
 
@@ -245,7 +245,7 @@ def send(
 def receive(channel: Channel, buckets: Iterable[Bucket]) -> Iterator[list[tuple[str, Tensor]]]:
     """Yield the tensors of each bucket, checked, as they arrive; the next one is under way then.
 
-    Each bucket has memory of its own: the loader may keep views of it.
+    Each bucket has its own memory: the loader may keep views of it.
 
     Raises:
         ConnectionFailed: the trainer is gone, or sends nothing in time.
@@ -286,7 +286,7 @@ def check_backend(backend: str) -> None:
 
 
 def buffer_device(backend: str, device: torch.device) -> torch.device:
-    """Return where buffers lie for a model on `device`.
+    """Return the device of the buffers for a model on `device`.
 
     Raises:
         ConfigError: `check_backend` refuses it, or nccl is for a model that is on no GPU.

@@ -6,7 +6,7 @@
     each server     /finish_weight_update, forget cached keys, set and ask for the version, resume
 
 vLLM must be started for it (`SETUP`); `rolltree serve` always is. A server has a process group of
-its own, so one that fails fails alone; its group is made anew at the next publish.
+its own, so one that fails does so alone; its group is recreated at the next publish.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class WeightTransfer:
                 async def load(server: HttpClient) -> None:
                     await self._load(server, channel, sending, info)
 
-                # One server that fails is dropped; its group is made anew at the next publish.
+                # A server that fails is dropped; its group is recreated at the next publish.
                 await update_server(server, load, version)
             except BaseException:
                 self._drop(server)

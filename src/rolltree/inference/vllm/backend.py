@@ -21,7 +21,7 @@ Weights = Iterable[tuple[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What one step added to one request, and whether that is done."""
+    """The tokens that one step added to one request, and whether it is finished."""
 
     request_id: str
     ids: Sequence[int]
@@ -40,7 +40,7 @@ class Backend(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """How many ids the model has."""
+        """Number of ids of the model."""
         ...
 
     def add(self, request_id: str, prompt_ids: list[int], fields: Mapping[str, Any]) -> None:
@@ -145,7 +145,7 @@ class VllmBackend:
 
     @property
     def vocab_size(self) -> int:
-        """How many ids the model has."""
+        """Number of ids of the model."""
         return int(self._llm.llm_engine.model_config.get_vocab_size())
 
     def add(self, request_id: str, prompt_ids: list[int], fields: Mapping[str, Any]) -> None:

@@ -43,7 +43,7 @@ class VllmRequest(EngineRequest):
     routed_experts: Any = None
 
     def extend(self, added: StepOutput, version: int) -> None:
-        """Take what one step added, and tell of every token but an answer's last."""
+        """Take the tokens that one step added, and report each but an answer's last."""
         self.ids.extend(added.ids)
         self.logprobs.extend(added.logprobs)
         self.versions.extend([version] * len(added.ids))

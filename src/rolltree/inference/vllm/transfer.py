@@ -26,7 +26,7 @@ from rolltree.inference.vllm.worker import renew_output_layer
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """What `/update_weights` brings: the tensors that are sent, and how they are cut."""
+    """The content of `/update_weights`: the tensors that are sent, and their buckets."""
 
     tensors: list[Any]
     bucket_bytes: int

@@ -1,6 +1,6 @@
-"""What vLLM's workers need to get new weights: reloading of tied output layers, and transfers.
+"""Extends vLLM's workers to receive new weights: tied output layers, and transfers.
 
-On a CPU vLLM packs the output layer's weights into a form of its own. Where they are tied to the
+On a CPU vLLM packs the output layer's weights into its own form. If they are tied to the
 embedding, its `reload_weights` renews the embedding and leaves that packed copy as it was: answers
 then come from half an update. Importing the module also registers the weight-transfer backend
 "rolltree" (`transfer.py`).
@@ -36,7 +36,7 @@ class WeightReload:
 
 
 def renew_output_layer(model: Any) -> None:
-    """Pack the output layer's weights anew if vLLM keeps a packed copy of them."""
+    """Repack the output layer's weights if vLLM keeps a packed copy of them."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     # The probe after each publish found this: answers kept the old head (design/0022).
