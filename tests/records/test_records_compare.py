@@ -185,7 +185,7 @@ class TestFacts:
     def test_other_questions_under_the_same_ids_are_said(self, tmp_path):
         a = evaluation(tmp_path / "a", [0.0] * 8)
         b = evaluation(tmp_path / "b", [1.0] * 8, key="b")
-        assert "8 of 8 examples have the same id and other contents" in str(rt.compare(a, b))
+        assert "8 of 8 examples have the same id but different contents" in str(rt.compare(a, b))
 
     def test_the_rollouts_that_show_a_change(self, tmp_path):
         a, b = tmp_path / "a", tmp_path / "b"
