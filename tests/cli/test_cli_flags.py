@@ -133,6 +133,7 @@ def test_models():
         (["serve", "tiny", "--dtype", "float8"], "unknown dtype 'float8'"),
         (["eval", "e", "-k", "MY_API_KEY"], "Set MY_API_KEY in this shell"),
         (["train", "missing.toml"], "missing.toml cannot be read"),
+        (["train", "env.id=sums", "model.name=tiny"], "before it: CONFIG.toml env.id=..."),
         (["show", "missing"], "is not a run directory"),
     ],
 )

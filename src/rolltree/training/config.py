@@ -279,6 +279,12 @@ def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
+        key, is_setting, _ = str(path).partition("=")
+        if is_setting:
+            raise ConfigError(
+                f"{key} is a setting, and a config file comes before it: CONFIG.toml {key}=... "
+                "examples/ has configs to start from."
+            ) from error
         raise ConfigError(
             f"the config {path} cannot be read ({error.strerror}). Check the path; examples/ has "
             "configs to start from."
