@@ -14,6 +14,7 @@ from serve_kit import ADD
 
 from rolltree.errors import ConfigError, PromptTooLong, TokenError
 from rolltree.inference.chat import ChatRenderer
+from rolltree.inference.deltas import MessageDeltas, TextDeltas, settled_text
 from rolltree.inference.parse import extract_versions
 from rolltree.inference.request_fields import token_in_fields
 from rolltree.inference.server.app import ServerOptions, is_loopback
@@ -27,12 +28,7 @@ from rolltree.inference.server.requests import (
     messages_of,
     parse_request,
 )
-from rolltree.inference.server.responses import (
-    MessageDeltas,
-    TextDeltas,
-    settled_text,
-    version_spans,
-)
+from rolltree.inference.server.responses import version_spans
 from rolltree.testing.tokenizer import ByteTokenizer
 from rolltree.types import FinishReason, SamplingParams
 
