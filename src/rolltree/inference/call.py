@@ -46,8 +46,8 @@ class ModelCall:
     # When it was made, from the start of its episode and by `time.monotonic`; 0 outside of one.
     sent_s: float = 0.0
     began_s: float = 0.0
-    # Called in the event loop with what is new in the answer's message, as OpenAI's `delta` objects,
-    # by clients that see its tokens while they are sampled. Others never call it.
+    # Called in the event loop with what is new in the answer's message, as OpenAI's `delta`, by
+    # clients that see its tokens while they are sampled. Others never call it.
     on_delta: Callable[[ChatMessage], None] | None = None
 
     async def to(self, client: Any) -> ModelResponse:

@@ -217,7 +217,7 @@ class TokenClient(RootClient[TokenSession]):
             )
         listener = None if call.on_delta is None else TokenListener(self.renderer, call)
         request = GenerateRequest(prompt.ids, call.sampling, call.model)
-        answer = await self.sample(request, listener and listener.hear)
+        answer = await self.sample(request, None if listener is None else listener.hear)
         return memory.complete(prompt, answer, call)
 
 

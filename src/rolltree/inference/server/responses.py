@@ -81,21 +81,30 @@ class Responses:
             f"token_id:{token}" if request.tokens_as_ids else self.served.renderer.decode([token])
             for token in ids.tolist()
         ]
-        if not request.chat:
-            listed = {"tokens": texts, "token_logprobs": values.tolist()}
-            return fields | {"logprobs": {**listed, "top_logprobs": None, "text_offset": []}}
-        content = [
-            {
-                "token": text,
-                "logprob": value,
-                # A token can be a part of a character: its text is then a stand-in, which has other
-                # bytes.
-                "bytes": None if "\ufffd" in text else list(text.encode()),
-                "top_logprobs": [],
-            }
-            for text, value in zip(texts, values.tolist(), strict=True)
-        ]
-        return fields | {"logprobs": {"content": content, "refusal": None}}
+        write = chat_logprobs if request.chat else text_logprobs
+        return fields | {"logprobs": write(texts, values.tolist())}
+
+
+def text_logprobs(texts: Sequence[str], values: Sequence[float]) -> dict[str, Any]:
+    """Return the logprobs of a text completion's tokens in OpenAI's shape."""
+    listed = {"tokens": list(texts), "token_logprobs": list(values)}
+    return {**listed, "top_logprobs": None, "text_offset": []}
+
+
+def chat_logprobs(texts: Sequence[str], values: Sequence[float]) -> dict[str, Any]:
+    """Return the logprobs of a chat completion's tokens in OpenAI's shape."""
+    content = [
+        {
+            "token": text,
+            "logprob": value,
+            # A token can be a part of a character: its text is then a stand-in, which has other
+            # bytes.
+            "bytes": None if "\ufffd" in text else list(text.encode()),
+            "top_logprobs": [],
+        }
+        for text, value in zip(texts, values, strict=True)
+    ]
+    return {"content": content, "refusal": None}
 
 
 def token_usage(prompts: Sequence[IntArray], outputs: Sequence[EngineOutput]) -> dict[str, Any]:
