@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from rolltree.errors import UnknownName as UnknownName
     from rolltree.evaluation import evaluate as evaluate
     from rolltree.evaluation import evaluate_async as evaluate_async
-    from rolltree.gateway import Gateway as Gateway
+    from rolltree.gateway.server import Gateway as gateway  # noqa: F401, N813  (the room is callable)
     from rolltree.inference import ModelClient as ModelClient
     from rolltree.inference import OpenAIClient as OpenAIClient
     from rolltree.inference import as_client as as_client
@@ -135,7 +135,6 @@ _ROOMS: dict[str, str] = {
     "TextArenaEnv ToolEnv WorldEnv cleanup load_environment stop teardown",
     "errors": "ConfigError ModelError PromptTooLong RolloutTimeout RolltreeError UnknownName",
     "evaluation": "evaluate evaluate_async",
-    "gateway": "Gateway",
     "inference": "ModelClient OpenAIClient as_client parse_response_messages parse_response_tokens",
     "inference.local": "local_client",
     "launch": "train train_async",
@@ -170,7 +169,7 @@ __all__ = sorted([*_ROOM_OF, "__version__"])
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ROOMS or name == "compat":
+    if name in _ROOMS or name in ("compat", "gateway"):
         return importlib.import_module(f"rolltree.{name}")
     room = _ROOM_OF.get(name) or _OLD_ROOM_OF.get(name)
     if room is None:

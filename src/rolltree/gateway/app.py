@@ -34,10 +34,10 @@ from rolltree.gateway.registry import PROTOCOLS
 from rolltree.gateway.session import GatewaySession, digest_of
 from rolltree.inference.server.http import (
     Handler,
-    body_of,
     foreign_request,
     json_response,
     object_in,
+    request_body,
     unknown_path,
     while_connected,
 )
@@ -167,7 +167,7 @@ def _secret_in(headers: Headers) -> str:
 def _asking(protocol: WireProtocol) -> Handler:
     async def ask(request: Request) -> Response:
         session: GatewaySession = request.scope[_SESSION]
-        content = await body_of(request)
+        content = await request_body(request)
         call = protocol.read(object_in(content), session)
         origin = _origin(request, protocol, content)
         if call.stream:
@@ -332,7 +332,7 @@ class EventStream(Response):
 
 def _beside(side: Any) -> Handler:
     async def answer(request: Request) -> Response:
-        content = await body_of(request)
+        content = await request_body(request)
         body = object_in(content) if content else {}
         params = {**request.query_params, **request.path_params}
         return json_response(await side(request.scope[_SESSION], body, params))
@@ -375,7 +375,7 @@ class SessionHandlers:
 
     async def open(self, request: Request) -> Response:
         """`POST /sessions`: settings of `Gateway.session`; answers with the URL and the secret."""
-        content = await body_of(request)
+        content = await request_body(request)
         body = object_in(content) if content else {}
         session = self._gateway.open_session(body)
         return json_response({**session.summary(), "api_key": session.api_key}, 201)
@@ -401,7 +401,7 @@ class SessionHandlers:
         Asked again after it was stored, it answers 404.
         """
         session = self._session(request)
-        content = await body_of(request)
+        content = await request_body(request)
         await self._gateway.close_session(session, object_in(content) if content else {})
         return json_response(session.summary())
 

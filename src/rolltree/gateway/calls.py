@@ -100,12 +100,12 @@ class AgentAnswer:
 
     @property
     def text(self) -> str:
-        """The content; empty where there is none."""
+        """The content; empty if there is none."""
         return str(self.message.get("content") or "")
 
     @property
     def reasoning(self) -> str:
-        """The reasoning; empty where there is none."""
+        """The reasoning; empty if there is none."""
         return str(self.message.get("reasoning_content") or "")
 
     @property

@@ -35,7 +35,7 @@ _OF_ANSWERS = frozenset(
 )
 
 
-def text_of(content: object, where: str) -> str:
+def joined_text(content: object, where: str) -> str:
     """Return the text of a content: a string, null, or a list of text parts, joined.
 
     Raises:
@@ -90,7 +90,7 @@ def chat_messages(value: object, where: str = "messages") -> list[ChatMessage]:
     """Return OpenAI's chat messages in the gateway's form.
 
     Raises:
-        RequestError: they are no list of messages, or hold what cannot be sent on; it says where.
+        RequestError: they are not a list of messages, or hold what cannot be sent on; it says where.
     """
     if not isinstance(value, list) or not value:
         raise RequestError(f"{where} is not a list of at least one message.", param=where)
@@ -110,7 +110,7 @@ def _message(value: object, where: str) -> ChatMessage:
             raise RequestError(
                 f"{where}.{name} is unknown here and would be ignored.", param=f"{where}.{name}"
             )
-    content = text_of(value.get("content"), f"{where}.content")
+    content = joined_text(value.get("content"), f"{where}.content")
     if role == "assistant":
         reasoning = value.get("reasoning_content") or value.get("reasoning") or ""
         calls = value.get("tool_calls") or []

@@ -169,7 +169,10 @@ def write_chat(call: AgentCall, answers: Sequence[AgentAnswer]) -> dict[str, Any
         }
         for index, answer in enumerate(answers)
     ]
-    return _head(answers[0].head, "chat.completion") | {"choices": choices, "usage": usage(answers)}
+    return _head(answers[0].head, "chat.completion") | {
+        "choices": choices,
+        "usage": chat_usage(answers),
+    }
 
 
 def write_text(call: AgentCall, answers: Sequence[AgentAnswer]) -> dict[str, Any]:
@@ -183,10 +186,13 @@ def write_text(call: AgentCall, answers: Sequence[AgentAnswer]) -> dict[str, Any
         }
         for index, answer in enumerate(answers)
     ]
-    return _head(answers[0].head, "text_completion") | {"choices": choices, "usage": usage(answers)}
+    return _head(answers[0].head, "text_completion") | {
+        "choices": choices,
+        "usage": chat_usage(answers),
+    }
 
 
-def usage(answers: Sequence[AgentAnswer]) -> dict[str, Any]:
+def chat_usage(answers: Sequence[AgentAnswer]) -> dict[str, Any]:
     """Count the tokens read and sampled; a prompt counts once for all its answers."""
     num_prompt = answers[0].num_prompt_tokens
     num_sampled = sum(answer.num_completion_tokens for answer in answers)
@@ -258,7 +264,7 @@ class ChatEvents:
         )
         if not self._call.options.get("include_usage"):
             return [last, DONE]
-        counted = data_event(self._base | {"choices": [], "usage": usage([answer])})
+        counted = data_event(self._base | {"choices": [], "usage": chat_usage([answer])})
         return [last, counted, DONE]
 
     def fail(self, failure: Failure) -> Iterable[bytes]:

@@ -120,11 +120,11 @@ def failure(error: Exception, headers: dict[str, str] | None = None) -> Response
 
 
 async def json_body(request: Request) -> dict[str, Any]:
-    """Return the request's JSON object; raises as `body_of` and `object_in`."""
-    return object_in(await body_of(request))
+    """Return the request's JSON object; raises as `request_body` and `object_in`."""
+    return object_in(await request_body(request))
 
 
-async def body_of(request: Request) -> bytes:
+async def request_body(request: Request) -> bytes:
     """Return the request's body.
 
     Raises:
