@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from rolltree.errors import UnknownName as UnknownName
     from rolltree.evaluation import evaluate as evaluate
     from rolltree.evaluation import evaluate_async as evaluate_async
-    from rolltree.gateway.server import Gateway as gateway  # noqa: F401, N813  (the room is callable)
+    from rolltree.gateway.server import Gateway as _Gateway
     from rolltree.inference import ModelClient as ModelClient
     from rolltree.inference import OpenAIClient as OpenAIClient
     from rolltree.inference import as_client as as_client
@@ -127,6 +127,9 @@ if TYPE_CHECKING:
     from rolltree.types import TrajectoryStep as TrajectoryStep
     from rolltree.types import TrajectoryStepTokens as TrajectoryStepTokens
     from rolltree.types import TruncationReason as TruncationReason
+
+if TYPE_CHECKING:
+    gateway = _Gateway  # the room is callable
 
 _ROOMS: dict[str, str] = {
     "agents": "Agent ReActAgent ToolAgent",

@@ -226,12 +226,14 @@ class AnswerResponse(Response):
         self._request, self._session, self._answers = request, session, answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send them."""
+        """Send them, unless the client has left."""
+        # Asked before: of a response that is complete, uvicorn always says that the client left.
+        if await self._request.is_disconnected():
+            return
         async with asyncio.timeout(self._request.app.state.write_timeout_s):
             await super().__call__(scope, receive, send)
-        if not await self._request.is_disconnected():
-            for answer in self._answers:
-                self._session.delivered(answer)
+        for answer in self._answers:
+            self._session.delivered(answer)
 
 
 class EventStream(Response):

@@ -90,7 +90,7 @@ def chat_messages(value: object, where: str = "messages") -> list[ChatMessage]:
     """Return OpenAI's chat messages in the gateway's form.
 
     Raises:
-        RequestError: they are not a list of messages, or hold what cannot be sent on; it says where.
+        RequestError: they are not messages, or hold what cannot be sent on; it says where.
     """
     if not isinstance(value, list) or not value:
         raise RequestError(f"{where} is not a list of at least one message.", param=where)

@@ -119,6 +119,8 @@ class Gateway:
         self._folder = None if directory is None else Path(directory)
         self._journal: Journal | None = None
         self._socket = None if unix_socket is None else Path(unix_socket)
+        self.listener: socket.socket | None = None
+        """Where it listens on the network, once it is started."""
         self._server: _QuietServer | None = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -136,7 +138,7 @@ class Gateway:
             ConfigError: the address cannot be listened on.
             StoreError: the directory cannot be used.
         """
-        listener = listen(self._where.host, self._where.port)
+        listener = self.listener = listen(self._where.host, self._where.port)
         port = listener.getsockname()[1]
         name = f"[{self._where.host}]" if ":" in self._where.host else self._where.host
         self.url = f"http://{name}:{port}"

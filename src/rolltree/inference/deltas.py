@@ -35,13 +35,34 @@ def outgoing_message(message: ChatMessage) -> ChatMessage:
     return sent
 
 
-def settled_text(renderer: ChatRenderer, ids: Sequence[int], sampling: SamplingParams) -> str:
-    """Return the part of an unfinished answer's text that no later token can change."""
-    if ids and ids[-1] in sampling.stop_token_ids:
-        ids = ids[:-1]
-    # The last character may be incomplete; the next token decides.
-    text = cut_at_stop(renderer.decode_answer(ids), sampling.stop).rstrip("\ufffd")
-    return text[: len(text) - _unsettled(text, sampling.stop)]
+class SettledText:
+    """The text of an unfinished answer, as far as no later token can change it.
+
+    Each token costs the decoding of a few: what was decoded once is not decoded again.
+    """
+
+    def __init__(self, renderer: ChatRenderer, sampling: SamplingParams) -> None:
+        self._decode, self._stop = renderer.decode, sampling.stop
+        self._silent = {*renderer.end_ids, *sampling.stop_token_ids}
+        self._window: list[int] = []
+        # The first ids of the window whose text is a part of `_text` already: tokenizers decode an
+        # id in context (the space before a word, a character of several ids).
+        self._num_read = 0
+        self._text = ""
+
+    def add(self, token: int) -> str:
+        """Take one more token; return the settled text of all of them."""
+        if token not in self._silent:
+            self._window.append(token)
+            known = self._decode(self._window[: self._num_read])
+            text = self._decode(self._window)
+            # The last character may be incomplete; the next token decides.
+            if not text.endswith("\ufffd"):
+                self._text += text[len(known) :]
+                del self._window[: self._num_read]
+                self._num_read = len(self._window)
+        text = cut_at_stop(self._text, self._stop)
+        return text[: len(text) - _unsettled(text, self._stop)]
 
 
 class TextDeltas:
@@ -132,10 +153,9 @@ class TokenListener:
 
     def __init__(self, renderer: ChatRenderer, call: ModelCall) -> None:
         assert call.on_delta is not None
-        self._renderer, self._sampling, self._tell = renderer, call.sampling, call.on_delta
+        self._text, self._tell = SettledText(renderer, call.sampling), call.on_delta
         is_chat = isinstance(call.prompt, list)
         self._deltas = MessageDeltas(renderer, call.tools) if is_chat else TextDeltas()
-        self._ids: list[int] = []
         self._loop = asyncio.get_running_loop()
 
     def hear(self, token: SampledToken) -> None:
@@ -145,8 +165,7 @@ class TokenListener:
             self._loop.call_soon_threadsafe(self._take, token.id)
 
     def _take(self, token: int) -> None:
-        self._ids.append(token)
-        text = settled_text(self._renderer, self._ids, self._sampling)
+        text = self._text.add(token)
         if isinstance(self._deltas, MessageDeltas):
             self._tell(self._deltas.next(text))
         elif new := self._deltas.next(text):

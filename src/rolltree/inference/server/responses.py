@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rolltree.inference.deltas import MessageDeltas, TextDeltas, outgoing_message, settled_text
+from rolltree.inference.deltas import MessageDeltas, SettledText, TextDeltas, outgoing_message
 from rolltree.inference.engine import EngineOutput, SampledToken
 from rolltree.inference.routed_experts import encode_routing
 from rolltree.inference.server.model_server import ServedModel, choice_seeds
@@ -188,6 +188,7 @@ class _Choice:
     index: int
     prompt: IntArray
     deltas: MessageDeltas | TextDeltas
+    text: SettledText
     ids: list[int] = field(default_factory=list)
     output: EngineOutput | None = None
 
@@ -224,7 +225,8 @@ class ResponseStream:
     def _begin(self, prompt: IntArray, sampling: SamplingParams) -> None:
         tools, renderer = self._request.tools, self._served.renderer
         deltas = MessageDeltas(renderer, tools) if self._request.chat else TextDeltas()
-        choice = _Choice(len(self._choices), prompt, deltas)
+        settled = SettledText(renderer, sampling)
+        choice = _Choice(len(self._choices), prompt, deltas, settled)
         tell = partial(self._tell, choice)
         # `tell` gets the tokens and then the finished answer, both from the engine's thread, so the
         # answer comes after its last token.
@@ -273,7 +275,7 @@ class ResponseStream:
         """Return the chunk for one more token."""
         is_first = not choice.ids
         choice.ids.append(token.id)
-        text = settled_text(self._served.renderer, choice.ids, self._request.sampling)
+        text = choice.text.add(token.id)
         new = {"delta" if self._request.chat else "text": choice.deltas.next(text)}
         ids, values = np.array([token.id], np.int32), self._served.logprobs_of(token)
         return self._with_tokens(choice, ids, values, new, is_first)
