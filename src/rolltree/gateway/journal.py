@@ -154,9 +154,13 @@ class JournalFile:
 
     def close(self) -> None:
         """Close the file."""
-        file, self._file = self._file, -1
-        if file >= 0:
-            os.close(file)
+        if self._file < 0:
+            return
+        if self._delivered:
+            with contextlib.suppress(OSError):
+                self._write(_frame({"delivered": self._delivered}), sync=False)
+        os.close(self._file)
+        self._file = -1
 
     def _call_frame(self, trajectory: Trajectory, index: int, kept: KeptCall) -> bytes:
         size = self._table.size
@@ -202,13 +206,15 @@ def read_session(path: Path) -> KeptSession | None:
         table: dict[str, list[Any]] = {"messages": [], "nodes": [], "pieces": []}
         tools: list[tuple[ToolSchema, ...]] = []
         for data, _ in parts:
-            for name, values in data["table"].items():
+            for name, values in data.get("table", {}).items():
                 table[name] += values
         reader = MessageReader(table)
         for data, _ in parts:
+            session.delivered.update(data["delivered"])
             if "tools" in data:
                 tools.append(tuple(data["tools"]))
-            session.delivered.update(data["delivered"])
+            if "call" not in data:
+                continue
             call = data["call"]
             kept = KeptCall(
                 AnswerHead(**call["head"]),

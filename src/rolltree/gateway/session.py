@@ -171,6 +171,7 @@ class GatewaySession:
 
     async def __aexit__(self, *exc: object) -> None:
         await self.aclose()
+        self.release()
 
     def __repr__(self) -> str:
         return f"GatewaySession({self.id!r}, {len(self.trajectory)} calls)"
@@ -590,7 +591,8 @@ class GatewaySession:
     async def aclose(self) -> None:
         """End the session: calls in flight are cancelled, and the state is complete.
 
-        The journal stays until `release`, so that nothing is lost before the state is stored.
+        The journal's file stays until `release`, so that nothing is lost before the state is
+        stored elsewhere. `async with` does both.
         """
         if self.is_closed:
             return
@@ -602,6 +604,8 @@ class GatewaySession:
             task.cancel()
         if running:
             await asyncio.wait(running)
+        if self.journal is not None:
+            self.journal.close()
         self._finish_state()
         if self._on_close is not None:
             self._on_close(self)
