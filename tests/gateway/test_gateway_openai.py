@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import openai
@@ -223,3 +224,26 @@ async def test_the_embedded_engine_streams_the_ids_that_it_gives_whole():
         await client.aclose()
     assert found[0] == found[1]
     assert said[0] == said[1]
+
+
+async def test_hanging_up_takes_the_request_out_of_the_engine():
+    torch = pytest.importorskip("torch")
+    torch.set_num_threads(1)
+    model, tokenizer = rt.load_model("tiny")
+    client = rt.local_client(model, tokenizer, max_context=16384)
+    try:
+        async with rt.gateway(client) as g, g.session() as s, openai_agent(s) as agent:
+            asked = {"model": "m", "messages": [{"role": "user", "content": "go on"}]}
+            # Without an end, so that nothing but the client's leaving ends it.
+            bias = {"logit_bias": {str(end): -100 for end in client.engine.eos_token_ids}}
+            stream = await agent.chat.completions.create(**asked, **bias, stream=True)
+            await anext(aiter(stream))
+            await stream.close()
+            async with asyncio.timeout(60):
+                while client.engine._in_flight:  # noqa: ASYNC110  (the engine's thread)
+                    await asyncio.sleep(0.005)
+            assert (s.num_cancelled, len(s.trajectory)) == (1, 0)
+            answer = await agent.chat.completions.create(**asked, max_tokens=3)
+            assert answer.usage.completion_tokens == 3
+    finally:
+        await client.aclose()
