@@ -230,7 +230,7 @@ async def test_hanging_up_takes_the_request_out_of_the_engine():
     torch = pytest.importorskip("torch")
     torch.set_num_threads(1)
     model, tokenizer = rt.load_model("tiny")
-    client = rt.local_client(model, tokenizer, max_context=16384)
+    client = rt.local_client(model, tokenizer, max_context=4096)
     try:
         async with rt.gateway(client) as g, g.session() as s, openai_agent(s) as agent:
             asked = {"model": "m", "messages": [{"role": "user", "content": "go on"}]}
@@ -238,10 +238,12 @@ async def test_hanging_up_takes_the_request_out_of_the_engine():
             bias = {"logit_bias": {str(end): -100 for end in client.engine.eos_token_ids}}
             stream = await agent.chat.completions.create(**asked, **bias, stream=True)
             await anext(aiter(stream))
-            await stream.close()
-            async with asyncio.timeout(60):
-                while client.engine._in_flight:  # noqa: ASYNC110  (the engine's thread)
+            async with client.engine.paused(), asyncio.timeout(60):
+                # Nothing is sampled meanwhile: the request can only end by being taken out.
+                await stream.close()
+                while not s.num_cancelled:  # noqa: ASYNC110  (a connection's end)
                     await asyncio.sleep(0.005)
+                assert not client.engine._in_flight
             assert (s.num_cancelled, len(s.trajectory)) == (1, 0)
             answer = await agent.chat.completions.create(**asked, max_tokens=3)
             assert answer.usage.completion_tokens == 3

@@ -276,7 +276,7 @@ class PooledSession(ClientBase):
             best = min(self._pool.endpoints, key=lambda endpoint: _rank(key, endpoint.name))
             self._on(best)
         known = getattr(self._session, "remember", None)
-        return response if known is None else known(call, response)  # type: ignore[no-any-return]
+        return response if known is None else known(call, response)
 
     def _key_of(self, call: ModelCall) -> bytes:
         """Return what decides on the server: the rollout's first prompt by messages."""
