@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import struct
 import zlib
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 from rolltree.errors import StoreError
 from rolltree.gateway.calls import AnswerHead
@@ -31,6 +32,11 @@ from rolltree.types import ToolSchema, TrajectoryStep
 _HEAD = struct.Struct("<4sIII")
 _MAGIC = b"gws1"
 _SUFFIX = ".calls"
+
+
+_NUM_THREADS = 8
+_NUMBERS = itertools.count()
+_Write: TypeAlias = "tuple[JournalFile, bytes, asyncio.Future[None]]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +73,9 @@ class Journal:
         except OSError as error:
             raise _unwritable(folder, error) from error
         # Several: the files of sessions are synced at the same time.
-        self._pool = ThreadPoolExecutor(8, "rolltree-journal")
+        self._pool = ThreadPoolExecutor(_NUM_THREADS, "rolltree-journal")
+        self._waiting: list[_Write] = []
+        self._writing: asyncio.Task[None] | None = None
 
     def path(self, session_id: str) -> Path:
         """Return the file of a session."""
@@ -79,7 +87,42 @@ class Journal:
         Raises:
             StoreError: it cannot be written.
         """
-        return JournalFile(self.path(session_id), settings, self._pool)
+        return JournalFile(self.path(session_id), settings, self)
+
+    def write(self, file: JournalFile, frame: bytes) -> asyncio.Future[None]:
+        """Write and sync a frame in a thread; the result is there when it is on disk.
+
+        Frames are written in turns, those that came meanwhile together: a thread that is asked for
+        each would cost as much as what it does.
+        """
+        done = asyncio.get_running_loop().create_future()
+        self._waiting.append((file, frame, done))
+        if self._writing is None:
+            self._writing = asyncio.ensure_future(self._write_all())
+        return done
+
+    async def _write_all(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while self._waiting:
+                batch, self._waiting = self._waiting, []
+                # One session's frames stay in one part, in their order.
+                parts: list[list[_Write]] = [[] for _ in range(_NUM_THREADS)]
+                for each in batch:
+                    parts[each[0].number % _NUM_THREADS].append(each)
+                work = [
+                    loop.run_in_executor(self._pool, _write_part, part) for part in parts if part
+                ]
+                for found in await asyncio.gather(*work):
+                    for done, error in found:
+                        if done.cancelled():
+                            continue
+                        if error is None:
+                            done.set_result(None)
+                        else:
+                            done.set_exception(error)
+        finally:
+            self._writing = None
 
     def read(self) -> Iterable[tuple[str, KeptSession]]:
         """Yield the sessions of the folder by id.
@@ -100,19 +143,19 @@ class Journal:
 class JournalFile:
     """The file of one session."""
 
-    def __init__(self, path: Path, settings: Mapping[str, Any], pool: ThreadPoolExecutor) -> None:
-        self._path, self._pool = path, pool
+    def __init__(self, path: Path, settings: Mapping[str, Any], journal: Journal) -> None:
+        self._path, self._journal = path, journal
+        self.number = next(_NUMBERS)
         self._table, self._prompts = MessageTable(), dict[int, Reference]()
         self._num_calls = 0
         self._tools: list[tuple[ToolSchema, ...]] = []
         self._delivered: list[int] = []
-        self._lock = asyncio.Lock()
         # Written beside the old one, which is replaced when the new one has all of it.
         self._building = path.with_suffix(".new")
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
         try:
             self._file = os.open(self._building, flags, 0o600)
-            self._write(_frame({"settings": dict(settings)}))
+            self.write(_frame({"settings": dict(settings)}))
         except OSError as error:
             raise _unwritable(path, error) from error
 
@@ -130,16 +173,14 @@ class JournalFile:
             StoreError: it cannot be written.
         """
         frame = self._call_frame(trajectory, index, kept)  # in the order in which calls end
-        async with self._lock:
-            loop = asyncio.get_running_loop()
-            try:
-                await loop.run_in_executor(self._pool, self._write, frame)
-            except OSError as error:
-                raise _unwritable(self._path, error) from error
+        try:
+            await self._journal.write(self, frame)
+        except OSError as error:
+            raise _unwritable(self._path, error) from error
 
     def append_now(self, trajectory: Trajectory, index: int, kept: KeptCall) -> None:
         """Write a call of a restored session, which is synced with the rest of them."""
-        self._write(self._call_frame(trajectory, index, kept), sync=False)
+        self.write(self._call_frame(trajectory, index, kept), sync=False)
 
     def note_delivered(self, step: int) -> None:
         """Note that an answer was sent in full; it is written with the next call."""
@@ -158,7 +199,7 @@ class JournalFile:
             return
         if self._delivered:
             with contextlib.suppress(OSError):
-                self._write(_frame({"delivered": self._delivered}), sync=False)
+                self.write(_frame({"delivered": self._delivered}), sync=False)
         os.close(self._file)
         self._file = -1
 
@@ -171,8 +212,9 @@ class JournalFile:
         if kept.tools not in self._tools:  # agents offer a few sets of tools, call after call
             self._tools.append(kept.tools)
             data["tools"] = list(kept.tools)
+        head = kept.head
         data["call"] = {
-            "head": asdict(kept.head),
+            "head": {"id": head.id, "model": head.model, "created_s": head.created_s},
             "agent": kept.agent,
             "key": kept.key,
             "digest": kept.digest.hex(),
@@ -181,12 +223,27 @@ class JournalFile:
         data["delivered"], self._delivered = self._delivered, []
         return _frame(data, tokens, f'"table":{self._table.to_json(size)},')
 
-    def _write(self, frame: bytes, sync: bool = True) -> None:
+    def write(self, frame: bytes, sync: bool = True) -> None:
+        """Write a frame, and wait until the disk has it."""
         view = memoryview(frame)
         while view:
             view = view[os.write(self._file, view) :]
         if sync:
             os.fdatasync(self._file)
+
+
+def _write_part(part: list[_Write]) -> list[tuple[asyncio.Future[None], OSError | None]]:
+    """Write frames of a few files, each synced once."""
+    frames: dict[JournalFile, list[bytes]] = {}
+    for file, frame, _ in part:
+        frames.setdefault(file, []).append(frame)
+    errors = dict.fromkeys(frames, cast("OSError | None", None))
+    for file, several in frames.items():
+        try:
+            file.write(b"".join(several))
+        except OSError as error:
+            errors[file] = error
+    return [(done, errors[file]) for file, _, done in part]
 
 
 def read_session(path: Path) -> KeptSession | None:

@@ -91,9 +91,11 @@ class MessageTable:
         """Return the table as JSON text for `MessageReader`, or what it has more than at `size`."""
         texts, nodes, pieces = since
         added = ",".join(self._texts[texts:])
-        edges = dumps([list(edge) for edge in islice(self._nodes, nodes, None)])
+        edges = ",".join(
+            f"[{node},{message}]" for node, message in islice(self._nodes, nodes, None)
+        )
         strings = dumps([list(piece) for piece in self._pieces[pieces:]])
-        return f'{{"messages":[{added}],"nodes":{edges},"pieces":{strings}}}'
+        return f'{{"messages":[{added}],"nodes":[{edges}],"pieces":{strings}}}'
 
     @property
     def size(self) -> tuple[int, int, int]:
