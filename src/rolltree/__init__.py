@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from rolltree.errors import UnknownName as UnknownName
     from rolltree.evaluation import evaluate as evaluate
     from rolltree.evaluation import evaluate_async as evaluate_async
+    from rolltree.gateway.server import Gateway as _Gateway
     from rolltree.inference import ModelClient as ModelClient
     from rolltree.inference import OpenAIClient as OpenAIClient
     from rolltree.inference import as_client as as_client
@@ -127,6 +128,9 @@ if TYPE_CHECKING:
     from rolltree.types import TrajectoryStepTokens as TrajectoryStepTokens
     from rolltree.types import TruncationReason as TruncationReason
 
+if TYPE_CHECKING:
+    gateway = _Gateway  # the room is callable
+
 _ROOMS: dict[str, str] = {
     "agents": "Agent ReActAgent ToolAgent",
     "environments": "EnvGroup Environment GenerateMetadata GenerateResults GymEnv MCPEnv "
@@ -168,7 +172,7 @@ __all__ = sorted([*_ROOM_OF, "__version__"])
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ROOMS or name == "compat":
+    if name in _ROOMS or name in ("compat", "gateway"):
         return importlib.import_module(f"rolltree.{name}")
     room = _ROOM_OF.get(name) or _OLD_ROOM_OF.get(name)
     if room is None:

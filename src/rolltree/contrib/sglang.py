@@ -166,7 +166,7 @@ class SGLangClient(TokenClient):
         """Close the connections."""
         await self._server.aclose()
 
-    async def sample(self, request: GenerateRequest) -> Answer:
+    async def sample(self, request: GenerateRequest, on_token: Any = None) -> Answer:
         """Send ids and return what was sampled.
 
         Raises:

@@ -8,7 +8,7 @@ rollout's token tree and makes the `ModelResponse`, which nothing changes afterw
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +46,9 @@ class ModelCall:
     # When it was made, from the start of its episode and by `time.monotonic`; 0 outside of one.
     sent_s: float = 0.0
     began_s: float = 0.0
+    # Called in the event loop with what is new in the answer's message, as OpenAI's `delta`, by
+    # clients that see its tokens while they are sampled. Others never call it.
+    on_delta: Callable[[ChatMessage], None] | None = None
 
     async def to(self, client: Any) -> ModelResponse:
         """Make the call on a `ModelClient`."""

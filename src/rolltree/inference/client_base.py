@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from rolltree.errors import UnsupportedSetting
 from rolltree.inference.call import DEFAULT_SAMPLING, Answer, ModelCall, record_of
 from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.client import ModelClient, policy_version
+from rolltree.inference.deltas import TokenListener
 from rolltree.inference.message_session import MessageSession, read_outcome
 from rolltree.inference.request_fields import TokenFields, distribution_changes, outgoing
 from rolltree.inference.retry import Outcome
@@ -31,6 +32,9 @@ from rolltree.types import (
     SamplingParams,
     ToolSchema,
 )
+
+if TYPE_CHECKING:
+    from rolltree.inference.engine import SampledToken
 
 MemoryT = TypeVar("MemoryT")
 
@@ -195,8 +199,13 @@ class TokenClient(RootClient[TokenSession]):
         return TokenSession(self.renderer)
 
     @abstractmethod
-    async def sample(self, request: GenerateRequest) -> Answer:
-        """Sample one completion after exactly `request.prompt_ids`."""
+    async def sample(
+        self, request: GenerateRequest, on_token: Callable[[SampledToken], None] | None = None
+    ) -> Answer:
+        """Sample one completion after exactly `request.prompt_ids`.
+
+        A client that sees tokens while they are sampled calls `on_token` with each, in any thread.
+        """
 
     async def respond(self, call: ModelCall, memory: TokenSession) -> ModelResponse:
         """Sample what follows the prompt; a prompt of ids is not remembered."""
@@ -206,7 +215,9 @@ class TokenClient(RootClient[TokenSession]):
             prompt = memory.prepare(
                 call.prompt, call.tools, message_type=call.message_type, model=call.model
             )
-        answer = await self.sample(GenerateRequest(prompt.ids, call.sampling, call.model))
+        listener = None if call.on_delta is None else TokenListener(self.renderer, call)
+        request = GenerateRequest(prompt.ids, call.sampling, call.model)
+        answer = await self.sample(request, None if listener is None else listener.hear)
         return memory.complete(prompt, answer, call)
 
 

@@ -179,7 +179,8 @@ class RolloutClient(DelegatingClient):
             sent_s = round(clock.at(began_s), 6)
         # Not `replace`, which is slow: every call of every rollout comes by.
         call = ModelCall(
-            *(call.prompt, sampling, model, call.tools, call.message_type, sent_s, began_s)
+            *(call.prompt, sampling, model, call.tools, call.message_type, sent_s, began_s),
+            on_delta=call.on_delta,
         )
         if clock is None:
             return await call.to(self._inner)

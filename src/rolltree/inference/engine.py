@@ -225,10 +225,12 @@ class EngineThread(ABC, Generic[RequestT]):
         """Totals since the start, as in `EngineStats`."""
         return asdict(self._counts)
 
-    async def generate(self, request: GenerateRequest) -> EngineOutput:
+    async def generate(
+        self, request: GenerateRequest, on_token: Callable[[SampledToken], None] | None = None
+    ) -> EngineOutput:
         """Sample one completion after exactly `request.prompt_ids`.
 
-        Cancelling the awaiting task takes the request out of the batch.
+        Cancelling the awaiting task takes the request out of the batch. `on_token` is `submit`'s.
 
         Raises:
             PromptTooLong: no room for one more token within `max_context`.
@@ -236,7 +238,7 @@ class EngineThread(ABC, Generic[RequestT]):
             UnsupportedSetting: the engine cannot do what `request.sampling` asks.
             ModelError: the engine failed or was closed.
         """
-        queued = self._enqueue(request)
+        queued = self._enqueue(request, on_token)
         # An idle engine starts when the loop has run all tasks that are ready, so that requests
         # which are made together are sampled together.
         asyncio.get_running_loop().call_soon(self._wake)

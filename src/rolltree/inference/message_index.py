@@ -120,9 +120,13 @@ def _equal(known: ChatMessage | None, message: ChatMessage) -> bool:
         return known is not None
     if known.get("role") != "assistant" or message.get("role") != "assistant":
         return False
-    return (known.get("content") or "") == (message.get("content") or "") and _calls(
-        known
-    ) == _calls(message)
+    return _said(known) == _said(message) and _calls(known) == _calls(message)
+
+
+def _said(message: ChatMessage) -> Any:
+    """Return the content; the space around it, which many agents strip, does not count."""
+    content = message.get("content") or ""
+    return content.strip() if isinstance(content, str) else content
 
 
 def _calls(message: ChatMessage) -> list[tuple[Any, Any]]:

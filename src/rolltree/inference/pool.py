@@ -269,6 +269,15 @@ class PooledSession(ClientBase):
             info["failed_endpoints"] = failed
         return answer.annotated(wait_s=outcome.wait_s, **info)
 
+    def remember(self, call: ModelCall, response: ModelResponse) -> ModelResponse:
+        """Take in a call that was made elsewhere, see `Session.remember`."""
+        if self._at is None:
+            key = self._key_of(call)
+            best = min(self._pool.endpoints, key=lambda endpoint: _rank(key, endpoint.name))
+            self._on(best)
+        known = getattr(self._session, "remember", None)
+        return response if known is None else known(call, response)
+
     def _key_of(self, call: ModelCall) -> bytes:
         """Return what decides on the server: the rollout's first prompt by messages."""
         if self._key is None:

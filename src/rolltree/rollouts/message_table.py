@@ -11,6 +11,7 @@ string, None, or `{"v": value}` for anything that is not a chat history.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any, TypeAlias
 
 from rolltree.store import dumps, loads
@@ -86,11 +87,20 @@ class MessageTable:
         self._strings[text] = len(self._pieces) - 1
         return len(self._pieces) - 1
 
-    def to_json(self) -> str:
-        """Return the table as JSON text for `MessageReader`."""
-        nodes = dumps([list(edge) for edge in self._nodes])
-        pieces = dumps([list(piece) for piece in self._pieces])
-        return f'{{"messages":[{",".join(self._texts)}],"nodes":{nodes},"pieces":{pieces}}}'
+    def to_json(self, since: tuple[int, int, int] = (0, 0, 0)) -> str:
+        """Return the table as JSON text for `MessageReader`, or what it has more than at `size`."""
+        texts, nodes, pieces = since
+        added = ",".join(self._texts[texts:])
+        edges = ",".join(
+            f"[{node},{message}]" for node, message in islice(self._nodes, nodes, None)
+        )
+        strings = dumps([list(piece) for piece in self._pieces[pieces:]])
+        return f'{{"messages":[{added}],"nodes":[{edges}],"pieces":{strings}}}'
+
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """How much the table holds: for `to_json(since=...)` later."""
+        return len(self._texts), len(self._nodes), len(self._pieces)
 
 
 class MessageReader:

@@ -28,7 +28,7 @@ def trajectory_data(trajectory: Trajectory, table: MessageTable) -> list[dict[st
     """Return the record data of each step; the messages go to `table`."""
     # By the identity of the step.
     prompts: dict[int, Reference] = {}
-    return [_step_data(trajectory, index, table, prompts) for index in range(len(trajectory))]
+    return [step_data(trajectory, index, table, prompts) for index in range(len(trajectory))]
 
 
 def decode_trajectory(
@@ -36,7 +36,7 @@ def decode_trajectory(
 ) -> Trajectory:
     """Return the trajectory of what `trajectory_data` returned and of its tree's bytes."""
     tree = TokenTree.from_bytes(tokens)
-    trajectory = Trajectory([_decode_step(step, tree, messages) for step in data], tree=tree)
+    trajectory = Trajectory([decode_step(step, tree, messages) for step in data], tree=tree)
     # Tokens that contradict themselves were refused by the tree when they were recorded. They are
     # put back as they were, outside of it, for an audit to find.
     for step, stored in zip(trajectory, data, strict=True):
@@ -58,9 +58,10 @@ def _prompt_reference(step: Any, table: MessageTable, prompts: Mapping[int, Refe
     return table.add(peek(step, "prompt"))
 
 
-def _step_data(
+def step_data(
     trajectory: Trajectory, index: int, table: MessageTable, prompts: dict[int, Reference]
 ) -> dict[str, Any]:
+    """Return the record data of one step; `prompts` has the references of those before, by id."""
     step: Mapping[str, Any] = trajectory[index]
     completion, extras = peek(step, "completion"), peek(step, "extras")
     data: dict[str, Any] = {
@@ -91,9 +92,10 @@ def _step_data(
     return data
 
 
-def _decode_step(
+def decode_step(
     data: Mapping[str, Any], tree: TokenTree, messages: MessageReader
 ) -> TrajectoryStep:
+    """Return the step of what `step_data` returned."""
     prompt, completion = messages.get(data["prompt"]), messages.get(data["completion"])
     response: Any = data.get("response")
     if "answer" in data:

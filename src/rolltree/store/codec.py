@@ -39,6 +39,10 @@ class Opaque:
     type: str
 
 
+# `json.dumps` makes an encoder for every value.
+_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
+
+
 def dumps(value: Any) -> str:
     """Return `value` as ASCII JSON text that `loads` turns back into an equal value.
 
@@ -46,7 +50,7 @@ def dumps(value: Any) -> str:
     frozenset, dict with any such keys, and numpy arrays of numbers. Numpy scalars become Python
     scalars, pydantic models become their dict, everything else becomes `Opaque`.
     """
-    return json.dumps(_pack(value, 0), allow_nan=False, separators=(",", ":"))
+    return _ENCODER.encode(_pack(value, 0))
 
 
 def loads(text: str | bytes) -> Any:

@@ -15,8 +15,10 @@ import numpy as np
 from rolltree.inference.call import Answer, ModelCall
 from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.client_base import RootClient, annotate_sampling
+from rolltree.inference.deltas import TokenListener
+from rolltree.inference.engine import SampledToken
 from rolltree.inference.session import Prompt, TokenSession
-from rolltree.testing.script import Script, ScriptSource, tokens_of
+from rolltree.testing.script import Script, ScriptedTokens, ScriptSource, tokens_of
 from rolltree.testing.tokenizer import ByteTokenizer
 from rolltree.types import Messages, ModelResponse, SamplingParams, ToolSchema
 
@@ -46,6 +48,9 @@ class ScriptedClient(RootClient[_ScriptedMemory]):
     Answers in a row start over in every session, so that each rollout meets the same model; calls
     without a session go through the row once. `calls` lists every call of all sessions.
 
+    An answer comes after `delay_s`, and each of its tokens takes `token_delay_s` more, of which who
+    streams the answer sees one after the other.
+
     Example:
         >>> client = ScriptedClient(["12", "13"])
         >>> client = ScriptedClient(lambda messages: messages[-1]["content"].upper())
@@ -61,6 +66,7 @@ class ScriptedClient(RootClient[_ScriptedMemory]):
         renderer: ChatRenderer | None = None,
         version: int = 0,
         delay_s: float = 0.0,
+        token_delay_s: float = 0.0,
     ) -> None:
         self.renderer = renderer or ChatRenderer(ByteTokenizer())
         self.calls: list[ScriptedCall] = []
@@ -69,7 +75,7 @@ class ScriptedClient(RootClient[_ScriptedMemory]):
         self._model = model
         self._source = script
         self._script = Script(script)
-        self.delay_s = delay_s
+        self.delay_s, self.token_delay_s = delay_s, token_delay_s
 
     @property
     def model(self) -> str:
@@ -105,6 +111,7 @@ class ScriptedClient(RootClient[_ScriptedMemory]):
         # Also for 0 s: a model that answers without giving up the loop hides what a real one shows.
         await asyncio.sleep(self.delay_s)
         said = tokens_of(await memory.script.next(asked), self.renderer, call.sampling)
+        await self._tell(said, call)
         answer = Answer(
             said.finish_reason,
             text=said.text,
@@ -113,6 +120,18 @@ class ScriptedClient(RootClient[_ScriptedMemory]):
             versions=np.full(len(said.ids), self.version, np.int32),
         )
         return tokens.complete(prompt, answer, call)
+
+    async def _tell(self, said: ScriptedTokens, call: ModelCall) -> None:
+        """Report the tokens but the last one by one, as an engine does."""
+        if call.on_delta is None:
+            if self.token_delay_s:
+                await asyncio.sleep(self.token_delay_s * len(said.ids))
+            return
+        listener = TokenListener(self.renderer, call)
+        for token, logprob in zip(said.ids[:-1].tolist(), said.logprobs.tolist(), strict=False):
+            await asyncio.sleep(self.token_delay_s)
+            listener.hear(SampledToken(token, logprob, None, self.version))
+        await asyncio.sleep(self.token_delay_s)
 
     async def aclose(self) -> None:
         """Note that the client was closed."""

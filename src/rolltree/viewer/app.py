@@ -19,6 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rolltree.inference.server.http import foreign_request
 from rolltree.untrusted import shorten
 from rolltree.viewer.api import Api, api_response
 from rolltree.viewer.bundle import STATIC
@@ -194,15 +195,9 @@ class Guard:
 
     def _refusal(self, scope: Scope) -> tuple[int, str] | None:
         headers = Headers(scope=scope)
-        # A page of the web can resolve its own name to 127.0.0.1 (DNS rebinding), and is of the
-        # same origin then: only the names that were printed are answered.
-        hosts = headers.getlist("host")
-        if len(hosts) != 1 or hosts[0] not in self._hosts:
-            return 421, "this server answers only under the address that `rolltree view` printed."
-        # Browsers name the page that asks; programs without a browser need the token anyway.
-        origins = headers.getlist("origin")
-        if origins and (len(origins) > 1 or origins[0] not in self._origins):
-            return 403, "the request comes from another page."
+        foreign = foreign_request(headers, self._hosts, self._origins)
+        if foreign is not None:
+            return foreign
         if scope["method"] not in ("GET", "HEAD"):
             return 405, "this server only reads: use GET."
         # The page's own files are public; what they show is not.

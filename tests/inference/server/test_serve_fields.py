@@ -14,6 +14,7 @@ from serve_kit import ADD
 
 from rolltree.errors import ConfigError, PromptTooLong, TokenError
 from rolltree.inference.chat import ChatRenderer
+from rolltree.inference.deltas import MessageDeltas, SettledText, TextDeltas
 from rolltree.inference.parse import extract_versions
 from rolltree.inference.request_fields import token_in_fields
 from rolltree.inference.server.app import ServerOptions, is_loopback
@@ -27,12 +28,7 @@ from rolltree.inference.server.requests import (
     messages_of,
     parse_request,
 )
-from rolltree.inference.server.responses import (
-    MessageDeltas,
-    TextDeltas,
-    settled_text,
-    version_spans,
-)
+from rolltree.inference.server.responses import version_spans
 from rolltree.testing.tokenizer import ByteTokenizer
 from rolltree.types import FinishReason, SamplingParams
 
@@ -69,8 +65,10 @@ def test_deltas_add_up_to_the_message(
     ids = list("".join(pieces).encode())
     deltas = MessageDeltas(served.renderer, tools)
     found: dict[str, str] = {"content": "", "reasoning_content": ""}
+    settled = SettledText(served.renderer, SamplingParams())
+    seen = [settled.add(token) for token in ids]
     for end in range(step, len(ids), step):
-        text = settled_text(served.renderer, ids[:end], SamplingParams())
+        text = seen[end - 1]
         for name, part in deltas.next(text).items():
             if name in found:
                 found[name] += part
@@ -86,9 +84,29 @@ def test_deltas_add_up_to_the_message(
 @given(st.text(max_size=12), st.lists(st.text(min_size=1, max_size=3), max_size=2))
 def test_settled_text_is_never_taken_back(text: str, stop: list[str]) -> None:
     ids, sampling = list(text.encode()), SamplingParams(stop=tuple(stop))
-    seen = [settled_text(RENDERER, ids[:end], sampling) for end in range(len(ids) + 1)]
+    settled = SettledText(RENDERER, sampling)
+    seen = [settled.add(token) for token in ids]
     for shorter, longer in itertools.pairwise(seen):
         assert longer.startswith(shorter)
+    assert all(text.startswith(each) for each in seen)
+    if not stop and text:
+        assert seen[-1] == text
+
+
+def test_settled_text_decodes_only_what_is_new() -> None:
+    decoded = []
+
+    class Counting(ByteTokenizer):
+        def decode(self, ids: Any, **options: Any) -> str:
+            decoded.append(len(ids))
+            return super().decode(ids, **options)
+
+    settled = SettledText(ChatRenderer(Counting()), SamplingParams())
+    decoded.clear()
+    for token in "sixteen times as long, \u00e4 and \u20ac included".encode() * 16:
+        text = settled.add(token)
+    assert text == "sixteen times as long, \u00e4 and \u20ac included" * 16
+    assert max(decoded) < 8
 
 
 def test_text_that_changes_is_not_given_twice() -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rolltree.inference.call import Answer
 from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.client_base import TokenClient, check_model
-from rolltree.inference.engine import EngineThread
+from rolltree.inference.engine import EngineThread, SampledToken
 from rolltree.inference.local.engine import LocalEngine
 from rolltree.types import FinishReason, GenerateRequest
 
@@ -46,14 +46,16 @@ class LocalClient(TokenClient):
         """The engine's version."""
         return self.engine.version
 
-    async def sample(self, request: GenerateRequest) -> Answer:
+    async def sample(
+        self, request: GenerateRequest, on_token: Callable[[SampledToken], None] | None = None
+    ) -> Answer:
         """Sample one completion after exactly `request.prompt_ids`.
 
         Raises:
             ModelError: as `EngineThread.generate`; `UnsupportedSetting` for another model's name.
         """
         check_model(request.model, self._model)
-        output = await self.engine.generate(request)
+        output = await self.engine.generate(request, on_token)
         stopped = output.finish_reason == FinishReason.STOP
         ids = output.completion_ids
         return Answer(
@@ -65,7 +67,8 @@ class LocalClient(TokenClient):
             versions=output.versions,
             routed_experts=output.routed_experts,
             wait_s=output.wait_s,
-            info={"num_cached_tokens": output.num_cached_tokens},
+            info={"num_cached_tokens": output.num_cached_tokens}
+            | ({} if output.stop is None else {"stop_reason": output.stop}),
         )
 
     async def aclose(self) -> None:

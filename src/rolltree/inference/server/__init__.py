@@ -1,10 +1,28 @@
 """`rolltree serve`: an OpenAI-compatible server over the embedded engine, with vLLM's token fields.
 
-`create_app` makes the application, `serve` runs it until it is stopped. Importing this needs
-starlette and uvicorn (the `serve` extra), and no torch: the engine is handed in.
+`create_app` makes the application, `serve` runs it until it is stopped. Using them needs starlette
+and uvicorn (the `serve` extra), and no torch: the engine is handed in.
 """
 
-from rolltree.inference.server.app import ServerOptions, create_app, serve
-from rolltree.inference.server.model_server import ServedModel
+from __future__ import annotations
 
-__all__ = ["ServedModel", "ServerOptions", "create_app", "serve"]
+from typing import TYPE_CHECKING
+
+from rolltree.lazy import loader
+
+if TYPE_CHECKING:
+    from rolltree.inference.server.app import ServerOptions as ServerOptions
+    from rolltree.inference.server.app import create_app as create_app
+    from rolltree.inference.server.app import serve as serve
+    from rolltree.inference.server.model_server import ServedModel as ServedModel
+
+_MODULES: dict[str, str] = {
+    "app": "ServerOptions create_app serve",
+    "model_server": "ServedModel",
+}
+__all__ = sorted(" ".join(_MODULES.values()).split())
+__getattr__ = loader(__name__, _MODULES)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

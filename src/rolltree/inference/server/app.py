@@ -33,12 +33,12 @@ from rolltree.inference.server.http import (
     Handler,
     Unauthorized,
     answering_errors,
-    failure,
     is_loopback,
     json_body,
     json_response,
     listen,
     protocol_with_head_timeout,
+    unknown_path,
     while_connected,
 )
 from rolltree.inference.server.model_server import ServedModel
@@ -383,7 +383,7 @@ def create_app(
                 admin_paths=weights.admin_paths,
             )
         ],
-        exception_handlers={HTTPException: _unknown_path},
+        exception_handlers={HTTPException: unknown_path},
         lifespan=lifespan,
     )
     app.state.read_timeout_s = read_timeout_s
@@ -401,12 +401,6 @@ def _request_id_in(given: Mapping[str, Any]) -> str:
     if not isinstance(name, str):
         raise RequestError("request_id is not a string.", param="request_id")
     return name[:128]
-
-
-async def _unknown_path(request: Request, error: Exception) -> Response:
-    status = error.status_code if isinstance(error, HTTPException) else 500
-    what = f"{request.method} {request.url.path} is not served here"
-    return failure(RequestError(what, status=status))
 
 
 def _prompts(prompt: object, n: int) -> list[object]:

@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 
 import msgspec
 import uvicorn
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -118,11 +120,15 @@ def failure(error: Exception, headers: dict[str, str] | None = None) -> Response
 
 
 async def json_body(request: Request) -> dict[str, Any]:
-    """Return the request's JSON object.
+    """Return the request's JSON object; raises as `request_body` and `object_in`."""
+    return object_in(await request_body(request))
+
+
+async def request_body(request: Request) -> bytes:
+    """Return the request's body.
 
     Raises:
-        RequestError: it is larger than `MAX_BODY_BYTES` or `MAX_CONTAINERS`, did not come in time,
-            or is not a JSON object.
+        RequestError: it is larger than `MAX_BODY_BYTES`, or did not come in time.
     """
     limit_s = request.app.state.read_timeout_s
     content = bytearray()
@@ -139,19 +145,51 @@ async def json_body(request: Request) -> dict[str, Any]:
             ) from error
     if len(content) > MAX_BODY_BYTES:
         raise RequestError(f"the body is larger than {MAX_BODY_BYTES} bytes.", status=413)
+    return bytes(content)
+
+
+def object_in(content: bytes) -> dict[str, Any]:
+    """Return the JSON object that a body is.
+
+    Raises:
+        RequestError: it has more than `MAX_CONTAINERS`, or is not a JSON object.
+    """
     # Counted in the bytes, before anything is decoded.
     if content.count(b"{") + content.count(b"[") > MAX_CONTAINERS:
         raise RequestError(
             f"the body has more than {MAX_CONTAINERS:,} objects and lists.", status=413
         )
     try:
-        body = msgspec.json.decode(bytes(content))
+        body = msgspec.json.decode(content)
     # RecursionError: objects nested deeper than msgspec or the interpreter allows.
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the body is not JSON ({error}).") from error
     if not isinstance(body, dict):
         raise RequestError("the body is JSON, but not an object.")
     return body
+
+
+def foreign_request(
+    headers: Headers, hosts: Collection[str], origins: Collection[str]
+) -> tuple[int, str] | None:
+    """Return status and reason for a request that a page of the web may have caused; or None."""
+    # A page of the web can resolve its own name to 127.0.0.1 (DNS rebinding), and is of the same
+    # origin then: only known names are answered.
+    found = headers.getlist("host")
+    if len(found) != 1 or found[0] not in hosts:
+        return 421, "this server answers only under the address that it printed."
+    # Browsers name the page that asks; programs without a browser need the token anyway.
+    pages = headers.getlist("origin")
+    if pages and (len(pages) > 1 or pages[0] not in origins):
+        return 403, "the request comes from another page."
+    return None
+
+
+async def unknown_path(request: Request, error: Exception) -> Response:
+    """Answer a request for a path that is not served."""
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    what = f"{request.method} {request.url.path} is not served here"
+    return failure(RequestError(what, status=status))
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, ResultT]) -> ResultT:

@@ -7,7 +7,7 @@ the server's only behaviour. Anything else is an error that names the field.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sized
+from collections.abc import Collection, Mapping, Sized
 from dataclasses import dataclass, replace
 from reprlib import repr as shown
 from typing import Any, cast
@@ -46,8 +46,18 @@ class RequestError(Exception):
         self.status, self.param = status, param
 
 
-def error_body(error: Exception) -> tuple[int, dict[str, Any]]:
-    """Return the status and OpenAI's error object for an exception."""
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What a client is told of an error: its status, a code, a sentence and the field at fault."""
+
+    status: int
+    code: str
+    message: str
+    param: str | None = None
+
+
+def failure_of_request(error: Exception) -> Failure:
+    """Return what the client is told of an exception."""
     status, code = 500, "internal_error"
     if isinstance(error, RequestError):
         status, code = error.status, _CODES.get(error.status, "invalid_request")
@@ -55,10 +65,28 @@ def error_body(error: Exception) -> tuple[int, dict[str, Any]]:
         status, code = 400, "context_length_exceeded"
     elif isinstance(error, _CLIENT_ERRORS):
         status, code = 400, "invalid_request"
-    kind = "invalid_request_error" if status < 500 else "server_error"
     # Messages quote values of the request, which can be megabytes.
-    param, message = getattr(error, "param", None), shorten(message_of(error), _MAX_MESSAGE)
-    return status, {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    message = shorten(message_of(error), _MAX_MESSAGE)
+    return Failure(status, code, message, getattr(error, "param", None))
+
+
+def openai_error(failure: Failure) -> dict[str, Any]:
+    """Return a failure as OpenAI's servers say it."""
+    kind = "invalid_request_error" if failure.status < 500 else "server_error"
+    return {
+        "error": {
+            "message": failure.message,
+            "type": kind,
+            "param": failure.param,
+            "code": failure.code,
+        }
+    }
+
+
+def error_body(error: Exception) -> tuple[int, dict[str, Any]]:
+    """Return the status and OpenAI's error object for an exception."""
+    failure = failure_of_request(error)
+    return failure.status, openai_error(failure)
 
 
 def _names(text: str) -> frozenset[str]:
@@ -110,7 +138,7 @@ TOKENIZE_FIELDS = _names(
     "add_special_tokens continue_final_message chat_template_kwargs"
 )
 # OpenAI's default for text completions.
-_TEXT_MAX_TOKENS = 16
+TEXT_MAX_TOKENS = 16
 _MAX_CHOICES = 256
 # Every token is compared with all of them, in the thread that decodes for everybody.
 _MAX_ENTRIES = {"stop": 4096, "stop_token_ids": 1024}
@@ -147,11 +175,7 @@ def check_fields(body: Mapping[str, Any], known: frozenset[str], model: str) -> 
     given = {name: value for name, value in body.items() if value is not None}
     for name, value in given.items():
         if name not in known:
-            raise RequestError(
-                f"the field {shown(name)} is unknown here and would be ignored."
-                + did_you_mean(name, known),
-                param=name[:100],
-            )
+            raise unknown_field(name, known)
         if name in _NEUTRAL and value not in _NEUTRAL[name]:
             raise RequestError(
                 f"the embedded engine does not support {name} = {shown(value)} and would "
@@ -171,6 +195,15 @@ def check_fields(body: Mapping[str, Any], known: frozenset[str], model: str) -> 
             param="model",
         )
     return given
+
+
+def unknown_field(name: str, known: Collection[str]) -> RequestError:
+    """Return the error for a field that has no meaning here."""
+    return RequestError(
+        f"the field {shown(name)} is unknown here and would be ignored."
+        + did_you_mean(name, known),
+        param=name[:100],
+    )
 
 
 def parse_request(
@@ -201,29 +234,29 @@ def parse_request(
     sampling = sampling_of(given)
     # Null is a request for no limit here, so this asks for the key, not the value.
     if not chat and not {"max_tokens", "max_completion_tokens"} & body.keys():
-        sampling = replace(sampling, max_tokens=_TEXT_MAX_TOKENS)
+        sampling = replace(sampling, max_tokens=TEXT_MAX_TOKENS)
     return ParsedRequest(
         sampling=sampling,
         chat=chat,
         tools=tools_of(given) if chat else None,
         n=num_choices(given),
-        stream=_flag(given, "stream"),
+        stream=flag(given, "stream"),
         include_usage=bool(options.get("include_usage")),
         logprobs=bool(logprobs) if chat else "logprobs" in given and logprobs is not False,
-        token_ids=_flag(given, "return_token_ids"),
-        tokens_as_ids=_flag(given, "return_tokens_as_token_ids"),
+        token_ids=flag(given, "return_token_ids"),
+        tokens_as_ids=flag(given, "return_tokens_as_token_ids"),
         request_id=request_id or secrets.token_hex(12),
     )
 
 
-def sampling_of(given: Mapping[str, Any]) -> SamplingParams:
-    """Return the sampling settings among checked fields.
+def sampling_of(given: Mapping[str, Any], names: Collection[str] = _SAMPLING) -> SamplingParams:
+    """Return the sampling settings, those in `names`, among checked fields.
 
     Raises:
         RequestError: a value cannot be used.
     """
     try:
-        sampling = sampling_from_args({name: given[name] for name in given if name in _SAMPLING})
+        sampling = sampling_from_args({name: given[name] for name in given if name in names})
     except ConfigError as error:
         raise RequestError(str(error)) from error
     if sum(map(len, sampling.stop)) > _MOST_STOP_CHARACTERS:
@@ -298,17 +331,23 @@ def tools_of(given: Mapping[str, Any]) -> list[dict[str, Any]] | None:
             "does not have; the model would be free not to call. Use 'auto' or 'none'.",
             param="tool_choice",
         )
-    if tools is not None and not (isinstance(tools, list) and all(map(_is_tool, tools))):
+    if tools is not None and not (isinstance(tools, list) and all(map(is_tool, tools))):
         raise RequestError("tools is not a list of function tools.", param="tools")
     return tools if tools and choice == "auto" else None
 
 
-def _is_tool(tool: object) -> bool:
+def is_tool(tool: object) -> bool:
+    """Whether `tool` is a function in OpenAI's shape."""
     function = tool.get("function") if isinstance(tool, dict) else None
     return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
-def _flag(given: Mapping[str, Any], name: str) -> bool:
+def flag(given: Mapping[str, Any], name: str) -> bool:
+    """Return a field that is true or false; false if it is not given.
+
+    Raises:
+        RequestError: it is neither.
+    """
     value = given.get(name, False)
     if not isinstance(value, bool):
         raise RequestError(f"{name} = {shown(value)} is neither true nor false.", param=name)

@@ -1,9 +1,7 @@
 """Completions as OpenAI's JSON with vLLM's token fields, whole or streamed as server-sent events.
 
 Ids and logprobs have one entry per sampled token, end token included. A stream gives out every
-token when it is sampled; text that a later token may change (an incomplete character,
-stop string or reasoning tag, a tool call) is held back until it is settled, so nothing is ever
-taken back.
+token when it is sampled, and its text when that is settled (`rolltree.inference.deltas`).
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import re
 import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
@@ -22,29 +19,15 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rolltree.inference.chat import ChatRenderer
-from rolltree.inference.completion import REASONING_TAGS, cut_at_stop
+from rolltree.inference.deltas import MessageDeltas, SettledText, TextDeltas, outgoing_message
 from rolltree.inference.engine import EngineOutput, SampledToken
 from rolltree.inference.routed_experts import encode_routing
 from rolltree.inference.server.model_server import ServedModel, choice_seeds
 from rolltree.inference.server.requests import ParsedRequest, error_body
-from rolltree.types import (
-    ChatMessage,
-    FinishReason,
-    FloatArray,
-    GenerateRequest,
-    IntArray,
-    SamplingParams,
-    ToolSchema,
-)
+from rolltree.types import FloatArray, GenerateRequest, IntArray, SamplingParams
 
 logger = logging.getLogger("rolltree.inference")
 DONE = b"data: [DONE]\n\n"
-# What a tool call may begin with, in any of the parsers' formats.
-_MAY_BE_A_CALL = re.compile(r"[<\[{]")
-# The beginning of markup that a model's parser reads at the end (harmony's headers).
-_CONTROL = "<|"
-_TAGS = (_CONTROL, *(tag for tags in REASONING_TAGS.values() for tag in tags if tag))
 
 
 class Responses:
@@ -98,21 +81,30 @@ class Responses:
             f"token_id:{token}" if request.tokens_as_ids else self.served.renderer.decode([token])
             for token in ids.tolist()
         ]
-        if not request.chat:
-            listed = {"tokens": texts, "token_logprobs": values.tolist()}
-            return fields | {"logprobs": {**listed, "top_logprobs": None, "text_offset": []}}
-        content = [
-            {
-                "token": text,
-                "logprob": value,
-                # A token can be a part of a character: its text is then a stand-in, which has other
-                # bytes.
-                "bytes": None if "\ufffd" in text else list(text.encode()),
-                "top_logprobs": [],
-            }
-            for text, value in zip(texts, values.tolist(), strict=True)
-        ]
-        return fields | {"logprobs": {"content": content, "refusal": None}}
+        write = chat_logprobs if request.chat else text_logprobs
+        return fields | {"logprobs": write(texts, values.tolist())}
+
+
+def text_logprobs(texts: Sequence[str], values: Sequence[float]) -> dict[str, Any]:
+    """Return the logprobs of a text completion's tokens in OpenAI's shape."""
+    listed = {"tokens": list(texts), "token_logprobs": list(values)}
+    return {**listed, "top_logprobs": None, "text_offset": []}
+
+
+def chat_logprobs(texts: Sequence[str], values: Sequence[float]) -> dict[str, Any]:
+    """Return the logprobs of a chat completion's tokens in OpenAI's shape."""
+    content = [
+        {
+            "token": text,
+            "logprob": value,
+            # A token can be a part of a character: its text is then a stand-in, which has other
+            # bytes.
+            "bytes": None if "\ufffd" in text else list(text.encode()),
+            "top_logprobs": [],
+        }
+        for text, value in zip(texts, values, strict=True)
+    ]
+    return {"content": content, "refusal": None}
 
 
 def token_usage(prompts: Sequence[IntArray], outputs: Sequence[EngineOutput]) -> dict[str, Any]:
@@ -189,102 +181,6 @@ def version_spans(versions: IntArray) -> list[dict[str, Any]]:
     ]
 
 
-def outgoing_message(message: ChatMessage) -> ChatMessage:
-    """Return a parsed message as servers send it: no notes, no empty content beside calls."""
-    sent = {name: value for name, value in message.items() if name != "parse_problems"}
-    if sent.get("tool_calls") and not sent["content"]:
-        sent["content"] = None
-    return sent
-
-
-def settled_text(renderer: ChatRenderer, ids: Sequence[int], sampling: SamplingParams) -> str:
-    """Return the part of an unfinished answer's text that no later token can change."""
-    if ids and ids[-1] in sampling.stop_token_ids:
-        ids = ids[:-1]
-    # The last character may be incomplete; the next token decides.
-    text = cut_at_stop(renderer.decode_answer(ids), sampling.stop).rstrip("\ufffd")
-    return text[: len(text) - _unsettled(text, sampling.stop)]
-
-
-class TextDeltas:
-    """The new text of one choice, from one look to the next."""
-
-    def __init__(self) -> None:
-        self._given = ""
-
-    def next(self, text: str) -> str:
-        """Return the part of `text` after what was given out before; nothing if they differ."""
-        # What was given out cannot be taken back. If a later token changed it after all, the
-        # difference is left to the token ids, which are exact.
-        if not text.startswith(self._given):
-            return ""
-        new = text[len(self._given) :]
-        self._given = text
-        return new
-
-
-class MessageDeltas:
-    """The new parts of one choice's message, as OpenAI's `delta` objects."""
-
-    def __init__(self, renderer: ChatRenderer, tools: Sequence[ToolSchema] | None) -> None:
-        self._renderer, self._tools = renderer, tools
-        self._reasoning, self._content = TextDeltas(), TextDeltas()
-        self._is_new = True
-
-    def next(self, text: str) -> dict[str, Any]:
-        """Return the delta for an unfinished answer's settled text."""
-        text = text[: len(text) - _unsettled(text, _TAGS)]
-        parsed = self._renderer.parse_text(text, FinishReason.LENGTH, None)
-        content = str(parsed.message["content"]).partition(_CONTROL)[0]
-        if self._tools:
-            content = _before_calls(content)
-        # The space before a reasoning tag is not content.
-        if content.isspace():
-            content = ""
-        return self._delta(str(parsed.message.get("reasoning_content", "")), content)
-
-    def last(self, message: ChatMessage) -> dict[str, Any]:
-        """Return the delta for the finished message; each tool call comes in one piece."""
-        sent = outgoing_message(message)
-        content = str(sent["content"] or "")
-        delta = self._delta(str(sent.get("reasoning_content", "")), content)
-        if sent.get("tool_calls"):
-            calls = enumerate(sent["tool_calls"])
-            delta["tool_calls"] = [{"index": index, **call} for index, call in calls]
-        return delta
-
-    def _delta(self, reasoning: str, content: str) -> dict[str, Any]:
-        delta: dict[str, Any] = {"role": "assistant"} if self._is_new else {}
-        self._is_new = False
-        parts = {
-            "reasoning_content": self._reasoning.next(reasoning),
-            "content": self._content.next(content),
-        }
-        return delta | {name: part for name, part in parts.items() if part}
-
-
-def _before_calls(content: str) -> str:
-    """Return the part that stays content whatever follows."""
-    # If a call follows, its parser strips the space around the content.
-    if content[:1].isspace():
-        return ""
-    call = _MAY_BE_A_CALL.search(content)
-    return (content[: call.start()] if call else content).rstrip()
-
-
-def _unsettled(text: str, strings: Sequence[str]) -> int:
-    """Return the length of the longest end of `text` that may be the start of one of `strings`.
-
-    >>> _unsettled("12</th", ["</think>"])
-    4
-    """
-    longest = max(map(len, strings), default=1) - 1
-    for size in range(min(longest, len(text)), 0, -1):
-        if any(string.startswith(text[-size:]) for string in strings):
-            return size
-    return 0
-
-
 @dataclass(slots=True)
 class _Choice:
     """One choice: its tokens so far, and what it is when it is finished."""
@@ -292,6 +188,7 @@ class _Choice:
     index: int
     prompt: IntArray
     deltas: MessageDeltas | TextDeltas
+    text: SettledText
     ids: list[int] = field(default_factory=list)
     output: EngineOutput | None = None
 
@@ -328,7 +225,8 @@ class ResponseStream:
     def _begin(self, prompt: IntArray, sampling: SamplingParams) -> None:
         tools, renderer = self._request.tools, self._served.renderer
         deltas = MessageDeltas(renderer, tools) if self._request.chat else TextDeltas()
-        choice = _Choice(len(self._choices), prompt, deltas)
+        settled = SettledText(renderer, sampling)
+        choice = _Choice(len(self._choices), prompt, deltas, settled)
         tell = partial(self._tell, choice)
         # `tell` gets the tokens and then the finished answer, both from the engine's thread, so the
         # answer comes after its last token.
@@ -377,7 +275,7 @@ class ResponseStream:
         """Return the chunk for one more token."""
         is_first = not choice.ids
         choice.ids.append(token.id)
-        text = settled_text(self._served.renderer, choice.ids, self._request.sampling)
+        text = choice.text.add(token.id)
         new = {"delta" if self._request.chat else "text": choice.deltas.next(text)}
         ids, values = np.array([token.id], np.int32), self._served.logprobs_of(token)
         return self._with_tokens(choice, ids, values, new, is_first)

@@ -1,0 +1,471 @@
+"""The gateway's application: who may ask, what answers, streams, and sessions over HTTP.
+
+    /s/ID/v1/...               a session's agent, with the session's secret
+    /s/ID/agents/NAME/v1/...   the same for one of several agents of the session
+    /sessions, /sessions/ID    opens, shows and closes sessions, with the admin key
+    /health
+
+What is wrong with a request is said in the words of its protocol.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import re
+from collections.abc import AsyncGenerator, Collection, Iterable
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from rolltree.errors import CallTimeout, ConnectionFailed, ModelError, ServerError, StoreError
+from rolltree.gateway.calls import AgentAnswer, AgentCall, AnswerDelta, AnswerHead, CallOrigin
+from rolltree.gateway.protocol import EventWriter, WireProtocol
+from rolltree.gateway.registry import PROTOCOLS
+from rolltree.gateway.session import GatewaySession, digest_of
+from rolltree.inference.server.http import (
+    Handler,
+    foreign_request,
+    json_response,
+    object_in,
+    request_body,
+    unknown_path,
+    while_connected,
+)
+from rolltree.inference.server.requests import (
+    Failure,
+    RequestError,
+    failure_of_request,
+    openai_error,
+)
+from rolltree.redact import redact_text
+
+if TYPE_CHECKING:
+    from rolltree.gateway.server import Gateway
+
+logger = logging.getLogger("rolltree.gateway")
+PING_S = 15.0
+"""A stream in which nothing was said for so long gets an event that says nothing."""
+_SESSION = "rolltree.session"
+_AGENT_PATH = re.compile(r"/s/([^/]+)/")
+_STATUS_OF_MODEL = (
+    (CallTimeout, 504, "upstream_timeout"),
+    (ConnectionFailed, 503, "upstream_unavailable"),
+    (StoreError, 507, "not_stored"),
+)
+
+
+def create_gateway_app(gateway: Gateway, hosts: Collection[str]) -> Starlette:
+    """Return the application; `hosts` are the `Host` headers that are answered."""
+    agents = [
+        Route(f"{prefix}{path}", handler, methods=[method])
+        for prefix in ("/s/{session}/v1", "/s/{session}/agents/{agent}/v1")
+        for method, path, handler in _agent_routes()
+    ]
+    admin = SessionHandlers(gateway)
+    app = Starlette(
+        routes=[
+            *agents,
+            Route("/health", _health),
+            Route("/sessions", _answering(admin.open), methods=["POST"]),
+            Route("/sessions", _answering(admin.list), methods=["GET"]),
+            Route("/sessions/{session}", _answering(admin.show), methods=["GET"]),
+            Route("/sessions/{session}", _answering(admin.drop), methods=["DELETE"]),
+            Route("/sessions/{session}/close", _answering(admin.close), methods=["POST"]),
+        ],
+        middleware=[Middleware(Gate, gateway=gateway, hosts=hosts)],
+        exception_handlers={HTTPException: unknown_path},
+    )
+    app.router.redirect_slashes = False
+    app.state.read_timeout_s = gateway.read_timeout_s
+    app.state.write_timeout_s = gateway.write_timeout_s
+    return app
+
+
+def _agent_routes() -> Iterable[tuple[str, str, Handler]]:
+    yield "GET", "/models", _answering(_models)
+    yield "GET", "/models/{name:path}", _answering(_model)
+    for protocol in PROTOCOLS:
+        yield "POST", protocol.path, _answering(_asking(protocol), protocol)
+        for (method, path), side in protocol.sides.items():
+            yield method, path, _answering(_beside(side), protocol)
+
+
+class Gate:
+    """Refuses what has no business here, before anything of its body is read.
+
+    A foreign `Host` is answered 421, an `Origin` 403. An unknown session and a wrong secret are the
+    same 401: nobody learns which sessions there are.
+    """
+
+    def __init__(self, app: ASGIApp, gateway: Gateway, hosts: Collection[str]) -> None:
+        self._app, self._gateway = app, gateway
+        self._hosts = frozenset(hosts)
+        self._admin = digest_of(gateway.admin_key)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or refuse it."""
+        if scope["type"] == "http":
+            refusal = self._refusal(scope)
+            if refusal is not None:
+                headers = {"WWW-Authenticate": "Bearer"} if refusal.status == 401 else {}
+                await _failed(refusal, headers=headers)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> RequestError | None:
+        headers, path = Headers(scope=scope), scope["path"]
+        # A socket of the file system has no name to be rebound.
+        refusal = (
+            None
+            if scope.get("server", (None, None))[1] is None
+            else foreign_request(headers, self._hosts, frozenset())
+        )
+        if refusal is not None:
+            return RequestError(refusal[1], status=refusal[0])
+        if path == "/health":
+            return None
+        given = _secret_in(headers)
+        found = _AGENT_PATH.match(path)
+        if found is None:
+            if digest_of(given) == self._admin:
+                return None
+            return RequestError(
+                "the request has no valid admin key. Send the one that the gateway was started "
+                "with as a bearer token.",
+                status=401,
+            )
+        session = self._gateway.sessions.get(found[1])
+        if session is None or not session.has_key(given):
+            return RequestError(
+                "no open session has this address and this key. Send the session's own key, as a "
+                "bearer token or as x-api-key.",
+                status=401,
+            )
+        scope[_SESSION] = session
+        return None
+
+
+def _secret_in(headers: Headers) -> str:
+    given = headers.get("authorization", "")
+    kind, _, secret = given.partition(" ")
+    return secret.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "")
+
+
+# -- calls ---------------------------------------------------------------------------------------
+
+
+def _asking(protocol: WireProtocol) -> Handler:
+    async def ask(request: Request) -> Response:
+        session: GatewaySession = request.scope[_SESSION]
+        content = await request_body(request)
+        call = protocol.read(object_in(content), session)
+        origin = _origin(request, protocol, content)
+        if call.stream:
+            return EventStream(request, protocol, session, call, origin)
+        answers = await while_connected(request, _answers(session, call, origin))
+        return AnswerResponse(request, protocol.write(call, answers), session, answers)
+
+    return ask
+
+
+async def _answers(
+    session: GatewaySession, call: AgentCall, origin: CallOrigin
+) -> list[AgentAnswer]:
+    if call.n == 1:
+        return [await session.complete(call, origin)]
+    # Each is a call of its own, and a repeated request finds each of them again.
+    origins = [
+        CallOrigin(
+            origin.agent,
+            None if origin.key is None else f"{origin.key}#{index}",
+            origin.attempt,
+            hashlib.blake2b(origin.digest + bytes([index % 256]), digest_size=16).digest(),
+        )
+        for index in range(call.n)
+    ]
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(session.complete(call, each)) for each in origins]
+    return [task.result() for task in tasks]
+
+
+def _origin(request: Request, protocol: WireProtocol, content: bytes) -> CallOrigin:
+    headers = request.headers
+    agent = request.path_params.get("agent") or headers.get("x-rolltree-agent", "")
+    if len(agent) > 100:
+        raise RequestError("the agent's name has more than 100 characters.")
+    attempt = headers.get("x-stainless-retry-count", "")
+    key = headers.get("idempotency-key")
+    digest = hashlib.blake2b(f"{protocol.name}\0{agent}\0".encode(), digest_size=16)
+    digest.update(content)
+    return CallOrigin(
+        agent,
+        None if key is None else key[:200],
+        int(attempt) if attempt.isdecimal() and len(attempt) < 4 else None,
+        digest.digest(),
+    )
+
+
+class AnswerResponse(Response):
+    """Answers in one piece; they count as delivered when all of it was sent."""
+
+    def __init__(
+        self, request: Request, body: Any, session: GatewaySession, answers: list[AgentAnswer]
+    ) -> None:
+        made = json_response(body)
+        super().__init__(made.body, media_type="application/json")
+        self._request, self._session, self._answers = request, session, answers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send them, unless the client has left."""
+        # Asked before: of a response that is complete, uvicorn always says that the client left.
+        if await self._request.is_disconnected():
+            return
+        async with asyncio.timeout(self._request.app.state.write_timeout_s):
+            await super().__call__(scope, receive, send)
+        for answer in self._answers:
+            self._session.delivered(answer)
+
+
+class EventStream(Response):
+    """An answer as server-sent events, as it is sampled.
+
+    What goes wrong before anything was sampled is an answer of its own with an error status. A
+    client that hangs up, or does not read for `write_timeout_s`, ends its sampling.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        request: Request,
+        protocol: WireProtocol,
+        session: GatewaySession,
+        call: AgentCall,
+        origin: CallOrigin,
+    ) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache"})
+        del self.headers["content-length"]
+        self._request, self._protocol, self._session = request, protocol, session
+        self._call, self._origin = call, origin
+        self._has_begun = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events until the answer ends or the client leaves."""
+        try:
+            await while_connected(self._request, self._run(scope, receive, send))
+        except ClientDisconnect:
+            pass
+        except TimeoutError:
+            logger.info("a client of %s does not read its stream", self._session.id)
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        writer = self._protocol.events(self._call)
+        stream = self._session.stream(self._call, self._origin)
+        answer: AgentAnswer | None = None
+        async with aclosing(stream):
+            try:
+                answer = await self._send_events(stream, writer, send)
+            except Exception as error:
+                if isinstance(error, TimeoutError):
+                    raise
+                _log_failure(self._request, error)
+                if not self._has_begun:
+                    await _failed(error, self._protocol)(scope, receive, send)
+                    return
+                for event in writer.fail(failure_of_gateway(error)):
+                    await self._send(send, event)
+        await self._send(send, b"", more=False)
+        if answer is not None:
+            self._session.delivered(answer)
+
+    async def _send_events(
+        self,
+        stream: AsyncGenerator[AnswerHead | AnswerDelta | AgentAnswer, None],
+        writer: EventWriter,
+        send: Send,
+    ) -> AgentAnswer | None:
+        head = await anext(stream)
+        assert isinstance(head, AnswerHead)
+        coming: asyncio.Future[Any] | None = None
+        try:
+            while True:
+                coming = coming or asyncio.ensure_future(anext(stream, None))
+                done, _ = await asyncio.wait((coming,), timeout=PING_S)
+                news = coming.result() if done else None
+                if not self._has_begun:
+                    await self._begin(writer.begin(head), send)
+                if not done:
+                    await self._send(send, self._protocol.ping)
+                    continue
+                coming = None
+                if isinstance(news, AgentAnswer):
+                    for event in writer.end(news):
+                        await self._send(send, event)
+                    return news
+                assert isinstance(news, AnswerDelta)
+                for event in writer.delta(news):
+                    await self._send(send, event)
+        finally:
+            if coming is not None and not coming.done():
+                coming.cancel()
+                await asyncio.wait((coming,))
+
+    async def _begin(self, events: Iterable[bytes], send: Send) -> None:
+        self._has_begun = True
+        head = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        await send(head)
+        for event in events:
+            await self._send(send, event)
+
+    async def _send(self, send: Send, data: bytes, more: bool = True) -> None:
+        async with asyncio.timeout(self._request.app.state.write_timeout_s):
+            await send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+def _beside(side: Any) -> Handler:
+    async def answer(request: Request) -> Response:
+        content = await request_body(request)
+        body = object_in(content) if content else {}
+        params = {**request.query_params, **request.path_params}
+        return json_response(await side(request.scope[_SESSION], body, params))
+
+    return answer
+
+
+async def _models(request: Request) -> Response:
+    card = _model_card(request.scope[_SESSION], None)
+    return json_response({"object": "list", "data": [card]})
+
+
+async def _model(request: Request) -> Response:
+    return json_response(_model_card(request.scope[_SESSION], request.path_params["name"]))
+
+
+def _model_card(session: GatewaySession, name: str | None) -> dict[str, Any]:
+    # Every name is answered by the session's model, so every name is known.
+    created = int(session.opened_s)
+    return {
+        "id": name or session.model_name,
+        "object": "model",
+        "created": created,
+        "owned_by": "rolltree",
+    }
+
+
+async def _health(request: Request) -> Response:
+    return Response()
+
+
+# -- sessions over HTTP --------------------------------------------------------------------------
+
+
+class SessionHandlers:
+    """Opens, shows and closes sessions."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def open(self, request: Request) -> Response:
+        """`POST /sessions`: settings of `Gateway.session`; answers with the URL and the secret."""
+        content = await request_body(request)
+        body = object_in(content) if content else {}
+        session = self._gateway.open_session(body)
+        return json_response({**session.summary(), "api_key": session.api_key}, 201)
+
+    async def list(self, request: Request) -> Response:
+        """`GET /sessions`: the ids of those that are open."""
+        return json_response({"sessions": sorted(self._gateway.sessions)})
+
+    async def show(self, request: Request) -> Response:
+        """`GET /sessions/ID`: what it did so far."""
+        return json_response(self._session(request).summary())
+
+    async def drop(self, request: Request) -> Response:
+        """`DELETE /sessions/ID`: ends it and forgets its calls."""
+        session = self._session(request)
+        await session.aclose()
+        session.release()
+        return json_response(session.summary())
+
+    async def close(self, request: Request) -> Response:
+        """`POST /sessions/ID/close`: its `reward` and `metrics`. It is stored if there is a run.
+
+        Asked again after it was stored, it answers 404.
+        """
+        session = self._session(request)
+        content = await request_body(request)
+        await self._gateway.close_session(session, object_in(content) if content else {})
+        return json_response(session.summary())
+
+    def _session(self, request: Request) -> GatewaySession:
+        session = self._gateway.sessions.get(request.path_params["session"])
+        if session is None:
+            raise RequestError("no open session has this id.", status=404)
+        return session
+
+
+# -- failures ------------------------------------------------------------------------------------
+
+
+def failure_of_gateway(error: Exception) -> Failure:
+    """Return what an agent is told of an exception."""
+    if isinstance(error, BaseExceptionGroup) and isinstance(error.exceptions[0], Exception):
+        return failure_of_gateway(error.exceptions[0])
+    found = failure_of_request(error)
+    message = redact_text(found.message, ())
+    for kind, status, code in _STATUS_OF_MODEL:
+        if isinstance(error, kind):
+            return Failure(status, code, message)
+    if isinstance(error, ServerError):
+        # A refused key is the gateway's, so it must not look like one of the agent's.
+        is_agents = not error.retryable and error.status not in (401, 403)
+        code = "invalid_request" if is_agents else "upstream_unavailable"
+        return Failure(400 if is_agents else 502, code, message)
+    if isinstance(error, ModelError) and found.status == 500:
+        return Failure(502, "upstream_failed", message)
+    return Failure(found.status, found.code, message, found.param)
+
+
+def _failed(
+    error: Exception, protocol: WireProtocol | None = None, headers: dict[str, str] | None = None
+) -> Response:
+    failure = failure_of_gateway(error)
+    body = openai_error(failure) if protocol is None else protocol.error(failure)
+    response = json_response(body, failure.status)
+    response.headers.update(headers or {})
+    if failure.status in (401, 408, 413, 421):
+        # Some of the body may not have been read, and would be taken for the next request.
+        response.headers["Connection"] = "close"
+    if failure.status < 500:
+        response.headers["x-should-retry"] = "false"
+    return response
+
+
+def _log_failure(request: Request, error: Exception) -> None:
+    if failure_of_gateway(error).status >= 500:
+        logger.warning("%s failed: %s", request.url.path, error, exc_info=error)
+
+
+def _answering(handler: Handler, protocol: WireProtocol | None = None) -> Handler:
+    """Turn what a handler raises into an answer."""
+
+    async def run(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except ClientDisconnect:
+            return Response(status_code=499)
+        except Exception as error:  # noqa: BLE001  (becomes the answer)
+            _log_failure(request, error)
+            return _failed(error, protocol)
+
+    return run

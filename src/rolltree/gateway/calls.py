@@ -1,0 +1,114 @@
+"""One request and one answer inside the gateway, whatever protocol the agent speaks.
+
+A protocol turns a body into an `AgentCall`, and an `AgentAnswer` (whole, or as an `AnswerHead` and
+`AnswerDelta`s before it) into what it sends. Messages have OpenAI's shape, with text as their
+content (`rolltree.gateway.messages`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rolltree.inference.call import DEFAULT_SAMPLING
+from rolltree.types import (
+    ChatMessage,
+    FinishReason,
+    IntArray,
+    Messages,
+    MessageType,
+    ModelResponse,
+    SamplingParams,
+    ToolSchema,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AgentCall:
+    """What an agent asks for.
+
+    `prompt` is a list of messages (chat), a string, or ids int32 `[_P]` (completion). `options` are
+    the protocol's own: what its writer needs to know of the request.
+    """
+
+    prompt: Messages | IntArray
+    sampling: SamplingParams = DEFAULT_SAMPLING
+    # As the agent names it; every name is answered by the session's model.
+    model: str = ""
+    tools: tuple[ToolSchema, ...] = ()
+    message_type: MessageType = "chat"
+    stream: bool = False
+    # How many answers: each is a call of its own.
+    n: int = 1
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class CallOrigin:
+    """Who makes a call, and whether it was made before.
+
+    `attempt` is how often the client says that it tried before (0: this is the first time); None if
+    it says nothing. `digest` stands for the content of the request.
+    """
+
+    agent: str = ""
+    key: str | None = None
+    attempt: int | None = None
+    digest: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerHead:
+    """What is known of an answer before it is sampled. Protocols put a prefix before `id`."""
+
+    id: str
+    model: str
+    created_s: int
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerDelta:
+    """What is new in an answer. The deltas of an answer add up to its message.
+
+    Reasoning comes before content, tool calls come last, each as a whole in OpenAI's shape.
+    """
+
+    reasoning: str = ""
+    content: str = ""
+    tool_calls: tuple[ChatMessage, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AgentAnswer:
+    """A finished answer.
+
+    `message` has `content` (text or None), `reasoning_content` where the model reasoned, and
+    `tool_calls` where it called. `stop` is the stop string that ended it. `response` has ids and
+    logprobs; `decode` turns ids into text where the tokenizer is known.
+    """
+
+    head: AnswerHead
+    message: ChatMessage
+    finish_reason: FinishReason
+    response: ModelResponse
+    stop: str | None = None
+    num_prompt_tokens: int = 0
+    num_completion_tokens: int = 0
+    num_cached_tokens: int = 0
+    decode: Callable[[list[int]], str] | None = field(default=None, repr=False)
+
+    @property
+    def text(self) -> str:
+        """The content; empty if there is none."""
+        return str(self.message.get("content") or "")
+
+    @property
+    def reasoning(self) -> str:
+        """The reasoning; empty if there is none."""
+        return str(self.message.get("reasoning_content") or "")
+
+    @property
+    def tool_calls(self) -> tuple[ChatMessage, ...]:
+        """The tool calls, in OpenAI's shape."""
+        return tuple(self.message.get("tool_calls") or ())

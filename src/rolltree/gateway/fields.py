@@ -1,0 +1,89 @@
+"""The fields of a request: what becomes of each, as a table, and what is refused by name.
+
+A field is read by its protocol, is a sampling setting, is passed on to the model's server (which
+obeys it or refuses it by name), does not affect the answer, or must have one of the values that ask
+for what happens anyway. Anything else is an error: nothing is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from reprlib import repr as shown
+from typing import Any, Literal
+
+from rolltree.inference.server.requests import RequestError, sampling_of, unknown_field
+from rolltree.types import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """What becomes of one field.
+
+    `name` is a sampling setting's name in OpenAI's API (or vLLM's). `values` are those that ask for
+    nothing (of a field that is passed on), or the only ones that are taken; `why` says what any
+    other would need.
+    """
+
+    use: Literal["read", "sampling", "passed", "no_effect", "only"]
+    name: str = ""
+    values: tuple[object, ...] = ()
+    why: str = ""
+
+
+READ = Field("read")
+NO_EFFECT = Field("no_effect")
+
+
+def each(names: str, field: Field) -> dict[str, Field]:
+    """Return the table in which all of `names`, with spaces between them, are `field`."""
+    return dict.fromkeys(names.split(), field)
+
+
+def settings(names: str) -> dict[str, Field]:
+    """Return the table of sampling settings that have OpenAI's names."""
+    return each(names, Field("sampling"))
+
+
+def sampling(name: str) -> Field:
+    """Return a field that is the sampling setting `name`."""
+    return Field("sampling", name)
+
+
+def passed(*neutral: object, name: str = "") -> Field:
+    """Return a field that is passed on, as `name`, unless it has a neutral value."""
+    return Field("passed", name, neutral)
+
+
+def only(*values: object, why: str) -> Field:
+    """Return a field that is taken with these values only."""
+    return Field("only", "", values, why)
+
+
+def read_fields(
+    body: Mapping[str, Any], fields: Mapping[str, Field]
+) -> tuple[dict[str, Any], SamplingParams]:
+    """Return the fields that the protocol reads itself, and what to sample with.
+
+    Fields that are null count as not given.
+
+    Raises:
+        RequestError: a field is unknown, or has a value that would not be obeyed.
+    """
+    given: dict[str, Any] = {}
+    asked: dict[str, Any] = {}
+    for name, value in body.items():
+        if value is None:
+            continue
+        field = fields.get(name)
+        if field is None:
+            raise unknown_field(name, fields)
+        if field.use == "read":
+            given[name] = value
+        elif field.use == "sampling" or (field.use == "passed" and value not in field.values):
+            asked[field.name or name] = value
+        elif field.use == "only" and value not in field.values:
+            raise RequestError(
+                f"{name} = {shown(value)} cannot be obeyed: {field.why}. Leave it out.", param=name
+            )
+    return given, sampling_of(asked, asked)

@@ -1,0 +1,325 @@
+"""The calls of open sessions on disk: one append-only file per session.
+
+A frame is written, and synced, before the answer that it holds is sent in full, so a gateway that
+is killed knows every call that an agent has seen. Frames have lengths and checksums; one that was
+being written is cut off when the file is read. A session costs O(unique tokens): a frame has the
+new messages and what its call added to the token tree.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import struct
+import zlib
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias, cast
+
+from rolltree.errors import StoreError
+from rolltree.gateway.calls import AnswerHead
+from rolltree.rollouts.decode import UNREADABLE
+from rolltree.rollouts.message_table import MessageReader, MessageTable, Reference
+from rolltree.rollouts.record_steps import decode_step, step_data
+from rolltree.store import dumps, loads
+from rolltree.tokens import TokenTree, Trajectory
+from rolltree.types import ToolSchema, TrajectoryStep
+
+_HEAD = struct.Struct("<4sIII")
+_MAGIC = b"gws1"
+_SUFFIX = ".calls"
+
+
+_NUM_THREADS = 8
+_NUMBERS = itertools.count()
+_Write: TypeAlias = "tuple[JournalFile, bytes, asyncio.Future[None]]"
+
+
+@dataclass(frozen=True, slots=True)
+class KeptCall:
+    """What is kept of a call beside its step."""
+
+    head: AnswerHead
+    agent: str = ""
+    key: str | None = None
+    digest: bytes = b""
+    tools: tuple[ToolSchema, ...] = ()
+
+
+@dataclass(slots=True)
+class KeptSession:
+    """What a file has: the session's settings, its calls, and which answers were delivered."""
+
+    settings: Mapping[str, Any]
+    calls: list[tuple[KeptCall, TrajectoryStep]] = field(default_factory=list)
+    delivered: set[int] = field(default_factory=set)
+
+
+class Journal:
+    """The folder of a gateway's files, and the threads that write them.
+
+    Raises:
+        StoreError: the folder cannot be written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise _unwritable(folder, error) from error
+        # Several: the files of sessions are synced at the same time.
+        self._pool = ThreadPoolExecutor(_NUM_THREADS, "rolltree-journal")
+        self._waiting: list[_Write] = []
+        self._writing: asyncio.Task[None] | None = None
+
+    def path(self, session_id: str) -> Path:
+        """Return the file of a session."""
+        return self.folder / f"{session_id}{_SUFFIX}"
+
+    def create(self, session_id: str, settings: Mapping[str, Any]) -> JournalFile:
+        """Begin the file of a session; an earlier one of the same name is replaced.
+
+        Raises:
+            StoreError: it cannot be written.
+        """
+        return JournalFile(self.path(session_id), settings, self)
+
+    def write(self, file: JournalFile, frame: bytes) -> asyncio.Future[None]:
+        """Write and sync a frame in a thread; the result is there when it is on disk.
+
+        Frames are written in turns, those that came meanwhile together: a thread that is asked for
+        each would cost as much as what it does.
+        """
+        done = asyncio.get_running_loop().create_future()
+        self._waiting.append((file, frame, done))
+        if self._writing is None:
+            self._writing = asyncio.ensure_future(self._write_all())
+        return done
+
+    async def _write_all(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while self._waiting:
+                batch, self._waiting = self._waiting, []
+                # One session's frames stay in one part, in their order.
+                parts: list[list[_Write]] = [[] for _ in range(_NUM_THREADS)]
+                for each in batch:
+                    parts[each[0].number % _NUM_THREADS].append(each)
+                work = [
+                    loop.run_in_executor(self._pool, _write_part, part) for part in parts if part
+                ]
+                for found in await asyncio.gather(*work):
+                    for done, error in found:
+                        if done.cancelled():
+                            continue
+                        if error is None:
+                            done.set_result(None)
+                        else:
+                            done.set_exception(error)
+        finally:
+            self._writing = None
+
+    def read(self) -> Iterable[tuple[str, KeptSession]]:
+        """Yield the sessions of the folder by id.
+
+        Raises:
+            StoreError: a file was damaged after it was written.
+        """
+        for path in sorted(self.folder.glob(f"*{_SUFFIX}")):
+            found = read_session(path)
+            if found is not None:
+                yield path.name.removesuffix(_SUFFIX), found
+
+    def close(self) -> None:
+        """Wait for what is being written."""
+        self._pool.shutdown()
+
+
+class JournalFile:
+    """The file of one session."""
+
+    def __init__(self, path: Path, settings: Mapping[str, Any], journal: Journal) -> None:
+        self._path, self._journal = path, journal
+        self.number = next(_NUMBERS)
+        self._table, self._prompts = MessageTable(), dict[int, Reference]()
+        self._num_calls = 0
+        self._tools: list[tuple[ToolSchema, ...]] = []
+        self._delivered: list[int] = []
+        # Written beside the old one, which is replaced when the new one has all of it.
+        self._building = path.with_suffix(".new")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
+        try:
+            self._file = os.open(self._building, flags, 0o600)
+            self.write(_frame({"settings": dict(settings)}))
+        except OSError as error:
+            raise _unwritable(path, error) from error
+
+    def publish(self) -> None:
+        """Put the file in its place, with all that was written so far."""
+        try:
+            os.replace(self._building, self._path)
+        except OSError as error:
+            raise _unwritable(self._path, error) from error
+
+    async def append(self, trajectory: Trajectory, index: int, kept: KeptCall) -> None:
+        """Write a finished call; returns when it is on disk.
+
+        Raises:
+            StoreError: it cannot be written.
+        """
+        frame = self._call_frame(trajectory, index, kept)  # in the order in which calls end
+        try:
+            await self._journal.write(self, frame)
+        except OSError as error:
+            raise _unwritable(self._path, error) from error
+
+    def append_now(self, trajectory: Trajectory, index: int, kept: KeptCall) -> None:
+        """Write a call of a restored session, which is synced with the rest of them."""
+        self.write(self._call_frame(trajectory, index, kept), sync=False)
+
+    def note_delivered(self, step: int) -> None:
+        """Note that an answer was sent in full; it is written with the next call."""
+        self._delivered.append(step)
+
+    def delete(self) -> None:
+        """Delete the file."""
+        self.close()
+        for path in (self._path, self._building):
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file < 0:
+            return
+        if self._delivered:
+            with contextlib.suppress(OSError):
+                self.write(_frame({"delivered": self._delivered}), sync=False)
+        os.close(self._file)
+        self._file = -1
+
+    def _call_frame(self, trajectory: Trajectory, index: int, kept: KeptCall) -> bytes:
+        size = self._table.size
+        data: dict[str, Any] = {"step": step_data(trajectory, index, self._table, self._prompts)}
+        tree, tokens = trajectory.tree, b""
+        if tree.num_calls > self._num_calls:
+            tokens, self._num_calls = tree.to_bytes(since=self._num_calls), tree.num_calls
+        if kept.tools not in self._tools:  # agents offer a few sets of tools, call after call
+            self._tools.append(kept.tools)
+            data["tools"] = list(kept.tools)
+        head = kept.head
+        data["call"] = {
+            "head": {"id": head.id, "model": head.model, "created_s": head.created_s},
+            "agent": kept.agent,
+            "key": kept.key,
+            "digest": kept.digest.hex(),
+            "tools": self._tools.index(kept.tools),
+        }
+        data["delivered"], self._delivered = self._delivered, []
+        return _frame(data, tokens, f'"table":{self._table.to_json(size)},')
+
+    def write(self, frame: bytes, sync: bool = True) -> None:
+        """Write a frame, and wait until the disk has it."""
+        view = memoryview(frame)
+        while view:
+            view = view[os.write(self._file, view) :]
+        if sync:
+            os.fdatasync(self._file)
+
+
+def _write_part(part: list[_Write]) -> list[tuple[asyncio.Future[None], OSError | None]]:
+    """Write frames of a few files, each synced once."""
+    frames: dict[JournalFile, list[bytes]] = {}
+    for file, frame, _ in part:
+        frames.setdefault(file, []).append(frame)
+    errors = dict.fromkeys(frames, cast("OSError | None", None))
+    for file, several in frames.items():
+        try:
+            file.write(b"".join(several))
+        except OSError as error:
+            errors[file] = error
+    return [(done, errors[file]) for file, _, done in part]
+
+
+def read_session(path: Path) -> KeptSession | None:
+    """Return what a file has; None if the session was never opened to its end.
+
+    Raises:
+        StoreError: the file is damaged before its last frame.
+    """
+    try:
+        frames = _frames(path.read_bytes())
+        if not frames:
+            return None
+        session = KeptSession(loads(frames[0][0])["settings"])
+        parts = [(loads(text), tokens) for text, tokens in frames[1:]]
+        tree_bytes = b"".join(tokens for _, tokens in parts)
+        tree = TokenTree.from_bytes(tree_bytes) if tree_bytes else TokenTree()
+        table: dict[str, list[Any]] = {"messages": [], "nodes": [], "pieces": []}
+        tools: list[tuple[ToolSchema, ...]] = []
+        for data, _ in parts:
+            for name, values in data.get("table", {}).items():
+                table[name] += values
+        reader = MessageReader(table)
+        for data, _ in parts:
+            session.delivered.update(data["delivered"])
+            if "tools" in data:
+                tools.append(tuple(data["tools"]))
+            if "call" not in data:
+                continue
+            call = data["call"]
+            kept = KeptCall(
+                AnswerHead(**call["head"]),
+                call["agent"],
+                call["key"],
+                bytes.fromhex(call["digest"]),
+                tools[call["tools"]],
+            )
+            session.calls.append((kept, decode_step(data["step"], tree, reader)))
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read ({error}).") from error
+    except UNREADABLE as error:
+        raise StoreError(
+            f"{path} is damaged ({type(error).__name__}: {error}), so the calls of its session "
+            "cannot be restored. Move it away to start without them."
+        ) from error
+    return session
+
+
+def _frame(data: Mapping[str, Any], tokens: bytes = b"", more: str = "") -> bytes:
+    text = f"{{{more}{dumps(dict(data))[1:]}".encode()
+    check = zlib.crc32(tokens, zlib.crc32(text))
+    return _HEAD.pack(_MAGIC, len(text), len(tokens), check) + text + tokens
+
+
+def _frames(data: bytes) -> list[tuple[bytes, bytes]]:
+    """Return the frames of a file; one that is cut off at its end was not answered."""
+    found, at = list[tuple[bytes, bytes]](), 0
+    while at + _HEAD.size <= len(data):
+        magic, num_text, num_tokens, check = _HEAD.unpack_from(data, at)
+        begin = at + _HEAD.size
+        middle, end = begin + num_text, begin + num_text + num_tokens
+        if magic != _MAGIC:
+            raise ValueError(f"no frame begins at byte {at}")
+        if end > len(data):
+            break
+        text, tokens = data[begin:middle], data[middle:end]
+        if zlib.crc32(tokens, zlib.crc32(text)) != check:
+            if end == len(data):  # the last one, of which not every page was written
+                break
+            raise ValueError(f"the frame at byte {at} has another checksum")
+        found.append((text, tokens))
+        at = end
+    return found
+
+
+def _unwritable(path: Path, error: OSError) -> StoreError:
+    return StoreError(
+        f"{path} cannot be written ({error.strerror or error}), and the gateway keeps finished "
+        "calls there. Make room or check the disk."
+    )

@@ -1,0 +1,141 @@
+"""Messages in the one form that the gateway keeps: OpenAI's, with plain text as their content.
+
+Agents send the same history in many forms: text as one block or as several, empty fields or none.
+In one form, equal histories are equal, so that a prompt is found to continue an earlier call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from reprlib import repr as shown
+
+from rolltree.inference.server.requests import RequestError
+from rolltree.types import ChatMessage
+from rolltree.untrusted import encode_json
+
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Kinds of content parts that are text, and the field that has it."""
+_ROLES = {name: name for name in ("system", "user", "assistant", "tool")} | {"developer": "system"}
+_READ = frozenset(
+    ["role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning"]
+)
+# What servers and frameworks add to an assistant's message; the prompt has what was sampled.
+_OF_ANSWERS = frozenset(
+    [
+        "annotations",
+        "audio",
+        "function_call",
+        "images",
+        "parse_problems",
+        "provider_specific_fields",
+        "reasoning_details",
+        "refusal",
+        "thinking_blocks",
+    ]
+)
+
+
+def joined_text(content: object, where: str) -> str:
+    """Return the text of a content: a string, null, or a list of text parts, joined.
+
+    Raises:
+        RequestError: a part is not text; the error names it.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise RequestError(f"{where} is neither text nor a list of parts.", param=where)
+    texts: list[str] = []
+    for index, part in enumerate(content):
+        kind = part.get("type", "text") if isinstance(part, Mapping) else None
+        text = part if isinstance(part, str) else None
+        if isinstance(part, Mapping) and isinstance(kind, str) and kind in TEXT_PARTS:
+            text = part.get(TEXT_PARTS[kind])
+        if not isinstance(text, str):
+            raise unsupported_part(kind, f"{where}[{index}]")
+        texts.append(text)
+    return "".join(texts)
+
+
+def unsupported_part(kind: object, where: str) -> RequestError:
+    """Return the error for a content part that is not text."""
+    return RequestError(
+        f"{where} is a part of type {shown(kind)}, and only text can be recorded as the tokens "
+        "that the model saw. Send text.",
+        param=where,
+    )
+
+
+def tool_call(call_id: str, name: str, arguments: object) -> ChatMessage:
+    """Return a tool call in OpenAI's shape; arguments that are not text become JSON."""
+    if not isinstance(arguments, str):
+        arguments = encode_json({} if arguments is None else arguments).decode()
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+def assistant(
+    content: str, tool_calls: Sequence[ChatMessage] = (), reasoning: str = ""
+) -> ChatMessage:
+    """Return an assistant's message."""
+    message: ChatMessage = {"role": "assistant", "content": content}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if tool_calls:
+        message["tool_calls"] = list(tool_calls)
+    return message
+
+
+def chat_messages(value: object, where: str = "messages") -> list[ChatMessage]:
+    """Return OpenAI's chat messages in the gateway's form.
+
+    Raises:
+        RequestError: they are not messages, or hold what cannot be sent on; it says where.
+    """
+    if not isinstance(value, list) or not value:
+        raise RequestError(f"{where} is not a list of at least one message.", param=where)
+    return [_message(message, f"{where}[{index}]") for index, message in enumerate(value)]
+
+
+def _message(value: object, where: str) -> ChatMessage:
+    if not isinstance(value, Mapping) or value.get("role") not in _ROLES:
+        role = value.get("role") if isinstance(value, Mapping) else value
+        raise RequestError(
+            f"{where} has the role {shown(role)}; known are {', '.join(_ROLES)}.", param=where
+        )
+    role = _ROLES[value["role"]]
+    for name, part in value.items():
+        known = name in _READ or (role == "assistant" and name in _OF_ANSWERS)
+        if not known and part not in (None, "", [], {}):
+            raise RequestError(
+                f"{where}.{name} is unknown here and would be ignored.", param=f"{where}.{name}"
+            )
+    content = joined_text(value.get("content"), f"{where}.content")
+    if role == "assistant":
+        reasoning = value.get("reasoning_content") or value.get("reasoning") or ""
+        calls = value.get("tool_calls") or []
+        if not isinstance(reasoning, str) or not isinstance(calls, list):
+            raise RequestError(f"{where} is not an assistant's message.", param=where)
+        made = [_call(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(calls)]
+        message = assistant(content, made, reasoning)
+    else:
+        message = {"role": role, "content": content}
+        if role == "tool":
+            message["tool_call_id"] = _text(value.get("tool_call_id") or "", where)
+    if value.get("name"):
+        message["name"] = _text(value["name"], where)
+    return message
+
+
+def _call(value: object, where: str) -> ChatMessage:
+    function = value.get("function") if isinstance(value, Mapping) else None
+    if not isinstance(value, Mapping) or not isinstance(function, Mapping):
+        raise RequestError(f"{where} is not a function call.", param=where)
+    name = _text(function.get("name"), f"{where}.function.name")
+    return tool_call(_text(value.get("id") or "", where), name, function.get("arguments") or "")
+
+
+def _text(value: object, where: str) -> str:
+    if not isinstance(value, str):
+        raise RequestError(f"{where} has {shown(value)} where text belongs.", param=where)
+    return value

@@ -1,0 +1,288 @@
+"""OpenAI's `chat/completions` and `completions`.
+
+Logprobs of sampled tokens can be asked for; in a stream they come with the last chunk. A text
+completion takes one prompt, a string or ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from reprlib import repr as shown
+from typing import Any
+
+import numpy as np
+
+from rolltree.gateway.calls import AgentAnswer, AgentCall, AnswerDelta, AnswerHead
+from rolltree.gateway.fields import (
+    NO_EFFECT,
+    READ,
+    Field,
+    each,
+    only,
+    passed,
+    read_fields,
+    settings,
+)
+from rolltree.gateway.messages import chat_messages
+from rolltree.gateway.protocol import SessionView, WireProtocol, data_event
+from rolltree.inference.deltas import outgoing_message
+from rolltree.inference.server.requests import (
+    TEXT_MAX_TOKENS,
+    Failure,
+    RequestError,
+    flag,
+    is_tool,
+    num_choices,
+    openai_error,
+)
+from rolltree.inference.server.responses import DONE, chat_logprobs, text_logprobs
+from rolltree.types import IntArray, SamplingParams, ToolSchema
+
+_ONE_OF_SAMPLED = "only logprobs of sampled tokens are recorded"
+_COMMON: dict[str, Field] = {
+    **each("model stream stream_options n logprobs", READ),
+    **settings("temperature top_p top_k max_tokens max_completion_tokens stop stop_token_ids seed"),
+    **each("presence_penalty frequency_penalty min_p min_tokens", passed(0)),
+    "repetition_penalty": passed(1),
+    **each("logit_bias chat_template_kwargs", passed({})),
+    **each("user metadata store service_tier safety_identifier request_id cache_salt", NO_EFFECT),
+    **each("prompt_cache_key prompt_cache_retention", NO_EFFECT),
+}
+CHAT_FIELDS: dict[str, Field] = {
+    **_COMMON,
+    **each("messages tools tool_choice", READ),
+    "top_logprobs": only(0, why=_ONE_OF_SAMPLED),
+    "response_format": passed({"type": "text"}),
+    "parallel_tool_calls": passed(True),
+    **each("reasoning_effort verbosity", passed()),
+    "modalities": only(["text"], why="only text can be recorded as tokens"),
+}
+TEXT_FIELDS: dict[str, Field] = {
+    **_COMMON,
+    "prompt": READ,
+    "echo": only(False, why="an answer has what was sampled"),
+    "best_of": only(1, why="every sample is a call of its own"),
+    "suffix": only("", why="text is continued at its end"),
+}
+
+
+# -- requests ------------------------------------------------------------------------------------
+
+
+def read_chat(body: Mapping[str, Any], session: SessionView) -> AgentCall:
+    """Return the call that a body of `chat/completions` asks for."""
+    given, asked = read_fields(body, CHAT_FIELDS)
+    tools, asked = tools_and_choice(given, asked)
+    if given.get("logprobs", False) not in (True, False):
+        raise RequestError(f"{_ONE_OF_SAMPLED}: logprobs is true or false.", param="logprobs")
+    messages = chat_messages(given.get("messages"))
+    return _call(given, AgentCall(messages, asked, tools=tools))
+
+
+def read_text(body: Mapping[str, Any], session: SessionView) -> AgentCall:
+    """Return the call that a body of `completions` asks for."""
+    given, asked = read_fields(body, TEXT_FIELDS)
+    if given.get("logprobs", 0) not in (0, 1):
+        raise RequestError(f"{_ONE_OF_SAMPLED}: logprobs is 0 or 1.", param="logprobs")
+    # Null asks for no limit, leaving it out for OpenAI's default.
+    if not {"max_tokens", "max_completion_tokens"} & body.keys():
+        asked = replace(asked, max_tokens=TEXT_MAX_TOKENS)
+    prompt: str | IntArray
+    match given.get("prompt"):
+        case str(text) | [str(text)]:
+            prompt = text
+        case [*ids] | [[*ids]] if ids and all(type(i) is int and 0 <= i < 2**31 for i in ids):
+            prompt = np.array(ids, np.int32)
+        case _:
+            raise RequestError(
+                "prompt is neither one string nor one list of token ids. Send several prompts in "
+                "several requests: each is a call of its own.",
+                param="prompt",
+            )
+    return _call(given, AgentCall(prompt, asked, message_type="completion"))
+
+
+def _call(given: Mapping[str, Any], call: AgentCall) -> AgentCall:
+    options = given.get("stream_options", {})
+    if not isinstance(options, dict) or options.keys() - {"include_usage", "include_obfuscation"}:
+        raise RequestError(
+            f"stream_options = {shown(options)} has something other than include_usage, which "
+            "would be ignored.",
+            param="stream_options",
+        )
+    stream, n, model = flag(given, "stream"), num_choices(given), given.get("model", "")
+    if stream and n > 1:
+        raise RequestError("n above 1 is not streamed. Ask without stream, or n times.", param="n")
+    if not isinstance(model, str):
+        raise RequestError("model is not a name.", param="model")
+    logprobs = given.get("logprobs", False)
+    return replace(
+        call,
+        stream=stream,
+        n=n,
+        model=model,
+        options={
+            "include_usage": bool(options.get("include_usage")),
+            "logprobs": logprobs is True or type(logprobs) is int,
+        },
+    )
+
+
+def tools_and_choice(
+    given: Mapping[str, Any], asked: SamplingParams
+) -> tuple[tuple[ToolSchema, ...], SamplingParams]:
+    """Return the tools that the model is told of, and the settings with a forced choice, if any.
+
+    A choice other than "auto" and "none" is the model server's to obey or refuse.
+
+    Raises:
+        RequestError: they are not a list of function tools; it names the first that is not.
+    """
+    tools, choice = given.get("tools", []), given.get("tool_choice", "auto")
+    if not isinstance(tools, list):
+        raise RequestError("tools is not a list.", param="tools")
+    for index, tool in enumerate(tools):
+        if not is_tool(tool) or tool.get("type", "function") != "function":
+            kind = tool.get("type") if isinstance(tool, dict) else tool
+            raise RequestError(
+                f"tools[{index}] is of type {shown(kind)}; only functions that the agent runs "
+                "itself can be offered.",
+                param=f"tools[{index}]",
+            )
+    if choice not in ("auto", "none"):
+        asked = replace(asked, extra={**asked.extra, "tool_choice": choice})
+    return (() if choice == "none" else tuple(tools)), asked
+
+
+# -- answers -------------------------------------------------------------------------------------
+
+
+def write_chat(call: AgentCall, answers: Sequence[AgentAnswer]) -> dict[str, Any]:
+    """Return the body for the answers to a chat."""
+    choices = [
+        {
+            "index": index,
+            "message": {**outgoing_message(answer.message), "refusal": None},
+            "finish_reason": answer.finish_reason.value,
+            "logprobs": _logprobs(call, answer),
+        }
+        for index, answer in enumerate(answers)
+    ]
+    return _head(answers[0].head, "chat.completion") | {
+        "choices": choices,
+        "usage": chat_usage(answers),
+    }
+
+
+def write_text(call: AgentCall, answers: Sequence[AgentAnswer]) -> dict[str, Any]:
+    """Return the body for the answers to a text."""
+    choices = [
+        {
+            "index": index,
+            "text": answer.text,
+            "finish_reason": answer.finish_reason.value,
+            "logprobs": _logprobs(call, answer),
+        }
+        for index, answer in enumerate(answers)
+    ]
+    return _head(answers[0].head, "text_completion") | {
+        "choices": choices,
+        "usage": chat_usage(answers),
+    }
+
+
+def chat_usage(answers: Sequence[AgentAnswer]) -> dict[str, Any]:
+    """Count the tokens read and sampled; a prompt counts once for all its answers."""
+    num_prompt = answers[0].num_prompt_tokens
+    num_sampled = sum(answer.num_completion_tokens for answer in answers)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_sampled,
+        "total_tokens": num_prompt + num_sampled,
+        "prompt_tokens_details": {"cached_tokens": answers[0].num_cached_tokens},
+    }
+
+
+def _head(head: AnswerHead, kind: str) -> dict[str, Any]:
+    prefix = "chatcmpl" if kind.startswith("chat") else "cmpl"
+    return {
+        "id": f"{prefix}-{head.id}",
+        "object": kind,
+        "created": head.created_s,
+        "model": head.model,
+    }
+
+
+def _logprobs(call: AgentCall, answer: AgentAnswer) -> dict[str, Any] | None:
+    if not call.options.get("logprobs"):
+        return None
+    ids, values = answer.response.completion_ids, answer.response.logprobs
+    if ids is None or values is None or answer.decode is None:
+        raise RequestError(
+            "the model's server gave no logprobs with the sampled tokens, so they cannot be "
+            "returned.",
+            param="logprobs",
+        )
+    texts = [answer.decode([token]) for token in ids.tolist()]
+    write = chat_logprobs if call.message_type == "chat" else text_logprobs
+    return write(texts, values.tolist())
+
+
+class ChatEvents:
+    """The chunks of one streamed chat or text completion."""
+
+    def __init__(self, call: AgentCall) -> None:
+        self._call, self._is_chat = call, call.message_type == "chat"
+        self._base: dict[str, Any] = {}
+
+    def begin(self, head: AnswerHead) -> Iterable[bytes]:
+        """Return the chunk that says who speaks; a text has none."""
+        self._base = _head(head, "chat.completion.chunk" if self._is_chat else "text_completion")
+        return [self._chunk({"role": "assistant", "content": ""})] if self._is_chat else []
+
+    def delta(self, delta: AnswerDelta) -> Iterable[bytes]:
+        """Return a chunk with what is new."""
+        if not self._is_chat:
+            return [self._text_chunk(delta.content)]
+        new: dict[str, Any] = {}
+        if delta.reasoning:
+            new["reasoning_content"] = delta.reasoning
+        if delta.content:
+            new["content"] = delta.content
+        if delta.tool_calls:
+            new["tool_calls"] = [{"index": i, **each} for i, each in enumerate(delta.tool_calls)]
+        return [self._chunk(new)]
+
+    def end(self, answer: AgentAnswer) -> Iterable[bytes]:
+        """Return the chunk with the finish reason, the usage if it was asked for, and the end."""
+        reason, logprobs = answer.finish_reason.value, _logprobs(self._call, answer)
+        last = (
+            self._chunk({}, reason, logprobs)
+            if self._is_chat
+            else self._text_chunk("", reason, logprobs)
+        )
+        if not self._call.options.get("include_usage"):
+            return [last, DONE]
+        counted = data_event(self._base | {"choices": [], "usage": chat_usage([answer])})
+        return [last, counted, DONE]
+
+    def fail(self, failure: Failure) -> Iterable[bytes]:
+        """Return the error as an event; the official client raises it."""
+        return [data_event(openai_error(failure)), DONE]
+
+    def _chunk(
+        self, delta: dict[str, Any], reason: str | None = None, logprobs: Any = None
+    ) -> bytes:
+        choice = {"index": 0, "delta": delta, "finish_reason": reason, "logprobs": logprobs}
+        return data_event({**self._base, "choices": [choice]})
+
+    def _text_chunk(self, text: str, reason: str | None = None, logprobs: Any = None) -> bytes:
+        choice = {"index": 0, "text": text, "finish_reason": reason, "logprobs": logprobs}
+        return data_event({**self._base, "choices": [choice]})
+
+
+CHAT = WireProtocol(
+    "chat/completions", "/chat/completions", CHAT_FIELDS, read_chat, write_chat, ChatEvents
+)
+TEXT = WireProtocol("completions", "/completions", TEXT_FIELDS, read_text, write_text, ChatEvents)

@@ -1,0 +1,114 @@
+"""What a protocol is: a table of fields, pure functions between bodies and calls, and its events.
+
+`rolltree.gateway.registry` lists the protocols. A protocol knows nothing of sessions, trees and
+connections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias
+
+import msgspec
+
+from rolltree.gateway.calls import AgentAnswer, AgentCall, AnswerDelta, AnswerHead
+from rolltree.gateway.fields import Field
+from rolltree.inference.server.requests import Failure, openai_error
+from rolltree.types import ChatMessage
+
+
+class SessionView(Protocol):
+    """What a protocol may ask of the session that a request belongs to."""
+
+    @property
+    def model_name(self) -> str:
+        """The name of the session's model."""
+        ...
+
+    def conversation(self, answer_id: str) -> list[ChatMessage]:
+        """Return the messages of an earlier call of this session and its answer.
+
+        Raises:
+            RequestError: 404, this session gave no such answer.
+        """
+        ...
+
+    def answer(self, answer_id: str) -> AgentAnswer:
+        """Return an earlier answer of this session.
+
+        Raises:
+            RequestError: 404, this session gave no such answer.
+        """
+        ...
+
+    def count_tokens(self, call: AgentCall) -> int:
+        """Return how many tokens the prompt of a call would have.
+
+        Raises:
+            RequestError: the model's server renders prompts, so it is not known here.
+        """
+        ...
+
+
+class EventWriter(Protocol):
+    """Writes the events of one streamed answer; each item is the bytes of one event."""
+
+    def begin(self, head: AnswerHead) -> Iterable[bytes]:
+        """Return what comes first, before anything is sampled."""
+        ...
+
+    def delta(self, delta: AnswerDelta) -> Iterable[bytes]:
+        """Return the events for what is new."""
+        ...
+
+    def end(self, answer: AgentAnswer) -> Iterable[bytes]:
+        """Return the last events. All deltas have come."""
+        ...
+
+    def fail(self, failure: Failure) -> Iterable[bytes]:
+        """Return the events that say that no more will come, and why."""
+        ...
+
+
+SideHandler: TypeAlias = Callable[
+    [SessionView, Mapping[str, Any], Mapping[str, str]], Awaitable[dict[str, Any]]
+]
+"""Answers a further path of a protocol: session, body (empty for GET), path parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class WireProtocol:
+    """One way to ask for an answer.
+
+    Args:
+        name: for logs and errors.
+        path: where calls are posted, below the session's `/v1`.
+        fields: what becomes of each field.
+        read: the body (without fields that are null) and the session to the call.
+        write: the call and its `n` answers to the body of the response.
+        events: the writer of a streamed answer.
+        error: a failure to the body of an error response.
+        sides: further paths, by method and path (`("POST", "/messages/count_tokens")`).
+        ping: an event that keeps a stream alive while nothing is sampled yet.
+    """
+
+    name: str
+    path: str
+    fields: Mapping[str, Field]
+    read: Callable[[Mapping[str, Any], SessionView], AgentCall]
+    write: Callable[[AgentCall, Sequence[AgentAnswer]], dict[str, Any]]
+    events: Callable[[AgentCall], EventWriter]
+    error: Callable[[Failure], dict[str, Any]] = openai_error
+    sides: Mapping[tuple[str, str], SideHandler] = field(default_factory=dict)
+    ping: bytes = b": ping\n\n"
+
+
+def data_event(value: object, name: str | None = None) -> bytes:
+    """Return a server-sent event with JSON as its data, and a name if the protocol has them.
+
+    >>> data_event({"a": 1}, "ping")
+    b'event: ping\\ndata: {"a":1}\\n\\n'
+    """
+    head = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return head + b"data: " + msgspec.json.encode(value) + b"\n\n"

@@ -1,0 +1,8 @@
+"""The protocols that a gateway speaks."""
+
+from __future__ import annotations
+
+from rolltree.gateway.openai_chat import CHAT, TEXT
+from rolltree.gateway.protocol import WireProtocol
+
+PROTOCOLS: tuple[WireProtocol, ...] = (CHAT, TEXT)

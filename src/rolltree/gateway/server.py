@@ -1,0 +1,327 @@
+"""`Gateway`: sessions, and the server in front of any model client that they are reached by."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import secrets
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import uvicorn
+
+from rolltree.errors import ConfigError, refuse_unknown
+from rolltree.gateway.app import create_gateway_app
+from rolltree.gateway.journal import Journal, KeptSession
+from rolltree.gateway.session import NO_LIMITS, GatewaySession, SessionLimits
+from rolltree.inference.client import as_client
+from rolltree.inference.server.app import ServerOptions
+from rolltree.inference.server.http import (
+    READ_TIMEOUT_S,
+    AnnouncingServer,
+    listen,
+    protocol_with_head_timeout,
+)
+from rolltree.inference.server.requests import RequestError
+from rolltree.rollouts.record import encode_result
+from rolltree.seeds import derive_seed
+from rolltree.store import Run
+from rolltree.types import RolloutRequest, RolloutResult, SamplingArgs, SamplingParams, State
+
+WRITE_TIMEOUT_S = 120.0
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+
+
+class SessionSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What `POST /sessions` takes."""
+
+    id: str | None = None
+    sampling: dict[str, Any] = {}
+    seed: int | None = None
+    max_calls: int | None = None
+    max_tokens: int | None = None
+    time_limit_s: float | None = None
+    info: dict[str, Any] = {}
+
+
+class SessionOutcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What `POST /sessions/ID/close` takes."""
+
+    reward: float | None = None
+    metrics: dict[str, float | None] = {}
+
+
+class Gateway:
+    """Sessions of agent programs in front of one model client.
+
+        async with rt.gateway(client) as g:
+            async with g.session() as s:
+                run_agent(base_url=s.base_url, api_key=s.api_key)
+            s.state["trajectory"].tree
+
+    Args:
+        client: a `ModelClient`, or what `as_client` accepts. It stays the caller's to close.
+        directory: where finished calls of open sessions are kept; a gateway that is started on it
+            again serves the same sessions. Without one (and without a run) they are in memory only.
+        run: where sessions that are closed over HTTP are stored; `directory` is then `gateway/` in
+            its folder, unless given.
+        host, port: where to listen; port 0 takes a free one.
+        allow_remote: take another than a loopback address.
+        admin_key: what requests that open and close sessions carry; None generates one.
+        unix_socket: a path to listen on as well, for programs that have no network.
+        allowed_hosts: further names under which the gateway is reached, such as
+            `host.containers.internal:8000`.
+        limits: of sessions that bring none.
+        read_timeout_s, write_timeout_s: how long a request may take to arrive, and how long a
+            client may take to read a part of its answer.
+        max_sessions: the most that are open at a time.
+
+    Raises:
+        ConfigError: the address is not loopback and `allow_remote` or `admin_key` are missing.
+    """
+
+    def __init__(
+        self,
+        client: object,
+        *,
+        directory: str | Path | None = None,
+        run: Run | None = None,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        allow_remote: bool = False,
+        admin_key: str | None = None,
+        unix_socket: str | Path | None = None,
+        allowed_hosts: Sequence[str] = (),
+        limits: SessionLimits = NO_LIMITS,
+        read_timeout_s: float = READ_TIMEOUT_S,
+        write_timeout_s: float = WRITE_TIMEOUT_S,
+        max_sessions: int = 10_000,
+        **unknown: Any,
+    ) -> None:
+        refuse_unknown("gateway", unknown, Gateway)
+        self._where = ServerOptions(host, port, admin_key, allow_remote)
+        self.client = as_client(client)
+        self.admin_key = admin_key or secrets.token_urlsafe(24)
+        self.sessions: dict[str, GatewaySession] = {}
+        """Those that are open, by id."""
+        self.limits, self.max_sessions = limits, max_sessions
+        self.read_timeout_s, self.write_timeout_s = read_timeout_s, write_timeout_s
+        self.url = ""
+        """Where it is, without a path; empty until it is started."""
+        self._run, self._allowed_hosts = run, tuple(allowed_hosts)
+        if directory is None and run is not None:
+            directory = run.path / "gateway"
+        self._folder = None if directory is None else Path(directory)
+        self._journal: Journal | None = None
+        self._socket = None if unix_socket is None else Path(unix_socket)
+        self.listener: socket.socket | None = None
+        """Where it listens on the network, once it is started."""
+        self._server: _QuietServer | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Gateway:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.aclose()
+
+    async def start(self) -> None:
+        """Listen, and open the sessions that an earlier gateway left.
+
+        Raises:
+            ConfigError: the address cannot be listened on.
+            StoreError: the directory cannot be used.
+        """
+        listener = self.listener = listen(self._where.host, self._where.port)
+        port = listener.getsockname()[1]
+        name = f"[{self._where.host}]" if ":" in self._where.host else self._where.host
+        self.url = f"http://{name}:{port}"
+        listeners = [listener]
+        if self._socket is not None:
+            listeners.append(_unix_listener(self._socket))
+        if self._folder is not None:
+            self._journal = Journal(self._folder)
+            for session_id, kept in self._journal.read():
+                self._restore(session_id, kept)
+        hosts = {f"{name}:{port}", f"127.0.0.1:{port}", f"localhost:{port}", *self._allowed_hosts}
+        config = uvicorn.Config(
+            create_gateway_app(self, hosts),
+            http=protocol_with_head_timeout(self.read_timeout_s),
+            lifespan="off",
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=1,
+            ws="none",
+        )
+        ready = asyncio.Event()
+        self._server = _QuietServer(config, ready.set)
+        self._serving = asyncio.ensure_future(self._server.serve(listeners))
+        waiting = asyncio.ensure_future(ready.wait())
+        await asyncio.wait((waiting, self._serving), return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        if self._serving.done():
+            self._serving.result()
+
+    async def aclose(self) -> None:
+        """Stop listening. Sessions that are open stay on disk; their calls in flight are cut."""
+        if self._server is not None and self._serving is not None:
+            self._server.should_exit = True
+            await asyncio.wait((self._serving,))
+        for session in list(self.sessions.values()):
+            await session.aclose()
+        if self._journal is not None:
+            self._journal.close()
+        if self._socket is not None:
+            self._socket.unlink(missing_ok=True)
+
+    def session(
+        self,
+        session_id: str | None = None,
+        *,
+        client: object = None,
+        state: State | None = None,
+        sampling: SamplingArgs | SamplingParams | None = None,
+        seed: int | None = None,
+        limits: SessionLimits | None = None,
+        info: Mapping[str, Any] | None = None,
+        **unknown: Any,
+    ) -> GatewaySession:
+        """Open a session; `async with` closes it. The arguments are `GatewaySession`'s.
+
+        `client` is another one than the gateway's, such as an episode's.
+
+        Raises:
+            ConfigError: the id is taken or no id, a setting cannot be used, or too many sessions
+                are open.
+        """
+        refuse_unknown("session", unknown, Gateway.session)
+        if session_id is None:
+            session_id = secrets.token_hex(8)
+        if not _ID.fullmatch(session_id) or session_id in self.sessions:
+            raise ConfigError(
+                f"a session cannot be called {session_id!r}: it is taken, or it is not 1 to 64 "
+                "letters, digits, - and _. Leave the id out to get one."
+            )
+        if len(self.sessions) >= self.max_sessions:
+            raise ConfigError(
+                f"{len(self.sessions)} sessions are open, and max_sessions is {self.max_sessions}. "
+                "Close some first."
+            )
+        made = self._make(
+            session_id,
+            client=self.client if client is None else as_client(client),
+            state=state,
+            sampling=sampling,
+            seed=seed,
+            limits=self.limits if limits is None else limits,
+            info=info,
+            api_key=secrets.token_urlsafe(24),
+        )
+        if made.journal is not None:
+            made.journal.publish()
+        return made
+
+    def _make(self, session_id: str, **settings: Any) -> GatewaySession:
+        made = GatewaySession(session_id, base_url=self.url, on_close=self._closed, **settings)
+        if self._journal is not None:
+            made.journal = self._journal.create(session_id, made.settings())
+        self.sessions[session_id] = made
+        return made
+
+    def _restore(self, session_id: str, kept: KeptSession) -> None:
+        settings = dict(kept.settings)
+        made = self._make(
+            session_id,
+            client=self.client,
+            key_digest=settings.pop("key_digest"),
+            limits=SessionLimits(**settings.pop("limits")),
+            **settings,
+        )
+        made.restore(kept)
+
+    def _closed(self, session: GatewaySession) -> None:
+        self.sessions.pop(session.id, None)
+
+    # -- over HTTP -------------------------------------------------------------------------------
+
+    def open_session(self, body: Mapping[str, Any]) -> GatewaySession:
+        """Open a session with the settings of a request.
+
+        Raises:
+            RequestError: one is unknown or cannot be used.
+        """
+        given = _converted(body, SessionSettings)
+        limits = SessionLimits(
+            *(
+                getattr(self.limits, name) if getattr(given, name) is None else getattr(given, name)
+                for name in ("max_calls", "max_tokens", "time_limit_s")
+            )
+        )
+        return self.session(
+            given.id, sampling=given.sampling, seed=given.seed, limits=limits, info=given.info
+        )
+
+    async def close_session(self, session: GatewaySession, body: Mapping[str, Any]) -> None:
+        """Close a session with the outcome of a request, and store it where there is a run.
+
+        Raises:
+            RequestError: a field is unknown.
+            StoreError: it cannot be stored; its calls stay on disk.
+        """
+        outcome = _converted(body, SessionOutcome)
+        await session.aclose()
+        session.state.reward, session.state.metrics = outcome.reward, dict(outcome.metrics)
+        if self._run is not None:
+            run, result = self._run, _result_of(session)
+            await asyncio.to_thread(lambda: run.add_rollouts(encode_result(result)))
+        session.release()
+
+
+def _result_of(session: GatewaySession) -> RolloutResult:
+    seed = session.seed or 0
+    request = RolloutRequest(
+        request_id=session.id,
+        env_id="gateway",
+        input=session.state["input"],
+        seed=seed,
+        sampling_seed=derive_seed(seed, "sampling"),
+        group_id=str(session.info.get("group_id", session.id)),
+        index_in_group=0,
+        phase=str(session.info.get("phase", "gateway")),
+    )
+    return RolloutResult(request, (session.state,), session.state.error)
+
+
+def _converted(body: Mapping[str, Any], kind: Any) -> Any:
+    try:
+        return msgspec.convert(body, kind)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"{error}.") from error
+
+
+def _unix_listener(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        path.unlink(missing_ok=True)
+        listener.bind(os.fspath(path))
+        path.chmod(0o600)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"{path} cannot be listened on ({error}).") from error
+    return listener
+
+
+class _QuietServer(AnnouncingServer):
+    """A server in somebody else's event loop, whose signals stay theirs."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals alone."""
+        yield

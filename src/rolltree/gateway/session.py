@@ -1,0 +1,703 @@
+"""A session: the calls of one agent program, which become one trajectory.
+
+Calls may overlap. Each enters the token tree by its longest exact prefix, and is on disk, where the
+session has a journal, before the answer's last byte is sent. A request that is repeated is answered
+once; one that nobody waits for any more is cancelled (design/0027-gateway.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import hashlib
+import hmac
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+
+from rolltree.environments.completion import render_completion
+from rolltree.errors import ConfigError, StoreError, record_error
+from rolltree.gateway.calls import AgentAnswer, AgentCall, AnswerDelta, AnswerHead, CallOrigin
+from rolltree.gateway.journal import JournalFile, KeptCall, KeptSession
+from rolltree.inference.call import ModelCall
+from rolltree.inference.chat import ChatRenderer
+from rolltree.inference.client import ModelClient, merge_sampling, sampling_to_args
+from rolltree.inference.deltas import TextDeltas
+from rolltree.inference.server.requests import RequestError
+from rolltree.inference.session import TokenSession
+from rolltree.samples import build_samples
+from rolltree.seeds import CallSeeds, derive_seed
+from rolltree.tasks import run_shielded
+from rolltree.tokens import Break, Trajectory, peek
+from rolltree.types import (
+    ChatMessage,
+    IntArray,
+    Messages,
+    MessageType,
+    ModelResponse,
+    RolloutTiming,
+    SamplingArgs,
+    SamplingParams,
+    State,
+    TruncationReason,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLimits:
+    """The most that one session may use; None: no limit.
+
+    Sampled tokens are counted when a call ends, so calls that overlap may pass `max_tokens` by what
+    they sample together. `time_limit_s` counts from when the session was opened.
+
+    Raises:
+        ConfigError: a limit is not above 0.
+    """
+
+    max_calls: int | None = None
+    max_tokens: int | None = None
+    time_limit_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_calls", "max_tokens", "time_limit_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name} is {value}; a session could make no call. Raise it.")
+
+
+NO_LIMITS = SessionLimits()
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """One call, from its request until it is answered, and what was made of it then."""
+
+    head: AnswerHead
+    origin: CallOrigin
+    task: asyncio.Task[AgentAnswer] | None = None
+    deltas: list[AnswerDelta] = field(default_factory=list)
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    num_waiting: int = 0
+    # Its step in the trajectory, when it has been recorded; `is_kept` when it is on disk, too.
+    step: int | None = None
+    is_kept: bool = False
+    # Whether somebody was sent all of the answer.
+    is_delivered: bool = False
+
+
+class GatewaySession:
+    """One program's calls, made through `Gateway.session`.
+
+    Args:
+        session_id: its name, which is part of its URL.
+        client: answers the calls, with a session of its own.
+        base_url: where the gateway is, without a path.
+        api_key: the secret that requests must carry; None generates one. It is not kept.
+        key_digest: of the secret of a session that is restored.
+        state: whose trajectory takes the calls; None makes one.
+        sampling: settings that win over those that the agent asks for, field by field; of two
+            `max_tokens` the smaller one holds.
+        seed: gives every call a seed of its own, unless the agent asks for one.
+        limits: the most that it may use.
+        info: anything that belongs to the session, as JSON.
+        opened_s: when it was opened, in seconds since the epoch.
+        journal: where finished calls are kept.
+    """
+
+    def __init__(
+        self,
+        session_id: str,
+        client: ModelClient,
+        base_url: str,
+        *,
+        api_key: str | None = None,
+        key_digest: str | None = None,
+        state: State | None = None,
+        sampling: SamplingArgs | SamplingParams | None = None,
+        seed: int | None = None,
+        limits: SessionLimits = NO_LIMITS,
+        info: Mapping[str, Any] | None = None,
+        opened_s: float | None = None,
+        journal: JournalFile | None = None,
+        on_close: Callable[[GatewaySession], None] | None = None,
+    ) -> None:
+        self.id, self.limits, self.info = session_id, limits, dict(info or {})
+        self.root_url = f"{base_url}/s/{session_id}"
+        """What Anthropic's clients take: they add `/v1` themselves."""
+        self.base_url = f"{self.root_url}/v1"
+        self.api_key = None
+        if key_digest is None:
+            self.api_key = api_key or secrets.token_urlsafe(24)
+            key_digest = digest_of(self.api_key)
+        self.key_digest = key_digest
+        self.sampling = (
+            sampling_to_args(sampling)
+            if isinstance(sampling, SamplingParams)
+            else dict(sampling or {})
+        )
+        merge_sampling(self.sampling, None)  # raises now rather than in every call
+        self.seed = seed
+        self.opened_s = time.time() if opened_s is None else opened_s
+        self.state = new_state(session_id) if state is None else state
+        self.ended: TruncationReason | None = None
+        """The limit that was reached; later calls are refused."""
+        self.is_closed = False
+        self.num_sampled_tokens = 0
+        self.num_cancelled = 0
+        self._began_s = time.monotonic() - (time.time() - self.opened_s)
+        self._root, self._client = client, client.session()
+        self._seeds = None if seed is None else CallSeeds(seed)
+        self.journal, self._on_close = journal, on_close
+        self._messages: dict[bytes, ChatMessage] = {}
+        self._flights: dict[str, _Flight] = {}
+        self._by_key: dict[str, _Flight] = {}
+        self._by_content: dict[bytes, _Flight] = {}
+        self._num_begun = 0
+        # Of who opened it: the client of an episode tells its clock by the context.
+        self._context = contextvars.copy_context()
+        renderer = renderer_of(self._root)
+        self._decode = None if renderer is None else renderer.decode
+        self._timer: asyncio.TimerHandle | None = None
+        self._failure: StoreError | None = None
+
+    async def __aenter__(self) -> GatewaySession:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.aclose()
+        self.release()
+
+    def __repr__(self) -> str:
+        return f"GatewaySession({self.id!r}, {len(self.trajectory)} calls)"
+
+    # -- what it is ------------------------------------------------------------------------------
+
+    @property
+    def model_name(self) -> str:
+        """The name of the model that answers."""
+        return self._root.model
+
+    @property
+    def trajectory(self) -> Trajectory:
+        """The finished calls, in the order in which they ended."""
+        return cast(Trajectory, self.state.trajectory)
+
+    @property
+    def breaks(self) -> tuple[Break, ...]:
+        """Where a prompt did not continue what came before, and why."""
+        return build_samples([self.state], decode=self._decode).breaks
+
+    @property
+    def changed_sampling(self) -> dict[int, dict[str, Any]]:
+        """The calls that asked for another distribution than the model's, by step, and the fields.
+
+        Training refuses such calls (docs/inference.md).
+        """
+        found = {}
+        for index, step in enumerate(self.trajectory):
+            changes = (peek(step, "extras") or {}).get("sampling")
+            if changes:
+                found[index] = changes
+        return found
+
+    @property
+    def num_in_flight(self) -> int:
+        """How many calls are being answered."""
+        return sum(flight.step is None for flight in self._flights.values())
+
+    def has_key(self, given: str) -> bool:
+        """Whether `given` is the session's secret."""
+        return hmac.compare_digest(digest_of(given), self.key_digest)
+
+    def settings(self) -> dict[str, Any]:
+        """Return what a gateway that is started again makes the session of."""
+        return {
+            "key_digest": self.key_digest,
+            "sampling": self.sampling,
+            "seed": self.seed,
+            "limits": asdict(self.limits),
+            "info": self.info,
+            "opened_s": self.opened_s,
+        }
+
+    def summary(self) -> dict[str, Any]:
+        """Return what the session is and did so far, as JSON."""
+        return {
+            "id": self.id,
+            "base_url": self.base_url,
+            "is_closed": self.is_closed,
+            "ended": self.ended,
+            "num_calls": len(self.trajectory),
+            "num_in_flight": self.num_in_flight,
+            "num_cancelled": self.num_cancelled,
+            "num_sampled_tokens": self.num_sampled_tokens,
+            "num_unique_tokens": self.trajectory.tree.num_tokens,
+            "breaks": [
+                {"call": each.call, "agent": each.agent, "position": each.position}
+                | {"cause": each.cause.value}
+                for each in self.breaks
+            ],
+            "changed_sampling": {str(k): v for k, v in self.changed_sampling.items()},
+            "info": self.info,
+        }
+
+    # -- asking ----------------------------------------------------------------------------------
+
+    async def complete(self, call: AgentCall, origin: CallOrigin | None = None) -> AgentAnswer:
+        """Answer a call.
+
+        Cancelling this cancels the sampling, unless a repeated request waits for it, too.
+
+        Raises:
+            RequestError: the session is closed, a limit is reached, or the request contradicts an
+                earlier one with its idempotency key.
+            ModelError: as the client raises.
+        """
+        flight = self._begin(call, origin or CallOrigin())
+        with self._waiting(flight):
+            return await self._answer(flight)
+
+    async def stream(
+        self, call: AgentCall, origin: CallOrigin | None = None
+    ) -> AsyncGenerator[AnswerHead | AnswerDelta | AgentAnswer, None]:
+        """Yield the head of the answer, what is new in it as it is sampled, and the whole.
+
+        The deltas add up to the message. A client that does not see tokens while they are sampled
+        gives all of it at the end. Closing the generator cancels the sampling, as in `complete`.
+
+        Raises:
+            RequestError, ModelError: as `complete`.
+        """
+        flight = self._begin(call, origin or CallOrigin())
+        reasoning, content = TextDeltas(), TextDeltas()
+        said_reasoning = said_content = ""
+        with self._waiting(flight):
+            yield flight.head
+            num_seen = 0
+            while True:
+                while num_seen < len(flight.deltas):
+                    delta = flight.deltas[num_seen]
+                    num_seen += 1
+                    said_reasoning += delta.reasoning
+                    said_content += delta.content
+                    yield delta
+                if flight.task is None or flight.task.done():
+                    break
+                flight.news.clear()
+                await flight.news.wait()
+            answer = await self._answer(flight)
+            reasoning.next(said_reasoning)
+            content.next(said_content)
+            rest = AnswerDelta(
+                reasoning.next(answer.reasoning), content.next(answer.text), answer.tool_calls
+            )
+            if rest != AnswerDelta():
+                yield rest
+            yield answer
+
+    def delivered(self, answer: AgentAnswer) -> None:
+        """Note that all of an answer was sent: the same request later is another call."""
+        flight = self._flights.get(answer.head.id)
+        if flight is not None and not flight.is_delivered:
+            flight.is_delivered = True
+            if self.journal is not None and flight.step is not None:
+                self.journal.note_delivered(flight.step)
+
+    # -- what protocols ask (`SessionView`) ------------------------------------------------------
+
+    def conversation(self, answer_id: str) -> list[ChatMessage]:
+        """Return the messages of an earlier call and its answer."""
+        step = self.trajectory[self._step_of(answer_id)]
+        said = [*peek(step, "prompt"), *peek(step, "completion")]
+        if not all(isinstance(message, dict) for message in said):
+            raise RequestError(f"{answer_id} is the answer to a text, not a conversation.")
+        return said
+
+    def answer(self, answer_id: str) -> AgentAnswer:
+        """Return an earlier answer."""
+        self._step_of(answer_id)
+        return self._answer_of(self._flights[answer_id])
+
+    def count_tokens(self, call: AgentCall) -> int:
+        """Return how many tokens the prompt of a call would have."""
+        renderer = renderer_of(self._root)
+        if renderer is None:
+            raise RequestError(
+                "the model's server renders the prompts, so their tokens cannot be counted here. "
+                "Give the gateway's client a renderer.",
+                status=501,
+            )
+        if isinstance(call.prompt, np.ndarray):
+            return len(call.prompt)
+        # A session of its own: counting must not change what later prompts continue.
+        prompt = TokenSession(renderer).prepare(
+            call.prompt, call.tools or None, message_type=call.message_type
+        )
+        return len(prompt.ids)
+
+    def _step_of(self, answer_id: str) -> int:
+        flight = self._flights.get(answer_id)
+        if flight is None or flight.step is None:
+            raise RequestError(f"this session gave no answer {answer_id!r}.", status=404)
+        return flight.step
+
+    # -- one call --------------------------------------------------------------------------------
+
+    def _begin(self, call: AgentCall, origin: CallOrigin) -> _Flight:
+        """Return the flight of a call: the one of the request that it repeats, or a new one."""
+        if self.is_closed:
+            raise RequestError("the session is closed; nothing more is answered.", status=403)
+        repeated = self._repeated(origin)
+        if repeated is not None:
+            return repeated
+        if self._failure is not None:
+            raise self._failure
+        self._check_limits()
+        head = AnswerHead(secrets.token_hex(12), call.model or self.model_name, int(time.time()))
+        flight = _Flight(head, origin)
+        self._num_begun += 1
+        self._flights[head.id] = flight
+        if origin.key is not None:
+            self._by_key[origin.key] = flight
+        if origin.digest:
+            self._by_content[origin.digest] = flight
+        loop = asyncio.get_running_loop()
+        self._watch_time(loop)
+        work = self._run(flight, call)
+        flight.task = loop.create_task(work, context=self._context.copy())
+        flight.task.add_done_callback(lambda task: self._done(flight, task))
+        return flight
+
+    def _repeated(self, origin: CallOrigin) -> _Flight | None:
+        if origin.key is not None:
+            known = self._by_key.get(origin.key)
+            if known is not None and known.origin.digest != origin.digest:
+                raise RequestError(
+                    "the idempotency key was used with another request, so it is unclear which of "
+                    "the two is meant. Use a new key.",
+                    status=422,
+                )
+            return known
+        known = self._by_content.get(origin.digest) if origin.digest else None
+        # A client that counts its attempts says whether it repeats; two equal first attempts are
+        # two samples.
+        if known is None or origin.attempt == 0:
+            return None
+        is_lost = known.step is None or not known.is_delivered
+        return known if is_lost or origin.attempt else None
+
+    def _check_limits(self) -> None:
+        limits = self.limits
+        spent_s = time.monotonic() - self._began_s
+        if limits.max_calls is not None and self._num_begun >= limits.max_calls:
+            self._end(TruncationReason.MAX_STEPS)
+        elif limits.max_tokens is not None and self.num_sampled_tokens >= limits.max_tokens:
+            self._end(TruncationReason.BUDGET)
+        elif limits.time_limit_s is not None and spent_s >= limits.time_limit_s:
+            self._end(TruncationReason.TIME_LIMIT)
+        if self.ended is not None:
+            raise self._limit_error()
+
+    def _limit_error(self) -> RequestError:
+        return RequestError(
+            f"the session has reached its limit ({self.ended}); no further call is answered.",
+            status=403,
+        )
+
+    def _end(self, reason: TruncationReason) -> None:
+        if self.ended is None:
+            self.ended = reason
+            self.state.truncated, self.state.truncation_reason = True, reason.value
+
+    def _watch_time(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._timer is None and self.limits.time_limit_s is not None:
+            left_s = self._began_s + self.limits.time_limit_s - time.monotonic()
+            self._timer = loop.call_later(max(left_s, 0.0), self._time_is_over)
+
+    def _time_is_over(self) -> None:
+        self._end(TruncationReason.TIME_LIMIT)
+        for flight in list(self._flights.values()):
+            if flight.task is not None and flight.step is None:
+                flight.task.cancel()
+
+    @contextlib.contextmanager
+    def _waiting(self, flight: _Flight) -> Iterator[None]:
+        """Count who waits for a flight; when the last one leaves, its sampling is cancelled."""
+        flight.num_waiting += 1
+        try:
+            yield
+        finally:
+            flight.num_waiting -= 1
+            if not flight.num_waiting and flight.task is not None:
+                if flight.task.done():
+                    self._release(flight)
+                else:
+                    # A repeated request that comes now must not join what is being cancelled.
+                    self._forget(flight)
+                    flight.task.cancel()
+
+    async def _answer(self, flight: _Flight) -> AgentAnswer:
+        if flight.task is None:
+            if not flight.is_kept and self._failure is not None:
+                raise self._failure
+            return self._answer_of(flight)
+        try:
+            return await asyncio.shield(flight.task)
+        except asyncio.CancelledError:
+            # Cancelled from within: by a limit or the end of the session, not by who waits.
+            if flight.task is not None and flight.task.cancelled() and self.ended is not None:
+                raise self._limit_error() from None
+            if flight.task is not None and flight.task.cancelled() and self.is_closed:
+                raise RequestError("the session was closed meanwhile.", status=403) from None
+            raise
+
+    def _done(self, flight: _Flight, task: asyncio.Task[AgentAnswer]) -> None:
+        flight.news.set()
+        failed = task.cancelled() or task.exception() is not None
+        if flight.step is None and failed:
+            self.num_cancelled += task.cancelled()
+            self._forget(flight)
+        elif not flight.num_waiting:
+            self._release(flight)
+
+    def _release(self, flight: _Flight) -> None:
+        """Let go of what the trajectory has: the task would keep the answer's arrays."""
+        flight.task, flight.deltas = None, []
+
+    def _forget(self, flight: _Flight) -> None:
+        """Let the same request, made again, be a new call."""
+        if flight.step is not None:
+            return
+        self._flights.pop(flight.head.id, None)
+        if self._by_content.get(flight.origin.digest) is flight:
+            del self._by_content[flight.origin.digest]
+        if flight.origin.key is not None and self._by_key.get(flight.origin.key) is flight:
+            del self._by_key[flight.origin.key]
+
+    async def _run(self, flight: _Flight, call: AgentCall) -> AgentAnswer:
+        prompt = call.prompt
+        if isinstance(prompt, list):
+            prompt = self._interned(prompt)
+
+        def listen(delta: ChatMessage) -> None:
+            new = AnswerDelta(delta.get("reasoning_content") or "", delta.get("content") or "")
+            if new.reasoning or new.content:
+                flight.deltas.append(new)
+                flight.news.set()
+
+        now = time.monotonic()
+        asked = ModelCall(
+            prompt,
+            self._sampling_of(call.sampling),
+            None,
+            call.tools or None,
+            call.message_type,
+            round(now - self._began_s, 6),
+            now,
+            on_delta=listen if call.stream else None,
+        )
+        response = await asked.to(self._client)
+        # What was sampled is recorded also when nobody waits for it any more.
+        return await run_shielded(self._keep(flight, call, prompt, response))
+
+    def _sampling_of(self, asked: SamplingParams) -> SamplingParams:
+        """Return the agent's settings with the session's own on top, and a seed."""
+        merged = merge_sampling(asked, self.sampling) if self.sampling else asked
+        limits = [asked.max_tokens, merged.max_tokens]
+        if self.limits.max_tokens is not None:
+            limits.append(self.limits.max_tokens - self.num_sampled_tokens)
+        known = [limit for limit in limits if limit is not None]
+        seed = merged.seed
+        if self._seeds is not None and self.seed is not None:
+            # An agent that always asks with one seed must not make the members of a group equal.
+            mixed = None if asked.seed is None else derive_seed(self.seed, "asked", asked.seed)
+            seed = self._seeds.next(mixed)
+        return replace(merged, max_tokens=min(known, default=None), seed=seed)
+
+    def _interned(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+        """Return the messages, those that were seen before as the same objects."""
+        # Agents send their whole history with every call, and it must not be kept every time.
+        known, found = self._messages, []
+        for message in messages:
+            key = hashlib.blake2b(msgspec.msgpack.encode(message), digest_size=16).digest()
+            found.append(known.setdefault(key, message))
+        return found
+
+    async def _keep(
+        self,
+        flight: _Flight,
+        call: AgentCall,
+        prompt: Messages | IntArray,
+        response: ModelResponse,
+    ) -> AgentAnswer:
+        is_chat = isinstance(prompt, list)
+        if isinstance(prompt, np.ndarray):
+            prompt = self._spelled(prompt)
+        step = self._record(prompt, is_chat, response, flight.origin.agent)
+        flight.step = step
+        if self.journal is not None:
+            origin = flight.origin
+            kept = KeptCall(flight.head, origin.agent, origin.key, origin.digest, call.tools)
+            try:
+                await self.journal.append(self.trajectory, step, kept)
+            except StoreError as error:
+                self._failure = error
+                self.state.error = record_error(error, "environment")
+                raise
+        flight.is_kept = True
+        return self._answer_of(flight, response)
+
+    def _record(self, prompt: Messages, is_chat: bool, response: ModelResponse, agent: str) -> int:
+        """Append a finished call to the trajectory; return its step."""
+        completion: Messages = [response.message] if is_chat else response.text
+        number = len(self.trajectory)
+        self.trajectory.append_call(
+            prompt=prompt, completion=completion, response=response, agent=agent, turn=number
+        )
+        self.num_sampled_tokens += response.num_completion_tokens
+        return number
+
+    def _spelled(self, ids: IntArray) -> str:
+        renderer = renderer_of(self._root)
+        return " ".join(map(str, ids.tolist())) if renderer is None else renderer.decode(ids)
+
+    def _answer_of(self, flight: _Flight, response: ModelResponse | None = None) -> AgentAnswer:
+        """Return the answer of a recorded call."""
+        assert flight.step is not None
+        step = self.trajectory[flight.step]
+        if response is None:
+            response = cast(ModelResponse, peek(step, "response"))
+        stop = response.info.get("stop_reason")
+        return AgentAnswer(
+            flight.head,
+            response.message,
+            response.finish_reason,
+            response,
+            stop=stop if isinstance(stop, str) else None,
+            num_prompt_tokens=response.num_prompt_tokens,
+            num_completion_tokens=response.num_completion_tokens,
+            num_cached_tokens=int(response.info.get("num_cached_tokens", 0)),
+            decode=self._decode,
+        )
+
+    # -- its end, and its beginning after a restart ----------------------------------------------
+
+    async def aclose(self) -> None:
+        """End the session: calls in flight are cancelled, and the state is complete.
+
+        The journal's file stays until `release`, so that nothing is lost before the state is
+        stored elsewhere. `async with` does both.
+        """
+        if self.is_closed:
+            return
+        self.is_closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        running = [f.task for f in self._flights.values() if f.task and not f.task.done()]
+        for task in running:
+            task.cancel()
+        if running:
+            await asyncio.wait(running)
+        if self.journal is not None:
+            self.journal.close()
+        self._finish_state()
+        if self._on_close is not None:
+            self._on_close(self)
+
+    def release(self) -> None:
+        """Delete the journal: the state is stored elsewhere, or nobody wants it."""
+        if self.journal is not None:
+            self.journal.delete()
+
+    def _finish_state(self) -> None:
+        state, steps = self.state, self.trajectory
+        if state.get("completion") is None:
+            if not state.prompt and steps:
+                state.prompt = peek(steps[0], "prompt")
+            state.completion = render_completion(state.prompt, steps)
+        timing = cast(RolloutTiming, state.timing)
+        timing["generation_ms"] = (time.monotonic() - self._began_s) * 1000.0
+        timing["total_ms"] = timing["generation_ms"] + timing["scoring_ms"]
+        state.is_completed = True
+        state.truncated = bool(state.truncated)
+        state.terminated = not state.truncated
+        steps.trim()
+
+    def restore(self, kept_session: KeptSession) -> None:
+        """Take in the calls of a journal; later prompts continue them."""
+        remember = getattr(self._client, "remember", None)
+        for kept, step in kept_session.calls:
+            prompt, response = peek(step, "prompt"), cast(ModelResponse, peek(step, "response"))
+            is_chat = isinstance(prompt, list)
+            if is_chat:
+                prompt = self._interned(prompt)
+            if remember is not None:
+                kind: MessageType = "chat" if is_chat else "completion"
+                asked = ModelCall(prompt, tools=kept.tools or None, message_type=kind)
+                known = remember(asked, response)
+                # Without ids it is not this model's any more; what was sampled stays.
+                response = response if known.completion_ids is None else known
+            number = self._record(prompt, is_chat, response, kept.agent)
+            origin = CallOrigin(kept.agent, kept.key, None, kept.digest)
+            flight = _Flight(kept.head, origin)
+            flight.step, flight.is_kept = number, True
+            flight.is_delivered = number in kept_session.delivered
+            if self.journal is not None:
+                self.journal.append_now(self.trajectory, number, kept)
+                if flight.is_delivered:
+                    self.journal.note_delivered(number)
+            self._flights[kept.head.id] = flight
+            self._num_begun += 1
+            if kept.key is not None:
+                self._by_key[kept.key] = flight
+            if kept.digest:
+                self._by_content[kept.digest] = flight
+            if self._seeds is not None:
+                self._seeds.next(None)
+        if self.journal is not None:
+            self.journal.publish()
+
+
+def digest_of(secret: str) -> str:
+    """Return what is kept of a secret."""
+    return hashlib.sha256(secret.encode("utf-8", "replace")).hexdigest()
+
+
+def renderer_of(client: object) -> ChatRenderer | None:
+    """Return what renders the prompts of a client, or of one behind it; None: its server does."""
+    found = getattr(client, "renderer", None)
+    if isinstance(found, ChatRenderer):
+        return found
+    for part in getattr(client, "clients", ()):
+        if (found := renderer_of(part)) is not None:
+            return found
+    return None
+
+
+def new_state(name: str) -> State:
+    """Return the state of a session that belongs to no environment."""
+    state = State(input={"prompt": [], "example_id": 0, "task": name})
+    state.update(
+        is_completed=False,
+        stop_condition=None,
+        oai_tools=[],
+        trajectory=Trajectory(),
+        completion=None,
+        reward=None,
+        advantage=None,
+        metrics=None,
+        timing=RolloutTiming(
+            generation_ms=0.0, scoring_ms=0.0, total_ms=0.0, start_time=time.time()
+        ),
+        error=None,
+        terminated=False,
+        truncated=False,
+        truncation_reason=None,
+    )
+    return state

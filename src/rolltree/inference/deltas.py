@@ -1,0 +1,172 @@
+"""What is new in an unfinished answer, token by token: text, reasoning, and at the end tool calls.
+
+Text that a later token may change (an incomplete character, stop string or reasoning tag, a tool
+call) is held back until it is settled, so nothing is ever taken back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rolltree.inference.chat import ChatRenderer
+from rolltree.inference.completion import REASONING_TAGS, cut_at_stop
+from rolltree.types import ChatMessage, FinishReason, SamplingParams, ToolSchema
+
+if TYPE_CHECKING:
+    from rolltree.inference.call import ModelCall
+    from rolltree.inference.engine import SampledToken
+
+# What a tool call may begin with, in any of the parsers' formats.
+_MAY_BE_A_CALL = re.compile(r"[<\[{]")
+# The beginning of markup that a model's parser reads at the end (harmony's headers).
+_CONTROL = "<|"
+_TAGS = (_CONTROL, *(tag for tags in REASONING_TAGS.values() for tag in tags if tag))
+
+
+def outgoing_message(message: ChatMessage) -> ChatMessage:
+    """Return a parsed message as servers send it: no notes, no empty content beside calls."""
+    sent = {name: value for name, value in message.items() if name != "parse_problems"}
+    if sent.get("tool_calls") and not sent["content"]:
+        sent["content"] = None
+    return sent
+
+
+class SettledText:
+    """The text of an unfinished answer, as far as no later token can change it.
+
+    Each token costs the decoding of a few: what was decoded once is not decoded again.
+    """
+
+    def __init__(self, renderer: ChatRenderer, sampling: SamplingParams) -> None:
+        self._decode, self._stop = renderer.decode, sampling.stop
+        self._silent = {*renderer.end_ids, *sampling.stop_token_ids}
+        self._window: list[int] = []
+        # The first ids of the window whose text is a part of `_text` already: tokenizers decode an
+        # id in context (the space before a word, a character of several ids).
+        self._num_read = 0
+        self._text = ""
+
+    def add(self, token: int) -> str:
+        """Take one more token; return the settled text of all of them."""
+        if token not in self._silent:
+            self._window.append(token)
+            known = self._decode(self._window[: self._num_read])
+            text = self._decode(self._window)
+            # The last character may be incomplete; the next token decides.
+            if not text.endswith("\ufffd"):
+                self._text += text[len(known) :]
+                del self._window[: self._num_read]
+                self._num_read = len(self._window)
+        text = cut_at_stop(self._text, self._stop)
+        return text[: len(text) - _unsettled(text, self._stop)]
+
+
+class TextDeltas:
+    """The new text of one choice, from one look to the next."""
+
+    def __init__(self) -> None:
+        self._given = ""
+
+    def next(self, text: str) -> str:
+        """Return the part of `text` after what was given out before; nothing if they differ."""
+        # What was given out cannot be taken back. If a later token changed it after all, the
+        # difference is left to the token ids, which are exact.
+        if not text.startswith(self._given):
+            return ""
+        new = text[len(self._given) :]
+        self._given = text
+        return new
+
+
+class MessageDeltas:
+    """The new parts of one choice's message, as OpenAI's `delta` objects."""
+
+    def __init__(self, renderer: ChatRenderer, tools: Sequence[ToolSchema] | None) -> None:
+        self._renderer, self._tools = renderer, tools
+        self._reasoning, self._content = TextDeltas(), TextDeltas()
+        self._is_new = True
+
+    def next(self, text: str) -> dict[str, Any]:
+        """Return the delta for an unfinished answer's settled text."""
+        text = text[: len(text) - _unsettled(text, _TAGS)]
+        parsed = self._renderer.parse_text(text, FinishReason.LENGTH, None)
+        content = str(parsed.message["content"]).partition(_CONTROL)[0]
+        if self._tools:
+            content = _before_calls(content)
+        # The space before a reasoning tag is not content.
+        if content.isspace():
+            content = ""
+        return self._delta(str(parsed.message.get("reasoning_content", "")), content)
+
+    def last(self, message: ChatMessage) -> dict[str, Any]:
+        """Return the delta for the finished message; each tool call comes in one piece."""
+        sent = outgoing_message(message)
+        content = str(sent["content"] or "")
+        delta = self._delta(str(sent.get("reasoning_content", "")), content)
+        if sent.get("tool_calls"):
+            calls = enumerate(sent["tool_calls"])
+            delta["tool_calls"] = [{"index": index, **call} for index, call in calls]
+        return delta
+
+    def _delta(self, reasoning: str, content: str) -> dict[str, Any]:
+        delta: dict[str, Any] = {"role": "assistant"} if self._is_new else {}
+        self._is_new = False
+        parts = {
+            "reasoning_content": self._reasoning.next(reasoning),
+            "content": self._content.next(content),
+        }
+        return delta | {name: part for name, part in parts.items() if part}
+
+
+def _before_calls(content: str) -> str:
+    """Return the part that stays content whatever follows."""
+    # If a call follows, its parser strips the space around the content.
+    if content[:1].isspace():
+        return ""
+    call = _MAY_BE_A_CALL.search(content)
+    return (content[: call.start()] if call else content).rstrip()
+
+
+def _unsettled(text: str, strings: Sequence[str]) -> int:
+    """Return the length of the longest end of `text` that may be the start of one of `strings`.
+
+    >>> _unsettled("12</th", ["</think>"])
+    4
+    """
+    longest = max(map(len, strings), default=1) - 1
+    for size in range(min(longest, len(text)), 0, -1):
+        if any(string.startswith(text[-size:]) for string in strings):
+            return size
+    return 0
+
+
+class TokenListener:
+    """Turns the tokens of one call, as an engine samples them, into deltas of its message.
+
+    `hear` may be called in any thread; the call's `on_delta` is called in the event loop that this
+    was made in.
+    """
+
+    def __init__(self, renderer: ChatRenderer, call: ModelCall) -> None:
+        assert call.on_delta is not None
+        self._text, self._tell = SettledText(renderer, call.sampling), call.on_delta
+        is_chat = isinstance(call.prompt, list)
+        self._deltas = MessageDeltas(renderer, call.tools) if is_chat else TextDeltas()
+        self._loop = asyncio.get_running_loop()
+
+    def hear(self, token: SampledToken) -> None:
+        """Take one more token."""
+        # RuntimeError: the loop is closed, and nobody listens.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._take, token.id)
+
+    def _take(self, token: int) -> None:
+        text = self._text.add(token)
+        if isinstance(self._deltas, MessageDeltas):
+            self._tell(self._deltas.next(text))
+        elif new := self._deltas.next(text):
+            self._tell({"content": new})

@@ -1,0 +1,308 @@
+"""What a gateway that was stopped, killed or cut off knows when it is started again."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import openai
+import pytest
+from gateway_kit import openai_agent, paths
+
+import rolltree as rt
+from rolltree.errors import StoreError
+from rolltree.gateway.calls import AgentCall, AnswerHead, CallOrigin
+from rolltree.gateway.journal import Journal, KeptCall, read_session
+from rolltree.gateway.session import SessionLimits, new_state
+from rolltree.testing import ScriptedClient
+
+ASKED = {"model": "m", "messages": [{"role": "user", "content": "hello there"}]}
+
+
+def echo(messages):
+    return messages[-1]["content"].upper()
+
+
+async def turns(agent, messages, num):
+    for _ in range(num):
+        messages.append({"role": "user", "content": f"turn {len(messages)}"})
+        answer = await agent.chat.completions.create(model="m", messages=messages)
+        messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+    return messages
+
+
+async def test_a_gateway_that_is_started_again_serves_the_same_sessions(tmp_path):
+    limits = SessionLimits(max_calls=7)
+    async with rt.gateway(ScriptedClient(echo), directory=tmp_path) as g:
+        s = g.session("one", seed=3, limits=limits, info={"task": "t"})
+        key = s.api_key
+        async with openai_agent(s) as agent:
+            messages = await turns(agent, [], 3)
+        before, said = paths(s), list(s.trajectory)
+    async with rt.gateway(ScriptedClient(echo), directory=tmp_path) as g:
+        s = g.sessions["one"]
+        assert s.api_key is None
+        assert (s.limits, s.info, s.seed) == (limits, {"task": "t"}, 3)
+        assert paths(s) == before
+        assert s.num_sampled_tokens == sum(len(step["tokens"]["completion_ids"]) for step in said)
+        for restored, step in zip(s.trajectory, said, strict=True):
+            for name in ("prompt", "completion", "tokens"):
+                assert restored[name] == step[name]
+        async with openai.AsyncOpenAI(base_url=s.base_url, api_key=key) as agent:
+            await turns(agent, messages, 2)
+        # Token-in across the restart: one path.
+        assert s.breaks == ()
+        assert s.trajectory.tree.num_tokens == s.trajectory.tree.path_len(4)
+        longer = paths(s)
+    async with rt.gateway(ScriptedClient(echo), directory=tmp_path) as g:
+        s = g.sessions["one"]
+        assert paths(s) == longer
+        async with openai.AsyncOpenAI(base_url=s.base_url, api_key=key, max_retries=0) as agent:
+            await turns(agent, messages, 2)
+            with pytest.raises(openai.PermissionDeniedError):
+                await turns(agent, messages, 1)
+
+
+async def test_an_answer_that_was_lost_with_the_gateway_is_given_again(tmp_path):
+    async with rt.gateway(ScriptedClient(echo), directory=tmp_path) as g:
+        s = g.session("one")
+        # Finished and on disk, and nobody was sent it.
+        call = AgentCall([{"role": "user", "content": "hi"}])
+        first = await s.complete(call, CallOrigin(digest=b"1"))
+        await s.complete(call, CallOrigin(key="k", digest=b"2"))
+    async with rt.gateway(ScriptedClient(echo), directory=tmp_path) as g:
+        s = g.sessions["one"]
+        again = await s.complete(call, CallOrigin(digest=b"1"))
+        assert again.head == first.head
+        assert again.message == first.message
+        assert again.num_completion_tokens == first.num_completion_tokens
+        await s.complete(call, CallOrigin(key="k", digest=b"2"))
+        assert len(s.trajectory) == 2
+
+
+async def test_a_closed_session_leaves_nothing(tmp_path):
+    async with rt.gateway(ScriptedClient(echo), directory=tmp_path) as g:
+        async with g.session() as s, openai_agent(s) as agent:
+            await turns(agent, [], 1)
+            assert list(tmp_path.iterdir())
+        assert not list(tmp_path.iterdir())
+
+
+async def test_a_frame_is_on_disk_before_the_last_byte_is_sent(tmp_path):
+    async with rt.gateway(ScriptedClient(echo), directory=tmp_path) as g:
+        s = g.session("one")
+        async with openai_agent(s) as agent:
+            for number in range(1, 4):
+                stream = await agent.chat.completions.create(**ASKED, stream=True)
+                async for chunk in stream:
+                    if chunk.choices[0].finish_reason:
+                        break
+                assert len(read_session(tmp_path / "one.calls").calls) == number
+                await stream.close()
+
+
+async def test_a_file_is_linear_in_unique_tokens(tmp_path):
+    async with rt.gateway(ScriptedClient(echo), directory=tmp_path) as g:
+        s, sizes = g.session("one"), []
+        async with openai_agent(s) as agent:
+            messages = []
+            for _ in range(3):
+                await turns(agent, messages, 8)
+                sizes.append((tmp_path / "one.calls").stat().st_size)
+        grown = [after - before for before, after in itertools.pairwise(sizes)]
+        assert grown[1] < 1.2 * grown[0]
+
+
+def journal_of(tmp_path, num_calls):
+    """Write a file with calls that overlap and break; return its path and the trajectory."""
+
+    async def write():
+        journal = Journal(tmp_path)
+        file = journal.create("one", {"info": {}})
+        file.publish()
+        client, state = ScriptedClient(echo).session(), new_state("one")
+        for number in range(num_calls):
+            prompt = [{"role": "user", "content": f"question {number % 3}"}]
+            response = await client.chat(prompt)
+            state.trajectory.append_call(
+                prompt=prompt, completion=[response.message], response=response, agent="a"
+            )
+            kept = KeptCall(
+                AnswerHead(f"id{number}", "m", 1), "a", None, b"d", ({"x": number % 2},)
+            )
+            await file.append(state.trajectory, number, kept)
+        file.close()
+        journal.close()
+        return state.trajectory
+
+    return tmp_path / "one.calls", asyncio.run(write())
+
+
+def test_a_file_that_is_cut_off_anywhere_has_the_calls_before(tmp_path):
+    path, trajectory = journal_of(tmp_path, 6)
+    whole = path.read_bytes()
+    rng = random.Random(0)
+    seen = set()
+    for size in [*rng.sample(range(len(whole)), 60), len(whole)]:
+        path.write_bytes(whole[:size])
+        found = read_session(path)
+        calls = [] if found is None else found.calls
+        seen.add(len(calls))
+        for index, (kept, step) in enumerate(calls):
+            assert kept.head.id == f"id{index}"
+            assert kept.tools == ({"x": index % 2},)
+            assert step == trajectory[index]
+    assert {0, 3, 6} <= seen
+
+
+def test_a_damaged_file_is_an_error_that_names_it(tmp_path):
+    path, _ = journal_of(tmp_path, 4)
+    whole = bytearray(path.read_bytes())
+    whole[len(whole) // 2] ^= 1
+    path.write_bytes(whole)
+    with pytest.raises(StoreError, match=r"one\.calls is damaged"):
+        read_session(path)
+
+
+async def test_a_disk_that_is_full_fails_the_call_and_the_session(tmp_path):
+    async with rt.gateway(ScriptedClient(echo), directory=tmp_path) as g:
+        s = g.session("one")
+        async with openai_agent(s) as agent:
+            await agent.chat.completions.create(**ASKED)
+            full = os.open("/dev/full", os.O_WRONLY)
+            os.dup2(full, s.journal._file)
+            os.close(full)
+            for _ in range(2):
+                with pytest.raises(openai.InternalServerError, match="No space left"):
+                    await turns(agent, [], 1)
+        assert s.state["error"].type == "StoreError"
+
+
+# -- kill -9 ---------------------------------------------------------------------------------------
+
+GATEWAY = """
+import asyncio, sys
+import rolltree as rt
+from rolltree.testing import ScriptedClient
+
+def echo(messages):
+    return messages[-1]["content"].upper()
+
+async def main(folder, port):
+    client = ScriptedClient(echo, token_delay_s=0.0005)
+    async with rt.gateway(client, directory=folder, port=port, admin_key="admin") as g:
+        print(g.url, flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main(sys.argv[1], int(sys.argv[2])))
+"""
+
+
+class KilledGateway:
+    """A gateway in a process of its own, which is killed and started again."""
+
+    def __init__(self, folder):
+        self.folder, self.port = folder, 0
+
+    def start(self):
+        words = [sys.executable, "-c", GATEWAY, str(self.folder), str(self.port)]
+        environment = {**os.environ, "PYTHONPATH": str(Path(rt.__file__).parents[1])}
+        self.process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment)
+        self.url = self.process.stdout.readline().strip()
+        assert self.url
+        self.port = int(self.url.rpartition(":")[2])
+
+    def kill(self):
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+        self.process.stdout.close()
+
+
+async def run_agent(made, number, num_turns):
+    """A program that goes on until it has all of its answers, whatever happens to the gateway."""
+    messages = []
+    async with openai.AsyncOpenAI(
+        base_url=made["base_url"], api_key=made["api_key"], max_retries=1000, timeout=30.0
+    ) as agent:
+        agent._calculate_retry_timeout = lambda *_: 0.02
+        for turn in range(num_turns):
+            messages.append({"role": "user", "content": f"agent {number} says {turn}"})
+            if turn % 2:
+                answer = await agent.chat.completions.create(model="m", messages=messages)
+                said = answer.choices[0].message.content
+            else:
+                said = await streamed(agent, messages)
+            messages.append({"role": "assistant", "content": said})
+    return messages
+
+
+async def streamed(agent, messages):
+    """Read a stream to its end; one that breaks off is asked for again, as programs do."""
+    while True:
+        try:
+            stream = await agent.chat.completions.create(model="m", messages=messages, stream=True)
+            parts, reason = [], None
+            async for chunk in stream:
+                parts.append(chunk.choices[0].delta.content or "")
+                reason = chunk.choices[0].finish_reason or reason
+            if reason is not None:
+                return "".join(parts)
+        except (openai.APIError, openai.APIConnectionError):
+            pass
+        except Exception as error:  # what the client's HTTP package raises of a torn stream
+            if "httpx" not in type(error).__module__ and "httpcore" not in type(error).__module__:
+                raise
+
+
+async def kill_at_random(folder, num_kills, num_agents, num_turns, seed):
+    rng = random.Random(seed)
+    gateway = KilledGateway(folder)
+    gateway.start()
+    admin = openai.AsyncOpenAI(base_url=gateway.url, api_key="admin")
+    made = [
+        await admin.post("/sessions", body={"id": f"s{n}"}, cast_to=object)
+        for n in range(num_agents)
+    ]
+    agents = asyncio.gather(*(run_agent(each, n, num_turns) for n, each in enumerate(made)))
+    kills = 0
+    try:
+        while kills < num_kills and not agents.done():
+            await asyncio.sleep(rng.uniform(0.0, 0.25))
+            await asyncio.to_thread(gateway.kill)
+            kills += 1
+            await asyncio.to_thread(gateway.start)
+        said = await agents
+    finally:
+        agents.cancel()
+        gateway.kill()
+        await admin.close()
+    return kills, said
+
+
+@pytest.mark.parametrize("num_kills", [pytest.param(4), pytest.param(50, marks=[pytest.mark.long])])
+async def test_a_gateway_that_is_killed_loses_and_doubles_nothing(tmp_path, num_kills):
+    num_agents, num_turns = 4, 4 * num_kills
+    kills, said = await kill_at_random(tmp_path, num_kills, num_agents, num_turns, seed=1)
+    assert kills == num_kills
+    for number, messages in enumerate(said):
+        kept = read_session(tmp_path / f"s{number}.calls")
+        prompts = Counter(step["prompt"][-1]["content"] for _, step in kept.calls)
+        asked = [message["content"] for message in messages if message["role"] == "user"]
+        # Every call that the agent saw is there, once; what was cut off in the middle is not.
+        assert prompts == Counter(asked)
+        answers = [message["content"] for message in messages if message["role"] == "assistant"]
+        found = {
+            step["prompt"][-1]["content"]: step["completion"][0]["content"]
+            for _, step in kept.calls
+        }
+        assert [found[question] for question in asked] == answers
+        assert answers == [question.upper() for question in asked]
+        final = kept.calls[-1][1]["tokens"].tree
+        assert final.num_tokens == final.path_len(final.num_calls - 1)

@@ -1,0 +1,347 @@
+"""Sessions in this process: what becomes of calls that overlap, repeat, are cut off or limited."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from rolltree.errors import ConfigError, ConnectionFailed
+from rolltree.gateway.calls import AgentAnswer, AgentCall, AnswerDelta, AnswerHead, CallOrigin
+from rolltree.gateway.session import GatewaySession, SessionLimits
+from rolltree.inference.chat import ChatRenderer
+from rolltree.inference.server.requests import RequestError
+from rolltree.samples import build_samples
+from rolltree.testing import FaultyClient, ScriptedClient
+from rolltree.testing.tokenizer import ByteTokenizer
+from rolltree.types import FinishReason, SamplingParams
+
+THINKING = (
+    "{% for m in messages %}[{{ m.role }}]"
+    "{% if m.role == 'assistant' and m.reasoning_content %}<think>{{ m.reasoning_content }}</think>"
+    "{% endif %}{{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def said(text, **more):
+    return {"role": "assistant", "content": text, **more}
+
+
+def call(*messages, **more):
+    return AgentCall(list(messages), **more)
+
+
+def session(client, **settings):
+    return GatewaySession("one", client, "http://127.0.0.1:1", **settings)
+
+
+def echo(messages):
+    return messages[-1]["content"].upper()
+
+
+async def settle():
+    """Let every task run as far as it can."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_a_prompt_that_continues_a_call_has_its_exact_ids():
+    async with session(ScriptedClient(echo)) as s:
+        first = await s.complete(call(user("a")))
+        await s.complete(call(user("a"), said("A"), user("b")))
+        response = s.trajectory[1]["response"]
+        assert first.text == "A"
+        assert response.extends == s.trajectory[0]["response"].call_id
+        assert s.breaks == ()
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        said("A", reasoning_content="because"),
+        said("A"),
+        said(" A\n"),
+    ],
+    ids=["as it was", "without its reasoning", "stripped or padded"],
+)
+async def test_reasoning_and_space_do_not_break_a_prefix(returned):
+    renderer = ChatRenderer(ByteTokenizer(), THINKING, reasoning="think")
+    client = ScriptedClient(["<think>because</think>A", "done"], renderer=renderer)
+    async with session(client) as s:
+        answer = await s.complete(call(user("a")))
+        assert (answer.reasoning, answer.text) == ("because", "A")
+        await s.complete(call(user("a"), returned, user("b")))
+        assert s.breaks == ()
+        assert s.trajectory.tree.num_tokens == s.trajectory.tree.path_len(1)
+
+
+async def test_overlapping_calls_are_branches_of_one_tree():
+    client = ScriptedClient(echo, delay_s=0.01)
+    async with session(client) as s:
+        await s.complete(call(user("root")))
+        begun = [user("root"), said("ROOT")]
+        await asyncio.gather(*(s.complete(call(*begun, user(f"branch {i}"))) for i in range(8)))
+        assert len(s.trajectory) == 9
+        tree = s.trajectory.tree
+        shared = tree.path_len(0)
+        for number in range(1, 9):
+            assert (tree.prompt_ids(number)[:shared] == tree.path_view(0)).all()
+        assert tree.num_tokens < sum(tree.path_len(n) for n in range(9)) - 7 * shared
+
+
+async def test_compaction_and_rollback_are_breaks_and_every_token_trains_once():
+    async with session(ScriptedClient(echo)) as s:
+        history = [user("first question"), said("FIRST QUESTION"), user("second question")]
+        await s.complete(call(history[0]))
+        await s.complete(call(*history))
+        await s.complete(call(user("what was said so far, in short"), user("third question")))
+        await s.complete(call(*history[:2], user("another second question")))
+        causes = [each.cause for each in s.breaks]
+        batch = build_samples([s.state])
+        assert causes == ["compaction", "history_rewritten"]
+        tree = s.trajectory.tree
+        num_sampled = sum(tree.num_sampled(n) for n in range(4))
+        assert sum(len(sample.records.target) for sample in batch.samples) == num_sampled
+
+
+async def test_agents_that_are_named_are_agents_of_the_trajectory():
+    async with session(ScriptedClient(echo)) as s:
+        await s.complete(call(user("plan")), CallOrigin(agent="planner"))
+        await s.complete(call(user("work")), CallOrigin(agent="worker"))
+        assert [step["extras"]["agent"] for step in s.trajectory] == ["planner", "worker"]
+        assert [each.cause for each in s.breaks] == ["agent_handoff"]
+
+
+async def test_fields_that_change_the_distribution_are_named_with_their_calls():
+    async with session(ScriptedClient(echo)) as s:
+        await s.complete(call(user("a")))
+        await s.complete(call(user("a"), sampling=SamplingParams(top_p=0.5)))
+        assert s.changed_sampling == {1: {"top_p": 0.5}}
+
+
+async def test_the_sessions_sampling_wins_and_the_smaller_max_tokens():
+    client = ScriptedClient(echo)
+    asked = SamplingParams(temperature=0.2, top_p=0.5, max_tokens=50, stop=("x",))
+    async with session(client, sampling={"temperature": 1.0, "top_p": 1.0, "max_tokens": 80}) as s:
+        await s.complete(call(user("a"), sampling=asked))
+        await s.complete(call(user("a"), sampling=SamplingParams(max_tokens=500)))
+    first, second = (each.sampling for each in client.calls)
+    assert (first.temperature, first.top_p, first.max_tokens) == (1.0, 1.0, 50)
+    assert first.stop == ("x",)
+    assert second.max_tokens == 80
+
+
+async def test_seeds_depend_on_the_session_and_on_what_the_agent_asks():
+    seeds = []
+    for seed in (3, 3, 4):
+        client = ScriptedClient(echo)
+        async with session(client, seed=seed) as s:
+            for own in (None, None, 42):
+                await s.complete(call(user("a"), sampling=SamplingParams(seed=own)))
+        seeds.append([each.sampling.seed for each in client.calls])
+    assert seeds[0] == seeds[1]
+    assert len({*seeds[0], *seeds[2]}) == 6
+
+
+# -- streams ---------------------------------------------------------------------------------------
+
+
+async def test_a_stream_comes_token_by_token_and_adds_up():
+    client = ScriptedClient(lambda messages: "one two three", token_delay_s=0.001)
+    async with session(client) as s:
+        news = [each async for each in s.stream(call(user("a"), stream=True))]
+    head, *deltas, answer = news
+    assert isinstance(head, AnswerHead)
+    assert isinstance(answer, AgentAnswer)
+    assert answer.head == head
+    assert all(isinstance(delta, AnswerDelta) for delta in deltas)
+    assert len(deltas) > 5
+    assert "".join(delta.content for delta in deltas) == answer.text == "one two three"
+
+
+async def test_an_answer_that_nobody_saw_grow_is_one_delta():
+    async with session(ScriptedClient(echo)) as s:
+        # Not asked as a stream, as with a client that gives whole answers only.
+        news = [each async for each in s.stream(call(user("a")))]
+    assert news[1:-1] == [AnswerDelta(content="A")]
+
+
+async def test_a_stream_that_is_left_is_cancelled_and_is_not_in_the_tree():
+    client = ScriptedClient(echo, token_delay_s=0.001)
+    async with session(client) as s:
+        stream = s.stream(call(user("a long question"), stream=True))
+        await anext(stream)
+        await anext(stream)
+        assert s.num_in_flight == 1
+        await stream.aclose()
+        await settle()
+        assert (s.num_in_flight, s.num_cancelled, len(s.trajectory)) == (0, 1, 0)
+        answer = await s.complete(call(user("a long question")))
+        assert answer.text == "A LONG QUESTION"
+
+
+# -- repeated requests -----------------------------------------------------------------------------
+
+
+class Asked:
+    """A model that answers when it is told to, and counts."""
+
+    def __init__(self):
+        self.num = 0
+        self.go = asyncio.Event()
+
+    async def __call__(self, messages):
+        self.num += 1
+        number = self.num
+        await self.go.wait()
+        return f"answer {number}"
+
+
+async def both(s, first, second):
+    one = asyncio.ensure_future(s.complete(call(user("a")), first))
+    await settle()
+    two = asyncio.ensure_future(s.complete(call(user("a")), second))
+    await settle()
+    return one, two
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (CallOrigin(key="k", digest=b"1"), CallOrigin(key="k", digest=b"1")),
+        (CallOrigin(digest=b"1"), CallOrigin(digest=b"1")),
+        (CallOrigin(digest=b"1", attempt=0), CallOrigin(digest=b"1", attempt=1)),
+    ],
+    ids=["by key", "by content", "by content and attempt"],
+)
+async def test_a_repeated_request_is_answered_once(first, second):
+    model = Asked()
+    async with session(ScriptedClient(model)) as s:
+        one, two = await both(s, first, second)
+        one.cancel()  # the client hung up and asks again; its repetition still waits
+        await settle()
+        assert s.num_in_flight == 1
+        model.go.set()
+        answer = await two
+        again = await s.complete(call(user("a")), second)
+        assert (model.num, len(s.trajectory)) == (1, 1)
+        assert again.head == answer.head
+        assert again.message == answer.message == {"role": "assistant", "content": "answer 1"}
+
+
+async def test_equal_first_attempts_are_two_samples():
+    model = Asked()
+    async with session(ScriptedClient(model)) as s:
+        origin = CallOrigin(digest=b"1", attempt=0)
+        one, two = await both(s, origin, origin)
+        model.go.set()
+        assert {(await one).text, (await two).text} == {"answer 1", "answer 2"}
+        assert len(s.trajectory) == 2
+
+
+async def test_an_answer_that_was_delivered_is_not_given_again():
+    model = Asked()
+    model.go.set()
+    async with session(ScriptedClient(model)) as s:
+        origin = CallOrigin(digest=b"1")
+        first = await s.complete(call(user("a")), origin)
+        s.delivered(first)
+        second = await s.complete(call(user("a")), origin)
+        # It was lost on its way after all: the client says that it tries again.
+        third = await s.complete(call(user("a")), CallOrigin(digest=b"1", attempt=1))
+    assert [first.text, second.text, third.text] == ["answer 1", "answer 2", "answer 2"]
+
+
+async def test_a_key_with_another_request_is_refused():
+    async with session(ScriptedClient(echo)) as s:
+        await s.complete(call(user("a")), CallOrigin(key="k", digest=b"1"))
+        with pytest.raises(RequestError, match="idempotency key") as caught:
+            await s.complete(call(user("b")), CallOrigin(key="k", digest=b"2"))
+        assert caught.value.status == 422
+
+
+async def test_a_failed_call_leaves_nothing_and_can_be_repeated():
+    client = FaultyClient(ScriptedClient(echo), [ConnectionFailed("gone"), None])
+    async with session(client) as s:
+        origin = CallOrigin(key="k", digest=b"1")
+        with pytest.raises(ConnectionFailed):
+            await s.complete(call(user("a")), origin)
+        assert (await s.complete(call(user("a")), origin)).text == "A"
+        assert len(s.trajectory) == 1
+
+
+# -- limits and the end ----------------------------------------------------------------------------
+
+
+async def test_calls_are_limited():
+    async with session(ScriptedClient(echo), limits=SessionLimits(max_calls=2)) as s:
+        await s.complete(call(user("a")))
+        await s.complete(call(user("b")))
+        with pytest.raises(RequestError, match="limit") as caught:
+            await s.complete(call(user("c")))
+        assert caught.value.status == 403
+    assert (s.state.truncated, s.state.truncation_reason) == (True, "max_steps")
+    assert len(s.trajectory) == 2
+
+
+async def test_tokens_are_limited_and_the_last_call_gets_what_is_left():
+    client = ScriptedClient(lambda messages: "x" * 20)
+    async with session(client, limits=SessionLimits(max_tokens=30)) as s:
+        await s.complete(call(user("a")))
+        last = await s.complete(call(user("b")))
+        assert last.finish_reason == FinishReason.LENGTH
+        assert s.num_sampled_tokens == 30
+        with pytest.raises(RequestError, match="limit"):
+            await s.complete(call(user("c")))
+    assert s.state.truncation_reason == "budget"
+
+
+async def test_time_is_limited_also_for_a_call_in_flight():
+    model = Asked()
+    async with session(ScriptedClient(model), limits=SessionLimits(time_limit_s=0.05)) as s:
+        with pytest.raises(RequestError, match="time_limit"):
+            await s.complete(call(user("a")))
+        with pytest.raises(RequestError, match="time_limit"):
+            await s.complete(call(user("b")))
+    assert s.state.truncation_reason == "time_limit"
+
+
+def test_a_limit_of_nothing_is_refused():
+    with pytest.raises(ConfigError, match="max_calls"):
+        SessionLimits(max_calls=0)
+
+
+async def test_closing_ends_calls_and_completes_the_state():
+    model = Asked()
+    s = session(ScriptedClient(model))
+    model.go.set()
+    await s.complete(call(user("a")))
+    model.go.clear()
+    waiting = asyncio.ensure_future(s.complete(call(user("a"), said("answer 1"), user("b"))))
+    await settle()
+    await s.aclose()
+    with pytest.raises(RequestError, match="closed"):
+        await waiting
+    with pytest.raises(RequestError, match="closed"):
+        await s.complete(call(user("c")))
+    state = s.state
+    assert state["prompt"] == [user("a")]
+    assert state["completion"] == [said("answer 1")]
+    assert (state["is_completed"], state["terminated"], state["truncated"]) == (True, True, False)
+
+
+async def test_memory_is_one_object_per_message():
+    async with session(ScriptedClient(echo)) as s:
+        history = []
+        for turn in range(6):
+            history.append(user(f"turn {turn}"))
+            answer = await s.complete(call(*(dict(message) for message in history)))
+            history.append(said(answer.text))
+        prompts = [step["prompt"] for step in s.trajectory]
+        kept = {id(message) for prompt in prompts for message in prompt}
+        assert len(kept) == len(prompts[-1]) == 11
