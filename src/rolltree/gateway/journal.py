@@ -42,6 +42,7 @@ class KeptCall:
     key: str | None = None
     digest: bytes = b""
     tools: tuple[ToolSchema, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -105,6 +106,8 @@ class JournalFile:
         self._table, self._prompts = MessageTable(), dict[int, Reference]()
         self._num_calls = 0
         self._tools: list[tuple[ToolSchema, ...]] = []
+        # Values of options, as JSON, and their numbers.
+        self._values: dict[str, int] = {}
         self._delivered: list[int] = []
         self._lock = asyncio.Lock()
         # Written beside the old one, which is replaced when the new one has all of it.
@@ -167,12 +170,17 @@ class JournalFile:
         if kept.tools not in self._tools:  # agents offer a few sets of tools, call after call
             self._tools.append(kept.tools)
             data["tools"] = list(kept.tools)
+        options, num_known = dict[str, int](), len(self._values)
+        for name, value in kept.options.items():
+            options[name] = self._values.setdefault(dumps(value), len(self._values))
+        data["values"] = [loads(text) for text in [*self._values][num_known:]]
         data["call"] = {
             "head": asdict(kept.head),
             "agent": kept.agent,
             "key": kept.key,
             "digest": kept.digest.hex(),
             "tools": self._tools.index(kept.tools),
+            "options": options,
         }
         data["delivered"], self._delivered = self._delivered, []
         return _frame(data, tokens, f'"table":{self._table.to_json(size)},')
@@ -200,7 +208,7 @@ def read_session(path: Path) -> KeptSession | None:
         tree_bytes = b"".join(tokens for _, tokens in parts)
         tree = TokenTree.from_bytes(tree_bytes) if tree_bytes else TokenTree()
         table: dict[str, list[Any]] = {"messages": [], "nodes": [], "pieces": []}
-        tools: list[tuple[ToolSchema, ...]] = []
+        tools, values = list[tuple[ToolSchema, ...]](), list[Any]()
         for data, _ in parts:
             for name, values in data["table"].items():
                 table[name] += values
@@ -208,6 +216,7 @@ def read_session(path: Path) -> KeptSession | None:
         for data, _ in parts:
             if "tools" in data:
                 tools.append(tuple(data["tools"]))
+            values += data["values"]
             session.delivered.update(data["delivered"])
             call = data["call"]
             kept = KeptCall(
@@ -216,6 +225,7 @@ def read_session(path: Path) -> KeptSession | None:
                 call["key"],
                 bytes.fromhex(call["digest"]),
                 tools[call["tools"]],
+                {name: values[index] for name, index in call["options"].items()},
             )
             session.calls.append((kept, decode_step(data["step"], tree, reader)))
     except OSError as error:
