@@ -1,14 +1,14 @@
 """OpenAI's `responses`: input and output are items, and a response can continue an earlier one.
 
-The items of one assistant turn (reasoning, text, function calls) are one message here. Reasoning is
-sent as `reasoning_text`, or as a summary that leaves nothing out if the request asks for one.
+Every response is kept with its session, whatever `store` says. Reasoning is sent as
+`reasoning_text`, or as a summary that leaves nothing out if the request asks for one.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from reprlib import repr as shown
 from typing import Any
 
@@ -24,11 +24,22 @@ from rolltree.gateway.fields import (
     sampling,
     settings,
 )
-from rolltree.gateway.messages import assistant, joined_text, tool_call
 from rolltree.gateway.openai_chat import tools_and_choice
+from rolltree.gateway.openai_items import (
+    CUT_REASONS,
+    ENCRYPTED,
+    ITEM_DEFAULTS,
+    MESSAGE_ITEM,
+    ItemHistory,
+    TextItem,
+    call_item,
+    last_status,
+    output_items,
+    reasoning_item_kind,
+)
 from rolltree.gateway.protocol import SessionView, SideHandler, WireProtocol, data_event
 from rolltree.inference.server.requests import Failure, RequestError, flag, unknown_field
-from rolltree.types import ChatMessage, FinishReason
+from rolltree.types import ChatMessage
 
 _KEPT_HERE = "a session keeps its responses only. Send input, or previous_response_id"
 RESPONSE_FIELDS: dict[str, Field] = {
@@ -49,10 +60,9 @@ RESPONSE_FIELDS: dict[str, Field] = {
     "image": only({}, why="only text can be recorded as tokens"),
     "access_programs": only({}, why="there are none here"),
 }
-_ENCRYPTED = "reasoning.encrypted_content"
 # Details of items that hosted tools and images bring, which never occur here.
 _INCLUDABLE = (
-    _ENCRYPTED,
+    ENCRYPTED,
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
     "file_search_call.results",
@@ -82,8 +92,6 @@ _TOOL_FIELDS = ("name", "description", "parameters", "strict")
 _CACHE_FIELDS = ("mode", "ttl", "prewarm")
 _TEXT_FIELDS = ("format", "verbosity")
 _REASONING_FIELDS = ("effort", "summary", "generate_summary", "context", "mode")
-# An answer's id has 24 digits; other servers' ids are longer.
-_ITEM_ID = re.compile(r"(?:msg|rs|fc)_([0-9a-f]{24})(?:_[0-9]+)?")
 _RESPONSE_ID = re.compile(r"resp_(.+)")
 
 
@@ -97,7 +105,7 @@ def read_responses(body: Mapping[str, Any], session: SessionView) -> AgentCall:
     asked = replace(asked, extra={**asked.extra, **passed_on})
     tools, asked = tools_and_choice(_chat_tools(given), asked)
     _check_rest(given)
-    history = _History(session, _earlier(given, session))
+    history = ItemHistory(session, _earlier(given, session))
     history.add_input(given.get("input"), is_continued="previous_response_id" in given)
     model = given.get("model", "")
     if not isinstance(model, str):
@@ -198,9 +206,9 @@ def _chat_tool(tool: object, where: str) -> object:
     if not isinstance(tool, Mapping) or tool.get("type") != "function":
         return tool  # refused by its type, as any other tool is
     for name, value in tool.items():
-        is_default = value is None or value in _DEFAULTS.get(name, ())
+        is_default = value is None or value in ITEM_DEFAULTS.get(name, ())
         if name not in (*_TOOL_FIELDS, "type") and not is_default:
-            raise _ignored(f"{where}.{name}")
+            raise unknown_field(f"{where}.{name}", [f"{where}.{known}" for known in _TOOL_FIELDS])
     function = {name: tool[name] for name in _TOOL_FIELDS if tool.get(name) is not None}
     return {"type": "function", "function": function}
 
@@ -245,174 +253,6 @@ def _disobeyed(name: str, value: object, why: str) -> RequestError:
     )
 
 
-def _ignored(where: str) -> RequestError:
-    return RequestError(f"{where} is unknown here and would be ignored.", param=where)
-
-
-# -- history -------------------------------------------------------------------------------------
-
-_DEFAULTS: dict[str, tuple[object, ...]] = {
-    "async": (False,),
-    "allowed_callers": (["direct"],),
-    "caller": ({"type": "direct"},),
-    "defer_loading": (False,),
-}
-"""Fields of tools and items that are taken with the value that asks for what happens anyway."""
-# What servers note on every item, and clients add when they parse one.
-_NOTED = frozenset(["id", "type", "status", "phase", "created_by", "parsed_arguments"])
-
-
-@dataclass(slots=True)
-class _Turn:
-    """The items of one assistant turn. `answer_id` is known if its items have the gateway's ids."""
-
-    answer_id: str | None
-    text: str | None = None
-    reasoning: str = ""
-    calls: list[ChatMessage] = field(default_factory=list)
-
-
-class _History:
-    """Turns items into messages, each turn of the assistant into one."""
-
-    def __init__(self, session: SessionView, earlier: list[ChatMessage]) -> None:
-        self._session = session
-        self._parts: list[ChatMessage | _Turn] = list(earlier)
-        # The turn that further items may belong to, and whether a call of it was answered.
-        self._turn: _Turn | None = None
-        self._has_output = False
-
-    def messages(self) -> list[ChatMessage]:
-        """Return all of them."""
-        return [
-            assistant(part.text or "", part.calls, part.reasoning)
-            if isinstance(part, _Turn)
-            else part
-            for part in self._parts
-        ]
-
-    def add_input(self, value: object, *, is_continued: bool) -> None:
-        """Add the input of a request, which may be empty if it continues a response."""
-        if isinstance(value, str):
-            value = [{"role": "user", "content": value}]
-        if value is None and is_continued:
-            value = []
-        if not isinstance(value, list) or not (value or is_continued):
-            raise RequestError("input is neither text nor a list of items.", param="input")
-        for index, item in enumerate(value):
-            self.add(item, f"input[{index}]")
-
-    def add(self, item: object, where: str) -> None:
-        """Add one item; `where` it stands in the request."""
-        if not isinstance(item, Mapping):
-            raise RequestError(f"{where} is not an item.", param=where)
-        kind = item.get("type") or ("message" if "role" in item else "item_reference")
-        found = _ITEMS.get(kind) if isinstance(kind, str) else None
-        if found is None:
-            raise RequestError(
-                f"{where} is an item of type {shown(kind)}, which cannot be recorded as the "
-                f"tokens that the model saw; known are {', '.join(_ITEMS)}.",
-                param=where,
-            )
-        names, add = found
-        for name, value in item.items():
-            is_known = name in names or name in _NOTED or value in (None, "", [], {})
-            if not is_known and value not in _DEFAULTS.get(name, ()):
-                raise _ignored(f"{where}.{name}")
-        add(self, item, where)
-
-    def _add_message(self, item: Mapping[str, Any], where: str) -> None:
-        role, text = item.get("role"), joined_text(item.get("content"), f"{where}.content")
-        if role == "assistant":
-            turn = self._turn_of(item, "text")
-            turn.text = (turn.text or "") + text
-        elif role in ("user", "system", "developer"):
-            self._turn = None
-            self._parts.append({"role": "user" if role == "user" else "system", "content": text})
-        else:
-            raise RequestError(
-                f"{where} has the role {shown(role)}; known are user, assistant, system and "
-                "developer.",
-                param=where,
-            )
-
-    def _add_reasoning(self, item: Mapping[str, Any], where: str) -> None:
-        text = _spelled(item.get("content"), "reasoning_text", f"{where}.content")
-        if not text and item.get("encrypted_content"):
-            text = self._decrypted(item["encrypted_content"], f"{where}.encrypted_content")
-        if not text:
-            text = _spelled(item.get("summary"), "summary_text", f"{where}.summary")
-        self._turn_of(item, "reasoning").reasoning += text
-
-    def _add_call(self, item: Mapping[str, Any], where: str) -> None:
-        name, call_id = _text_in(item, "name", where), _text_in(item, "call_id", where)
-        made = tool_call(call_id, name, _text_in(item, "arguments", where))
-        self._turn_of(item, "call").calls.append(made)
-
-    def _add_output(self, item: Mapping[str, Any], where: str) -> None:
-        text = joined_text(item.get("output"), f"{where}.output")
-        call_id = _text_in(item, "call_id", where)
-        self._parts.append({"role": "tool", "content": text, "tool_call_id": call_id})
-        self._has_output = True
-
-    def _add_reference(self, item: Mapping[str, Any], where: str) -> None:
-        item_id = _text_in(item, "id", where)
-        answer_id = _answer_id(item_id)
-        if answer_id is not None:
-            answer = self._session.answer(answer_id)
-            for known in _output(answer, answer.options):
-                if known["id"] == item_id:
-                    self.add(known, where)
-                    return
-        raise RequestError(
-            f"{where} refers to {shown(item_id)}, an item that this session did not give. Send the "
-            "item itself.",
-            status=404,
-            param=where,
-        )
-
-    def _turn_of(self, item: Mapping[str, Any], kind: str) -> _Turn:
-        """Return the turn that an item belongs to, which may be a new one."""
-        answer_id, turn = _answer_id(item.get("id")), self._turn
-        if turn is not None:
-            if answer_id is not None and turn.answer_id is not None:
-                # Also behind an output: some agents put each output behind its own call.
-                joins = answer_id == turn.answer_id
-            elif self._has_output:
-                joins = False
-            else:
-                joins = kind == "call" or bool(turn.calls) or turn.text is None
-            if joins:
-                turn.answer_id = turn.answer_id or answer_id
-                return turn
-        self._turn, self._has_output = _Turn(answer_id), False
-        self._parts.append(self._turn)
-        return self._turn
-
-    def _decrypted(self, value: object, where: str) -> str:
-        answer_id = _answer_id(value)
-        if answer_id is None:
-            raise RequestError(
-                f"{where} was not made by this gateway, so nothing here can read it. Leave the "
-                "item out, or send the reasoning as its content.",
-                param=where,
-            )
-        return self._session.answer(answer_id).reasoning
-
-
-_ITEMS: dict[str, tuple[frozenset[str], Any]] = {
-    "message": (frozenset(["role", "content"]), _History._add_message),
-    "reasoning": (
-        frozenset(["content", "summary", "encrypted_content"]),
-        _History._add_reasoning,
-    ),
-    "function_call": (frozenset(["call_id", "name", "arguments"]), _History._add_call),
-    "function_call_output": (frozenset(["call_id", "output", "name"]), _History._add_output),
-    "item_reference": (frozenset(), _History._add_reference),
-}
-"""The types of items that are taken: their fields, and what adds one."""
-
-
 def _earlier(given: Mapping[str, Any], session: SessionView) -> list[ChatMessage]:
     """Return the messages before the input: the instructions, and the response continued."""
     instructions, found = given.get("instructions"), list[ChatMessage]()
@@ -437,114 +277,7 @@ def _earlier_answer(session: SessionView, response_id: object, param: str) -> Ag
     return answer
 
 
-def _answer_id(value: object) -> str | None:
-    known = _ITEM_ID.fullmatch(value) if isinstance(value, str) else None
-    return known[1] if known else None
-
-
-def _spelled(parts: object, kind: str, where: str) -> str:
-    texts: list[str] = []
-    for part in parts or () if isinstance(parts, list | None) else (parts,):
-        match part:
-            case {"type": found, "text": str(text)} if found == kind:
-                texts.append(text)
-            case _:
-                raise RequestError(f"{where} is not a list of {kind}.", param=where)
-    return "".join(texts)
-
-
-def _text_in(item: Mapping[str, Any], name: str, where: str) -> str:
-    value = item.get(name)
-    if not isinstance(value, str):
-        where = f"{where}.{name}"
-        raise RequestError(f"{where} has {shown(value)} where text belongs.", param=where)
-    return value
-
-
 # -- answers -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """An item with text: the type of its part, and how the events of both are called."""
-
-    part_type: str
-    text_event: str
-    part_event: str = "response.content_part"
-    index: str = "content_index"
-
-    def part(self, text: str) -> dict[str, Any]:
-        """Return its one part."""
-        more: dict[str, Any] = {"annotations": [], "logprobs": []} if self is _MESSAGE else {}
-        return {"type": self.part_type, "text": text, **more}
-
-    def item(
-        self, answer_id: str, options: Mapping[str, Any], parts: list[dict[str, Any]], status: str
-    ) -> dict[str, Any]:
-        """Return the item with its part, or with none if nothing was said yet."""
-        if self is _MESSAGE:
-            item = {"id": f"msg_{answer_id}", "type": "message", "status": status}
-            return {**item, "role": "assistant", "content": parts}
-        item_id = f"rs_{answer_id}"
-        item = {"id": item_id, "type": "reasoning", "status": status}
-        said = {"summary": parts} if self is _SUMMARY else {"summary": [], "content": parts}
-        if _ENCRYPTED in options["include"]:
-            # Stands for the reasoning, which the session keeps.
-            item["encrypted_content"] = item_id
-        return {**item, **said}
-
-
-_MESSAGE = _Kind("output_text", "response.output_text")
-_REASONING = _Kind("reasoning_text", "response.reasoning_text")
-_SUMMARY = _Kind(
-    "summary_text",
-    "response.reasoning_summary_text",
-    "response.reasoning_summary_part",
-    "summary_index",
-)
-
-
-def _reasoning_kind(options: Mapping[str, Any]) -> _Kind:
-    asked = options["reasoning"]
-    return _SUMMARY if asked.get("summary") or asked.get("generate_summary") else _REASONING
-
-
-def _call_item(answer_id: str, index: int, call: ChatMessage, status: str) -> dict[str, Any]:
-    return {
-        "id": f"fc_{answer_id}_{index}",
-        "type": "function_call",
-        "status": status,
-        "call_id": call["id"],
-        "name": call["function"]["name"],
-        "arguments": call["function"]["arguments"],
-    }
-
-
-_CUT = {
-    FinishReason.LENGTH: "max_output_tokens",
-    FinishReason.CONTENT_FILTER: "content_filter",
-    FinishReason.ABORT: None,
-}
-"""Finish reasons of an answer that is not complete, as the protocol names them."""
-
-
-def _last_status(answer: AgentAnswer) -> str:
-    return "incomplete" if answer.finish_reason in _CUT else "completed"
-
-
-def _output(answer: AgentAnswer, options: Mapping[str, Any]) -> list[dict[str, Any]]:
-    answer_id, items, kind = answer.head.id, list[dict[str, Any]](), _reasoning_kind(options)
-    if answer.reasoning:
-        parts = [kind.part(answer.reasoning)]
-        items.append(kind.item(answer_id, options, parts, "completed"))
-    # An empty answer is an item too: without one the turn would be missing from the next input.
-    if answer.text or not answer.tool_calls:
-        parts = [_MESSAGE.part(answer.text)]
-        items.append(_MESSAGE.item(answer_id, options, parts, "completed"))
-    for index, call in enumerate(answer.tool_calls):
-        items.append(_call_item(answer_id, index, call, "completed"))
-    items[-1]["status"] = _last_status(answer)
-    return items
 
 
 def write_responses(call: AgentCall, answers: Sequence[AgentAnswer]) -> dict[str, Any]:
@@ -553,9 +286,9 @@ def write_responses(call: AgentCall, answers: Sequence[AgentAnswer]) -> dict[str
 
 
 def _finished(answer: AgentAnswer, options: Mapping[str, Any]) -> dict[str, Any]:
-    body = _response(answer.head, options, _last_status(answer), _output(answer, options))
-    if answer.finish_reason in _CUT:
-        body["incomplete_details"] = {"reason": _CUT[answer.finish_reason]}
+    body = _response(answer.head, options, last_status(answer), output_items(answer, options))
+    if answer.finish_reason in CUT_REASONS:
+        body["incomplete_details"] = {"reason": CUT_REASONS[answer.finish_reason]}
     num_read, num_sampled = answer.num_prompt_tokens, answer.num_completion_tokens
     cached = {"cached_tokens": answer.num_cached_tokens, "cache_write_tokens": 0}
     body["usage"] = {
@@ -614,7 +347,7 @@ class ResponseEvents:
         self._num_events = 0
         # Items that are done, and the one that is being said: of text, or a call.
         self._done: list[dict[str, Any]] = []
-        self._kind: _Kind | None = None
+        self._kind: TextItem | None = None
         self._item_id = ""
         self._said: list[str] = []
         self._call: dict[str, Any] | None = None
@@ -629,12 +362,12 @@ class ResponseEvents:
     def delta(self, delta: AnswerDelta) -> Iterable[bytes]:
         """Return the events for what is new."""
         if delta.reasoning:
-            yield from self._say(_reasoning_kind(self._options), delta.reasoning)
+            yield from self._say(reasoning_item_kind(self._options), delta.reasoning)
         if delta.content:
-            yield from self._say(_MESSAGE, delta.content)
+            yield from self._say(MESSAGE_ITEM, delta.content)
         for index, call in enumerate(delta.tool_calls):
             yield from self._close()
-            self._call = _call_item(self._head.id, index, call, "completed")
+            self._call = call_item(self._head.id, index, call, "completed")
             self._item_id = self._call["id"]
             added = {**self._call, "arguments": "", "status": "in_progress"}
             yield self._of_item("response.output_item.added", item=added)
@@ -644,9 +377,9 @@ class ResponseEvents:
 
     def end(self, answer: AgentAnswer) -> Iterable[bytes]:
         """Return the end of the last item, and the response."""
-        if self._call is None and self._kind is not _MESSAGE:
-            yield from self._open(_MESSAGE)
-        yield from self._close(_last_status(answer))
+        if self._call is None and self._kind is not MESSAGE_ITEM:
+            yield from self._open(MESSAGE_ITEM)
+        yield from self._close(last_status(answer))
         response = _finished(answer, self._options)
         yield self._event(f"response.{response['status']}", response=response)
 
@@ -662,13 +395,13 @@ class ResponseEvents:
         response["error"] = {"code": code, "message": failure.message}
         yield self._event("response.failed", response=response)
 
-    def _say(self, kind: _Kind, text: str) -> Iterator[bytes]:
+    def _say(self, kind: TextItem, text: str) -> Iterator[bytes]:
         if self._kind is not kind:
             yield from self._open(kind)
         self._said.append(text)
         yield self._of_text(f"{kind.text_event}.delta", delta=text)
 
-    def _open(self, kind: _Kind) -> Iterator[bytes]:
+    def _open(self, kind: TextItem) -> Iterator[bytes]:
         yield from self._close()
         item = kind.item(self._head.id, self._options, [], "in_progress")
         self._kind, self._item_id = kind, item["id"]
@@ -698,7 +431,7 @@ class ResponseEvents:
         return None if self._call is None else {**self._call, "status": status}
 
     def _of_text(self, name: str, **values: Any) -> bytes:
-        if self._kind is _MESSAGE:
+        if self._kind is MESSAGE_ITEM:
             values["logprobs"] = []
         return self._of_part(name, **values)
 

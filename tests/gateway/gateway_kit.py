@@ -1,0 +1,40 @@
+"""What tests of the gateway share: agents of the official packages, and tools."""
+
+from __future__ import annotations
+
+import openai
+
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add.",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+        },
+    },
+}
+
+
+def openai_agent(session, **options):
+    options = {"api_key": session.api_key, "max_retries": 0, **options}
+    return openai.AsyncOpenAI(base_url=session.base_url, **options)
+
+
+def calling(name, arguments):
+    """Return what a scripted model says to call a tool."""
+    function = {"name": name, "arguments": arguments}
+    return {"content": "", "tool_calls": [{"function": function}]}
+
+
+def is_one_path(session):
+    """Whether every call continues the one before: the tree has no token twice."""
+    tree = session.trajectory.tree
+    return session.breaks == () and tree.num_tokens == tree.path_len(tree.num_calls - 1)
+
+
+def paths(session):
+    """Return the ids of every call, prompt and completion."""
+    tree = session.trajectory.tree
+    return [tree.path_view(call).tolist() for call in range(tree.num_calls)]
