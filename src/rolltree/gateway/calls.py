@@ -85,7 +85,8 @@ class AgentAnswer:
 
     `message` has `content` (text or None), `reasoning_content` where the model reasoned, and
     `tool_calls` where it called. `stop` is the stop string that ended it. `response` has ids and
-    logprobs; `decode` turns ids into text where the tokenizer is known.
+    logprobs; `decode` turns ids into text where the tokenizer is known. `options` are those of the
+    call, also when the answer is looked up later.
     """
 
     head: AnswerHead
@@ -96,6 +97,7 @@ class AgentAnswer:
     num_prompt_tokens: int = 0
     num_completion_tokens: int = 0
     num_cached_tokens: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
     decode: Callable[[list[int]], str] | None = field(default=None, repr=False)
 
     @property

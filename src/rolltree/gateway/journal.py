@@ -48,6 +48,7 @@ class KeptCall:
     key: str | None = None
     digest: bytes = b""
     tools: tuple[ToolSchema, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -149,6 +150,8 @@ class JournalFile:
         self._table, self._prompts = MessageTable(), dict[int, Reference]()
         self._num_calls = 0
         self._tools: list[tuple[ToolSchema, ...]] = []
+        # Values of options, as JSON, and their numbers.
+        self._values: dict[str, int] = {}
         self._delivered: list[int] = []
         # Written beside the old one, which is replaced when the new one has all of it.
         self._building = path.with_suffix(".new")
@@ -213,12 +216,17 @@ class JournalFile:
             self._tools.append(kept.tools)
             data["tools"] = list(kept.tools)
         head = kept.head
+        options, num_known = dict[str, int](), len(self._values)
+        for name, value in kept.options.items():
+            options[name] = self._values.setdefault(dumps(value), len(self._values))
+        data["values"] = [loads(text) for text in [*self._values][num_known:]]
         data["call"] = {
             "head": {"id": head.id, "model": head.model, "created_s": head.created_s},
             "agent": kept.agent,
             "key": kept.key,
             "digest": kept.digest.hex(),
             "tools": self._tools.index(kept.tools),
+            "options": options,
         }
         data["delivered"], self._delivered = self._delivered, []
         return _frame(data, tokens, f'"table":{self._table.to_json(size)},')
@@ -261,7 +269,7 @@ def read_session(path: Path) -> KeptSession | None:
         tree_bytes = b"".join(tokens for _, tokens in parts)
         tree = TokenTree.from_bytes(tree_bytes) if tree_bytes else TokenTree()
         table: dict[str, list[Any]] = {"messages": [], "nodes": [], "pieces": []}
-        tools: list[tuple[ToolSchema, ...]] = []
+        tools, values = list[tuple[ToolSchema, ...]](), list[Any]()
         for data, _ in parts:
             for name, values in data.get("table", {}).items():
                 table[name] += values
@@ -272,6 +280,7 @@ def read_session(path: Path) -> KeptSession | None:
                 tools.append(tuple(data["tools"]))
             if "call" not in data:
                 continue
+            values += data["values"]
             call = data["call"]
             kept = KeptCall(
                 AnswerHead(**call["head"]),
@@ -279,6 +288,7 @@ def read_session(path: Path) -> KeptSession | None:
                 call["key"],
                 bytes.fromhex(call["digest"]),
                 tools[call["tools"]],
+                {name: values[index] for name, index in call["options"].items()},
             )
             session.calls.append((kept, decode_step(data["step"], tree, reader)))
     except OSError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rolltree.gateway.openai_chat import CHAT, TEXT
+from rolltree.gateway.openai_responses import RESPONSES
 from rolltree.gateway.protocol import WireProtocol
 
-PROTOCOLS: tuple[WireProtocol, ...] = (CHAT, TEXT)
+PROTOCOLS: tuple[WireProtocol, ...] = (CHAT, TEXT, RESPONSES)

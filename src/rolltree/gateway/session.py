@@ -80,6 +80,7 @@ class _Flight:
 
     head: AnswerHead
     origin: CallOrigin
+    options: Mapping[str, Any] = field(default_factory=dict)
     task: asyncio.Task[AgentAnswer] | None = None
     deltas: list[AnswerDelta] = field(default_factory=list)
     news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -155,6 +156,7 @@ class GatewaySession:
         self._seeds = None if seed is None else CallSeeds(seed)
         self.journal, self._on_close = journal, on_close
         self._messages: dict[bytes, ChatMessage] = {}
+        self._options: dict[bytes, Any] = {}
         self._flights: dict[str, _Flight] = {}
         self._by_key: dict[str, _Flight] = {}
         self._by_content: dict[bytes, _Flight] = {}
@@ -360,7 +362,7 @@ class GatewaySession:
             raise self._failure
         self._check_limits()
         head = AnswerHead(secrets.token_hex(12), call.model or self.model_name, int(time.time()))
-        flight = _Flight(head, origin)
+        flight = _Flight(head, origin, self._interned_options(call.options))
         self._num_begun += 1
         self._flights[head.id] = flight
         if origin.key is not None:
@@ -523,11 +525,15 @@ class GatewaySession:
     def _interned(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
         """Return the messages, those that were seen before as the same objects."""
         # Agents send their whole history with every call, and it must not be kept every time.
-        known, found = self._messages, []
-        for message in messages:
-            key = hashlib.blake2b(msgspec.msgpack.encode(message), digest_size=16).digest()
-            found.append(known.setdefault(key, message))
-        return found
+        known = self._messages
+        return [known.setdefault(_content_digest(message), message) for message in messages]
+
+    def _interned_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return options whose values, those that were seen before, are the same objects."""
+        known = self._options
+        return {
+            name: known.setdefault(_content_digest(value), value) for name, value in options.items()
+        }
 
     async def _keep(
         self,
@@ -543,7 +549,9 @@ class GatewaySession:
         flight.step = step
         if self.journal is not None:
             origin = flight.origin
-            kept = KeptCall(flight.head, origin.agent, origin.key, origin.digest, call.tools)
+            kept = KeptCall(
+                flight.head, origin.agent, origin.key, origin.digest, call.tools, flight.options
+            )
             try:
                 await self.journal.append(self.trajectory, step, kept)
             except StoreError as error:
@@ -583,6 +591,7 @@ class GatewaySession:
             num_prompt_tokens=response.num_prompt_tokens,
             num_completion_tokens=response.num_completion_tokens,
             num_cached_tokens=int(response.info.get("num_cached_tokens", 0)),
+            options=flight.options,
             decode=self._decode,
         )
 
@@ -645,7 +654,7 @@ class GatewaySession:
                 response = response if known.completion_ids is None else known
             number = self._record(prompt, is_chat, response, kept.agent)
             origin = CallOrigin(kept.agent, kept.key, None, kept.digest)
-            flight = _Flight(kept.head, origin)
+            flight = _Flight(kept.head, origin, self._interned_options(kept.options))
             flight.step, flight.is_kept = number, True
             flight.is_delivered = number in kept_session.delivered
             if self.journal is not None:
@@ -667,6 +676,10 @@ class GatewaySession:
 def digest_of(secret: str) -> str:
     """Return what is kept of a secret."""
     return hashlib.sha256(secret.encode("utf-8", "replace")).hexdigest()
+
+
+def _content_digest(value: object) -> bytes:
+    return hashlib.blake2b(msgspec.msgpack.encode(value), digest_size=16).digest()
 
 
 def renderer_of(client: object) -> ChatRenderer | None:

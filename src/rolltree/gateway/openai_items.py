@@ -1,0 +1,301 @@
+"""The items of OpenAI's `responses`: those of a request become messages, an answer becomes items.
+
+The items of one assistant turn (reasoning, text, function calls) are one message.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from reprlib import repr as shown
+from typing import Any
+
+from rolltree.gateway.calls import AgentAnswer
+from rolltree.gateway.messages import assistant, joined_text, tool_call
+from rolltree.gateway.protocol import SessionView
+from rolltree.inference.server.requests import RequestError, unknown_field
+from rolltree.types import ChatMessage, FinishReason
+
+ENCRYPTED = "reasoning.encrypted_content"
+"""What `include` names to get reasoning in a form that only the gateway reads."""
+# An answer's id has 24 digits; other servers' ids are longer.
+_ITEM_ID = re.compile(r"(?:msg|rs|fc)_([0-9a-f]{24})(?:_[0-9]+)?")
+
+
+# -- of a request --------------------------------------------------------------------------------
+
+ITEM_DEFAULTS: dict[str, tuple[object, ...]] = {
+    "async": (False,),
+    "allowed_callers": (["direct"],),
+    "caller": ({"type": "direct"},),
+    "defer_loading": (False,),
+}
+"""Fields of tools and items that are taken with the value that asks for what happens anyway."""
+# What servers note on every item, and clients add when they parse one.
+_NOTED = frozenset(["id", "type", "status", "phase", "created_by", "parsed_arguments"])
+
+
+@dataclass(slots=True)
+class _Turn:
+    """The items of one assistant turn. `answer_id` is known if its items have the gateway's ids."""
+
+    answer_id: str | None
+    text: str | None = None
+    reasoning: str = ""
+    calls: list[ChatMessage] = field(default_factory=list)
+
+
+class ItemHistory:
+    """Turns items into messages, each turn of the assistant into one."""
+
+    def __init__(self, session: SessionView, earlier: list[ChatMessage]) -> None:
+        self._session = session
+        self._parts: list[ChatMessage | _Turn] = list(earlier)
+        # The turn that further items may belong to, and whether a call of it was answered.
+        self._turn: _Turn | None = None
+        self._has_output = False
+
+    def messages(self) -> list[ChatMessage]:
+        """Return all of them."""
+        return [
+            assistant(part.text or "", part.calls, part.reasoning)
+            if isinstance(part, _Turn)
+            else part
+            for part in self._parts
+        ]
+
+    def add_input(self, value: object, *, is_continued: bool) -> None:
+        """Add the input of a request, which may be empty if it continues a response."""
+        if isinstance(value, str):
+            value = [{"role": "user", "content": value}]
+        if value is None and is_continued:
+            value = []
+        if not isinstance(value, list) or not (value or is_continued):
+            raise RequestError("input is neither text nor a list of items.", param="input")
+        for index, item in enumerate(value):
+            self.add(item, f"input[{index}]")
+
+    def add(self, item: object, where: str) -> None:
+        """Add one item; `where` it stands in the request."""
+        if not isinstance(item, Mapping):
+            raise RequestError(f"{where} is not an item.", param=where)
+        kind = item.get("type") or ("message" if "role" in item else "item_reference")
+        found = _ITEMS.get(kind) if isinstance(kind, str) else None
+        if found is None:
+            raise RequestError(
+                f"{where} is an item of type {shown(kind)}, which cannot be recorded as the "
+                f"tokens that the model saw; known are {', '.join(_ITEMS)}.",
+                param=where,
+            )
+        names, add = found
+        for name, value in item.items():
+            is_known = name in names or name in _NOTED or value in (None, "", [], {})
+            if not is_known and value not in ITEM_DEFAULTS.get(name, ()):
+                raise unknown_field(f"{where}.{name}", [f"{where}.{known}" for known in names])
+        add(self, item, where)
+
+    def _add_message(self, item: Mapping[str, Any], where: str) -> None:
+        role, text = item.get("role"), joined_text(item.get("content"), f"{where}.content")
+        if role == "assistant":
+            turn = self._turn_of(item, "text")
+            turn.text = (turn.text or "") + text
+        elif role in ("user", "system", "developer"):
+            self._turn = None
+            self._parts.append({"role": "user" if role == "user" else "system", "content": text})
+        else:
+            raise RequestError(
+                f"{where} has the role {shown(role)}; known are user, assistant, system and "
+                "developer.",
+                param=where,
+            )
+
+    def _add_reasoning(self, item: Mapping[str, Any], where: str) -> None:
+        text = _spelled(item.get("content"), "reasoning_text", f"{where}.content")
+        if not text and item.get("encrypted_content"):
+            text = self._decrypted(item["encrypted_content"], f"{where}.encrypted_content")
+        if not text:
+            text = _spelled(item.get("summary"), "summary_text", f"{where}.summary")
+        self._turn_of(item, "reasoning").reasoning += text
+
+    def _add_call(self, item: Mapping[str, Any], where: str) -> None:
+        name, call_id = _text_in(item, "name", where), _text_in(item, "call_id", where)
+        made = tool_call(call_id, name, _text_in(item, "arguments", where))
+        self._turn_of(item, "call").calls.append(made)
+
+    def _add_output(self, item: Mapping[str, Any], where: str) -> None:
+        text = joined_text(item.get("output"), f"{where}.output")
+        call_id = _text_in(item, "call_id", where)
+        self._parts.append({"role": "tool", "content": text, "tool_call_id": call_id})
+        self._has_output = True
+
+    def _add_reference(self, item: Mapping[str, Any], where: str) -> None:
+        item_id = _text_in(item, "id", where)
+        answer_id = _answer_id(item_id)
+        if answer_id is not None:
+            answer = self._session.answer(answer_id)
+            for known in output_items(answer, answer.options):
+                if known["id"] == item_id:
+                    self.add(known, where)
+                    return
+        raise RequestError(
+            f"{where} refers to {shown(item_id)}, an item that this session did not give. Send the "
+            "item itself.",
+            status=404,
+            param=where,
+        )
+
+    def _turn_of(self, item: Mapping[str, Any], kind: str) -> _Turn:
+        """Return the turn that an item belongs to, which may be a new one."""
+        answer_id, turn = _answer_id(item.get("id")), self._turn
+        if turn is not None:
+            if answer_id is not None and turn.answer_id is not None:
+                # Also behind an output: some agents put each output behind its own call.
+                joins = answer_id == turn.answer_id
+            elif self._has_output:
+                joins = False
+            else:
+                joins = kind == "call" or bool(turn.calls) or turn.text is None
+            if joins:
+                turn.answer_id = turn.answer_id or answer_id
+                return turn
+        self._turn, self._has_output = _Turn(answer_id), False
+        self._parts.append(self._turn)
+        return self._turn
+
+    def _decrypted(self, value: object, where: str) -> str:
+        answer_id = _answer_id(value)
+        if answer_id is None:
+            raise RequestError(
+                f"{where} was not made by this gateway, so nothing here can read it. Leave the "
+                "item out, or send the reasoning as its content.",
+                param=where,
+            )
+        return self._session.answer(answer_id).reasoning
+
+
+_ITEMS: dict[str, tuple[frozenset[str], Any]] = {
+    "message": (frozenset(["role", "content"]), ItemHistory._add_message),
+    "reasoning": (
+        frozenset(["content", "summary", "encrypted_content"]),
+        ItemHistory._add_reasoning,
+    ),
+    "function_call": (frozenset(["call_id", "name", "arguments"]), ItemHistory._add_call),
+    "function_call_output": (frozenset(["call_id", "output", "name"]), ItemHistory._add_output),
+    "item_reference": (frozenset(), ItemHistory._add_reference),
+}
+"""The types of items that are taken: their fields, and what adds one."""
+
+
+def _answer_id(value: object) -> str | None:
+    known = _ITEM_ID.fullmatch(value) if isinstance(value, str) else None
+    return known[1] if known else None
+
+
+def _spelled(parts: object, kind: str, where: str) -> str:
+    texts: list[str] = []
+    for part in parts or () if isinstance(parts, list | None) else (parts,):
+        match part:
+            case {"type": found, "text": str(text)} if found == kind:
+                texts.append(text)
+            case _:
+                raise RequestError(f"{where} is not a list of {kind}.", param=where)
+    return "".join(texts)
+
+
+def _text_in(item: Mapping[str, Any], name: str, where: str) -> str:
+    value = item.get(name)
+    if not isinstance(value, str):
+        where = f"{where}.{name}"
+        raise RequestError(f"{where} has {shown(value)} where text belongs.", param=where)
+    return value
+
+
+# -- of an answer --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TextItem:
+    """An item with text: the type of its part, and how the events of both are called."""
+
+    part_type: str
+    text_event: str
+    part_event: str = "response.content_part"
+    index: str = "content_index"
+
+    def part(self, text: str) -> dict[str, Any]:
+        """Return its one part."""
+        more: dict[str, Any] = {"annotations": [], "logprobs": []} if self is MESSAGE_ITEM else {}
+        return {"type": self.part_type, "text": text, **more}
+
+    def item(
+        self, answer_id: str, options: Mapping[str, Any], parts: list[dict[str, Any]], status: str
+    ) -> dict[str, Any]:
+        """Return the item with its part, or with none if nothing was said yet."""
+        if self is MESSAGE_ITEM:
+            item = {"id": f"msg_{answer_id}", "type": "message", "status": status}
+            return {**item, "role": "assistant", "content": parts}
+        item_id = f"rs_{answer_id}"
+        item = {"id": item_id, "type": "reasoning", "status": status}
+        said = {"summary": parts} if self is SUMMARY_ITEM else {"summary": [], "content": parts}
+        if ENCRYPTED in options["include"]:
+            # Stands for the reasoning, which the session keeps.
+            item["encrypted_content"] = item_id
+        return {**item, **said}
+
+
+MESSAGE_ITEM = TextItem("output_text", "response.output_text")
+REASONING_ITEM = TextItem("reasoning_text", "response.reasoning_text")
+SUMMARY_ITEM = TextItem(
+    "summary_text",
+    "response.reasoning_summary_text",
+    "response.reasoning_summary_part",
+    "summary_index",
+)
+
+
+def reasoning_item_kind(options: Mapping[str, Any]) -> TextItem:
+    """Return which item the reasoning is: a summary, if the request asks for one."""
+    asked = options["reasoning"]
+    return SUMMARY_ITEM if asked.get("summary") or asked.get("generate_summary") else REASONING_ITEM
+
+
+def call_item(answer_id: str, index: int, call: ChatMessage, status: str) -> dict[str, Any]:
+    """Return the item of a tool call."""
+    return {
+        "id": f"fc_{answer_id}_{index}",
+        "type": "function_call",
+        "status": status,
+        "call_id": call["id"],
+        "name": call["function"]["name"],
+        "arguments": call["function"]["arguments"],
+    }
+
+
+CUT_REASONS = {
+    FinishReason.LENGTH: "max_output_tokens",
+    FinishReason.CONTENT_FILTER: "content_filter",
+    FinishReason.ABORT: None,
+}
+"""Finish reasons of an answer that is not complete, as the protocol names them."""
+
+
+def last_status(answer: AgentAnswer) -> str:
+    """Return the status of an answer and of its last item."""
+    return "incomplete" if answer.finish_reason in CUT_REASONS else "completed"
+
+
+def output_items(answer: AgentAnswer, options: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the items of an answer."""
+    answer_id, items, kind = answer.head.id, list[dict[str, Any]](), reasoning_item_kind(options)
+    if answer.reasoning:
+        parts = [kind.part(answer.reasoning)]
+        items.append(kind.item(answer_id, options, parts, "completed"))
+    # An empty answer is an item too: without one the turn would be missing from the next input.
+    if answer.text or not answer.tool_calls:
+        parts = [MESSAGE_ITEM.part(answer.text)]
+        items.append(MESSAGE_ITEM.item(answer_id, options, parts, "completed"))
+    for index, call in enumerate(answer.tool_calls):
+        items.append(call_item(answer_id, index, call, "completed"))
+    items[-1]["status"] = last_status(answer)
+    return items

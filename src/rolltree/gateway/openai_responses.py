@@ -1,0 +1,501 @@
+"""OpenAI's `responses`: input and output are items, and a response can continue an earlier one.
+
+Every response is kept with its session, whatever `store` says. Reasoning is sent as
+`reasoning_text`, or as a summary that leaves nothing out if the request asks for one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from reprlib import repr as shown
+from typing import Any
+
+from rolltree.gateway.calls import AgentAnswer, AgentCall, AnswerDelta, AnswerHead
+from rolltree.gateway.fields import (
+    NO_EFFECT,
+    READ,
+    Field,
+    each,
+    only,
+    passed,
+    read_fields,
+    sampling,
+    settings,
+)
+from rolltree.gateway.openai_chat import tools_and_choice
+from rolltree.gateway.openai_items import (
+    CUT_REASONS,
+    ENCRYPTED,
+    ITEM_DEFAULTS,
+    MESSAGE_ITEM,
+    ItemHistory,
+    TextItem,
+    call_item,
+    last_status,
+    output_items,
+    reasoning_item_kind,
+)
+from rolltree.gateway.protocol import SessionView, SideHandler, WireProtocol, data_event
+from rolltree.inference.server.requests import Failure, RequestError, flag, unknown_field
+from rolltree.types import ChatMessage
+
+_KEPT_HERE = "a session keeps its responses only. Send input, or previous_response_id"
+RESPONSE_FIELDS: dict[str, Field] = {
+    **each("model input instructions previous_response_id stream stream_options", READ),
+    **each("tools tool_choice text reasoning include metadata store max_tool_calls", READ),
+    **each("user safety_identifier prompt_cache_key prompt_cache_options", READ),
+    **settings("temperature top_p"),
+    "max_output_tokens": sampling("max_tokens"),
+    "parallel_tool_calls": passed(True),
+    **each("service_tier prompt_cache_retention", NO_EFFECT),
+    "background": only(False, why="a response is sampled while its request waits"),
+    "truncation": only("disabled", why="an input that is too long is refused, never cut"),
+    "top_logprobs": only(0, why="chat/completions gives logprobs, of sampled tokens"),
+    "conversation": only(why=_KEPT_HERE),
+    "prompt": only(why="the gateway keeps no prompt templates. Send instructions and input"),
+    "context_management": only([], why="the gateway compacts nothing; the agent may"),
+    "moderation": only(why="the gateway moderates nothing"),
+    "image": only({}, why="only text can be recorded as tokens"),
+    "access_programs": only({}, why="there are none here"),
+}
+# Details of items that hosted tools and images bring, which never occur here.
+_INCLUDABLE = (
+    ENCRYPTED,
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+)
+_REPEATED: dict[str, Any] = {
+    "instructions": None,
+    "previous_response_id": None,
+    "max_output_tokens": None,
+    "max_tool_calls": None,
+    "user": None,
+    "safety_identifier": None,
+    "prompt_cache_key": None,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "parallel_tool_calls": True,
+    "tool_choice": "auto",
+    "tools": [],
+    "metadata": {},
+    "store": True,
+    "include": [],
+}
+"""What a response has of its request, and what stands there if nothing was asked."""
+_TOOL_FIELDS = ("name", "description", "parameters", "strict")
+_CACHE_FIELDS = ("mode", "ttl", "prewarm")
+_TEXT_FIELDS = ("format", "verbosity")
+_REASONING_FIELDS = ("effort", "summary", "generate_summary", "context", "mode")
+_RESPONSE_ID = re.compile(r"resp_(.+)")
+
+
+# -- requests ------------------------------------------------------------------------------------
+
+
+def read_responses(body: Mapping[str, Any], session: SessionView) -> AgentCall:
+    """Return the call that a body of `responses` asks for."""
+    given, asked = read_fields(body, RESPONSE_FIELDS)
+    passed_on = {**_read_reasoning(given), **_read_text(given)}
+    asked = replace(asked, extra={**asked.extra, **passed_on})
+    tools, asked = tools_and_choice(_chat_tools(given), asked)
+    _check_rest(given)
+    history = ItemHistory(session, _earlier(given, session))
+    history.add_input(given.get("input"), is_continued="previous_response_id" in given)
+    model = given.get("model", "")
+    if not isinstance(model, str):
+        raise RequestError("model is not a name.", param="model")
+    return AgentCall(
+        history.messages(),
+        asked,
+        model=model,
+        tools=tools,
+        stream=flag(given, "stream"),
+        options=_options(body, given),
+    )
+
+
+def _options(body: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the response repeats of its request, and `include`."""
+    repeated = {name: body.get(name) for name in _REPEATED}
+    return {
+        "object": "response",
+        **{
+            name: _REPEATED[name] if repeated[name] is None else repeated[name] for name in repeated
+        },
+        "text": {"format": {"type": "text"}, **_object(given, "text", _TEXT_FIELDS)},
+        "reasoning": {
+            "effort": None,
+            "summary": None,
+            **_object(given, "reasoning", _REASONING_FIELDS),
+        },
+        "background": False,
+        "truncation": "disabled",
+        "service_tier": "default",
+    }
+
+
+def _read_reasoning(given: Mapping[str, Any]) -> dict[str, Any]:
+    asked = _object(given, "reasoning", _REASONING_FIELDS)
+    for name, values, why in (
+        ("summary", ("auto", "detailed"), "no model shortens the reasoning"),
+        ("generate_summary", ("auto", "detailed"), "no model shortens the reasoning"),
+        ("context", ("auto",), "the model's template decides which reasoning it sees again"),
+        ("mode", ("standard",), "the gateway has one mode"),
+    ):
+        if asked.get(name) is not None and asked[name] not in values:
+            raise _disobeyed(f"reasoning.{name}", asked[name], why)
+    effort = asked.get("effort")
+    return {} if effort is None else {"reasoning_effort": effort}
+
+
+def _read_text(given: Mapping[str, Any]) -> dict[str, Any]:
+    asked, found = _object(given, "text", _TEXT_FIELDS), dict[str, Any]()
+    if asked.get("verbosity") is not None:
+        found["verbosity"] = asked["verbosity"]
+    known = ("type", "name", "description", "schema", "strict")
+    match _object(asked, "format", known, "text."):
+        case {} as wanted if not wanted or wanted == {"type": "text"}:
+            pass
+        case {"type": "json_object"}:
+            found["response_format"] = {"type": "json_object"}
+        case {"type": "json_schema", **schema}:
+            found["response_format"] = {"type": "json_schema", "json_schema": schema}
+        case other:
+            raise _disobeyed("text.format", other, "known are text, json_object and json_schema")
+    return found
+
+
+def _chat_tools(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `tools` and `tool_choice` as chat completions have them."""
+    tools, choice = given.get("tools", []), given.get("tool_choice", "auto")
+    if not isinstance(tools, list):
+        raise RequestError("tools is not a list.", param="tools")
+    match choice:
+        case "auto" | "none" | "required":
+            pass
+        case {"type": "function", "name": str(name), **rest} if not rest:
+            choice = {"type": "function", "function": {"name": name}}
+        case {"type": "allowed_tools", "mode": mode, "tools": [*allowed], **rest} if not rest:
+            listed = [_chat_choice(one, choice) for one in allowed]
+            allowance = {"mode": mode, "tools": listed}
+            choice = {"type": "allowed_tools", "allowed_tools": allowance}
+        case _:
+            raise _unknown_choice(choice)
+    converted = [_chat_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+    return {"tools": converted, "tool_choice": choice}
+
+
+def _chat_choice(value: object, choice: object) -> dict[str, Any]:
+    match value:
+        case {"type": "function", "name": str(name), **rest} if not rest:
+            return {"type": "function", "function": {"name": name}}
+    raise _unknown_choice(choice)
+
+
+def _unknown_choice(choice: object) -> RequestError:
+    return _disobeyed("tool_choice", choice, "only functions that the agent runs can be chosen")
+
+
+def _chat_tool(tool: object, where: str) -> object:
+    if not isinstance(tool, Mapping) or tool.get("type") != "function":
+        return tool  # refused by its type, as any other tool is
+    for name, value in tool.items():
+        is_default = value is None or value in ITEM_DEFAULTS.get(name, ())
+        if name not in (*_TOOL_FIELDS, "type") and not is_default:
+            raise unknown_field(f"{where}.{name}", [f"{where}.{known}" for known in _TOOL_FIELDS])
+    function = {name: tool[name] for name in _TOOL_FIELDS if tool.get(name) is not None}
+    return {"type": "function", "function": function}
+
+
+def _check_rest(given: Mapping[str, Any]) -> None:
+    """Refuse what the fields that change nothing here would ask for."""
+    _object(given, "stream_options", ("include_obfuscation",))
+    cache = _object(given, "prompt_cache_options", _CACHE_FIELDS)
+    if cache.get("prewarm"):
+        why = "a request is answered; nothing is read ahead of it"
+        raise _disobeyed("prompt_cache_options.prewarm", True, why)
+    include = given.get("include", [])
+    for name in include if isinstance(include, list) else [include]:
+        if not isinstance(include, list) or name not in _INCLUDABLE:
+            why = "known are " + ", ".join(_INCLUDABLE)
+            raise _disobeyed("include", name, why)
+    metadata = given.get("metadata", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise RequestError("metadata is not an object of strings.", param="metadata")
+    if not isinstance(given.get("instructions", ""), str):
+        raise RequestError("instructions is not text.", param="instructions")
+    flag(given, "store")
+
+
+def _object(
+    given: Mapping[str, Any], name: str, known: Sequence[str], where: str = ""
+) -> dict[str, Any]:
+    value, path = given.get(name), f"{where}{name}"
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise RequestError(f"{path} is not an object.", param=path)
+    for key in value:
+        if key not in known and value[key] is not None:
+            raise unknown_field(f"{path}.{key}", [f"{path}.{one}" for one in known])
+    return {key: part for key, part in value.items() if part is not None}
+
+
+def _disobeyed(name: str, value: object, why: str) -> RequestError:
+    return RequestError(
+        f"{name} = {shown(value)} cannot be obeyed: {why}. Leave it out.", param=name
+    )
+
+
+def _earlier(given: Mapping[str, Any], session: SessionView) -> list[ChatMessage]:
+    """Return the messages before the input: the instructions, and the response continued."""
+    instructions, found = given.get("instructions"), list[ChatMessage]()
+    if "previous_response_id" in given:
+        answer = _earlier_answer(session, given["previous_response_id"], "previous_response_id")
+        found = session.conversation(answer.head.id)
+        # As OpenAI has it: instructions are those of their own response only.
+        if answer.options["instructions"] is not None:
+            found = found[1:]
+    if instructions is None:
+        return found
+    return [{"role": "system", "content": instructions}, *found]
+
+
+def _earlier_answer(session: SessionView, response_id: object, param: str) -> AgentAnswer:
+    known = _RESPONSE_ID.fullmatch(response_id) if isinstance(response_id, str) else None
+    answer = session.answer(known[1]) if known else None
+    if answer is None or answer.options.get("object") != "response":
+        raise RequestError(
+            f"this session gave no response {shown(response_id)}.", status=404, param=param
+        )
+    return answer
+
+
+# -- answers -------------------------------------------------------------------------------------
+
+
+def write_responses(call: AgentCall, answers: Sequence[AgentAnswer]) -> dict[str, Any]:
+    """Return the body for an answer."""
+    return _finished(answers[0], call.options)
+
+
+def _finished(answer: AgentAnswer, options: Mapping[str, Any]) -> dict[str, Any]:
+    body = _response(answer.head, options, last_status(answer), output_items(answer, options))
+    if answer.finish_reason in CUT_REASONS:
+        body["incomplete_details"] = {"reason": CUT_REASONS[answer.finish_reason]}
+    num_read, num_sampled = answer.num_prompt_tokens, answer.num_completion_tokens
+    cached = {"cached_tokens": answer.num_cached_tokens, "cache_write_tokens": 0}
+    body["usage"] = {
+        "input_tokens": num_read,
+        "input_tokens_details": cached,
+        "output_tokens": num_sampled,
+        "output_tokens_details": {"reasoning_tokens": _num_reasoning_tokens(answer)},
+        "total_tokens": num_read + num_sampled,
+    }
+    return body
+
+
+def _response(
+    head: AnswerHead, options: Mapping[str, Any], status: str, output: list[dict[str, Any]]
+) -> dict[str, Any]:
+    return {
+        "id": f"resp_{head.id}",
+        "created_at": head.created_s,
+        "status": status,
+        "error": None,
+        "incomplete_details": None,
+        "model": head.model,
+        "output": output,
+        "usage": None,
+        **{name: value for name, value in options.items() if name != "include"},
+    }
+
+
+def _num_reasoning_tokens(answer: AgentAnswer) -> int:
+    """Return how many tokens spell the reasoning and what comes before it; 0 if it is unknown."""
+    ids, decode = answer.response.completion_ids, answer.decode
+    if not answer.reasoning or ids is None or decode is None:
+        return 0
+    tokens = ids.tolist()
+    at = decode(tokens).find(answer.reasoning)
+    if at < 0:  # several parts, between which others were spoken
+        return 0
+    # By halves, each decoded once: decoding every prefix would take quadratic time.
+    left, begin, end = at + len(answer.reasoning), 0, len(tokens)
+    while end - begin > 1:
+        middle = (begin + end) // 2
+        size = len(decode(tokens[begin:middle]))
+        if size < left:
+            begin, left = middle, left - size
+        else:
+            end = middle
+    return end
+
+
+class ResponseEvents:
+    """The events of one streamed response."""
+
+    def __init__(self, call: AgentCall) -> None:
+        self._options = call.options
+        self._head = AnswerHead("", "", 0)
+        self._num_events = 0
+        # Items that are done, and the one that is being said: of text, or a call.
+        self._done: list[dict[str, Any]] = []
+        self._kind: TextItem | None = None
+        self._item_id = ""
+        self._said: list[str] = []
+        self._call: dict[str, Any] | None = None
+
+    def begin(self, head: AnswerHead) -> Iterable[bytes]:
+        """Return that the response was created and is in progress."""
+        self._head = head
+        response = _response(head, self._options, "in_progress", [])
+        yield self._event("response.created", response=response)
+        yield self._event("response.in_progress", response=response)
+
+    def delta(self, delta: AnswerDelta) -> Iterable[bytes]:
+        """Return the events for what is new."""
+        if delta.reasoning:
+            yield from self._say(reasoning_item_kind(self._options), delta.reasoning)
+        if delta.content:
+            yield from self._say(MESSAGE_ITEM, delta.content)
+        for index, call in enumerate(delta.tool_calls):
+            yield from self._close()
+            self._call = call_item(self._head.id, index, call, "completed")
+            self._item_id = self._call["id"]
+            added = {**self._call, "arguments": "", "status": "in_progress"}
+            yield self._of_item("response.output_item.added", item=added)
+            if self._call["arguments"]:
+                name = "response.function_call_arguments.delta"
+                yield self._of_part(name, delta=self._call["arguments"])
+
+    def end(self, answer: AgentAnswer) -> Iterable[bytes]:
+        """Return the end of the last item, and the response."""
+        if self._call is None and self._kind is not MESSAGE_ITEM:
+            yield from self._open(MESSAGE_ITEM)
+        yield from self._close(last_status(answer))
+        response = _finished(answer, self._options)
+        yield self._event(f"response.{response['status']}", response=response)
+
+    def fail(self, failure: Failure) -> Iterable[bytes]:
+        """Return the error, and the response as far as it came."""
+        told = {"code": failure.code, "message": failure.message, "param": failure.param}
+        yield self._event("error", **told)
+        unfinished = self._item("incomplete")
+        output = [*self._done, *([] if unfinished is None else [unfinished])]
+        response = _response(self._head, self._options, "failed", output)
+        code = "invalid_prompt" if failure.status < 500 else "server_error"
+        code = "rate_limit_exceeded" if failure.status == 429 else code
+        response["error"] = {"code": code, "message": failure.message}
+        yield self._event("response.failed", response=response)
+
+    def _say(self, kind: TextItem, text: str) -> Iterator[bytes]:
+        if self._kind is not kind:
+            yield from self._open(kind)
+        self._said.append(text)
+        yield self._of_text(f"{kind.text_event}.delta", delta=text)
+
+    def _open(self, kind: TextItem) -> Iterator[bytes]:
+        yield from self._close()
+        item = kind.item(self._head.id, self._options, [], "in_progress")
+        self._kind, self._item_id = kind, item["id"]
+        yield self._of_item("response.output_item.added", item=item)
+        yield self._of_part(f"{kind.part_event}.added", part=kind.part(""))
+
+    def _close(self, status: str = "completed") -> Iterator[bytes]:
+        """End the item that is being said."""
+        item, kind, text = self._item(status), self._kind, "".join(self._said)
+        if item is None:
+            return
+        if kind is not None:
+            yield self._of_text(f"{kind.text_event}.done", text=text)
+            yield self._of_part(f"{kind.part_event}.done", part=kind.part(text))
+        else:
+            name = "response.function_call_arguments.done"
+            yield self._of_part(name, arguments=item["arguments"])
+        yield self._of_item("response.output_item.done", item=item)
+        self._done.append(item)
+        self._kind, self._call, self._said = None, None, []
+
+    def _item(self, status: str) -> dict[str, Any] | None:
+        """Return the item that is being said, as far as it came."""
+        if self._kind is not None:
+            parts = [self._kind.part("".join(self._said))]
+            return self._kind.item(self._head.id, self._options, parts, status)
+        return None if self._call is None else {**self._call, "status": status}
+
+    def _of_text(self, name: str, **values: Any) -> bytes:
+        if self._kind is MESSAGE_ITEM:
+            values["logprobs"] = []
+        return self._of_part(name, **values)
+
+    def _of_part(self, name: str, **values: Any) -> bytes:
+        index = {} if self._kind is None else {self._kind.index: 0}
+        return self._of_item(name, item_id=self._item_id, **index, **values)
+
+    def _of_item(self, name: str, **values: Any) -> bytes:
+        return self._event(name, output_index=len(self._done), **values)
+
+    def _event(self, name: str, **values: Any) -> bytes:
+        number, self._num_events = self._num_events, self._num_events + 1
+        return data_event({"type": name, "sequence_number": number, **values}, name)
+
+
+# -- further paths -------------------------------------------------------------------------------
+
+
+async def retrieve_response(
+    session: SessionView, body: Mapping[str, Any], params: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return an earlier response."""
+    for name in params.keys() - {"session", "agent", "id", "include_obfuscation"}:
+        if (name, params[name]) != ("stream", "false"):
+            raise _disobeyed(name, params[name], "a response is given whole, as it was created")
+    answer = _earlier_answer(session, params["id"], "id")
+    return _finished(answer, answer.options)
+
+
+async def count_input_tokens(
+    session: SessionView, body: Mapping[str, Any], params: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return how many tokens the input of a request has."""
+    num_tokens = session.count_tokens(read_responses(body, session))
+    return {"object": "response.input_tokens", "input_tokens": num_tokens}
+
+
+def _refusing(what: str) -> SideHandler:
+    async def refuse(
+        session: SessionView, body: Mapping[str, Any], params: Mapping[str, str]
+    ) -> dict[str, Any]:
+        raise RequestError(what, status=405)
+
+    return refuse
+
+
+RESPONSES = WireProtocol(
+    "responses",
+    "/responses",
+    RESPONSE_FIELDS,
+    read_responses,
+    write_responses,
+    ResponseEvents,
+    sides={
+        ("GET", "/responses/{id}"): retrieve_response,
+        ("DELETE", "/responses/{id}"): _refusing(
+            "a response is a recorded call of the session and is deleted with it, not alone."
+        ),
+        ("POST", "/responses/{id}/cancel"): _refusing(
+            "only responses in the background are cancelled so; hang up to cancel this one."
+        ),
+        ("POST", "/responses/compact"): _refusing(
+            "the gateway compacts nothing. Ask the model for a summary, and send that."
+        ),
+        ("POST", "/responses/input_tokens"): count_input_tokens,
+    },
+)
