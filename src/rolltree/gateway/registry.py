@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from rolltree.gateway.anthropic_messages import MESSAGES
 from rolltree.gateway.openai_chat import CHAT, TEXT
 from rolltree.gateway.protocol import WireProtocol
 
-PROTOCOLS: tuple[WireProtocol, ...] = (CHAT, TEXT)
+PROTOCOLS: tuple[WireProtocol, ...] = (CHAT, TEXT, MESSAGES)
