@@ -98,7 +98,7 @@ _ASSISTANT_BLOCKS: dict[str, dict[str, Field]] = {
     },
 }
 # Claude Code begins its system prompt with such a line, another one in every request.
-_BILLING = re.compile(r"x-anthropic-billing-header:[^\n]*\n?")
+_BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
 _INVALID_JSON = "INVALID_JSON"
 """The key under which Anthropic's documentation puts arguments that are not a JSON object."""
 _CALL_ID = re.compile(r"toolu_[0-9a-f]{24}_(.+)", re.DOTALL)
@@ -130,9 +130,8 @@ def read_messages(body: Mapping[str, Any], session: SessionView) -> AgentCall:
         raise RequestError("model is not a name.", param="model")
     _check_context(given.get("context_management", {}))
     tools, choice = _tools_and_choice(given)
-    system = _BILLING.sub("", text_of(given.get("system"), "system"), count=1)
     messages = _history(given.get("messages"))
-    if system:
+    if system := _system(given.get("system")):
         messages.insert(0, {"role": "system", "content": system})
     return AgentCall(
         messages,
@@ -239,6 +238,18 @@ def _tool(value: object, where: str) -> ToolSchema:
         function["description"] = _text(tool["description"], f"{where}.description")
     function["parameters"] = tool.get("input_schema", {"type": "object", "properties": {}})
     return {"type": "function", "function": function}
+
+
+def _system(value: object) -> str:
+    if isinstance(value, list):
+        value = [
+            {**part, "text": _BILLING.sub("", part["text"])}
+            if isinstance(part, Mapping) and isinstance(part.get("text"), str)
+            else part
+            for part in value
+        ]
+    text = text_of(value, "system")
+    return text if isinstance(value, list) else _BILLING.sub("", text)
 
 
 def _history(value: object) -> list[ChatMessage]:
