@@ -62,6 +62,18 @@ def test_assistant_messages_are_equal_by_what_was_said() -> None:
     assert index.find([user("a"), assistant("")]) is None
 
 
+def test_no_arguments_are_empty_arguments() -> None:
+    index = MessageIndex()
+
+    def answer(arguments: str) -> dict[str, object]:
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+    index.add([user("a")], answer(""), 7)
+    assert index.find([user("a"), answer("{}")]) == Match(7, 2)
+    assert index.find([user("a"), answer("[]")]) is None
+
+
 def test_a_users_extra_fields_count() -> None:
     index = MessageIndex()
     index.add([user("a")], assistant("b"), 0)

@@ -76,9 +76,12 @@ def test_the_first_reason_to_stop_wins(text: str, limit: int | None, stop: list[
         assert said.finish_reason == FinishReason.STOP
         assert not any(string in said.text for string in stop)
         assert not any(string in spelled[:-1] for string in stop)
+        assert said.stop in stop
+        assert spelled.endswith(said.stop)
     elif len(said.ids) < len(full):
         assert said.finish_reason == FinishReason.LENGTH
         assert len(said.ids) == limit
     else:
         assert said.finish_reason == FinishReason.STOP
+        assert said.stop is None
         assert said.text == text

@@ -16,6 +16,7 @@ import logging
 import re
 from collections.abc import AsyncGenerator, Collection, Iterable
 from contextlib import aclosing
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
@@ -118,7 +119,8 @@ class Gate:
             refusal = self._refusal(scope)
             if refusal is not None:
                 headers = {"WWW-Authenticate": "Bearer"} if refusal.status == 401 else {}
-                await _failed(refusal, headers=headers)(scope, receive, send)
+                response = _failed(refusal, _protocol_at(scope["path"]), headers)
+                await response(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -153,6 +155,10 @@ class Gate:
             )
         scope[_SESSION] = session
         return None
+
+
+def _protocol_at(path: str) -> WireProtocol | None:
+    return next((each for each in PROTOCOLS if f"/v1{each.path}" in path), None)
 
 
 def _secret_in(headers: Headers) -> str:
@@ -344,7 +350,9 @@ def _beside(side: Any) -> Handler:
 
 async def _models(request: Request) -> Response:
     card = _model_card(request.scope[_SESSION], None)
-    return json_response({"object": "list", "data": [card]})
+    name = card["id"]
+    paging = {"has_more": False, "first_id": name, "last_id": name}
+    return json_response({"object": "list", "data": [card], **paging})
 
 
 async def _model(request: Request) -> Response:
@@ -352,13 +360,18 @@ async def _model(request: Request) -> Response:
 
 
 def _model_card(session: GatewaySession, name: str | None) -> dict[str, Any]:
-    # Every name is answered by the session's model, so every name is known.
+    # Every name is answered by the session's model, so every name is known. OpenAI's fields, then
+    # Anthropic's: their paths are the same.
     created = int(session.opened_s)
     return {
         "id": name or session.model_name,
         "object": "model",
         "created": created,
         "owned_by": "rolltree",
+        "type": "model",
+        "display_name": session.model_name,
+        "created_at": datetime.fromtimestamp(created, UTC).isoformat(),
+        "lifecycle": "active",
     }
 
 

@@ -137,7 +137,8 @@ def _calls(message: ChatMessage) -> list[tuple[Any, Any]]:
         arguments = _field(function, "arguments")
         if isinstance(arguments, str):
             with suppress(ValueError):
-                arguments = read_json(arguments)
+                # Some servers leave out empty arguments, and agents write them.
+                arguments = read_json(arguments or "{}")
         found.append((_field(function, "name"), arguments))
     return found
 

@@ -73,12 +73,16 @@ class Script:
 
 @dataclass(frozen=True, slots=True)
 class ScriptedTokens:
-    """An answer as an engine reports it: int32 `[_C]`, float32 `[_C]`, text without its stop."""
+    """An answer as an engine reports it: int32 `[_C]`, float32 `[_C]`, text without its stop.
+
+    `stop` is the stop string that ended it.
+    """
 
     ids: IntArray
     logprobs: FloatArray
     finish_reason: FinishReason
     text: str
+    stop: str | None = None
 
 
 def as_answer(answer: AnswerLike) -> ScriptedAnswer:
@@ -127,14 +131,16 @@ def tokens_of(
             given = [*given, renderer.end_ids[0]]
     ids, reason, num_stop = _ended(list(given), answer.finish_reason, renderer, sampling)
     text = renderer.decode_answer(ids[: len(ids) - num_stop] if num_stop == 1 else ids)
-    for stop in sampling.stop:
-        text = text.partition(stop)[0]
+    end, stop = min(
+        ((text.find(each), each) for each in sampling.stop if each in text),
+        default=(len(text), None),
+    )
     logprobs = answer.logprobs
     values = scripted_logprobs(ids) if logprobs is None else np.array(logprobs, np.float32)
     # A wrong number stays wrong.
     if logprobs is None or len(values) == len(given):
         values = values[: len(ids)]
-    return ScriptedTokens(np.array(ids, np.int32), values, reason, text)
+    return ScriptedTokens(np.array(ids, np.int32), values, reason, text[:end], stop)
 
 
 def _ended(

@@ -118,6 +118,7 @@ class ScriptedClient(RootClient[_ScriptedMemory]):
             completion_ids=said.ids,
             logprobs=said.logprobs,
             versions=np.full(len(said.ids), self.version, np.int32),
+            info={} if said.stop is None else {"stop_reason": said.stop},
         )
         return tokens.complete(prompt, answer, call)
 

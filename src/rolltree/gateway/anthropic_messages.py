@@ -1,0 +1,527 @@
+"""Anthropic's `messages` and `messages/count_tokens`.
+
+Thinking is shown only to agents that ask for it, as Anthropic does; the record has it anyway. That
+a tool failed (`is_error`) is told by the text of its result, since chat templates know text only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from reprlib import repr as shown
+from typing import Any
+
+from rolltree.gateway.calls import AgentAnswer, AgentCall, AnswerDelta, AnswerHead
+from rolltree.gateway.fields import (
+    NO_EFFECT,
+    READ,
+    Field,
+    each,
+    only,
+    passed,
+    read_fields,
+    sampling,
+    settings,
+)
+from rolltree.gateway.messages import assistant, text_of, tool_call, unsupported_part
+from rolltree.gateway.protocol import SessionView, WireProtocol, data_event
+from rolltree.inference.server.requests import Failure, RequestError, flag
+from rolltree.types import ChatMessage, FinishReason, SamplingParams, ToolSchema
+from rolltree.untrusted import encode_json, read_json
+
+_OWN_MODEL = "every call is answered by the session's model alone"
+_WHOLE_HISTORY = "the model reads the history that the request has, all of it"
+_NEEDS_CONSTRAINTS = "it needs constrained decoding"
+_ASKED_BY_AGENT = "tools are run by the agent, and the model is told of all of them"
+
+FIELDS: dict[str, Field] = {
+    **each("model messages system tools tool_choice thinking stream", READ),
+    **each("output_config output_format context_management", READ),
+    **settings("max_tokens temperature top_p top_k"),
+    "stop_sequences": sampling("stop"),
+    # What is cached, billed and logged, how fast and for whom.
+    **each("cache_control metadata service_tier speed user_profile_id workspace_id", NO_EFFECT),
+    **each("diagnostics billing_policy fallback_credit_token betas", NO_EFFECT),
+    "inference_geo": only("global", why="the model runs wherever its server is"),
+    "fallbacks": only("default", [], why=_OWN_MODEL),
+    "container": only(why="nothing is executed here"),
+    "mcp_servers": only([], why=_ASKED_BY_AGENT),
+    "thread": only(why=_WHOLE_HISTORY),
+    "compaction": only(why=_WHOLE_HISTORY),
+}
+# The fields of what is nested. A budget of thinking is a target in Anthropic's API, not a limit.
+_THINKING: dict[str, Field] = {
+    "type": only(
+        "enabled", "adaptive", "disabled", why="when the model thinks is its own decision"
+    ),
+    "display": only("summarized", "omitted", why="thinking is shown as it was sampled, or not"),
+    **each("budget_tokens block_binding", NO_EFFECT),
+}
+_OUTPUT: dict[str, Field] = {
+    "effort": passed("high", name="reasoning_effort"),  # Anthropic's default is "high"
+    "format": READ,
+    "task_budget": only(why="the model is not told how many tokens are left"),
+}
+_CONTEXT: dict[str, Field] = {"edits": READ}
+# The edits that leave everything as it is; without `keep`, earlier thinking would be cleared.
+_NO_EDITS = [{"type": "clear_thinking_20251015", "keep": keep} for keep in ("all", {"type": "all"})]
+_CHOICE: dict[str, Field] = each("type name disable_parallel_tool_use", READ)
+_TOOL: dict[str, Field] = {
+    **each("name description input_schema", READ),
+    "type": only("custom", why="only tools that the agent describes and runs can be offered"),
+    **each("cache_control eager_input_streaming", NO_EFFECT),
+    "strict": only(False, why=_NEEDS_CONSTRAINTS),
+    "defer_loading": only(False, why=_ASKED_BY_AGENT),
+    "allowed_callers": only(["direct"], why=_ASKED_BY_AGENT),
+    "input_examples": only([], why="chat templates have no place for examples"),
+}
+_TURN: dict[str, Field] = each("role content", READ)
+_TEXT: dict[str, Field] = {**each("type text", READ), **each("cache_control citations", NO_EFFECT)}
+_USER_BLOCKS: dict[str, dict[str, Field]] = {
+    "text": _TEXT,
+    "tool_result": {
+        **each("type tool_use_id content is_error", READ),
+        "cache_control": NO_EFFECT,
+    },
+}
+_ASSISTANT_BLOCKS: dict[str, dict[str, Field]] = {
+    "text": _TEXT,
+    "thinking": {**each("type thinking", READ), **each("signature cache_control", NO_EFFECT)},
+    # Another model's, which only that model could read.
+    "redacted_thinking": {"type": READ, **each("data cache_control", NO_EFFECT)},
+    "tool_use": {
+        **each("type id name input", READ),
+        "cache_control": NO_EFFECT,
+        "caller": only({"type": "direct"}, why=_ASKED_BY_AGENT),
+    },
+}
+# Claude Code begins its system prompt with such a line, another one in every request.
+_BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
+_INVALID_JSON = "INVALID_JSON"
+"""The key under which Anthropic's documentation puts arguments that are not a JSON object."""
+_CALL_ID = re.compile(r"toolu_[0-9a-f]{24}_(.+)", re.DOTALL)
+_STOP_REASONS = {
+    FinishReason.LENGTH: "max_tokens",
+    FinishReason.TOOL_CALLS: "tool_use",
+    FinishReason.CONTENT_FILTER: "refusal",
+}
+_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+
+
+# -- requests ------------------------------------------------------------------------------------
+
+
+def read_messages(body: Mapping[str, Any], session: SessionView) -> AgentCall:
+    """Return the call that a body of `messages` asks for."""
+    given, asked = read_fields(body, FIELDS)
+    model = given.get("model", "")
+    if not isinstance(model, str):
+        raise RequestError("model is not a name.", param="model")
+    _check_context(given.get("context_management", {}))
+    tools, choice = _tools_and_choice(given)
+    messages = _history(given.get("messages"))
+    if system := _system(given.get("system")):
+        messages.insert(0, {"role": "system", "content": system})
+    return AgentCall(
+        messages,
+        replace(asked, extra={**asked.extra, **_output(given).extra, **choice}),
+        model=model,
+        tools=tools,
+        stream=flag(given, "stream"),
+        options={"thinking": _thinking(given.get("thinking", {"type": "disabled"}))},
+    )
+
+
+async def count_tokens(
+    session: SessionView, body: Mapping[str, Any], params: Mapping[str, str]
+) -> dict[str, Any]:
+    """Answer `messages/count_tokens`."""
+    return {"input_tokens": session.count_tokens(read_messages(body, session))}
+
+
+def _read_part(
+    part: object, fields: Mapping[str, Field], where: str
+) -> tuple[dict[str, Any], SamplingParams]:
+    """Return what `read_fields` finds in an object inside the body; errors say where it is."""
+    if not isinstance(part, Mapping):
+        raise RequestError(f"{where} is {shown(part)}, not an object.", param=where)
+    try:
+        return read_fields(part, fields)
+    except RequestError as error:
+        param = f"{where}.{error.param}" if error.param else where
+        raise RequestError(f"{where}: {error}", param=param) from error
+
+
+def _thinking(value: object) -> str:
+    """Return whether thinking is "shown", "omitted" (its text is left out) or "hidden"."""
+    _read_part(value, _THINKING, "thinking")
+    assert isinstance(value, Mapping)
+    if value.get("type") not in ("enabled", "adaptive"):
+        return "hidden"
+    return "omitted" if value.get("display") == "omitted" else "shown"
+
+
+def _output(given: Mapping[str, Any]) -> SamplingParams:
+    """Return the settings that `output_config` (and `output_format`, its old name) asks for."""
+    config, asked = _read_part(given.get("output_config", {}), _OUTPUT, "output_config")
+    wanted = config.get("format", given.get("output_format"))
+    if wanted is None:
+        return asked
+    form, _ = _read_part(wanted, each("type schema", READ), "output_config.format")
+    if form.get("type") != "json_schema":
+        raise RequestError(
+            f"output_config.format is of type {shown(form.get('type'))}; known is json_schema.",
+            param="output_config.format",
+        )
+    named = {"name": "output", "schema": form.get("schema"), "strict": True}
+    response_format = {"type": "json_schema", "json_schema": named}
+    return replace(asked, extra={**asked.extra, "response_format": response_format})
+
+
+def _check_context(value: object) -> None:
+    """Raise unless `context_management` asks for what happens anyway: nothing is cleared."""
+    where = "context_management.edits"
+    edits = _read_part(value, _CONTEXT, "context_management")[0].get("edits", [])
+    if not isinstance(edits, list):
+        raise RequestError(f"{where} is not a list.", param=where)
+    for index, edit in enumerate(edits):
+        if edit not in _NO_EDITS:
+            raise RequestError(
+                f"{where}[{index}] = {shown(edit)} cannot be obeyed: {_WHOLE_HISTORY}. Leave it "
+                "out.",
+                param=f"{where}[{index}]",
+            )
+
+
+def _tools_and_choice(
+    given: Mapping[str, Any],
+) -> tuple[tuple[ToolSchema, ...], dict[str, Any]]:
+    """Return the tools that the model is told of, and the settings with a forced choice, if any."""
+    tools = given.get("tools", [])
+    if not isinstance(tools, list):
+        raise RequestError("tools is not a list.", param="tools")
+    found = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+    choice, _ = _read_part(given.get("tool_choice", {"type": "auto"}), _CHOICE, "tool_choice")
+    kind, forced = choice.get("type"), dict[str, Any]()
+    if kind == "none":
+        found = []
+    elif kind == "any":
+        forced["tool_choice"] = "required"
+    elif kind == "tool":
+        name = choice.get("name")
+        forced["tool_choice"] = {"type": "function", "function": {"name": name}}
+    elif kind != "auto":
+        raise RequestError(
+            f"tool_choice is of type {shown(kind)}; known are auto, any, tool and none.",
+            param="tool_choice",
+        )
+    if flag(choice, "disable_parallel_tool_use"):
+        forced["parallel_tool_calls"] = False
+    return tuple(found), forced
+
+
+def _tool(value: object, where: str) -> ToolSchema:
+    tool, _ = _read_part(value, _TOOL, where)
+    function: dict[str, Any] = {"name": _text(tool.get("name"), f"{where}.name")}
+    if tool.get("description"):
+        function["description"] = _text(tool["description"], f"{where}.description")
+    function["parameters"] = tool.get("input_schema", {"type": "object", "properties": {}})
+    return {"type": "function", "function": function}
+
+
+def _system(value: object) -> str:
+    if isinstance(value, list):
+        value = [
+            {**part, "text": _BILLING.sub("", part["text"])}
+            if isinstance(part, Mapping) and isinstance(part.get("text"), str)
+            else part
+            for part in value
+        ]
+    text = text_of(value, "system")
+    return text if isinstance(value, list) else _BILLING.sub("", text)
+
+
+def _history(value: object) -> list[ChatMessage]:
+    if not isinstance(value, list) or not value:
+        raise RequestError("messages is not a list of at least one message.", param="messages")
+    said: list[ChatMessage] = []
+    for index, message in enumerate(value):
+        where = f"messages[{index}]"
+        turn, _ = _read_part(message, _TURN, where)
+        role, content = turn.get("role"), turn.get("content")
+        if role == "user":
+            said += _user_turn(content, f"{where}.content")
+        elif role == "assistant":
+            _add_assistant(said, content, f"{where}.content")
+        elif role == "system":
+            said.append({"role": "system", "content": text_of(content, f"{where}.content")})
+        else:
+            raise RequestError(
+                f"{where} has the role {shown(role)}; known are user, assistant and system.",
+                param=f"{where}.role",
+            )
+    if said[-1]["role"] == "assistant":
+        raise RequestError(
+            f"{where} is the assistant's: answers are sampled from their beginning on, so one "
+            "cannot be continued (prefill). End with a user's message.",
+            param=where,
+        )
+    return said
+
+
+def _user_turn(content: object, where: str) -> Iterable[ChatMessage]:
+    """Yield a message for each result of a tool, and one for the text between them."""
+    texts: list[str] = []
+    blocks = list(_blocks(content, _USER_BLOCKS, where))
+    for index, (kind, block) in enumerate(blocks):
+        at = f"{where}[{index}]"
+        if kind == "text":
+            texts.append(_text(block.get("text"), f"{at}.text"))
+            continue
+        if texts:
+            yield {"role": "user", "content": "".join(texts)}
+            texts = []
+        result = text_of(block.get("content"), f"{at}.content")
+        yield {
+            "role": "tool",
+            "content": result or ("error" if flag(block, "is_error") else ""),
+            "tool_call_id": _own_id(_text(block.get("tool_use_id"), f"{at}.tool_use_id")),
+        }
+    if texts or not blocks:
+        yield {"role": "user", "content": "".join(texts)}
+
+
+def _add_assistant(said: list[ChatMessage], content: object, where: str) -> None:
+    """Append the assistant's turn; what follows another one continues it."""
+    before = said.pop() if said and said[-1]["role"] == "assistant" else assistant("")
+    texts = {"text": [before["content"]], "thinking": [before.get("reasoning_content", "")]}
+    calls = list(before.get("tool_calls", ()))
+    for index, (kind, block) in enumerate(_blocks(content, _ASSISTANT_BLOCKS, where)):
+        at = f"{where}[{index}]"
+        if kind in texts:
+            texts[kind].append(_text(block.get(kind), f"{at}.{kind}"))
+        elif kind == "tool_use":
+            name, call_id = _text(block.get("name"), f"{at}.name"), _text(block.get("id"), at)
+            arguments = _arguments(block.get("input", {}), f"{at}.input")
+            calls.append(tool_call(_own_id(call_id), name, arguments))
+    said.append(assistant("".join(texts["text"]), calls, "".join(texts["thinking"])))
+
+
+def _blocks(
+    content: object, known: Mapping[str, Mapping[str, Field]], where: str
+) -> Iterable[tuple[str, dict[str, Any]]]:
+    """Yield type and fields of each block; a string is one block of text."""
+    if isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    if not isinstance(content, list):
+        raise RequestError(f"{where} is neither text nor a list of blocks.", param=where)
+    for index, block in enumerate(content):
+        kind = block.get("type") if isinstance(block, Mapping) else None
+        if not isinstance(kind, str) or kind not in known:
+            raise unsupported_part(kind, f"{where}[{index}]")
+        yield kind, _read_part(block, known[kind], f"{where}[{index}]")[0]
+
+
+def _text(value: object, where: str) -> str:
+    if not isinstance(value, str):
+        raise RequestError(f"{where} has {shown(value)} where text belongs.", param=where)
+    return value
+
+
+# -- answers -------------------------------------------------------------------------------------
+
+
+def write_message(call: AgentCall, answers: Sequence[AgentAnswer]) -> dict[str, Any]:
+    """Return the body for an answer."""
+    answer = answers[0]
+    thinking, content = call.options["thinking"], []
+    if answer.reasoning and thinking != "hidden":
+        said = answer.reasoning if thinking == "shown" else ""
+        signature = _signature(answer.head)
+        content.append({"type": "thinking", "thinking": said, "signature": signature})
+    if answer.text:
+        content.append({"type": "text", "text": answer.text})
+    content += [_tool_use(answer.head, each) for each in answer.tool_calls]
+    return {
+        **_head(answer.head),
+        # Agents take the first block of an answer without looking whether there is one.
+        "content": content or [{"type": "text", "text": ""}],
+        **_ending(call, answer),
+        "usage": _usage(answer),
+    }
+
+
+def _head(head: AnswerHead) -> dict[str, Any]:
+    return {
+        "id": f"msg_{head.id}",
+        "type": "message",
+        "role": "assistant",
+        "model": head.model,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+    }
+
+
+def _signature(head: AnswerHead) -> str:
+    # It says nothing here, but agents take thinking without one for another provider's, and send
+    # it back as text.
+    return head.id
+
+
+def _tool_use(head: AnswerHead, call: ChatMessage) -> dict[str, Any]:
+    function = call["function"]
+    return {
+        "type": "tool_use",
+        # Agents keep results by id, and what a model writes or repeats need not be unique.
+        "id": f"toolu_{head.id}_{call['id']}",
+        "name": function["name"],
+        "input": _input(function["arguments"]),
+    }
+
+
+def _own_id(call_id: str) -> str:
+    """Return a call's id as the model's template knows it."""
+    found = _CALL_ID.fullmatch(call_id)
+    return found[1] if found else call_id
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    """Return arguments as an object; those that are not one are wrapped."""
+    if not arguments:
+        return {}
+    with suppress(ValueError):
+        value = read_json(arguments)
+        if isinstance(value, dict) and value.keys() != {_INVALID_JSON}:
+            return value
+    return {_INVALID_JSON: arguments}
+
+
+def _arguments(value: object, where: str) -> object:
+    """Undo `_input`."""
+    if not isinstance(value, dict):
+        raise RequestError(f"{where} is {shown(value)}, not an object.", param=where)
+    wrapped = value.get(_INVALID_JSON)
+    return wrapped if len(value) == 1 and isinstance(wrapped, str) else value
+
+
+def _ending(call: AgentCall, answer: AgentAnswer) -> dict[str, Any]:
+    reason = _STOP_REASONS.get(answer.finish_reason)
+    # The session's own stop strings are not the agent's to know.
+    if reason is None and answer.stop in call.sampling.stop:
+        return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop}
+    return {"stop_reason": reason or "end_turn", "stop_sequence": None}
+
+
+def _usage(answer: AgentAnswer | None) -> dict[str, Any]:
+    """Count the tokens; those of the prompt are the ones that were read anew and the cached."""
+    num_cached = 0 if answer is None else answer.num_cached_tokens
+    return {
+        "input_tokens": 0 if answer is None else answer.num_prompt_tokens - num_cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": num_cached,
+        "output_tokens": 0 if answer is None else answer.num_completion_tokens,
+    }
+
+
+def anthropic_error(failure: Failure) -> dict[str, Any]:
+    """Return a failure as Anthropic says it."""
+    other = "invalid_request_error" if failure.status < 500 else "api_error"
+    message, details = failure.message, {"error_code": failure.code}
+    if failure.code == "context_length_exceeded":
+        # By these words agents know that they must shorten their history.
+        message = f"prompt is too long: {message}"
+    if failure.param is not None:
+        details["param"] = failure.param
+    kind = _ERROR_TYPES.get(failure.status, other)
+    return {"type": "error", "error": {"type": kind, "message": message, "details": details}}
+
+
+class MessageEvents:
+    """The events of one streamed answer."""
+
+    def __init__(self, call: AgentCall) -> None:
+        self._call, self._thinking = call, call.options["thinking"]
+        self._head = AnswerHead("", "", 0)
+        self._num_blocks, self._open = 0, ""
+
+    def begin(self, head: AnswerHead) -> Iterable[bytes]:
+        """Return the event with the message, empty as yet."""
+        self._head = head
+        return [_event("message_start", message=_head(head) | {"usage": _usage(None)})]
+
+    def delta(self, delta: AnswerDelta) -> Iterable[bytes]:
+        """Yield the events of the blocks that begin, go on and end."""
+        if delta.reasoning and self._thinking != "hidden":
+            yield from self._enter("thinking", thinking="", signature="")
+            if self._thinking == "shown":
+                yield self._delta("thinking_delta", thinking=delta.reasoning)
+        if delta.content:
+            yield from self._enter("text", text="")
+            yield self._delta("text_delta", text=delta.content)
+        for call in delta.tool_calls:
+            block = _tool_use(self._head, call)
+            arguments = encode_json(block["input"]).decode()
+            yield from self._leave()
+            yield from self._enter(**block | {"input": {}})
+            yield self._delta("input_json_delta", partial_json=arguments)
+
+    def end(self, answer: AgentAnswer) -> Iterable[bytes]:
+        """Yield the end of the last block, why the answer ended, and what it used."""
+        if not self._num_blocks:
+            yield from self._enter("text", text="")
+        yield from self._leave()
+        yield _event("message_delta", delta=_ending(self._call, answer), usage=_usage(answer))
+        yield _event("message_stop")
+
+    def fail(self, failure: Failure) -> Iterable[bytes]:
+        """Return the error; the official client raises it."""
+        return [data_event(anthropic_error(failure), "error")]
+
+    def _enter(self, type: str, **fields: Any) -> Iterable[bytes]:
+        if self._open == type:
+            return
+        yield from self._leave()
+        block = {"type": type, **fields}
+        yield _event("content_block_start", index=self._num_blocks, content_block=block)
+        self._open, self._num_blocks = type, self._num_blocks + 1
+
+    def _leave(self) -> Iterable[bytes]:
+        if not self._open:
+            return
+        if self._open == "thinking":
+            yield self._delta("signature_delta", signature=_signature(self._head))
+        yield _event("content_block_stop", index=self._num_blocks - 1)
+        self._open = ""
+
+    def _delta(self, type: str, **new: Any) -> bytes:
+        at = self._num_blocks - 1
+        return _event("content_block_delta", index=at, delta={"type": type, **new})
+
+
+def _event(name: str, **fields: Any) -> bytes:
+    return data_event({"type": name, **fields}, name)
+
+
+MESSAGES = WireProtocol(
+    name="messages",
+    path="/messages",
+    fields=FIELDS,
+    read=read_messages,
+    write=write_message,
+    events=MessageEvents,
+    error=anthropic_error,
+    sides={("POST", "/messages/count_tokens"): count_tokens},
+    ping=_event("ping"),
+)
