@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from rolltree.evaluation import evaluate as evaluate
     from rolltree.evaluation import evaluate_async as evaluate_async
     from rolltree.gateway import Gateway as Gateway
+    from rolltree.gateway import ProgramEnv as ProgramEnv
     from rolltree.inference import ModelClient as ModelClient
     from rolltree.inference import OpenAIClient as OpenAIClient
     from rolltree.inference import as_client as as_client
@@ -135,7 +136,7 @@ _ROOMS: dict[str, str] = {
     "TextArenaEnv ToolEnv WorldEnv cleanup load_environment stop teardown",
     "errors": "ConfigError ModelError PromptTooLong RolloutTimeout RolltreeError UnknownName",
     "evaluation": "evaluate evaluate_async",
-    "gateway": "Gateway",
+    "gateway": "Gateway ProgramEnv",
     "inference": "ModelClient OpenAIClient as_client parse_response_messages parse_response_tokens",
     "inference.local": "local_client",
     "launch": "train train_async",
