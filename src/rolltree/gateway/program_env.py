@@ -57,6 +57,7 @@ from rolltree.sandbox.unconfined import UnconfinedBackend
 from rolltree.seeds import CallSeeds
 from rolltree.store import to_plain
 from rolltree.tasks import being_cancelled, run_shielded
+from rolltree.tokens import peek
 from rolltree.types import (
     ModelResponse,
     RolloutInput,
@@ -245,6 +246,9 @@ class ProgramEnv(Environment):
                 await self._run(session, state, watch, outcome)
                 self._settle(state, session, watch, outcome)
             finally:
+                if state.trajectory:
+                    # What the program said first, not the row's prompt, is what the model went on.
+                    state.prompt = peek(state.trajectory[0], "prompt")
                 await run_shielded(session.aclose())
         except Exception as error:  # noqa: BLE001  a failed rollout is data
             self.record_failure(state, error)
