@@ -37,7 +37,8 @@ from rolltree.testing import ScriptedClient
 
 env = rt.load_environment(sys.argv[1])
 client = ScriptedClient(lambda messages: messages[-1]["content"].replace("question", "answer"))
-report = rt.evaluate(env, client, run=sys.argv[2], max_concurrent=20)
+with rt.Run.open_or_create(sys.argv[2], config={}) as run:
+    report = rt.evaluate(env, client, run=run, max_concurrent=20)
 print(report.num_rollouts, report.reward.mean)
 """
 
@@ -119,7 +120,8 @@ def test_the_commands_take_it_like_any_environment(tmp_path):
 def test_a_replay_says_where_a_program_differs_and_ends_it(tmp_path):
     env = an_environment(tmp_path / "asking", "print(ask(sys.argv[1]))")
     run = tmp_path / "run"
-    rt.evaluate(rt.load_environment(env), ScriptedClient(said), run=run, num_examples=1)
+    with Run.open_or_create(run, config={}) as stored:
+        rt.evaluate(rt.load_environment(env), ScriptedClient(said), run=stored, num_examples=1)
     pid = tmp_path / "pid"
     other = an_environment(
         tmp_path / "other",
@@ -156,7 +158,7 @@ def test_it_trains(tmp_path):
     assert len(states) == 16
     assert [state["error"] for state in states] == [None] * 16
     assert {len(state["trajectory"]) for state in states} == {2}
-    assert rt.audit(tmp_path / "run").is_clean
+    assert rt.audit(tmp_path / "run").ok
 
 
 def test_the_example_plays_the_same_in_process_and_as_a_command():

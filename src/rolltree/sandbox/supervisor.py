@@ -17,6 +17,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import functools
 import json
 import os
 import resource
@@ -527,6 +528,20 @@ def socket_bytes() -> int:
         return 212992
 
 
+@functools.cache
+def tcp_queue_bytes() -> tuple[int, int]:
+    """Return the most memory that a connection's queues may take: to be sent, and to be read."""
+    found = []
+    for name in ("tcp_wmem", "tcp_rmem"):
+        try:
+            with open(f"/proc/sys/net/ipv4/{name}") as file:
+                found.append(int(file.read().split()[2]))
+        except (OSError, ValueError, IndexError):
+            # The kernel's default on machines with much memory.
+            found.append(2**25)
+    return found[0], found[1]
+
+
 def tcp_bytes(pids: list[int]) -> int:
     """Bound what the kernel holds for the TCP connections of a network namespace.
 
@@ -543,8 +558,10 @@ def tcp_bytes(pids: list[int]) -> int:
     for name in ("tcp", "tcp6"):
         with contextlib.suppress(OSError), open(f"/proc/{pids[-1]}/net/{name}") as file:
             for line in file.readlines()[1:]:
-                queues = line.split()[4].split(":")
-                total += _TCP_BYTES + _TCP_OVERHEAD * sum(int(each, 16) for each in queues)
+                # Of bytes to be sent and to be read.
+                queues = [int(each, 16) for each in line.split()[4].split(":")]
+                most = zip(queues, tcp_queue_bytes(), strict=True)
+                total += _TCP_BYTES + sum(min(_TCP_OVERHEAD * used, top) for used, top in most)
     return total
 
 
