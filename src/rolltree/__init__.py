@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from rolltree.errors import UnknownName as UnknownName
     from rolltree.evaluation import evaluate as evaluate
     from rolltree.evaluation import evaluate_async as evaluate_async
+    from rolltree.gateway import ProgramEnv as ProgramEnv
     from rolltree.gateway.server import Gateway as _Gateway
     from rolltree.inference import ModelClient as ModelClient
     from rolltree.inference import OpenAIClient as OpenAIClient
@@ -138,6 +139,7 @@ _ROOMS: dict[str, str] = {
     "TextArenaEnv ToolEnv WorldEnv cleanup load_environment stop teardown",
     "errors": "ConfigError ModelError PromptTooLong RolloutTimeout RolltreeError UnknownName",
     "evaluation": "evaluate evaluate_async",
+    "gateway": "ProgramEnv",
     "inference": "ModelClient OpenAIClient as_client parse_response_messages parse_response_tokens",
     "inference.local": "local_client",
     "launch": "train train_async",

@@ -19,6 +19,7 @@
     ├── SandboxError           a sandbox could not do what was requested
     │   ├── SandboxFileError   a path that leaves the sandbox, is missing or is not a file
     │   └── SandboxUnavailable this machine cannot isolate untrusted code well enough
+    ├── ProgramError           an agent program could not be started, or never asked its model
     ├── BudgetSpent            an agent has used up its model calls or its tokens
     ├── RolloutTimeout         an episode outlived its time limit                  (TimeoutError)
     └── Stopped                the program was stopped by SIGTERM; its progress is saved
@@ -121,6 +122,10 @@ class SandboxFileError(SandboxError):
 
 class SandboxUnavailable(SandboxError):
     """This machine cannot isolate untrusted code as asked."""
+
+
+class ProgramError(RolltreeError):
+    """An agent program could not be started, or ended without asking its model."""
 
 
 class BudgetSpent(RolltreeError):

@@ -77,6 +77,7 @@ def test_a_kill_by_the_groups_bound_is_the_memory_limit(tmp_path):
     control = os.open("/dev/null", os.O_RDONLY)
     spec = {"folder": "/", "folder_fd": None, "control_fd": control, "trusted_processes": 0}
     spec |= {"limits": LIMITS, "windowed": False, "cgroup": str(tmp_path)}
+    spec |= {"is_limited": True, "has_network": False}
     watch = supervisor.Watch(spec, 0)
     watch.main_status = 9
     assert watch.ended() == "signal"

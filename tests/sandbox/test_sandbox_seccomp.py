@@ -14,6 +14,7 @@ from rolltree.errors import SandboxUnavailable
 from rolltree.sandbox.seccomp import (
     ATTRIBUTES,
     AUDIT_ARCH,
+    CONNECTIONS,
     METADATA,
     NUMBERS,
     SIGNALS,
@@ -151,3 +152,29 @@ def test_numbers_are_the_kernel_headers():
     found = dict(re.findall(r"#define __NR_(\w+) (\d+)", HEADER.read_text()))
     for name, number in NUMBERS["x86_64"].items():
         assert name not in found or int(found[name]) == number, name
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_connections_are_streams_with_small_queues(machine):
+    settings = {"signals": True, "metadata": True, "attributes": True}
+    closed = build_filter(machine, **settings)
+    program = build_filter(machine, **settings, connections=True)
+    arch, numbers = AUDIT_ARCH[machine], CONNECTIONS[machine]
+    for name in ("connect", "bind", "listen", "accept", "accept4"):
+        assert verdict(program, arch, numbers[name]) == "allow"
+        assert verdict(closed, arch, numbers[name]) == errno.ENOSYS
+    nonblocking, stream, datagram, raw = 0x800, 1, 2, 3
+    for family in (1, 2, 10):  # unix, IPv4, IPv6
+        assert verdict(program, arch, numbers["socket"], [family, stream | nonblocking]) == "allow"
+        for kind in (datagram, raw):
+            assert verdict(program, arch, numbers["socket"], [family, kind]) == errno.EPERM
+    for family in (16, 17, 40):  # netlink, packets, virtual machines
+        assert verdict(program, arch, numbers["socket"], [family, stream]) == errno.EAFNOSUPPORT
+    for level, option, wanted in [
+        *((6, option, "allow") for option in (1, 4, 5, 6)),
+        *((1, option, "allow") for option in (2, 9)),
+        *((1, option, errno.ENOPROTOOPT) for option in (7, 8, 26, 32, 33, 50)),
+        (6, 31, errno.ENOPROTOOPT),  # another protocol above TCP
+        (0, 1, errno.ENOPROTOOPT),
+    ]:
+        assert verdict(program, arch, numbers["setsockopt"], [3, level, option]) == wanted

@@ -15,7 +15,8 @@ ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
 process = subprocess.Popen([sys.executable, "-c", sys.argv[1]])
 watch = Watch(
     {"limits": {"wall_s": 60}, "folder": "/", "folder_fd": None, "control_fd": 0,
-     "trusted_processes": 0, "windowed": False, "cgroup": None}, process.pid)
+     "trusted_processes": 0, "windowed": False, "cgroup": None, "is_limited": True,
+     "has_network": False}, process.pid)
 while watch.reap() and watch.main_status is None:
     total = watch.cpu_s(list(descendants(os.getpid())))
     time.sleep(0.02)
@@ -104,6 +105,7 @@ def test_a_supervisor_that_fails_leaves_no_process():
     }
     spec |= {"command": ["/bin/sleep", "60"], "ready_at": 0, "cgroup": None, "mount_fd": None}
     spec |= {"folder_fd": None, "trusted_processes": 0, "windowed": False}
+    spec |= {"is_limited": True, "has_network": False}
     read, write = os.pipe()
     spec |= {"control_fd": read, "status_fd": write}  # its other limits are missing
     command = [sys.executable, supervisor.__file__, json.dumps(spec)]
@@ -138,3 +140,26 @@ def test_memory_is_measured_in_turns(monkeypatch):
     watch = supervisor.Watch.__new__(supervisor.Watch)
     watch.portions = {}
     assert (watch.proportional_bytes([1, 2, 3]), asked) == (7, [1])
+
+
+WITHOUT_PROC = """
+import subprocess, sys
+from rolltree.sandbox import supervisor
+supervisor.HAS_PROC, supervisor.descendants = False, lambda pid: iter(())
+spec = {"limits": {"wall_s": 60}, "folder": "/", "folder_fd": None, "control_fd": 0,
+        "trusted_processes": 0, "windowed": False, "cgroup": None, "is_limited": False,
+        "has_network": False}
+code = "import os, time; os.fork(); print(1, flush=True); time.sleep(600)"
+process = subprocess.Popen(
+    [sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True)
+process.stdout.readline(), process.stdout.readline()
+supervisor.Watch(spec, process.pid).kill_all()
+print(process.stdout.read())
+"""
+
+
+def test_without_proc_the_group_of_the_command_is_ended():
+    """As on a system without /proc, where nothing can be listed."""
+    command = [sys.executable, "-c", WITHOUT_PROC]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "b''\n", done.stderr  # both let go of the pipe

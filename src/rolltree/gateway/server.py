@@ -162,12 +162,25 @@ class Gateway:
         )
         ready = asyncio.Event()
         self._server = _QuietServer(config, ready.set)
-        self._serving = asyncio.ensure_future(self._server.serve(listeners))
+        self._serving = asyncio.ensure_future(self._serve(self._server, listeners))
         waiting = asyncio.ensure_future(ready.wait())
         await asyncio.wait((waiting, self._serving), return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
         if self._serving.done():
             self._serving.result()
+
+    async def _serve(self, server: _QuietServer, listeners: list[socket.socket]) -> None:
+        try:
+            await server.serve(listeners)
+        finally:
+            # An event loop that ends without `aclose` cancels this; the port must be free then.
+            for each in (*getattr(server, "servers", ()), *listeners):
+                each.close()
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether it listens."""
+        return self._serving is not None and not self._serving.done()
 
     async def aclose(self) -> None:
         """Stop listening. Sessions that are open stay on disk; their calls in flight are cut."""

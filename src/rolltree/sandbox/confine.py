@@ -71,7 +71,13 @@ def main(spec: dict[str, Any]) -> NoReturn:
         locked = change_folder(spec["cwd"])
         # Landlock before the filter, whose list has none of the calls that were needed so far.
         if spec["landlock_abi"]:
-            restrict_files(spec["landlock_abi"], spec["read_only"], spec["devices"], spec["folder"])
+            restrict_files(
+                spec["landlock_abi"],
+                spec["read_only"],
+                spec["devices"],
+                spec["folder"],
+                network=spec["landlock_network"],
+            )
         install_filter(spec["filter"])
         # Last: what could not be confined completely must not count as started.
         os.write(ready, b"1")
@@ -137,12 +143,17 @@ def limit_resource(kind: int, value: int) -> None:
     resource.setrlimit(kind, (value, value))
 
 
-def restrict_files(abi: int, read_only: list[str], devices: list[str], folder: str) -> None:
-    """Allow reading a few places, writing one folder, and no other file (Landlock)."""
+def restrict_files(
+    abi: int, read_only: list[str], devices: list[str], folder: str, *, network: bool
+) -> None:
+    """Allow reading a few places, writing one folder, and no other file (Landlock).
+
+    With `network` TCP is refused as well.
+    """
     handled = 0
     for since, rights in _ALL_SINCE.items():
         handled |= rights if since <= abi else 0
-    net = 3 if abi >= 4 else 0
+    net = 3 if abi >= 4 and network else 0
     scoped = 3 if abi >= 6 else 0
     # What no rule grants is refused: TCP, and signals and abstract sockets to the outside. An older
     # kernel takes a shorter structure.

@@ -106,6 +106,11 @@ class DockerSandbox(FolderSandbox):
         self._user = uid if uid is not None else os.getuid()
 
     @property
+    def inside(self) -> str:
+        """The folder as code sees it."""
+        return WORK
+
+    @property
     def python(self) -> str:
         """The interpreter inside the image."""
         return self._backend.python
@@ -129,6 +134,7 @@ class DockerSandbox(FolderSandbox):
         line += ["--mount", f"type=bind,source={self._folder.path},target={WORK}"]
         line += ["--workdir", WORK, "--label", f"rolltree.sandbox={self.id}"]
         environment = {"HOME": WORK, "TMPDIR": WORK, "PYTHONUNBUFFERED": "1", **backend.env}
+        environment |= self.env
         for key, value in environment.items():
             line += ["--env", f"{key}={value}"]
         if backend.runtime:

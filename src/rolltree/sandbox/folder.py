@@ -34,6 +34,7 @@ from rolltree.sandbox.interface import Limits, RunResult, SandboxLevel
 from rolltree.sandbox.process import (
     Feed,
     Launch,
+    OutputTail,
     SupervisedProcess,
     SupervisedSession,
     run_to_end,
@@ -417,11 +418,23 @@ class FolderSandbox(ABC):
         self.id = secrets.token_hex(8)
         self.level = level
         self.limits = limits
+        self.env: dict[str, str] = {}
+        """Environment variables of its commands, beside the backend's."""
         self._folder = folder
         self._running: set[asyncio.Task[RunResult]] = set()
         self._sessions: list[SupervisedSession] = []
         self._programs = itertools.count(1)
         self._closed = False
+
+    @property
+    def path(self) -> Path:
+        """Where the folder is on the host. A bounded one is in a mount namespace of its own."""
+        return self._folder.path
+
+    @property
+    @abstractmethod
+    def inside(self) -> str:
+        """The folder as code sees it."""
 
     @abstractmethod
     def launch(self, command: Sequence[str], limits: Limits) -> Launch:
@@ -433,10 +446,16 @@ class FolderSandbox(ABC):
         """The interpreter, as a path inside."""
 
     async def run(
-        self, command: Sequence[str], *, stdin: str | bytes = "", limits: Limits | None = None
+        self,
+        command: Sequence[str],
+        *,
+        stdin: str | bytes = "",
+        limits: Limits | None = None,
+        tail: OutputTail | None = None,
     ) -> RunResult:
         """Run a command in the folder until it ends, with all processes it started.
 
+        With `tail` the output goes there and not into the result, also when the run is cancelled.
         A command that no system could start (a NUL character, too long) ends with exit code 126.
 
         Raises:
@@ -447,7 +466,7 @@ class FolderSandbox(ABC):
         command = [_bytes_of(part).decode() for part in command]
         if any("\0" in part for part in command):
             return self._not_started("a command must not contain NUL characters")
-        work = run_to_end(self._prepared(command, limits), limits, _bytes_of(stdin))
+        work = run_to_end(self._prepared(command, limits), limits, _bytes_of(stdin), tail)
         task = asyncio.create_task(work)
         self._running.add(task)
         task.add_done_callback(self._running.discard)

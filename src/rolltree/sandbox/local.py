@@ -8,6 +8,7 @@ open a socket.
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 import sys
 import weakref
@@ -42,6 +43,10 @@ _NO_ZERO = tuple(device for device in DEVICES if device != "/dev/zero")
 # bwrap's monitor and its process 1.
 TRUSTED_PROCESSES = 2
 _CONFINE = Path(__file__).with_name("confine.py")
+_FORWARD = Path(__file__).with_name("forward.py")
+# Where code finds the socket that it may reach, and the port that leads there.
+_SOCKET = "/reachable.sock"
+REACHED_AT = ("127.0.0.1", 9917)
 # A kernel version or an installed file does not show whether a container's policy allows a
 # namespace, so each level has to prove itself (design/0005).
 _SELF_TEST = """
@@ -55,6 +60,15 @@ def refused(function, *arguments):
 open("probe", "w").close()
 files = refused(open, "/etc/passwd")
 print("files" * files, "network" * refused(socket.socket))
+"""
+# 192.0.2.1 belongs to nobody; where a network is, connecting there fails otherwise, and late.
+_REACH_TEST = f"""
+import errno, socket
+socket.create_connection({REACHED_AT}, 10).close()
+try:
+    socket.create_connection(("192.0.2.1", 80), 1)
+except OSError as error:
+    print("alone" * (error.errno == errno.ENETUNREACH))
 """
 _FOR_CODE: Mapping[str, str] = MappingProxyType(
     {
@@ -80,6 +94,8 @@ class LocalBackend:
         env: environment variables of the code; nothing is taken from this process's own.
         python: the interpreter; this process's base one when None.
         base: where the private folders are made; the system's temporary folder when None.
+        reach: a unix socket of this machine that code reaches as TCP at `REACHED_AT`, and nothing
+            else. Level "bubblewrap" only: the others have no network of their own to shut it in.
 
     Raises:
         ConfigError: a path of `read_only` does not exist or is the whole file system, or
@@ -95,6 +111,7 @@ class LocalBackend:
         env: Mapping[str, str] | None = None,
         python: str | None = None,
         base: str | Path | None = None,
+        reach: str | Path | None = None,
     ) -> None:
         self.wanted, self.dispensable = level, dispensable_protections(allow_weaker)
         self.machine = this_machine()
@@ -109,8 +126,15 @@ class LocalBackend:
         self.read_only = system_folders(self.runtime, shown)
         self.env = dict(env or {})
         self.base = None if base is None else Path(base)
+        self.reach = None if reach is None else Path(reach)
         self._chosen: Candidate | None = None
         self._choosing = asyncio.Lock()
+
+    def reaching(self, socket: Path) -> LocalBackend:
+        """Return this backend with a socket that code reaches."""
+        other = copy.copy(self)
+        other.reach, other._chosen, other._choosing = socket, None, asyncio.Lock()
+        return other
 
     async def create(self, *, limits: Limits | None = None) -> LocalSandbox:
         """Return a new sandbox; the first one of a process tries which level works.
@@ -134,7 +158,10 @@ class LocalBackend:
                     f"{name}: does not {' or '.join(_DOES_NOT[what] for what in missing)}"
                 )
                 continue
-            key = (name, self.runtime, tuple(self.read_only), self.base)
+            if self.reach is not None and candidate.level.name != "bubblewrap":
+                reasons.append(f"{name}: cannot let code reach one socket and nothing else")
+                continue
+            key = (name, self.reach is None, self.runtime, tuple(self.read_only), self.base)
             if key not in _tried:
                 _tried[key] = self._unusable_reason(candidate) or await self._try(candidate)
             if not _tried[key]:
@@ -162,12 +189,14 @@ class LocalBackend:
         except SandboxError as error:
             return str(error)
         try:
-            result = await sandbox.run_python(_SELF_TEST)
+            result = await sandbox.run_python(_SELF_TEST if self.reach is None else _REACH_TEST)
         except SandboxError as error:
             return str(error)
         finally:
             await sandbox.close()
         protects = [name for name in ("files", "network") if name not in candidate.level.missing]
+        if self.reach is not None:
+            protects = ["alone"]
         if result.ok and all(name in result.stdout for name in protects):
             return ""
         return f"its self-test gave {result.text().strip()!r}"
@@ -195,7 +224,11 @@ class LocalSandbox(FolderSandbox):
         bounds = limits if candidate.bounded else None
         super().__init__(PrivateFolder(backend.base, self._uid, bounds), candidate.level, limits)
         self._is_wrapped = candidate.level.name == "bubblewrap"
-        self._inside = WORK if self._is_wrapped else str(self._folder.path)
+
+    @property
+    def inside(self) -> str:
+        """The folder as code sees it."""
+        return WORK if self._is_wrapped else str(self._folder.path)
 
     @property
     def python(self) -> str:
@@ -214,7 +247,12 @@ class LocalSandbox(FolderSandbox):
                 backend.read_only,
                 as_root=machine.is_root,
                 own_user=self._uid is not None,
+                reach=backend.reach,
             )
+        if backend.reach is not None:
+            # It becomes the command when it listens.
+            source = f"{_FORWARD.read_text()}\nmain({_SOCKET!r}, {REACHED_AT[1]}, {resolved!r})\n"
+            resolved = [backend.runtime.executable, "-I", "-S", "-c", source]
         # The source goes along as an argument: the interpreter inside may not see the installed
         # package.
         source = f"{_CONFINE.read_text()}\nmain({self._confinement(limits)!r})\n"
@@ -226,7 +264,9 @@ class LocalSandbox(FolderSandbox):
             folder=str(self._folder.path),
             level=self.level.name,
             ready_at=len(line) - 1,
-            trusted_processes=TRUSTED_PROCESSES if self._is_wrapped else 0,
+            trusted_processes=(TRUSTED_PROCESSES if self._is_wrapped else 0)
+            + (backend.reach is not None),
+            has_network=backend.reach is not None,
             signals_as_codes=self._is_wrapped,
             mount_fd=self._folder.mount_fd,
             folder_fd=self._folder.fd if self._candidate.bounded else None,
@@ -241,24 +281,27 @@ class LocalSandbox(FolderSandbox):
             signals=candidate.signals_confined,
             metadata=candidate.metadata_confined,
             attributes=candidate.attributes_confined,
+            connections=backend.reach is not None,
         )
         bin_folder = str(Path(backend.runtime.executable).parent)
         return {
             "machine": machine.machine,
             "uid": self._uid,
-            "cwd": self._inside,
-            "folder": self._inside,
+            "cwd": self.inside,
+            "folder": self.inside,
             "read_only": backend.read_only,
             "devices": DEVICES if candidate.bounded or self._is_wrapped else _NO_ZERO,
             "landlock_abi": candidate.landlock_abi,
+            "landlock_network": backend.reach is None,
             "filter": program,
             "rlimits": self._rlimits(limits, machine),
             "env": {
                 "PATH": ":".join(dict.fromkeys([bin_folder, "/usr/bin", "/bin"])),
-                "HOME": self._inside,
-                "TMPDIR": self._inside,
+                "HOME": self.inside,
+                "TMPDIR": self.inside,
                 **_FOR_CODE,
                 **backend.env,
+                **self.env,
             },
         }
 
@@ -293,7 +336,13 @@ class LocalSandbox(FolderSandbox):
 
 
 def bwrap_arguments(
-    bwrap: str, folder: str, read_only: Sequence[str], *, as_root: bool, own_user: bool
+    bwrap: str,
+    folder: str,
+    read_only: Sequence[str],
+    *,
+    as_root: bool,
+    own_user: bool,
+    reach: Path | None = None,
 ) -> list[str]:
     """Return the bubblewrap command that goes in front of the confining program.
 
@@ -322,6 +371,8 @@ def bwrap_arguments(
         shown = "/dev/full" if device == "/dev/zero" else device
         arguments += ["--dev-bind-try", shown, device]
     arguments += ["--bind", folder, WORK]
+    if reach is not None:
+        arguments += ["--ro-bind", str(reach), _SOCKET]
     if "/tmp" not in parents and "/tmp" not in read_only:
         arguments += ["--symlink", WORK, "/tmp"]
     # Last, because all mount points above are made in this root.

@@ -31,7 +31,10 @@ _REPL = Path(__file__).with_name("repl.py")
 _FLOOD = 256
 # How long pipes may stay open after the supervisor has ended.
 _GIVE_UP_S = 1.0
-_SHARED = ("cwd", "folder", "trusted_processes", "ready_at", "mount_fd", "folder_fd", "cgroup")
+_SHARED = (
+    *("cwd", "folder", "trusted_processes", "ready_at", "mount_fd", "folder_fd", "cgroup"),
+    *("is_limited", "has_network"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,10 @@ class Launch:
     cgroup: str | None = None
     # If False, code of the same user runs at the same time, and may kill it before it starts.
     alone: bool = True
+    # If False, nothing but the output and the time of its owner limits it.
+    is_limited: bool = True
+    # Whether it has a network namespace in which it may use TCP.
+    has_network: bool = False
 
 
 Feed: TypeAlias = Callable[[int, bytes], bool]
@@ -81,6 +88,28 @@ class BoundedOutput:
             self._left = 0
             return False
         return True
+
+
+class OutputTail:
+    """Keeps the last `tail_bytes` of each stream; more than `limit_bytes` in all are too much."""
+
+    def __init__(self, tail_bytes: int, limit_bytes: int) -> None:
+        self._kept = {1: bytearray(), 2: bytearray()}
+        self._tail, self._left = tail_bytes, limit_bytes
+
+    def feed(self, stream: int, data: bytes) -> bool:
+        """Keep the end of what was written so far."""
+        kept = self._kept[stream]
+        kept += data
+        # Not with every write: moving the rest takes longer than adding to it.
+        if len(kept) > 2 * self._tail:
+            del kept[: -self._tail]
+        self._left -= len(data)
+        return self._left >= 0
+
+    def text(self, stream: int) -> str:
+        """Return what is kept of a stream."""
+        return bytes(self._kept[stream][-self._tail :]).decode(errors="replace")
 
 
 def tmpfs_options(limits: Limits) -> str:
@@ -304,14 +333,19 @@ class SupervisedProcess:
             self.finished.set_result(None)
 
 
-async def run_to_end(launch: Launch, limits: Limits, stdin: bytes) -> RunResult:
+async def run_to_end(
+    launch: Launch, limits: Limits, stdin: bytes, tail: OutputTail | None = None
+) -> RunResult:
     """Run a command to its end, a limit or cancellation; nothing of it is left in any case.
+
+    With `tail` the output goes there and not into the result.
 
     Raises:
         SandboxError: the isolation could not be set up.
     """
     output = BoundedOutput(limits.output_bytes)
-    process = SupervisedProcess(launch, limits, output.feed, stdin=stdin)
+    feed = output.feed if tail is None else tail.feed
+    process = SupervisedProcess(launch, limits, feed, stdin=stdin)
     try:
         await process.wait()
     finally:

@@ -23,6 +23,11 @@ _NEW_NAMESPACES = 0x7E020000
 # CLONE_THREAD and CLONE_FILES of `clone`, and CLOSE_RANGE_UNSHARE.
 _THREAD, _SAME_FILES, _UNSHARE = 0x10000, 0x400, 2
 _AF_UNIX, _SOCKET_KIND, _STREAM, _SEQPACKET = 1, 0xF, 1, 5
+_AF_INET, _AF_INET6, _OF_SOCKET, _OF_TCP = 2, 10, 1, 6
+# REUSEADDR, KEEPALIVE, LINGER, REUSEPORT, RCVTIMEO, SNDTIMEO (old and new). Not SNDBUF and RCVBUF.
+_SOCKET_OPTIONS = (2, 9, 13, 15, 20, 21, 66, 67)
+# NODELAY, KEEPIDLE, KEEPINTVL, KEEPCNT, QUICKACK, USER_TIMEOUT.
+_TCP_OPTIONS = (1, 4, 5, 6, 12, 18)
 # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX. Others drive devices, or change files
 # that code may only read (FS_IOC_SETFLAGS).
 _IOCTL_ALLOWED = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
@@ -43,7 +48,9 @@ _PLAINLY_REFUSED = {
 }
 
 
-def build_filter(machine: str, *, signals: bool, metadata: bool, attributes: bool) -> bytes:
+def build_filter(
+    machine: str, *, signals: bool, metadata: bool, attributes: bool, connections: bool = False
+) -> bytes:
     """Return the program for a machine (`platform.machine()`).
 
     Args:
@@ -51,6 +58,7 @@ def build_filter(machine: str, *, signals: bool, metadata: bool, attributes: boo
         signals: allow `kill` and its kin; something else must confine them.
         metadata: allow `chmod` and its kin; something else must confine them.
         attributes: allow extended attributes; something else must confine them.
+        connections: allow stream sockets; a network namespace must confine them.
 
     Raises:
         SandboxUnavailable: another machine.
@@ -60,7 +68,7 @@ def build_filter(machine: str, *, signals: bool, metadata: bool, attributes: boo
             f"the local sandbox has no system call table for {machine!r}; untrusted code would run "
             "unfiltered. Use the Docker backend on this machine."
         )
-    numbers = NUMBERS[machine]
+    numbers = NUMBERS[machine] | (CONNECTIONS[machine] if connections else {})
     groups = ((signals, SIGNALS), (metadata, METADATA), (attributes, ATTRIBUTES))
     refused = {name for allowed, names in groups if not allowed for name in names}
     # A number means another call in another calling convention, so a foreign one is not answered.
@@ -68,7 +76,7 @@ def build_filter(machine: str, *, signals: bool, metadata: bool, attributes: boo
     if machine == "x86_64":
         # x32 calls look native but for this bit in their number.
         lines += [_jump(_AT_LEAST, _X32_BIT, 0, 1), _refuse(errno.ENOSYS)]
-    checks = _checks()
+    checks = _checks() | (_connection_checks() if connections else {})
     for name, check in checks.items():
         # Each block ends with a verdict, so the order of calls does not matter.
         lines += [_jump(_EQUAL, numbers[name], 0, len(check)), *check]
@@ -134,6 +142,33 @@ def _checks() -> dict[str, list[bytes]]:
         # What is swapped out on request is not resident, so no limit sees it.
         "madvise": [_argument(2), _jump(_EQUAL, _PAGEOUT, 0, 1), refuse, allow],
         "prctl": [_argument(0), *_one_of(_PRCTL_ALLOWED), refuse, allow],
+    }
+
+
+def _connection_checks() -> dict[str, list[bytes]]:
+    """Stream sockets only, and options that neither enlarge their queues nor load programs."""
+    allow, no_option = _return(_ALLOW), _refuse(errno.ENOPROTOOPT)
+    of_tcp = [_argument(2), *_one_of(_TCP_OPTIONS), no_option, allow]
+    of_socket = [_argument(2), *_one_of(_SOCKET_OPTIONS), no_option, allow]
+    return {
+        "socket": [
+            _argument(0),
+            *_one_of((_AF_UNIX, _AF_INET, _AF_INET6)),
+            _refuse(errno.EAFNOSUPPORT),
+            _argument(1),
+            struct.pack("<HBBI", _AND, 0, 0, _SOCKET_KIND),
+            _jump(_EQUAL, _STREAM, 1, 0),
+            _refuse(errno.EPERM),
+            allow,
+        ],
+        "setsockopt": [
+            _argument(1),
+            _jump(_EQUAL, _OF_TCP, 0, len(of_tcp)),
+            *of_tcp,
+            _jump(_EQUAL, _OF_SOCKET, 0, len(of_socket)),
+            *of_socket,
+            no_option,
+        ],
     }
 
 
@@ -239,6 +274,14 @@ def _numbers(table: str) -> dict[str, int]:
 NUMBERS: dict[str, dict[str, int]] = {
     "x86_64": _numbers(_X86_64),
     "aarch64": _numbers(_AARCH64),
+}
+CONNECTIONS: dict[str, dict[str, int]] = {
+    "x86_64": _numbers(
+        "socket 41  connect 42  accept 43  accept4 288  bind 49  listen 50  setsockopt 54"
+    ),
+    "aarch64": _numbers(
+        "socket 198  connect 203  accept 202  accept4 242  bind 200  listen 201  setsockopt 208"
+    ),
 }
 AUDIT_ARCH: dict[str, int] = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 """How the kernel names the calling convention in a filter (`linux/audit.h`)."""

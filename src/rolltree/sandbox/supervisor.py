@@ -17,6 +17,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import functools
 import json
 import os
 import resource
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 POLL_S = 0.02
 _COUNT_S = 0.2
+HAS_PROC = os.path.isdir("/proc/self/task")
 _PR_SET_CHILD_SUBREAPER = 36
 _NEW_NAMESPACE, _NEW_USER, _NS_GET_USERNS = 0x20000, 0x10000000, 0xB701
 # No set-user-id programs, no devices, remount.
@@ -40,6 +42,8 @@ _TMPFS_FLAGS = 1 << 1 | 1 << 2 | 1 << 5
 _PIPE_BYTES = 2**16
 # What the kernel keeps of one mapping, rounded up (design/0019).
 _MAPPING_BYTES = 256
+# Of a connection itself, and of a byte in its queues: one that was sent alone fills a buffer.
+_TCP_BYTES, _TCP_OVERHEAD = 4096, 768
 _CPU_TIME, _MEMORY_KILLS = ("cpu.stat", "usage_usec"), ("memory.events", "oom_kill")
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -50,10 +54,11 @@ def main() -> None:
     spec = json.loads(sys.argv[1])
     # Before the first fork: what loses its parent becomes a child of this process, so `descendants`
     # finds a program that forks twice or opens its own session (design/0005).
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     # `select` starts again after a signal (PEP 475); a byte in this pipe ends it at once when a
     # child dies.
-    wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    wake_read, wake_write = pipe()
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     # A request to end has the effect of losing the owner: the loop ends, and the tree with it.
@@ -66,7 +71,7 @@ def main() -> None:
     for held in (spec["mount_fd"], spec["folder_fd"]):
         if held is not None:
             os.set_inheritable(held, False)
-    ready_read, ready_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    ready_read, ready_write = pipe()
     if spec["cgroup"]:
         spec["cgroup"] += f"/rolltree-{os.getpid()}"
     main_pid = start(spec, ready_write)
@@ -83,7 +88,9 @@ def main() -> None:
     ended = ""
     try:
         while not ended:
-            select.select([spec["control_fd"], wake_read], [], [], POLL_S)
+            # Without limits nothing has to be looked at until something happens.
+            waits_s = POLL_S if spec["is_limited"] else None
+            select.select([spec["control_fd"], wake_read], [], [], waits_s)
             with contextlib.suppress(BlockingIOError):
                 os.read(wake_read, 4096)
             watch.reap()
@@ -103,6 +110,14 @@ def main() -> None:
         report["setup"] = ""
     with contextlib.suppress(BrokenPipeError):
         os.write(spec["status_fd"], json.dumps(report).encode() + b"\n")
+
+
+def pipe() -> tuple[int, int]:
+    """Return the two ends of a pipe that do not block and that programs do not inherit."""
+    ends = os.pipe()
+    for end in ends:
+        os.set_blocking(end, False)
+    return ends
 
 
 def start(spec: dict[str, Any], ready_fd: int) -> int:
@@ -126,6 +141,8 @@ def start(spec: dict[str, Any], ready_fd: int) -> int:
             os.execve(command[0], command, spec["env"])
         except BaseException as error:  # noqa: BLE001  the child must not return
             os.write(ready_fd, f"E{error}".encode())
+            if not spec["is_limited"]:  # no set-up that could fail, so it is the command's failure
+                os.write(2, f"{spec['command'][0]} cannot be run: {error}\n".encode())
         finally:
             os._exit(127)
     return pid
@@ -205,6 +222,8 @@ class Watch:
 
     def __init__(self, spec: dict[str, Any], main_pid: int) -> None:
         self.limits: dict[str, Any] = spec["limits"]
+        self.is_limited: bool = spec["is_limited"]
+        self.has_network: bool = spec["has_network"]
         self.cgroup: str | None = spec["cgroup"]
         self.folder: str = spec["folder"]
         self.folder_fd: int | None = spec["folder_fd"]
@@ -214,7 +233,8 @@ class Watch:
         self.main_pid = main_pid
         self.main_status: int | None = None
         self.began = time.monotonic()
-        self.deadline = None if spec["windowed"] else self.began + self.limits["wall_s"]
+        is_timed = spec["is_limited"] and not spec["windowed"]
+        self.deadline = self.began + self.limits["wall_s"] if is_timed else None
         self.peak_bytes = 0
         self.cpu_before = 0.0
         self.cpu_seen = 0.0
@@ -251,7 +271,7 @@ class Watch:
                 self.cpu_before = self.cpu_s(list(descendants(os.getpid())))
         if self.deadline is not None and time.monotonic() >= self.deadline:
             return "wall"
-        return self.over_limit()
+        return self.over_limit() if self.is_limited else ""
 
     def over_limit(self) -> str:
         """Return the first limit that the whole tree exceeds, or an empty string."""
@@ -262,7 +282,7 @@ class Watch:
         self.cpu_seen = self.cpu_s(pids)
         if self.cpu_seen - self.cpu_before > self.limits["cpu_s"]:
             return "cpu"
-        limit = self.limits["memory_bytes"]
+        limit = self.limits["memory_bytes"] - (tcp_bytes(pids) if self.has_network else 0)
         # The cheap number counts a shared page once per process, so it can only be too high. What
         # is exact costs a walk through the page tables, and is asked only now.
         if resident > limit and self.proportional_bytes(shown) > limit:
@@ -361,6 +381,10 @@ class Watch:
             for pid in descendants(os.getpid()):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
+            # Without /proc nothing is listed, and only the command's own group can be reached.
+            if not HAS_PROC:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self.main_pid, signal.SIGKILL)
             if not self.reap():
                 return
             time.sleep(0.001)
@@ -502,6 +526,43 @@ def socket_bytes() -> int:
     except (OSError, ValueError):
         # The kernel's default.
         return 212992
+
+
+@functools.cache
+def tcp_queue_bytes() -> tuple[int, int]:
+    """Return the most memory that a connection's queues may take: to be sent, and to be read."""
+    found = []
+    for name in ("tcp_wmem", "tcp_rmem"):
+        try:
+            with open(f"/proc/sys/net/ipv4/{name}") as file:
+                found.append(int(file.read().split()[2]))
+        except (OSError, ValueError, IndexError):
+            # The kernel's default on machines with much memory.
+            found.append(2**25)
+    return found[0], found[1]
+
+
+def tcp_bytes(pids: list[int]) -> int:
+    """Bound what the kernel holds for the TCP connections of a network namespace.
+
+    It is the one of the last process, which `descendants` lists deepest; nothing while that is the
+    host's. A connection that nobody accepted yet has no descriptor, so connections are counted
+    where the kernel lists them.
+    """
+    total = 0
+    try:
+        if not pids or os.readlink(f"/proc/{pids[-1]}/ns/net") == os.readlink("/proc/self/ns/net"):
+            return 0
+    except OSError:
+        return 0
+    for name in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError), open(f"/proc/{pids[-1]}/net/{name}") as file:
+            for line in file.readlines()[1:]:
+                # Of bytes to be sent and to be read.
+                queues = [int(each, 16) for each in line.split()[4].split(":")]
+                most = zip(queues, tcp_queue_bytes(), strict=True)
+                total += _TCP_BYTES + sum(min(_TCP_OVERHEAD * used, top) for used, top in most)
+    return total
 
 
 def own_cpu_s(pid: int) -> float:

@@ -1,0 +1,156 @@
+"""How a program is started: its arguments and files as templates, its variables, how it ended."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from string import Formatter
+from typing import Any
+
+from rolltree.errors import ConfigError, did_you_mean
+from rolltree.types import ErrorRecord, State
+
+PASSED = ("PATH", "LANG")
+"""What a program is given of this process's environment, unless it asks for more."""
+NAMES = ("prompt", "row", "seed", "folder", "base_url", "root_url", "api_key", "model")
+"""What a template can name beside the columns of the row."""
+_FIELD = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """A text with `{name}` in it: a column of the row, `{info.key}`, or one of `NAMES`.
+
+    `{{` and `}}` are braces.
+
+    Raises:
+        ConfigError: it has something else in braces.
+    """
+
+    text: str
+    parts: tuple[tuple[str, str | None], ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        try:
+            parsed = list(Formatter().parse(self.text))
+        except ValueError as error:
+            raise self._refused(str(error)) from error
+        for _, name, spec, conversion in parsed:
+            if name is not None and (spec or conversion or not _FIELD.fullmatch(name)):
+                raise self._refused(f"{{{name}}} is no name")
+        parts = tuple((literal, name) for literal, name, _, _ in parsed)
+        object.__setattr__(self, "parts", parts)
+
+    def _refused(self, why: str) -> ConfigError:
+        return ConfigError(
+            f"{self.text[:200]!r} cannot be filled in ({why}), so the program would not get what "
+            "was meant. Write {name} for a column of the row, and {{ and }} for braces."
+        )
+
+    @property
+    def names(self) -> list[str]:
+        """What it names."""
+        return [name for _, name in self.parts if name is not None]
+
+    def fill(self, values: Mapping[str, Any]) -> str:
+        """Return the text with its names replaced; what is not text is written as JSON.
+
+        Raises:
+            ConfigError: the row has no such column.
+        """
+        found = []
+        for literal, name in self.parts:
+            found.append(literal)
+            if name is not None:
+                value = _look_up(values, name)
+                found.append(value if isinstance(value, str) else _as_json(value))
+        return "".join(found)
+
+
+def _look_up(values: Mapping[str, Any], name: str) -> Any:
+    value: Any = values
+    for part in name.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            known = value if isinstance(value, Mapping) else ()
+            raise ConfigError(
+                f"the program is to be given {{{name}}}, which this row does not have."
+                f"{did_you_mean(part, map(str, known))}"
+            )
+        value = value[part]
+    return value
+
+
+def _as_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def template_values(state: State) -> dict[str, Any]:
+    """Return what templates can name of a rollout's row.
+
+    `prompt` is the text of the last message of the row's prompt; `row` is the row as JSON, without
+    the answer.
+    """
+    row = dict(state["input"])
+    prompt = row.get("prompt")
+    if isinstance(prompt, list):
+        prompt = prompt[-1].get("content") if prompt else ""
+    visible = {key: value for key, value in row.items() if key != "answer"}
+    return {**row, "prompt": prompt or "", "row": visible, "seed": state.seed}
+
+
+def environment_of_program(
+    passed: Sequence[str], own: Mapping[str, str], *, root_url: str, api_key: str
+) -> dict[str, str]:
+    """Return the variables of a program: where its model is, what it may see of ours, its own."""
+    return {
+        **{name: os.environ[name] for name in passed if name in os.environ},
+        "OPENAI_BASE_URL": f"{root_url}/v1",
+        "OPENAI_API_KEY": api_key,
+        # Anthropic's clients add /v1 themselves.
+        "ANTHROPIC_BASE_URL": root_url,
+        "ANTHROPIC_API_KEY": api_key,
+        **own,
+    }
+
+
+def found_program(name: str, path: str) -> str | None:
+    """Return where a command's program is; None if there is none. A path stays as it is."""
+    return name if "/" in name else shutil.which(name, path=path)
+
+
+@dataclass(slots=True)
+class ProgramOutcome:
+    """How a program ended; as plain data it is `state["program"]`.
+
+    `ended` is "exit", "signal", "time" (the time limit), "output" (it printed too much), a limit of
+    its sandbox, "lost" (what watched it was killed), or "closed": the rollout failed or was
+    cancelled before it ended. A function that raised has exit status 1
+    and the exception as its `error`.
+    """
+
+    ended: str = "closed"
+    exit_status: int | None = None
+    signal: int | None = None
+    stdout: str = ""
+    stderr: str = ""
+    # Where its files are until it is scored; None for a function, and afterwards.
+    folder: str | None = None
+    # The files that were collected: their text, or None if one is too large or no regular file.
+    files: dict[str, str | None] = field(default_factory=dict)
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+    peak_memory_bytes: int = 0
+    # What a function returned.
+    returned: Any = None
+    error: ErrorRecord | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        found = dataclasses.asdict(self)
+        found["error"] = None if self.error is None else self.error.as_dict()
+        return found

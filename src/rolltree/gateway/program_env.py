@@ -1,0 +1,692 @@
+"""`ProgramEnv`: an environment whose rollout is a program that talks to an OpenAI or Anthropic URL.
+
+    env = rt.ProgramEnv(["python", "agent.py", "{question}"], dataset=rows, rubric=rubric)
+
+The program is a command or an asynchronous function. Its model calls go through a gateway in this
+process and become the rollout's trajectory. What a model can bring about (a program that fails,
+hangs, prints without end or uses up a limit) is scored by the rubric; what it cannot is a failed
+rollout (docs/gateway.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fnmatch
+import inspect
+import time
+import weakref
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from rolltree.environments.environment import Environment
+from rolltree.environments.lifecycle import discover, in_phase, teardown
+from rolltree.errors import (
+    ConfigError,
+    ModelError,
+    ProgramError,
+    PromptTooLong,
+    SandboxFileError,
+    ServerError,
+    record_error,
+)
+from rolltree.gateway.program import (
+    NAMES,
+    PASSED,
+    ProgramOutcome,
+    Template,
+    environment_of_program,
+    found_program,
+    template_values,
+)
+from rolltree.gateway.server import Gateway
+from rolltree.gateway.session import GatewaySession, SessionLimits
+from rolltree.inference.call import ModelCall
+from rolltree.inference.client import ModelClient, as_client
+from rolltree.inference.client_base import DelegatingClient
+from rolltree.inference.deadline import Clock, RolloutClient, seeded
+from rolltree.redact import redact_text
+from rolltree.rollouts import merge_args
+from rolltree.rollouts.requests import current_episode
+from rolltree.sandbox import Limits, LocalBackend, backend_of
+from rolltree.sandbox.folder import FolderSandbox, PrivateFolder
+from rolltree.sandbox.local import REACHED_AT
+from rolltree.sandbox.process import OutputTail
+from rolltree.sandbox.unconfined import UnconfinedBackend
+from rolltree.seeds import CallSeeds
+from rolltree.store import to_plain
+from rolltree.tasks import being_cancelled, run_shielded
+from rolltree.tokens import peek
+from rolltree.types import (
+    ModelResponse,
+    RolloutInput,
+    RolloutRequest,
+    SamplingArgs,
+    State,
+    ToolSchema,
+    TruncationReason,
+)
+
+AgentFunction: TypeAlias = Callable[[GatewaySession, State], Awaitable[Any]]
+PROGRAM_LIMITS = Limits(
+    wall_s=86_400.0,
+    cpu_s=3_600.0,
+    memory_bytes=2 * 2**30,
+    max_processes=256,
+    max_open_files=1024,
+    max_files=65_536,
+    disk_bytes=512 * 2**20,
+)
+"""What a program in a sandbox may use unless told otherwise; its time limit is apart."""
+_MOST_FILES = 100
+_FUNCTION_GRACE_S = 5.0
+
+
+class ProgramEnv(Environment):
+    """Runs a program for each row, and records its model calls.
+
+    Args:
+        program: a command as a list of arguments, or `async def agent(session, state)`, which is
+            given its `GatewaySession` and the rollout's state. In arguments `{question}` is a
+            column of the row, `{info.repo}` a part of one; `{prompt}`, `{row}` (as JSON, without
+            the answer), `{seed}`, `{folder}`, `{base_url}`, `{root_url}`, `{api_key}` and `{model}`
+            are known too.
+        files: what lies in the program's folder when it begins, by name: a text with such names in
+            it, or a `Path` that is copied.
+        stdin: what the command reads, a text with such names.
+        env: more environment variables of the command, texts with such names.
+        pass_env: names of this process's variables that the command gets, too. Without it these are
+            PATH and LANG.
+        time_limit_s: seconds after which the program is ended, waiting for the server excluded.
+        max_calls, max_tokens: after so many model calls, or sampled tokens, calls are refused.
+        sandbox: "local" or a `LocalBackend`: the command reaches the gateway and nothing else. None
+            runs it as the user of this process.
+        sandbox_limits: what it may use there.
+        collect: names or patterns of files that `state["program"]["files"]` has at the end.
+        max_file_bytes: the largest file that is collected.
+        tail_bytes: how much of the end of standard output and error is kept, each.
+        max_output_bytes: a program that prints more is ended.
+        settings: `Environment`'s.
+
+    Raises:
+        ConfigError: a setting would have no effect, or a template names what rows do not have.
+        SandboxUnavailable: later, this machine cannot isolate the program.
+    """
+
+    def __init__(
+        self,
+        program: Sequence[str] | AgentFunction,
+        *,
+        files: Mapping[str, str | Path] | None = None,
+        stdin: str = "",
+        env: Mapping[str, str] | None = None,
+        pass_env: Sequence[str] = (),
+        time_limit_s: float | None = 600.0,
+        max_calls: int | None = None,
+        max_tokens: int | None = None,
+        sandbox: str | LocalBackend | None = None,
+        sandbox_limits: Limits | None = None,
+        collect: Sequence[str] = (),
+        max_file_bytes: int = 2**16,
+        tail_bytes: int = 2**14,
+        max_output_bytes: int = 64 * 2**20,
+        **settings: Any,
+    ) -> None:
+        self._refuse_ignored(settings)
+        self.function: AgentFunction | None = None
+        self.command: tuple[Template, ...] = ()
+        if callable(program):
+            if not inspect.iscoroutinefunction(program):
+                raise ConfigError(
+                    "the agent is a function that is not asynchronous; it would hold the event "
+                    "loop that has to answer its model calls. Write async def agent(session, state)"
+                    ", or run it as a command."
+                )
+            ours: dict[str, Any] = {
+                "files": files,
+                "stdin": stdin,
+                "env": env,
+                "pass_env": pass_env,
+            }
+            ours |= {"sandbox": sandbox, "sandbox_limits": sandbox_limits, "collect": collect}
+            ignored = [name for name, value in ours.items() if value]
+            if ignored:
+                raise ConfigError(
+                    f"{ignored[0]} is for commands; a function runs in this process, so it would "
+                    "have no effect."
+                )
+            self.function = program
+        elif isinstance(program, str) or not program:
+            raise ConfigError(
+                f"the command is {program!r}, and has to be a list of arguments, such as "
+                '["python", "agent.py", "{question}"]. For a shell: ["sh", "-c", "..."].'
+            )
+        else:
+            self.command = tuple(Template(str(part)) for part in program)
+        self.files: dict[str, Template | Path] = {
+            name: content if isinstance(content, Path) else Template(content)
+            for name, content in (files or {}).items()
+        }
+        for path in self.files.values():
+            if isinstance(path, Path) and not path.is_file():
+                raise ConfigError(f"there is no file {path}, which the program is to be given.")
+        self.stdin = Template(stdin)
+        self.env = {name: Template(value) for name, value in (env or {}).items()}
+        self.pass_env = tuple(pass_env)
+        self.time_limit_s = time_limit_s
+        if time_limit_s is not None and not time_limit_s > 0:
+            raise ConfigError(f"time_limit_s is {time_limit_s}; no program could even start.")
+        self.session_limits = SessionLimits(max_calls=max_calls, max_tokens=max_tokens)
+        self.backend = _local_backend(sandbox)
+        if sandbox is None and sandbox_limits is not None:
+            raise ConfigError(
+                "sandbox_limits has no effect without a sandbox. Pass sandbox='local', or leave "
+                "the limits out."
+            )
+        self.sandbox_limits = sandbox_limits or PROGRAM_LIMITS
+        self.collect = tuple(collect)
+        self.max_file_bytes, self.tail_bytes = max_file_bytes, tail_bytes
+        self.max_output_bytes = max_output_bytes
+        # By the id that is in the state: a state is stored, and a folder is not.
+        self._folders: dict[str, FolderSandbox] = {}
+        self._scored_later: set[str] = set()
+        self._gateways: weakref.WeakKeyDictionary[
+            asyncio.AbstractEventLoop, asyncio.Task[_OpenGateway]
+        ] = weakref.WeakKeyDictionary()
+        super().__init__(**settings)
+        self._check_names()
+
+    def _refuse_ignored(self, settings: Mapping[str, Any]) -> None:
+        ignored = [
+            name for name in ("oai_tools", "system_prompt", "few_shot") if settings.get(name)
+        ]
+        ignored += [name for name, _ in discover(type(self))["stop"]]
+        if settings.get("message_type", "chat") != "chat":
+            ignored.append("message_type")
+        if ignored:
+            raise ConfigError(
+                f"{ignored[0]!r} has no effect in a {type(self).__name__}: the program decides "
+                "what it asks, with which tools, and when it ends. Give it to the program."
+            )
+
+    def _check_names(self) -> None:
+        texts = [*self.command, self.stdin, *self.env.values()]
+        texts += [each for each in self.files.values() if isinstance(each, Template)]
+        names = {name for text in texts for name in text.names}
+        rows = self.dataset if self.dataset is not None else self.eval_dataset
+        if names and rows is not None:
+            values = dict.fromkeys(NAMES, "") | dict(rows[0])
+            for name in sorted(names):
+                Template(f"{{{name}}}").fill(values)
+
+    # One rollout
+
+    async def rollout(
+        self,
+        input: RolloutInput,
+        client: Any,
+        model: str = "",
+        sampling_args: SamplingArgs | None = None,
+    ) -> State:
+        """Run the program once and return the rollout's state.
+
+        A failure is in `state["error"]`; what became of the program is in `state["program"]`.
+        """
+        state = await self.init_state(
+            input, client=client, model=model, sampling_args=sampling_args
+        )
+        watch = _Watch(self._clock(), self.max_seq_len)
+        outcome = ProgramOutcome()
+        try:
+            with in_phase("setup"):
+                state = await self._set_up(state)
+                session = await self._open_session(state, client, model, sampling_args, watch)
+            try:
+                await self._run(session, state, watch, outcome)
+                self._settle(state, session, watch, outcome)
+            finally:
+                if state.trajectory:
+                    # What the program said first, not the row's prompt, is what the model went on.
+                    state.prompt = peek(state.trajectory[0], "prompt")
+                await run_shielded(session.aclose())
+        except Exception as error:  # noqa: BLE001  a failed rollout is data
+            self.record_failure(state, error)
+        finally:
+            state["program"] = to_plain(outcome.as_dict())
+            # What the agent offered its model, where that was one and the same.
+            state.oai_tools = watch.tools
+            if state.error is not None:
+                state.is_completed, state.terminated = False, False
+            await self._cleanup(state)
+            if state.completion is None:
+                await self._render_timing(state)
+                await self._render_completion(state)
+        return state
+
+    def _clock(self) -> Clock:
+        """Return the program's clock, which ends with the episode's at the latest."""
+        limits = [self.time_limit_s]
+        episode = current_episode()
+        if episode is not None and episode.clock.limit_s is not None:
+            limits.append(max(episode.clock.limit_s - episode.clock.spent_s, 0.0))
+        return Clock(min((each for each in limits if each is not None), default=None))
+
+    async def _open_session(
+        self,
+        state: State,
+        client: Any,
+        model: str,
+        sampling_args: SamplingArgs | None,
+        watch: _Watch,
+    ) -> GatewaySession:
+        args = merge_args(self.sampling_args, sampling_args)
+        seed = args.pop("seed", None)
+        asked = as_client(client, model or None)
+        if seed is not None:
+            asked = seeded(asked, CallSeeds(seed))
+        gateway = await self._gateway(asked)
+        return gateway.session(
+            client=_ProgramClient(RolloutClient(asked, watch.clock), watch),
+            state=state,
+            sampling=args,
+            limits=self.session_limits,
+        )
+
+    async def _run(
+        self, session: GatewaySession, state: State, watch: _Watch, outcome: ProgramOutcome
+    ) -> None:
+        """Run the program to its end, and write into `outcome` how that was."""
+        if self.function is None:
+            await self._run_command(session, state, watch, outcome)
+            return
+        began = time.monotonic()
+        task = asyncio.ensure_future(self.function(session, state))
+        is_done = await watch.wait_for(task, _FUNCTION_GRACE_S)
+        outcome.wall_s = time.monotonic() - began
+        if not is_done:
+            outcome.ended = "time"
+            return
+        error: BaseException | None = (
+            asyncio.CancelledError("it cancelled itself") if task.cancelled() else task.exception()
+        )
+        outcome.ended, outcome.exit_status = "exit", int(error is not None)
+        if error is not None:
+            outcome.error = record_error(error, "environment")
+        else:
+            outcome.returned = task.result()
+
+    async def _run_command(
+        self, session: GatewaySession, state: State, watch: _Watch, outcome: ProgramOutcome
+    ) -> None:
+        api_key = session.api_key or ""
+        root_url = session.root_url
+        if self.backend is not None:
+            host, port = REACHED_AT
+            root_url = f"http://{host}:{port}/s/{session.id}"
+        values = template_values(state) | {
+            "base_url": f"{root_url}/v1",
+            "root_url": root_url,
+            "api_key": api_key,
+            "model": session.model_name,
+        }
+        with in_phase("setup"):
+            folder = await self._make_folder(values, root_url, api_key)
+        state["sandbox_id"], state["sandbox_level"] = folder.id, folder.level.as_dict()
+        self._folders[folder.id] = folder
+        tail = OutputTail(self.tail_bytes, self.max_output_bytes)
+        stdin = self.stdin.fill(values)
+        command = [part.fill(values) for part in self.command]
+        if self.backend is None:
+            located = found_program(command[0], folder.env.get("PATH", ""))
+            if located is None:
+                raise ProgramError(
+                    f"there is no program {command[0]!r} in the PATH that it would get, so it "
+                    "cannot be started. Install it, or name its file."
+                )
+            command[0] = located
+        run = asyncio.ensure_future(folder.run(command, stdin=stdin, tail=tail))
+        outcome.folder = str(folder.path)
+        try:
+            if await watch.wait_for(run, None):
+                result = run.result()
+                outcome.ended, outcome.exit_status = result.ended, result.exit_code
+                outcome.signal, outcome.wall_s = result.signal, result.wall_s
+                outcome.cpu_s = result.cpu_s
+                outcome.peak_memory_bytes = result.peak_memory_bytes
+            else:
+                outcome.ended, outcome.wall_s = "time", watch.clock.spent_s
+        finally:
+            # Also of a program that was cut off.
+            outcome.stdout = redact_text(tail.text(1), (api_key,))
+            outcome.stderr = redact_text(tail.text(2), (api_key,))
+        outcome.files = await self._collected(folder, api_key)
+
+    async def _make_folder(
+        self, values: dict[str, Any], root_url: str, api_key: str
+    ) -> FolderSandbox:
+        backend: LocalBackend | UnconfinedBackend = UnconfinedBackend()
+        passed = self.pass_env
+        if self.backend is None:
+            passed = (*PASSED, *passed)
+        else:
+            opened = await self._opened(None)
+            assert opened.socket is not None
+            backend = self.backend.reaching(opened.socket)
+        folder: FolderSandbox = await backend.create(limits=self.sandbox_limits)
+        try:
+            values["folder"] = folder.inside
+            own = {name: text.fill(values) for name, text in self.env.items()}
+            folder.env = environment_of_program(passed, own, root_url=root_url, api_key=api_key)
+            for name, content in self.files.items():
+                if isinstance(content, Path):
+                    await folder.write_file(name, await asyncio.to_thread(content.read_bytes))
+                else:
+                    await folder.write_file(name, content.fill(values))
+        except BaseException:
+            await run_shielded(folder.close())
+            raise
+        return folder
+
+    async def _collected(self, folder: FolderSandbox, secret: str) -> dict[str, str | None]:
+        """Return the text of the files that were asked for."""
+        names = [name for name in self.collect if not _is_pattern(name)]
+        patterns = [name for name in self.collect if _is_pattern(name)]
+        if patterns:
+            there = await folder.list_files()
+            names += [name for name in there if any(fnmatch.fnmatchcase(name, p) for p in patterns)]
+        found: dict[str, str | None] = {}
+        for name in list(dict.fromkeys(names))[:_MOST_FILES]:
+            try:
+                data = await folder.read_file(name, max_bytes=self.max_file_bytes)
+            except SandboxFileError:
+                # The program may have made it a link, a folder or larger than is kept.
+                found[name] = None
+            else:
+                found[name] = redact_text(data.decode(errors="replace"), (secret,))
+        return found
+
+    def _settle(
+        self, state: State, session: GatewaySession, watch: _Watch, outcome: ProgramOutcome
+    ) -> None:
+        """Write how the rollout ended into its state.
+
+        Raises:
+            ModelError: the model's server failed, and nothing was answered after that.
+            ProgramError: the program ended without asking its model.
+        """
+        failure = watch.failure
+        if watch.num_asked == 0 and not watch.refused:
+            raise ProgramError(_never_asked(outcome))
+        if failure is not None and _says_nothing(failure, has_steps=bool(state.trajectory)):
+            raise failure
+        if isinstance(failure, PromptTooLong) and session.ended is None:
+            state.prompt_too_long = True
+            self._cut(state, TruncationReason.MAX_SEQ_LEN)
+        elif outcome.ended == "time":
+            self._cut(state, TruncationReason.TIME_LIMIT)
+        elif outcome.ended not in ("exit", "signal"):
+            self._cut(state, TruncationReason.ENV)
+        state.stop_condition = state.truncation_reason or f"program_{outcome.ended}"
+
+    def _cut(self, state: State, reason: TruncationReason) -> None:
+        # A limit of the session came first, and what the program did then followed from it.
+        if not state.truncated:
+            state.truncated, state.truncation_reason = True, reason.value
+
+    # Folders and gateways
+
+    async def run_request(self, request: RolloutRequest, client: ModelClient) -> Sequence[State]:
+        """Play and score one episode; then the program's folder is deleted."""
+        self._scored_later.add(request.request_id)
+        states: Sequence[State] | None = None
+        try:
+            states = await super().run_request(request, client)
+        finally:
+            self._scored_later.discard(request.request_id)
+            if states is None or not self.has_group_rewards:
+                episode = current_episode()
+                await self._release(episode.states if episode and states is None else states or ())
+        return states
+
+    async def play_request(self, request: RolloutRequest, client: ModelClient) -> list[State]:
+        """Play one episode without scoring it."""
+        states = await super().play_request(request, client)
+        if request.request_id not in self._scored_later:
+            await self._release(states)
+        return states
+
+    async def score_group(self, states: Sequence[State]) -> None:
+        """Score the finished rollouts of one group; then the programs' folders are deleted."""
+        try:
+            await super().score_group(states)
+        finally:
+            await self._release(states)
+
+    async def _release(self, states: Iterable[State]) -> None:
+        for state in states:
+            folder = self._folders.pop(str(state.get("sandbox_id")), None)
+            if folder is not None:
+                state["program"]["folder"] = None
+                await run_shielded(folder.close())
+
+    async def _gateway(self, client: ModelClient) -> Gateway:
+        return (await self._opened(client)).gateway
+
+    async def _opened(self, client: ModelClient | None) -> _OpenGateway:
+        """Return the gateway of this event loop; the first rollout starts it."""
+        loop = asyncio.get_running_loop()
+        starting = self._gateways.get(loop)
+        if starting is None or (starting.done() and not _is_open(starting)):
+            assert client is not None
+            starting = loop.create_task(_open_gateway(client, with_socket=self.backend is not None))
+            self._gateways[loop] = starting
+        # A rollout that is cancelled must not take it from the others.
+        return await asyncio.shield(starting)
+
+    @teardown
+    async def close_gateways(self) -> None:
+        """Close the gateways, and delete the folders of rollouts that were never scored."""
+        here = asyncio.get_running_loop()
+        for loop, starting in list(self._gateways.items()):
+            # Of a loop that has ended nothing is left to close.
+            if loop is here and not starting.cancelled():
+                await (await starting).aclose()
+            elif loop.is_running() and starting.done() and _is_open(starting):
+                asyncio.run_coroutine_threadsafe(starting.result().aclose(), loop)
+        self._gateways.clear()
+        left, self._folders = list(self._folders.values()), {}
+        await asyncio.gather(*(folder.close() for folder in left), return_exceptions=True)
+
+
+@dataclass(slots=True)
+class _OpenGateway:
+    """A gateway, and the socket by which programs in a sandbox reach it."""
+
+    gateway: Gateway
+    folder: PrivateFolder | None = None
+    socket: Path | None = None
+
+    async def aclose(self) -> None:
+        await self.gateway.aclose()
+        if self.folder is not None:
+            self.folder.remove()
+
+
+async def _open_gateway(client: ModelClient, *, with_socket: bool) -> _OpenGateway:
+    folder = PrivateFolder() if with_socket else None
+    socket = None if folder is None else folder.path / "gateway.sock"
+    gateway = Gateway(client, unix_socket=socket)
+    await gateway.start()
+    if socket is not None:
+        # The programs may run as another user; nobody else gets into the folder.
+        socket.chmod(0o666)
+    return _OpenGateway(gateway, folder, socket)
+
+
+def _is_open(starting: asyncio.Task[_OpenGateway]) -> bool:
+    if starting.cancelled() or starting.exception() is not None:
+        return False
+    return starting.result().gateway.is_serving
+
+
+@dataclass(slots=True, eq=False)
+class _Watch:
+    """What a program's calls tell about it: its time, its last failure, what it asked."""
+
+    clock: Clock
+    max_seq_len: int | None
+    num_asked: int = 0
+    # Whether a call was refused before the model was asked: `max_seq_len` was reached.
+    refused: bool = False
+    # Of the last call that ended; None if it was answered.
+    failure: ModelError | None = None
+    # What ends the rollout from within a call: a replay that is over.
+    ending: asyncio.Future[None] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+    _tools: list[ToolSchema] | None = None
+    _has_one_set: bool = True
+    _num_tokens: int = 0
+    _scope: asyncio.Timeout | None = None
+
+    @property
+    def tools(self) -> list[ToolSchema] | None:
+        """The tools of the calls; None if they were not always the same."""
+        return (self._tools or []) if self._has_one_set else None
+
+    def begins(self, call: ModelCall) -> None:
+        """Note a call.
+
+        Raises:
+            PromptTooLong: an earlier one reached `max_seq_len`.
+        """
+        if self.max_seq_len is not None and self._num_tokens >= self.max_seq_len:
+            self.refused = True
+            self.failure = PromptTooLong(
+                f"an earlier call had max_seq_len = {self.max_seq_len} tokens or more, so no other "
+                "begins."
+            )
+            raise self.failure
+        self.num_asked += 1
+        tools = list(call.tools or ())
+        if self._tools is None:
+            self._tools = tools
+        elif self._tools != tools:
+            self._has_one_set = False
+
+    def answered(self, response: ModelResponse) -> None:
+        """Note an answer."""
+        self.failure = None
+        self._num_tokens = max(
+            self._num_tokens, response.num_prompt_tokens + response.num_completion_tokens
+        )
+
+    def call_ended(self) -> None:
+        """End the program if its time is over, also while other calls of it are in flight."""
+        if self._scope is not None and self.clock.expired and not self._scope.expired():
+            self._scope.reschedule(asyncio.get_running_loop().time())
+
+    async def wait_for(self, work: asyncio.Future[Any], grace_s: float | None) -> bool:
+        """Wait until the program has ended, or end it when its time is over; True if it ended.
+
+        `grace_s` is how long it may take to end when it is cancelled; None: as long as it takes.
+
+        Raises:
+            asyncio.CancelledError: a replay is over, or this task was cancelled.
+        """
+        try:
+            async with self.clock.guard() as self._scope:
+                await asyncio.wait((work, self.ending), return_when=asyncio.FIRST_COMPLETED)
+        except TimeoutError:
+            pass
+        finally:
+            self.clock.stop()
+            self._scope = None
+            if not work.done():
+                work.cancel()
+                await run_shielded(_ended(work, grace_s))
+                is_late = True
+            else:
+                is_late = False
+        if self.ending.done():
+            self.ending.result()
+        return not is_late
+
+
+async def _ended(work: asyncio.Future[Any], grace_s: float | None) -> None:
+    await asyncio.wait((work,), timeout=grace_s)
+    if work.done() and not work.cancelled():
+        work.exception()  # it was late anyhow
+
+
+class _ProgramClient(DelegatingClient):
+    """The client of a program's session, which tells `_Watch` of its calls."""
+
+    def __init__(self, inner: ModelClient, watch: _Watch) -> None:
+        super().__init__(inner)
+        self._watch = watch
+
+    async def call(self, call: ModelCall) -> ModelResponse:
+        """Pass the call on."""
+        watch = self._watch
+        watch.begins(call)
+        try:
+            response = await call.to(self._inner)
+        except ModelError as error:
+            watch.failure = error
+            raise
+        except asyncio.CancelledError as error:
+            # Not the program hanging up, or a limit: what answers the calls is over.
+            if not being_cancelled() and not watch.ending.done():
+                watch.ending.set_exception(error)
+            raise
+        finally:
+            watch.call_ended()
+        watch.answered(response)
+        return response
+
+
+def _local_backend(sandbox: str | LocalBackend | None) -> LocalBackend | None:
+    if sandbox is None:
+        return None
+    backend = backend_of(sandbox)
+    if not isinstance(backend, LocalBackend):
+        raise ConfigError(
+            f"a program cannot run in {type(backend).__name__}: it would not reach the gateway and "
+            "nothing else there. Use sandbox='local', which needs bubblewrap."
+        )
+    return backend
+
+
+def _is_pattern(name: str) -> bool:
+    return any(char in name for char in "*?[")
+
+
+def _says_nothing(failure: ModelError, *, has_steps: bool) -> bool:
+    """Whether a failed call says nothing about the program: it is the server's, or the harness's.
+
+    A prompt that is too long, and a request that the model's server refuses after others, can be
+    the model's doing.
+    """
+    if isinstance(failure, PromptTooLong):
+        return False
+    if isinstance(failure, ServerError) and has_steps:
+        return failure.retryable or failure.status in (401, 403)
+    return True
+
+
+def _never_asked(outcome: ProgramOutcome) -> str:
+    how = {
+        "exit": f"ended with exit status {outcome.exit_status}",
+        "signal": f"was ended by signal {outcome.signal}",
+        "time": "ran out of time",
+    }.get(outcome.ended, f"was ended ({outcome.ended})")
+    said = outcome.stderr.strip()[-2000:] or outcome.stdout.strip()[-2000:]
+    if outcome.error is not None:
+        said = f"{outcome.error.type}: {outcome.error.message}"
+    return (
+        f"the program {how} without asking its model once, so nothing can be learned from it. "
+        "Does it use OPENAI_BASE_URL or ANTHROPIC_BASE_URL, and did the gateway refuse its "
+        f"request? It said: {said or '(nothing)'}"
+    )

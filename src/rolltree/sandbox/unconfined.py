@@ -1,0 +1,68 @@
+"""Commands of somebody whom you trust: a private folder and the end of all processes, no isolation.
+
+It has the interface of a sandbox and is none: commands see the files and the network of the user
+that runs them. `backend_of` does not know it, so untrusted code never gets here by a name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rolltree.sandbox.folder import FolderSandbox, PrivateFolder
+from rolltree.sandbox.interface import Limits, SandboxLevel
+from rolltree.sandbox.process import Launch
+
+UNCONFINED = SandboxLevel(
+    "unconfined",
+    {"tree": "subreaper" if sys.platform == "linux" else "process group"},
+    ("files", "network", "signals", "processes", "memory", "cpu", "disk", "privileges"),
+)
+
+
+class UnconfinedBackend:
+    """Makes folders in which commands run as this user.
+
+    Of limits only that on output holds.
+
+    Args:
+        base: where the private folders are made; the system's temporary folder when None.
+    """
+
+    def __init__(self, *, base: str | Path | None = None) -> None:
+        self.base = None if base is None else Path(base)
+
+    async def create(self, *, limits: Limits | None = None) -> UnconfinedSandbox:
+        """Return a new folder."""
+        return await asyncio.to_thread(UnconfinedSandbox, self, limits or Limits())
+
+
+class UnconfinedSandbox(FolderSandbox):
+    """A folder in which commands run as this user. `UnconfinedBackend.create` makes it."""
+
+    def __init__(self, backend: UnconfinedBackend, limits: Limits) -> None:
+        super().__init__(PrivateFolder(backend.base), UNCONFINED, limits)
+
+    @property
+    def inside(self) -> str:
+        """The folder as commands see it."""
+        return str(self._folder.path)
+
+    @property
+    def python(self) -> str:
+        """The interpreter."""
+        return sys.executable
+
+    def launch(self, command: Sequence[str], limits: Limits) -> Launch:
+        """Return the command as it is; it begins in the folder."""
+        folder = self.inside
+        return Launch(
+            command=list(command),
+            env={"LANG": "C.UTF-8", "HOME": folder, "TMPDIR": folder, **self.env},
+            cwd=folder,
+            folder=folder,
+            level=self.level.name,
+            is_limited=False,
+        )

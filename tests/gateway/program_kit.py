@@ -1,0 +1,84 @@
+"""Programs that are cheap to start: they speak HTTP by hand, since importing a client takes long."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import rolltree as rt
+from rolltree.testing import ScriptedClient
+
+ASK = """
+import json, os, socket, sys, time
+from urllib.parse import urlsplit
+
+def ask(text, url=None):
+    url = urlsplit(url or os.environ["OPENAI_BASE_URL"])
+    messages = [{"role": "user", "content": text}] if isinstance(text, str) else text
+    body = json.dumps({"model": "m", "messages": messages}).encode()
+    connection = socket.create_connection((url.hostname, url.port))
+    connection.sendall(
+        f"POST {url.path}/chat/completions HTTP/1.1\\r\\nHost: {url.netloc}\\r\\n"
+        f"Authorization: Bearer {os.environ['OPENAI_API_KEY']}\\r\\n"
+        f"Content-Length: {len(body)}\\r\\nConnection: close\\r\\n\\r\\n".encode() + body
+    )
+    data = b""
+    while part := connection.recv(65536):
+        data += part
+    head, _, rest = data.partition(b"\\r\\n\\r\\n")
+    status = int(head.split()[1])
+    if status != 200:
+        raise SystemExit(f"status {status}: {rest.decode()}")
+    return json.loads(rest)["choices"][0]["message"]["content"]
+
+"""
+PYTHON = (sys.executable, "-I", "-S", "-c")
+
+
+def script(code):
+    """Return a command whose Python code can `ask` the model; braces are its own."""
+    return [*PYTHON, (ASK + code).replace("{", "{{").replace("}", "}}")]
+
+
+def rows(num):
+    """Return rows with a question each."""
+    return [{"question": f"question {i}", "answer": f"answer {i}"} for i in range(num)]
+
+
+def said(messages):
+    """Answer a question with its number."""
+    return messages[-1]["content"].replace("question", "answer")
+
+
+def one(state):
+    """A reward that everything that is scored gets."""
+    return 1.0
+
+
+def play(program, client=None, num=1, limits=None, **settings):
+    """Return the states of a ProgramEnv on `num` rows; it is closed, so its folders are gone."""
+    settings.setdefault("rubric", rt.Rubric([one]))
+    env = rt.ProgramEnv(program, dataset=rows(num), **settings)
+    results = env.evaluate_sync(client or ScriptedClient(said), **(limits or {}))
+    return results.state
+
+
+def is_alive(pid):
+    """Whether a process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_for_death(pids, limit_s=60.0):
+    """Return when none of the processes runs."""
+    end = time.monotonic() + limit_s
+    while alive := [pid for pid in pids if is_alive(int(pid))]:
+        assert time.monotonic() < end, f"{alive} still run"
+        time.sleep(0.01)
+
+
+def own_environment():
+    """Return this process's environment with this tree's rolltree first."""
+    return dict(os.environ)
