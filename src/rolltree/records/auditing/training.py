@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rolltree.errors import RolltreeError
 from rolltree.records.auditing.report import Finding, Ledger, some
@@ -77,36 +78,49 @@ class TrainingAudit:
                 continue
             known.advantages = self._of_calls(row, where)
             if sum(sizes):
-                versions = np.concatenate([call.versions for call in calls])
-                self._weights(row, versions, calls, where)
-                known.mismatch = self._mismatch(row, versions, calls)
+                self._masks(row, calls, where)
+                fresh = self._fresh(row, calls, where)
+                known.mismatch = self._mismatch(row, fresh, calls)
 
     def _of_calls(self, row: TrainedRollout, where: Mapping[str, Any]) -> list[float | None]:
         """Return the advantage of each call; credit gives all tokens of a call the same."""
-        ends = np.cumsum(row.num_sampled)
-        parts = np.split(row.advantage, ends[:-1]) if len(ends) else []
-        for index, part in enumerate(parts):
-            if len(part) and not (part == part[0]).all():
+        advantages: list[float | None] = []
+        at = 0
+        for index, size in enumerate(row.num_sampled.tolist()):
+            part = row.advantage[at : at + size]
+            at += size
+            advantages.append(float(part[0]) if size else None)
+            if size > 1 and not (part == part[0]).all():
                 self.find(
                     *("advantages", "advantage_differs"),
                     f"the tokens of call {index} were trained with advantages from "
                     f"{part.min():g} to {part.max():g}; credit gives a call one",
                     **where,
                 )
-        return [float(part[0]) if len(part) else None for part in parts]
+        return advantages
 
-    def _weights(
-        self, row: TrainedRollout, versions: Any, calls: Sequence[Call], where: Mapping[str, Any]
-    ) -> None:
+    def _masks(self, row: TrainedRollout, calls: Sequence[Call], where: Mapping[str, Any]) -> None:
+        if all(all(call.value_range("weight") or ()) for call in calls):
+            return
         mask = np.concatenate([call.tokens.tree.mask(call.handle) for call in calls])
-        # The weights before step n are version n - 1: a token of version v has the lag n - 1 - v.
-        lag, used = row.step - 1 - versions, row.weight != 0
-        if (used & (mask == 0)).any():
+        wrong = (row.weight != 0) & (mask == 0)
+        if wrong.any():
             self.find(
                 *("alignment", "masked_token_trained"),
-                f"{int((used & (mask == 0)).sum())} tokens have mask 0 and were trained",
+                f"{int(wrong.sum())} tokens have mask 0 and were trained",
                 **where,
             )
+
+    def _fresh(
+        self, row: TrainedRollout, calls: Sequence[Call], where: Mapping[str, Any]
+    ) -> NDArray[np.bool_] | None:
+        """Return which tokens the version that trained them sampled, bool `[_T]`; None: all."""
+        # The weights before step n are version n - 1: a token of version v has the lag n - 1 - v.
+        ranges = [call.value_range("version") for call in calls]
+        if all(each in (None, (row.step - 1, row.step - 1)) for each in ranges):
+            return None
+        versions = np.concatenate([call.versions for call in calls])
+        lag, used = row.step - 1 - versions, row.weight != 0
         if (used & (lag < 0)).any():
             self.find(
                 *("versions", "too_new"),
@@ -121,17 +135,20 @@ class TrainingAudit:
                 f"than train.max_lag allows",
                 **where,
             )
+        return lag == 0
 
-    def _mismatch(self, row: TrainedRollout, versions: Any, calls: Sequence[Call]) -> float | None:
+    def _mismatch(
+        self, row: TrainedRollout, fresh: NDArray[np.bool_] | None, calls: Sequence[Call]
+    ) -> float | None:
         """Return how far the engine's logprobs are from the trainer's; None if unknown."""
         logprobs: list[Any] = [call.tokens.tree.logprobs(call.handle) for call in calls]
         # Only tokens of the version that trained them: older weights gave other logprobs rightly.
-        fresh = (versions == row.step - 1) & np.isfinite(row.logprob)
-        if any(each is None for each in logprobs) or not fresh.any():
+        known = np.isfinite(row.logprob) if fresh is None else np.isfinite(row.logprob) & fresh
+        if any(each is None for each in logprobs) or not known.any():
             return None
         self.ledger.count("logprobs")
         engine = np.concatenate(logprobs).astype(np.float64)
-        return float(np.abs(row.logprob[fresh] - engine[fresh]).mean())
+        return float(np.abs(row.logprob[known] - engine[known]).mean())
 
     # -- all rollouts of a step -----------------------------------------------------
 
