@@ -135,7 +135,8 @@ class TrainingAudit:
                 f"than train.max_lag allows",
                 **where,
             )
-        return lag == 0
+        fresh: NDArray[np.bool_] = lag == 0
+        return fresh
 
     def _mismatch(
         self, row: TrainedRollout, fresh: NDArray[np.bool_] | None, calls: Sequence[Call]
