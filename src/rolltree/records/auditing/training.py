@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import fmean, median, pstdev
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,7 +17,7 @@ from rolltree.records.auditing.report import Finding, Ledger, some
 from rolltree.records.auditing.rollout import Call, RolloutFacts, TrainedFacts
 from rolltree.store import Run, StepRow
 from rolltree.store.trained import TrainedRollout
-from rolltree.training.advantages import assign_credit
+from rolltree.training.advantages import credit_group, join_credit
 from rolltree.training.batches import staleness_limit
 from rolltree.training.config import TrainConfig
 from rolltree.types import RolloutResult
@@ -211,11 +211,11 @@ class TrainingAudit:
         self._members(row.step, names, by_group)
         groups = [[*by_group.get(name, ())] for name in (*names, *others)]
         sampled = [item for group in groups for item in group]
-        if section.dynamic_sampling_max and not self.config.train.async_steps:
-            trained = self._with_signal([group for group in groups if group], len(names))
-        else:
-            trained = [item for name in names for item in by_group.get(name, ())]
-        self._credit(row, trained, sampled, averages)
+        is_dynamic = bool(section.dynamic_sampling_max) and not self.config.train.async_steps
+        if not is_dynamic:
+            groups = groups[: len(names)]
+        num_trained = len(names) if is_dynamic else None
+        self._credit(row, [group for group in groups if group], num_trained, sampled, averages)
 
     def _members(
         self, step: int, names: Sequence[str], by_group: Mapping[str, Sequence[RolloutFacts]]
@@ -240,34 +240,30 @@ class TrainingAudit:
                     step=step,
                 )
 
-    def _with_signal(self, groups: Sequence[list[RolloutFacts]], wanted: int) -> list[RolloutFacts]:
-        """Return what dynamic sampling trains: groups with a signal, then the last ones without."""
-        section = self.config.algorithm
-        policy = replace(section.policy(self.config.train.max_seq_len), baseline="none")
-        useful: list[list[RolloutFacts]] = []
-        flat: list[list[RolloutFacts]] = []
-        for group in groups:
-            report = assign_credit(_results(group), section.resolve().credit, policy)
-            (useful if report.has_signal else flat).append(group)
-        missing = max(0, wanted - len(useful))
-        return [item for group in (*useful, *flat[len(flat) - missing :]) for item in group]
-
     def _credit(
         self,
         row: StepRow,
-        trained: Sequence[RolloutFacts],
+        groups: Sequence[list[RolloutFacts]],
+        num_trained: int | None,
         sampled: Sequence[RolloutFacts],
         averages: Mapping[str, float],
     ) -> None:
+        """Compare a step with the credit of its groups.
+
+        Dynamic sampling trains `num_trained` of them: those with a signal, then the last others.
+        """
         section = self.config.algorithm
+        policy, credit = section.policy(self.config.train.max_seq_len), section.resolve().credit
         where = {"step": row.step}
         try:
-            report = assign_credit(
-                _results(trained),
-                section.resolve().credit,
-                section.policy(self.config.train.max_seq_len),
-                averages,
-            )
+            taken = [(group, credit_group(_results(group), credit, policy)) for group in groups]
+            if num_trained is not None:
+                useful = [each for each in taken if each[1].has_signal]
+                flat = [each for each in taken if not each[1].has_signal]
+                missing = max(0, num_trained - len(useful))
+                taken = [*useful, *flat[len(flat) - missing :]]
+            results = [result for _, each in taken for result in each.results]
+            report = join_credit(results, [each for _, each in taken], policy, averages)
         except RolltreeError as error:
             self.find("advantages", "no_credit", str(error), **where)
             return
@@ -276,7 +272,7 @@ class TrainingAudit:
             return
         pairs = zip(report.trained, report.advantages, strict=True)
         chosen = {id(state): values.tolist() for state, values in pairs}
-        for item in trained:
+        for item in (item for group, _ in taken for item in group):
             if item.state is None or id(item.state) not in chosen:
                 continue
             rows = [known for known in item.trained if known.step == row.step]
