@@ -10,6 +10,7 @@ from typing import Any, ClassVar, TypeAlias
 _Messages: TypeAlias = str | list[dict[str, Any]]
 INPUT_FIELDS: tuple[str, ...] = ("prompt", "answer", "task", "info", "example_id")
 _FORWARDED = frozenset(INPUT_FIELDS)
+_MISSING = object()
 OWN_KEYS = frozenset(
     [
         *("input", "client", "model", "sampling_args", "oai_tools", "seed", "trajectory", "timing"),
@@ -160,10 +161,16 @@ class State(dict[str, Any]):
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return `state[key]`, forwarded, or `default`."""
-        try:
-            return self[key]
-        except KeyError:
-            return default
+        if key in _FORWARDED:
+            try:
+                return self[key]
+            except KeyError:
+                return default
+        # Half of the keys that are asked for are not there, and an exception costs most.
+        value = dict.get(self, key, _MISSING)
+        if value is not _MISSING:
+            return value
+        return dict.__getitem__(self, "input")[key] if self._is_column(key) else default
 
     def setdefault(self, key: str, default: Any = None) -> Any:
         """Return `state[key]`, forwarded, after setting it to `default` when it is missing."""

@@ -1,4 +1,4 @@
-"""Programs that are cheap to start: they speak HTTP by hand, since importing a client takes long."""
+"""Programs that start fast: they speak HTTP by hand, since importing a client takes long."""
 
 import os
 import sys

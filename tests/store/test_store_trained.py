@@ -67,6 +67,8 @@ def test_filters_and_replacing(run):
     assert found(step=2) == [("2a", 0)]
     assert found(request_id="3b") == [("3b", 0), ("3b", 1)]
     assert found(request_id="3b", trajectory_index=1) == [("3b", 1)]
+    assert found(request_id=["3b", "2a"]) == [("3b", 0), ("3b", 1), ("2a", 0)]
+    assert found(request_id=[]) == []
     assert found(step=9) == []
     assert len(found()) == 9
 

@@ -26,6 +26,8 @@ def test_constants_take_no_buffer() -> None:
     assert stream.get(1, 2).tolist() == [1, 2]  # type: ignore[union-attr]
     assert stream.get(2, 2) is None
     assert (stream.raw(0, 3), stream.raw(2, 1)) == (2.0, None)
+    assert [stream.value_range(call, 2) for call in range(3)] == [(2, 2), (1, 2), None]
+    assert stream.value_range(0, 0) is None
 
 
 def test_routed_experts_ride_on_sampled_tokens() -> None:

@@ -169,7 +169,6 @@ class TestAssign:
         before = deepcopy(states)
         report = assign_credit(results, "reinforce")
         assert [a.tolist() for a in report.advantages] == [[1.0], [0.0], [2.0]]
-        assert report.has_signal
         assert states == before
         assert advantages(results) == [0.0, -1.0, 1.0]
         assert [s["trajectory"][0]["advantage"] for s in states] == [0.0, -1.0, 1.0]

@@ -1,6 +1,7 @@
 """Dynamic sampling: which groups are replaced, by what, how often, and what is said about it."""
 
 import asyncio
+from collections import Counter
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from rolltree.rollouts import RolloutEngine
 from rolltree.store import Run
 from rolltree.testing import ScriptedClient
 from rolltree.training import Silent, load_train_config, step_requests
-from rolltree.training.feeds import SyncFeed, has_signal
+from rolltree.training.credit import CREDITS
+from rolltree.training.feeds import SyncFeed, credit_of
 from rolltree.training.no_signal_warning import NoSignalWarning
 from rolltree.training.plan import replacement_requests
 from rolltree.types import ErrorRecord, RolloutResult, State
@@ -164,7 +166,7 @@ def results_of(rewards, error=None):
     [((1.0, 0.0), True), ((0.5, 0.5), False), ((1.0, None), False), ((None, None), False)],
 )
 def test_spread_is_an_advantage_that_is_not_zero(rewards, expected):
-    assert has_signal(results_of(rewards, "Boom"), CONFIG) is expected
+    assert credit_of(tuple(results_of(rewards, "Boom")), CONFIG).has_signal is expected
 
 
 class TestNoSignalWarning:
@@ -288,3 +290,24 @@ def test_a_real_run_that_starves_says_so_and_ends(model, tmp_path, monkeypatch, 
     with Run.open(tmp_path / "run", "r") as run:
         assert [event.data["message"] for event in run.events("notice")] == notices.said
         assert run.num_rollouts(phase="train") >= (2 + 2 + 3) * 3
+
+
+@pytest.mark.parametrize(("limit", "ahead"), [(0, 0), (3, 0), (0, 1), (3, 1)])
+def test_credit_of_a_group_is_computed_once(model, tmp_path, monkeypatch, limit, ahead):
+    """Looking for signal and making the samples of a step read the same credit."""
+    computed, grpo = Counter(), CREDITS["grpo"]
+
+    def counted(rollouts, discount):
+        computed[tuple(sorted(rollout.episode for rollout in rollouts))] += 1
+        return grpo(rollouts, discount)
+
+    monkeypatch.setitem(CREDITS, "grpo", counted)
+    config = make_config(
+        model,
+        tmp_path / "run",
+        algorithm={"dynamic_sampling_max": limit},
+        train={"num_steps": 2, "async_steps": ahead},
+    )
+    start(config, Alike())
+    assert len(computed) >= 4
+    assert set(computed.values()) == {1}

@@ -25,7 +25,7 @@ from rolltree.gateway.fields import (
     sampling,
     settings,
 )
-from rolltree.gateway.messages import assistant, text_of, tool_call, unsupported_part
+from rolltree.gateway.messages import assistant, joined_text, tool_call, unsupported_part
 from rolltree.gateway.protocol import SessionView, WireProtocol, data_event
 from rolltree.inference.server.requests import Failure, RequestError, flag
 from rolltree.types import ChatMessage, FinishReason, SamplingParams, ToolSchema
@@ -248,7 +248,7 @@ def _system(value: object) -> str:
             else part
             for part in value
         ]
-    text = text_of(value, "system")
+    text = joined_text(value, "system")
     return text if isinstance(value, list) else _BILLING.sub("", text)
 
 
@@ -265,7 +265,7 @@ def _history(value: object) -> list[ChatMessage]:
         elif role == "assistant":
             _add_assistant(said, content, f"{where}.content")
         elif role == "system":
-            said.append({"role": "system", "content": text_of(content, f"{where}.content")})
+            said.append({"role": "system", "content": joined_text(content, f"{where}.content")})
         else:
             raise RequestError(
                 f"{where} has the role {shown(role)}; known are user, assistant and system.",
@@ -292,7 +292,7 @@ def _user_turn(content: object, where: str) -> Iterable[ChatMessage]:
         if texts:
             yield {"role": "user", "content": "".join(texts)}
             texts = []
-        result = text_of(block.get("content"), f"{at}.content")
+        result = joined_text(block.get("content"), f"{at}.content")
         yield {
             "role": "tool",
             "content": result or ("error" if flag(block, "is_error") else ""),

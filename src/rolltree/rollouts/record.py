@@ -84,28 +84,29 @@ def _store(
 
 def _encode(result: RolloutResult, index: int, state: State | None, blobs: bool) -> StoredRollout:
     request, error = result.request, result.error
-    row = StoredRollout(
-        request_id=request.request_id,
-        trajectory_index=index,
-        num_trajectories=max(1, len(result.states)),
-        group_id=request.group_id,
-        index_in_group=request.index_in_group,
-        phase=request.phase,
-        train_step=request.train_step,
-        env_id=request.env_id,
-        example_id=request.input.get("example_id"),
-        task=str(request.input.get("task", "")),
-        num_attempts=result.num_attempts,
-        status="ok" if error is None else "error",
-        error_type=None if error is None else error.type,
-        error_phase=None if error is None else error.phase,
-        is_completed=False,
-        input={key: value for key, value in request.input.items() if key != "prompt"},
-        errors=() if error is None else (error.as_dict(),),
-    )
+    columns: dict[str, Any] = {
+        "request_id": request.request_id,
+        "trajectory_index": index,
+        "num_trajectories": max(1, len(result.states)),
+        "group_id": request.group_id,
+        "index_in_group": request.index_in_group,
+        "phase": request.phase,
+        "train_step": request.train_step,
+        "env_id": request.env_id,
+        "example_id": request.input.get("example_id"),
+        "task": str(request.input.get("task", "")),
+        "num_attempts": result.num_attempts,
+        "status": "ok" if error is None else "error",
+        "error_type": None if error is None else error.type,
+        "error_phase": None if error is None else error.phase,
+        "is_completed": False,
+        "input": {key: value for key, value in request.input.items() if key != "prompt"},
+        "errors": () if error is None else (error.as_dict(),),
+    }
     trajectory = Trajectory() if state is None else _as_trajectory(state.get("trajectory"))
     if state is not None:
-        row = replace(row, **_columns(state, trajectory, row))
+        columns |= _state_columns(state, trajectory, columns)
+    row = StoredRollout(**columns)
     if not blobs:
         return row
     table = MessageTable()
@@ -125,13 +126,16 @@ def _encode(result: RolloutResult, index: int, state: State | None, blobs: bool)
     return replace(row, record=text.encode(), tokens=tokens)
 
 
-def _columns(state: State, trajectory: Trajectory, row: StoredRollout) -> dict[str, Any]:
+def _state_columns(
+    state: State, trajectory: Trajectory, request_columns: Mapping[str, Any]
+) -> dict[str, Any]:
     timing: Mapping[str, Any] = state.timing or {}
     extras = [peek(step, "extras") or {} for step in trajectory]
     tree = trajectory.tree
     handles = [trajectory.call_of(index) for index in range(len(trajectory))]
     calls = [call for call in handles if call is not None]
-    versions = [tree.versions(call) for call in calls if tree.num_sampled(call)]
+    ranges = [tree.value_range("version", call) for call in calls]
+    versions = [int(version) for each in ranges if each is not None for version in each]
     # The tree knows the sizes of calls that have ids; a server's own counts stand in for the
     # others.
     sizes = [
@@ -153,13 +157,13 @@ def _columns(state: State, trajectory: Trajectory, row: StoredRollout) -> dict[s
         "agent": str(state.agent or next((e["agent"] for e in extras if e.get("agent")), "")),
         "parent_rollout": state.parent_rollout,
         "depth": int(state.get("depth") or 0),
-        "task": str(state.get("task") or row.task),
+        "task": str(state.get("task") or request_columns["task"]),
         "reward": _number(state.reward),
-        "status": "error" if status_of else row.status,
-        "error_type": status_of[0]["type"] if status_of else row.error_type,
-        "error_phase": status_of[0]["phase"] if status_of else row.error_phase,
+        "status": "error" if status_of else request_columns["status"],
+        "error_type": status_of[0]["type"] if status_of else request_columns["error_type"],
+        "error_phase": status_of[0]["phase"] if status_of else request_columns["error_phase"],
         "errors": (
-            *(own or row.errors),
+            *(own or request_columns["errors"]),
             *({"function": name, **item} for name, item in scoring.items()),
         ),
         "stop_condition": state.stop_condition,
@@ -172,8 +176,8 @@ def _columns(state: State, trajectory: Trajectory, row: StoredRollout) -> dict[s
         "num_prompt_tokens": sum(n for n, _ in sizes),
         "num_completion_tokens": sum(n for _, n in sizes),
         "num_unique_tokens": tree.num_tokens,
-        "min_version": min((int(v.min()) for v in versions), default=None),
-        "max_version": max((int(v.max()) for v in versions), default=None),
+        "min_version": min(versions, default=None),
+        "max_version": max(versions, default=None),
         "generation_ms": _number(timing.get("generation_ms")) or 0.0,
         "scoring_ms": _number(timing.get("scoring_ms")) or 0.0,
         "total_ms": _number(timing.get("total_ms")) or 0.0,
@@ -216,7 +220,7 @@ def _as_trajectory(value: Any) -> Trajectory:
     """
     steps: Sequence[TrajectoryStep] = value or ()
     if isinstance(value, Trajectory) and all(
-        peek(step, "tokens") is None or value.call_of(index) is not None
+        value.call_of(index) is not None or peek(step, "tokens") is None
         for index, step in enumerate(steps)
     ):
         return value

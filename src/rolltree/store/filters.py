@@ -170,15 +170,19 @@ def where_clause(filters: Mapping[str, Any]) -> tuple[str, list[Any]]:
             raise ConfigError(
                 f"rollouts cannot be filtered by {name!r}.{did_you_mean(name, known)}"
             )
-        if isinstance(value, (list, tuple, set, frozenset)):
-            named = [item for item in value if item is not None]
-            clause = f"{name} IN ({', '.join('?' for _ in named)})"
-            clauses.append(f"({clause} OR {name} IS NULL)" if None in value else clause)
-            values.extend(named)
-        else:
-            clauses.append(f"{name} IS ?")
-            values.append(value)
+        clause, operands = equals_clause(name, value)
+        clauses.append(clause)
+        values.extend(operands)
     return " AND ".join(clauses), values
+
+
+def equals_clause(name: str, value: Any) -> tuple[str, list[Any]]:
+    """Return the condition that a column has a value, or one of several, and its values."""
+    if not isinstance(value, (list, tuple, set, frozenset)):
+        return f"{name} IS ?", [value]
+    named = [item for item in value if item is not None]
+    clause = f"{name} IN ({', '.join('?' for _ in named)})"
+    return f"({clause} OR {name} IS NULL)" if None in value else clause, named
 
 
 def order_clause(sort: str) -> str:

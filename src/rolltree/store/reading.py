@@ -10,7 +10,7 @@ from rolltree.errors import ConfigError, StoreError, did_you_mean
 from rolltree.store.codec import TAG, loads
 from rolltree.store.database import LIGHT_PAGE_ROWS, PAGE_ROWS, ROW_ERRORS, Database
 from rolltree.store.export import Render, export_rows, light_line
-from rolltree.store.filters import order_clause, where_clause
+from rolltree.store.filters import equals_clause, order_clause, where_clause
 from rolltree.store.integrity import TABLES, Totals, checked, damaged, report_key, sum_rows
 from rolltree.store.rows import (
     COLUMNS,
@@ -267,23 +267,24 @@ class StoredRun:
         self,
         *,
         step: int | None = None,
-        request_id: str | None = None,
+        request_id: str | list[str] | None = None,
         trajectory_index: int | None = None,
     ) -> Iterator[TrainedRollout]:
         """Yield what training knew of the tokens of rollouts, in the order they were trained.
 
-        All, or those of a step, a request, a trajectory. A run whose `train.record_tokens` is
-        false has none.
+        All, or those of a step, of one request or several, of a trajectory. A run whose
+        `train.record_tokens` is false has none.
 
         Raises:
             StoreError: a row is damaged or missing.
         """
         self._database.check()
         filters = {"step": step, "request_id": request_id, "trajectory_index": trajectory_index}
-        used = {name: value for name, value in filters.items() if value is not None}
-        clause = " AND ".join(["1", *(f"{name} = ?" for name in used)])
+        used = [equals_clause(*each) for each in filters.items() if each[1] is not None]
+        clause = " AND ".join(["1", *(clause for clause, _ in used)])
+        values = [value for _, operands in used for value in operands]
         names = tuple(TRAINED_COLUMNS)
-        for row in self._database.pages(names, clause, [*used.values()], None, table="trained"):
+        for row in self._database.pages(names, clause, values, None, table="trained"):
             with self._database.naming():
                 found = trained_from_sql(row)
             yield found

@@ -304,6 +304,32 @@ class CallTable:
     def __len__(self) -> int:
         return len(self.end_token)
 
+    def append(
+        self,
+        prompt_end: Place,
+        end: Place,
+        *,
+        prompt_len: int,
+        num_sampled: int,
+        parent: int,
+        agent: int,
+        turn: int,
+        num_tokens: int,
+        num_runs: int,
+    ) -> None:
+        """Add the row of a call."""
+        self.prompt_token.append(prompt_end.token)
+        self.prompt_run.append(prompt_end.run)
+        self.end_token.append(end.token)
+        self.end_run.append(end.run)
+        self.prompt_len.append(prompt_len)
+        self.num_sampled.append(num_sampled)
+        self.parent.append(parent)
+        self.agent.append(agent)
+        self.turn.append(turn)
+        self.num_tokens.append(num_tokens)
+        self.num_runs.append(num_runs)
+
     def end(self, call: int) -> Place:
         """Return the place of a call's last token."""
         return Place(self.end_token[call], self.end_run[call])

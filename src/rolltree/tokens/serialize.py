@@ -14,6 +14,10 @@ import zlib
 from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
+<<<<<<< HEAD
+=======
+from itertools import pairwise
+>>>>>>> i24
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,12 +44,21 @@ _HEAD = struct.Struct("<4sIQ")
 MAX_SAMPLED = 2**25
 """Calls can share tokens; all calls of a tree together have at most 34 million sampled ones."""
 _NARROWING = tuple(np.dtype(name) for name in ("u1", "i1", "<u2", "<i2", "<u4", "<i4"))
+<<<<<<< HEAD
 _FEW = 16
 _NARROW_CODES = tuple(
     (STORED_CODES[dtype.str], letter, int(np.iinfo(dtype).min), int(np.iinfo(dtype).max))
     for dtype, letter in zip(_NARROWING, "BbHhIi", strict=True)
 )
 """Of each narrow type: its code, its letter in `struct`, and its limits."""
+=======
+_DTYPES = tuple(np.dtype(name) for name in STORED_DTYPES)
+_FLOAT64 = np.dtype("<f8")
+_INTEGERS = {dtype for dtype in _DTYPES if dtype.kind in "iu" and dtype != np.uint64}
+_ALWAYS_IDS = {np.dtype("u1"), np.dtype("<u2")}  # they hold nothing but token ids
+_FLAT_BYTES = bytes((STORED_DTYPES.index("u1"), 1))  # what an array of bytes begins with
+_SHAPES = tuple(struct.Struct(f"<{ndim}I") for ndim in range(MAX_NDIM + 1))
+>>>>>>> i24
 
 
 def damaged_tokens(reason: str) -> TokenError:
@@ -138,32 +151,58 @@ class Reader:
 
     def array(self) -> NDArray[Any]:
         """Read an array."""
-        code, ndim = self._take(2)
-        if code >= len(STORED_DTYPES) or ndim > MAX_NDIM:
+        # By offsets and not by `_take`: a small tree is 27 arrays, and slices were half its time.
+        body, head = self._body, self._at + 2
+        if head > len(body):
+            raise damaged_tokens("a value runs past the end")
+        code, ndim = body[head - 2], body[head - 1]
+        if code >= len(_DTYPES) or ndim > MAX_NDIM:
             raise damaged_tokens("unknown array type")
-        shape = struct.unpack(f"<{ndim}I", self._take(4 * ndim))
-        dtype = np.dtype(STORED_DTYPES[code])
-        size = dtype.itemsize
-        for extent in shape:
-            size *= extent
-        if not size and math.prod(shape[: shape.index(0)]) > len(self._body):
+        dtype, layout = _DTYPES[code], _SHAPES[ndim]
+        start = head + layout.size
+        if start > len(body):
+            raise damaged_tokens("a value runs past the end")
+        shape = layout.unpack_from(body, head)
+        count = math.prod(shape)
+        self._at = start + count * dtype.itemsize
+        if self._at > len(body):
+            raise damaged_tokens("a value runs past the end")
+        if not count and math.prod(shape[: shape.index(0)]) > len(body):
             raise damaged_tokens("an array has more rows than bytes")
-        values = np.frombuffer(self._take(size), dtype=dtype)
+        values = np.frombuffer(body, dtype, count, start)
         if dtype.kind == "b" and (values.view(np.uint8) > 1).any():
             raise damaged_tokens("a boolean is neither 0 nor 1")
+        if ndim == 1:
+            return values
         try:
             return values.reshape(shape)
         except ValueError as error:
             raise damaged_tokens("an array has an impossible shape") from error
 
-    def ints(self, count: int | None = None) -> NDArray[np.int64]:
+    def ints(self, count: int | None = None) -> NDArray[Any]:
         """Read a flat array of integers, of a known length when `count` is given."""
         values = self.array()
-        if values.dtype.kind not in "iu" or values.ndim != 1 or values.dtype == np.uint64:
+        if values.dtype not in _INTEGERS or values.ndim != 1:
             raise damaged_tokens("integers were expected")
         if count is not None and len(values) != count:
             raise damaged_tokens(f"{count} integers were expected, {len(values)} came")
-        return values.astype(np.int64)
+        return values
+
+    def numbers(self, count: int | None = None) -> list[int]:
+        """Read what `ints` reads as Python's numbers."""
+        # Most trees have a handful of calls: for so few numbers a numpy operation takes longer
+        # than a loop over them, and most of these numbers fit in a byte.
+        body, at = self._body, self._at
+        if body[at : at + 2] == _FLAT_BYTES and (
+            count is None or body[at + 2 : at + 6] == count.to_bytes(4, "little")
+        ):
+            start = at + 6
+            end = start + int.from_bytes(body[at + 2 : start], "little")
+            if end <= len(body):
+                self._at = end
+                return list(body[start:end])
+        numbers: list[int] = self.ints(count).tolist()
+        return numbers
 
     def done(self) -> None:
         """Refuse bytes that are left over."""
@@ -313,46 +352,44 @@ def _load_chunk(tree: TokenTree, reader: Reader) -> None:
             f"the record continues after call {since}, but the tree holds {len(calls)} calls"
         )
     ids = reader.ints()
-    starts = reader.ints()
-    parents = reader.ints(len(starts))
-    _load_runs(tree, ids, starts, parents)
-    columns = {name: reader.ints(count).tolist() for name in _SAVED_COLUMNS}
+    starts = reader.numbers()
+    _load_runs(tree, ids, starts, reader.numbers(len(starts)))
+    columns = [reader.numbers(count) for _ in _SAVED_COLUMNS]
     tree.agents.extend(reader.text() for _ in range(reader.number()))
     if len(set(tree.agents)) < len(tree.agents):
         raise damaged_tokens("two agents have one name")
-    for row in range(count):
-        _load_call(tree, {name: column[row] for name, column in columns.items()})
+    for row in zip(*columns, strict=True):
+        _load_call(tree, *row)
     _check_reached(tree)
     for name, stream in tree.sampled.items():
         lengths = calls.prompt_len if name == "prompt_mask" else calls.num_sampled
-        _load_sampled(reader, stream, lengths[since:].tolist())
+        _load_sampled(reader, stream, lengths[since:])
     _load_extra(reader, tree, since)
     reader.done()
 
 
-def _load_runs(tree: TokenTree, ids: Any, starts: Any, parents: Any) -> None:
+def _load_runs(tree: TokenTree, ids: Any, starts: list[int], parents: list[int]) -> None:
     arena = tree.arena
-    if len(ids) and (ids.min() < 0 or ids.max() >= 2**31):
+    if ids.dtype not in _ALWAYS_IDS and len(ids) and (ids.min() < 0 or ids.max() >= 2**31):
         raise damaged_tokens("a token id is out of range")
     first = arena.num_tokens
     total = first + len(ids)
-    bounds = np.concatenate([starts, [total]])
+    edges = [first, *starts, total]
     if (
-        (np.diff(bounds) <= 0).any()
-        or (len(starts) and starts[0] < first)
-        or ((parents >= starts) | (parents < -1)).any()
-        or (len(ids) and not len(starts) and not arena.num_runs)
+        any(low >= high for low, high in pairwise(edges[1:]))
+        or edges[1] < first
+        or any(not -1 <= parent < start for parent, start in zip(parents, starts, strict=True))
+        or (len(ids) and not starts and not arena.num_runs)
     ):
         raise damaged_tokens("the runs do not tile the tokens")
     ids = ids.astype(np.int32)
-    edges = [first, *starts.tolist(), total]
     if edges[1] > first:
         last = first - 1
         if arena.append(ids[: edges[1] - first], arena.place(last)).token != edges[1] - 1 or (
             last < 0
         ):
             raise damaged_tokens("tokens continue a run that is not there")
-    for low, high, parent in zip(edges[1:], edges[2:], parents.tolist(), strict=False):
+    for low, high, parent in zip(edges[1:], edges[2:], parents, strict=False):
         place = arena.place(parent) if parent >= 0 else ROOT
         piece = ids[low - first : high - first]
         if (parent == low - 1 and parent >= 0) or arena.match(piece[:1], place)[0]:
@@ -360,16 +397,26 @@ def _load_runs(tree: TokenTree, ids: Any, starts: Any, parents: Any) -> None:
         arena.append(piece, place)
 
 
-def _load_call(tree: TokenTree, row: dict[str, int]) -> None:
+def _load_call(
+    tree: TokenTree,
+    prompt_token: int,
+    end_token: int,
+    prompt_len: int,
+    sampled: int,
+    parent: int,
+    agent: int,
+    turn: int,
+    num_tokens: int,
+    num_runs: int,
+) -> None:
+    """Append a row of `_SAVED_COLUMNS`, which is the order of the arguments."""
     arena, calls = tree.arena, tree.calls
-    prompt_token, end_token, parent = row["prompt_token"], row["end_token"], row["parent"]
     if not (-1 <= prompt_token <= end_token < arena.num_tokens) or not (
-        -1 <= parent < len(calls) and 0 <= row["agent"] < len(tree.agents)
+        -1 <= parent < len(calls) and 0 <= agent < len(tree.agents)
     ):
         raise damaged_tokens("a call points outside the tree")
     prompt_end = arena.place(prompt_token) if prompt_token >= 0 else ROOT
     end = arena.place(end_token) if end_token >= 0 else ROOT
-    prompt_len, sampled = row["prompt_len"], row["num_sampled"]
     if (
         arena.depth(prompt_end) != prompt_len
         or arena.depth(end) != prompt_len + sampled
@@ -381,17 +428,24 @@ def _load_call(tree: TokenTree, row: dict[str, int]) -> None:
         added = prompt_len - tree.path_len(parent)
         if added < 0 or arena.up(prompt_end, added) != calls.end(parent):
             raise damaged_tokens("a call does not extend its parent")
-    if not NO_TURN <= row["turn"] < 2**31:
+    if not NO_TURN <= turn < 2**31:
         raise damaged_tokens("a turn is not a number from 0 on")
     before = calls.num_tokens[-1] if len(calls) else 0
-    if not max(before, end_token + 1) <= row["num_tokens"] <= arena.num_tokens or (
-        row["num_runs"] != bisect_left(arena.run_start, row["num_tokens"])
+    if not max(before, end_token + 1) <= num_tokens <= arena.num_tokens or (
+        num_runs != bisect_left(arena.run_start, num_tokens)
     ):
         raise damaged_tokens("a call does not say how large the tree was")
-    for name, value in row.items():
-        getattr(calls, name).append(value)
-    calls.prompt_run.append(prompt_end.run)
-    calls.end_run.append(end.run)
+    calls.append(
+        prompt_end,
+        end,
+        prompt_len=prompt_len,
+        num_sampled=sampled,
+        parent=parent,
+        agent=agent,
+        turn=turn,
+        num_tokens=num_tokens,
+        num_runs=num_runs,
+    )
 
 
 def _check_reached(tree: TokenTree) -> None:
@@ -399,40 +453,48 @@ def _check_reached(tree: TokenTree) -> None:
     arena, calls = tree.arena, tree.calls
     if arena.num_tokens != (calls.num_tokens[-1] if len(calls) else 0):
         raise damaged_tokens("tokens belong to no call")
-    reached = np.full(arena.num_runs + 1, -1, np.int64)  # the last one is for the root
-    np.maximum.at(reached, np.asarray(calls.end_run), np.asarray(calls.end_token))
-    np.maximum.at(reached, np.asarray(arena.run_parent_run), np.asarray(arena.run_parent))
-    ends = np.append(np.asarray(arena.run_start)[1:], arena.num_tokens)[: arena.num_runs]
-    if (reached[:-1] != ends - 1).any():
+    reached = [-1] * (arena.num_runs + 1)  # the last one is for the root, whose run is -1
+    for runs, tokens in (
+        (calls.end_run, calls.end_token),
+        (arena.run_parent_run, arena.run_parent),
+    ):
+        for run, token in zip(runs, tokens, strict=True):
+            if token > reached[run]:
+                reached[run] = token
+    ends = [*arena.run_start[1:], arena.num_tokens]
+    if any(token != end - 1 for token, end in zip(reached[:-1], ends, strict=False)):
         raise damaged_tokens("tokens belong to no call")
 
 
-def _load_sampled(reader: Reader, stream: SampledStream, lengths: list[int]) -> None:
-    offsets = reader.ints(len(lengths))
-    constants = reader.array()
-    values = reader.array()
-    needed = sum(n for n, offset in zip(lengths, offsets, strict=True) if offset >= 0)
+def _load_sampled(reader: Reader, stream: SampledStream, lengths: Sequence[int]) -> None:
+    offsets = reader.numbers(len(lengths))
+    constants, values = reader.array(), reader.array()
     if (
-        constants.shape != offsets.shape
-        or values.shape != (needed,)
+        constants.dtype != _FLOAT64
+        or constants.shape != (len(lengths),)
         or values.dtype != stream.buffer.dtype
-        or (len(offsets) and offsets.min() < CONSTANT)
-        or constants.dtype != np.float64
-        or not stream.holds(constants[offsets == CONSTANT])
-        or constants[offsets != CONSTANT].any()
+        or values.ndim != 1
         or not stream.holds(values)
-        or (not stream.optional and (offsets == ABSENT).any())
     ):
         raise damaged_tokens("a stream does not fit its calls")
-    at = 0
-    first = stream.buffer.size
-    for length, offset, constant in zip(lengths, offsets.tolist(), constants.tolist(), strict=True):
-        if offset >= 0 and offset != at:
+    at, first = 0, stream.buffer.size
+    for length, offset, constant in zip(lengths, offsets, constants.tolist(), strict=True):
+        # Values of calls lie one after the other; what is not used is 0.
+        if offset == CONSTANT:
+            fits = stream.accepts(constant)
+        elif offset == ABSENT:
+            fits = stream.optional and constant == 0.0
+        else:
+            fits = offset == at and constant == 0.0
+            offset, at = first + at, at + length
+        if not fits:
             raise damaged_tokens("a stream does not fit its calls")
-        stream.offset.append(first + offset if offset >= 0 else offset)
+        stream.offset.append(offset)
         stream.constant.append(constant)
-        at += length if offset >= 0 else 0
-    stream.buffer.extend(values)
+    if at != len(values):
+        raise damaged_tokens("a stream does not fit its calls")
+    if at:
+        stream.buffer.extend(values)
 
 
 def _load_extra(reader: Reader, tree: TokenTree, since: int) -> None:
@@ -445,16 +507,14 @@ def _load_extra(reader: Reader, tree: TokenTree, since: int) -> None:
 
     for _ in range(reader.number()):
         name = reader.text()
-        handles = reader.ints()
-        starts, counts = reader.ints(len(handles)), reader.ints(len(handles))
+        handles = reader.numbers()
+        starts, counts = reader.numbers(len(handles)), reader.numbers(len(handles))
         values = reader.array()
-        if values.ndim == 0 or len(values) != counts.sum() or (counts < 0).any():
+        if values.ndim == 0 or len(values) != sum(counts) or min(counts, default=0) < 0:
             raise damaged_tokens("a stream does not fit its calls")
         extra.check_kind(name, (values.dtype.str, values.shape[1:]))
         offset = extra.append_values(name, values)
-        for call, start, count in zip(
-            handles.tolist(), starts.tolist(), counts.tolist(), strict=True
-        ):
+        for call, start, count in zip(handles, starts, counts, strict=True):
             if call in extra.dense[name]:
                 raise damaged_tokens("a call has two streams of one name")
             if start < 0 or start + count > path_len(call):
@@ -473,7 +533,7 @@ def _load_extra(reader: Reader, tree: TokenTree, since: int) -> None:
             if call in extra.placed.get(name, ()):
                 raise damaged_tokens("a call has two streams of one name")
             positions = reader.ints()
-            blobs = reader.ints(len(positions)).tolist()
+            blobs = reader.numbers(len(positions))
             total = path_len(call)
             if any(not 0 <= blob < len(extra.blobs) for blob in blobs) or (
                 len(positions) and not (positions.min() >= 0 and positions.max() < total)

@@ -305,7 +305,7 @@ class RecordedStep(LazyDict):
     @property
     def has_own_tokens(self) -> bool:
         """Whether `tokens` was neither read nor assigned, so that the tree holds its values."""
-        return dict.__getitem__(self, "tokens") is _UNREAD
+        return dict.get(self, "tokens") is _UNREAD
 
     @property
     def response_record(self) -> Any:
@@ -375,10 +375,9 @@ class RecordedStep(LazyDict):
             "num_prompt_tokens": tree.prompt_len(call),
             "num_completion_tokens": tree.num_sampled(call),
         }
-        versions = tree.versions(call)
-        if len(versions):
-            extras["policy_version_min"] = int(versions.min())
-            extras["policy_version_max"] = int(versions.max())
+        versions = tree.value_range("version", call)
+        if versions is not None:
+            extras["policy_version_min"], extras["policy_version_max"] = map(int, versions)
         if "sampling" in kept.info:
             extras["sampling"] = kept.info["sampling"]
         return extras

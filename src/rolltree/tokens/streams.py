@@ -65,17 +65,17 @@ class SampledStream:
             return False
         return bool(values.min() >= self.low and values.max() <= self.high)
 
+    def accepts(self, value: float) -> bool:
+        """Return what `holds` would return of one Python number."""
+        return self.low <= value <= self.high and (value % 1 == 0 or self.buffer.dtype.kind == "f")
+
     def check(self, values: Any, count: int, name: str) -> float | NDArray[Any]:
         """Return a scalar when `values` is one or is constant, else an array `[count]`.
 
         Raises:
             TokenError: an array of another length, or values that this stream does not hold.
         """
-        if (
-            type(values) in (int, float)
-            and self.low <= values <= self.high
-            and (values % 1 == 0 or self.buffer.dtype.kind == "f")
-        ):
+        if type(values) in (int, float) and self.accepts(values):
             return float(values)
         found = as_array(values, name)
         if found.ndim and found.shape != (count,):
@@ -120,6 +120,17 @@ class SampledStream:
     def raw(self, call: int, count: int) -> float | NDArray[Any] | None:
         """Return what `add` was given."""
         return self.constant[call] if self.offset[call] == CONSTANT else self.get(call, count)
+
+    def value_range(self, call: int, count: int) -> tuple[Any, Any] | None:
+        """Return the smallest and the largest of a call's `count` values; None without values."""
+        offset = self.offset[call]
+        if offset == ABSENT or not count:
+            return None
+        if offset == CONSTANT:
+            value = self.buffer.dtype.type(self.constant[call])
+            return value, value
+        values = self.buffer.view(offset, offset + count)
+        return values.min(), values.max()
 
     @property
     def nbytes(self) -> int:

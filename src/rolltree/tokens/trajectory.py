@@ -188,7 +188,10 @@ class Trajectory(list[TrajectoryStep]):
 
     def call_of(self, step_index: int) -> int | None:
         """Return the handle in `tree` of a step's call, or None when the step has no tokens."""
-        tokens = peek(self[step_index], "tokens")
+        step = list.__getitem__(self, step_index)
+        if isinstance(step, RecordedStep) and step.has_own_tokens:
+            return step.call if step.tree is self.tree else None
+        tokens = peek(step, "tokens")
         if isinstance(tokens, StepTokens) and tokens.tree is self.tree:
             return tokens.call
         return None

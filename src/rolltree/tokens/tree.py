@@ -224,18 +224,17 @@ class TokenTree:
         For `rolltree.tokens` itself; other code calls `insert`.
         """
         handle = len(self.calls)
-        calls = self.calls
-        calls.prompt_token.append(prompt_end.token)
-        calls.prompt_run.append(prompt_end.run)
-        calls.end_token.append(end.token)
-        calls.end_run.append(end.run)
-        calls.prompt_len.append(prompt_len)
-        calls.num_sampled.append(num_sampled)
-        calls.parent.append(parent)
-        calls.agent.append(self._agent_index(agent))
-        calls.turn.append(NO_TURN if turn is None else turn)
-        calls.num_tokens.append(self.arena.num_tokens)
-        calls.num_runs.append(self.arena.num_runs)
+        self.calls.append(
+            prompt_end,
+            end,
+            prompt_len=prompt_len,
+            num_sampled=num_sampled,
+            parent=parent,
+            agent=self._agent_index(agent),
+            turn=NO_TURN if turn is None else turn,
+            num_tokens=self.arena.num_tokens,
+            num_runs=self.arena.num_runs,
+        )
         for name, stream in self.sampled.items():
             stream.add(values[name])
         for name, checked in extra.items():
@@ -448,6 +447,15 @@ class TokenTree:
         """Return the recorded mask of each prompt token, float32 `[_P]`, normally zeros."""
         values = self.sampled["prompt_mask"].get(call, self.calls.prompt_len[call])
         return EMPTY_IDS.astype(np.float32) if values is None else values.copy()
+
+    def value_range(self, name: str, call: int) -> tuple[Any, Any] | None:
+        """Return the smallest and the largest value that a call has in the stream `sampled[name]`.
+
+        None if it has none. Most calls have one version and one temperature, of which this makes no
+        array.
+        """
+        size = self.prompt_len(call) if name == "prompt_mask" else self.num_sampled(call)
+        return self.sampled[name].value_range(call, size)
 
     def agent(self, call: int) -> str:
         """Return the agent label."""

@@ -116,11 +116,6 @@ class CreditReport:
     metrics: dict[str, float] = field(default_factory=dict)
     averages: Averages = field(default_factory=dict)
 
-    @property
-    def has_signal(self) -> bool:
-        """Whether any call has an advantage other than 0."""
-        return any(bool(values.any()) for values in self.advantages)
-
 
 class _Member(NamedTuple):
     """A rollout that counts in the baseline of its group; one that failed is not trained."""
@@ -131,6 +126,28 @@ class _Member(NamedTuple):
     group: Hashable
     penalty: float
     earned: Earnings
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupCredit:
+    """The credit of one group's episodes, before a run's averages are subtracted.
+
+    `credit_group` makes it once, when the group is complete: dynamic sampling asks `has_signal`,
+    and `join_credit` makes a step's report of those that it trains.
+    """
+
+    results: tuple[RolloutResult, ...]
+    members: tuple[_Member, ...]
+    values: tuple[list[float], ...]  # one per member, one value per step of its trajectory
+    tally: Mapping[str, int]
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether any call that trains has an advantage other than 0."""
+        return any(
+            any(mine) and not member.failed
+            for member, mine in zip(self.members, self.values, strict=True)
+        )
 
 
 def assign_credit(
@@ -147,29 +164,56 @@ def assign_credit(
         TrainingError: an episode that did not fail has no finite reward, or names a parent that
             is not among its rollouts, or a call was sampled with settings that cannot be trained.
     """
-    if credit not in CREDITS:
-        raise UnknownName(f"there is no credit {credit!r}.{did_you_mean(credit, CREDITS)}")
     policy = policy or CreditPolicy()
+    _check_credit(credit)
     check_baseline(credit, policy.baseline)
+    groups = [credit_group(group, credit, policy) for group in by_group(results)]
+    return join_credit(results, groups, policy, averages)
+
+
+def credit_group(
+    results: Sequence[RolloutResult], credit: str, policy: CreditPolicy
+) -> GroupCredit:
+    """Return the credit of the results of one `request.group_id`.
+
+    Raises:
+        UnknownName: there is no such credit.
+        TrainingError: as `assign_credit`.
+    """
+    _check_credit(credit)
     tally: Counter[str] = Counter()
-    broken: set[str] = set()
-    if policy.on_error == "drop_group":
-        broken = {r.request.group_id for r in results if r.error is not None}
-    members: list[_Member] = []
-    for result in results:
-        found = _members(result, policy, tally)
-        members += found if result.request.group_id not in broken else []
-    groups: dict[Hashable, list[int]] = {}
+    members = [member for result in results for member in _members(result, policy, tally)]
+    if policy.on_error == "drop_group" and any(result.error is not None for result in results):
+        members = []
+        tally["dropped"] = 1
+    compared: dict[Hashable, list[int]] = {}
     for index, member in enumerate(members):
-        groups.setdefault(member.group, []).append(index)
+        compared.setdefault(member.group, []).append(index)
     values: list[list[float]] = [[] for _ in members]
-    num_flat = num_alone = 0
-    for group in groups.values():
-        rollouts = [members[index].earned for index in group]
-        num_flat += len({rollout.reward for rollout in rollouts}) == 1
-        num_alone += int(episode_numbers(rollouts).max()) == 0
-        for index, mine in zip(group, CREDITS[credit](rollouts, policy.discount), strict=True):
+    for indices in compared.values():
+        rollouts = [members[index].earned for index in indices]
+        tally["flat"] += len({rollout.reward for rollout in rollouts}) == 1
+        tally["alone"] += int(episode_numbers(rollouts).max()) == 0
+        for index, mine in zip(indices, CREDITS[credit](rollouts, policy.discount), strict=True):
             values[index] = mine
+    tally["compared"] = len(compared)
+    names = {id(state): result.request.request_id for result in results for state in result.states}
+    check_sampled((names[id(m.state)], m.state) for m in members if not m.failed)
+    return GroupCredit(tuple(results), tuple(members), tuple(values), tally)
+
+
+def join_credit(
+    results: Sequence[RolloutResult],
+    groups: Sequence[GroupCredit],
+    policy: CreditPolicy,
+    averages: Averages | None = None,
+) -> CreditReport:
+    """Return the report of a step's results, of which `groups` are the credit, group by group."""
+    members = [member for group in groups for member in group.members]
+    values = [mine for group in groups for mine in group.values]
+    tally: Counter[str] = Counter()
+    for group in groups:
+        tally.update(group.tally)
     after = dict(averages or {})
     if policy.baseline == "ema":
         values, after = subtract_averages(
@@ -181,28 +225,22 @@ def assign_credit(
         for member, mine in zip(members, values, strict=True)
         if not member.failed
     }
-    count = max(1, len(states))
+    count, num_compared = max(1, len(states)), max(1, tally["compared"])
     metrics = {
         "credit/failed_share": tally["failed"] / count,
         "credit/truncated_share": tally["truncated"] / count,
         "credit/truncated_completions_share": tally["cut"] / count,
         "credit/masked_completions_share": tally["masked"] / count,
         "credit/untrained_share": 1 - len(trained) / count,
-        "train/frac_reward_zero_std": num_flat / max(1, len(groups)),
-        "credit/alone_group_share": num_alone / max(1, len(groups)),
+        "train/frac_reward_zero_std": tally["flat"] / num_compared,
+        "credit/alone_group_share": tally["alone"] / num_compared,
     }
     if policy.overlong is not None:
         metrics["credit/overlong_penalty"] = sum(m.penalty for m in members) / max(1, len(members))
     if policy.on_error == "drop_group":
-        metrics["credit/num_dropped_groups"] = float(len(broken))
+        metrics["credit/num_dropped_groups"] = float(tally["dropped"])
     metrics |= {f"credit/average/{role or 'agent'}": value for role, value in after.items()}
     chosen = tuple(state for state in states if id(state) in trained)
-    check_sampled(
-        (result.request.request_id, state)
-        for result in results
-        for state in result.states
-        if id(state) in trained
-    )
     return CreditReport(
         trained=chosen,
         advantages=tuple(trained[id(state)][1] for state in chosen),
@@ -210,6 +248,19 @@ def assign_credit(
         metrics=metrics,
         averages=after,
     )
+
+
+def by_group(results: Sequence[RolloutResult]) -> list[tuple[RolloutResult, ...]]:
+    """Return the results of each group, groups in the order of their first member."""
+    groups: dict[str, list[RolloutResult]] = {}
+    for result in results:
+        groups.setdefault(result.request.group_id, []).append(result)
+    return [tuple(group) for group in groups.values()]
+
+
+def _check_credit(credit: str) -> None:
+    if credit not in CREDITS:
+        raise UnknownName(f"there is no credit {credit!r}.{did_you_mean(credit, CREDITS)}")
 
 
 def check_baseline(credit: str, baseline: str) -> None:

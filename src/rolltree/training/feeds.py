@@ -23,7 +23,7 @@ from typing import Protocol
 from rolltree.errors import TrainingError
 from rolltree.rollouts import RolloutEngine
 from rolltree.store import Run
-from rolltree.training.advantages import assign_credit
+from rolltree.training.advantages import GroupCredit, by_group, credit_group
 from rolltree.training.batches import newest_version, staleness_limit
 from rolltree.training.config import TrainConfig
 from rolltree.training.fork import forked_at
@@ -47,11 +47,12 @@ OnProgress = Callable[[int, int, int], None]
 class StepRollouts:
     """`trained` is what the step learns from; `sampled` adds the groups that were replaced.
 
-    `metrics` says how they came together.
+    `credit` has the credit of each group of `trained`. `metrics` says how they came together.
     """
 
     trained: tuple[RolloutResult, ...]
     sampled: tuple[RolloutResult, ...]
+    credit: tuple[GroupCredit, ...]
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -67,14 +68,15 @@ class Feed(Protocol):
         ...
 
 
-def has_signal(results: Sequence[RolloutResult], config: TrainConfig) -> bool:
-    """Return whether credit gives any call of one group an advantage other than 0.
+def credit_of(group: Group, config: TrainConfig) -> GroupCredit:
+    """Return the credit of one group, without the averages of the run.
 
-    The moving-average baseline is left out: it depends on other groups and is rarely exactly 0.
+    The moving-average baseline depends on other groups and is rarely exactly 0, so a group's signal
+    is what its own rewards give.
     """
     algorithm = config.algorithm
-    policy = replace(algorithm.policy(config.train.max_seq_len), baseline="none")
-    return assign_credit(results, algorithm.resolve().credit, policy).has_signal
+    policy = algorithm.policy(config.train.max_seq_len)
+    return credit_group(group, algorithm.resolve().credit, policy)
 
 
 class SyncFeed:
@@ -124,18 +126,17 @@ class SyncFeed:
         results = await until_enough(found.results, again, config, self._notify)
         reused = {"rollout/reused_share": found.num_reused / len(requests)}
         if not config.algorithm.dynamic_sampling_max:
-            return StepRollouts(results, results, reused)
+            credit = tuple(credit_of(group, config) for group in by_group(results))
+            return StepRollouts(results, results, credit, reused)
         self._warning.begin(step)
         async with self._warning.watching():
             replaced = await self._replace(step, by_group(results))
-        return StepRollouts(replaced.trained, replaced.sampled, reused | dict(replaced.metrics))
+        return replace(replaced, metrics=reused | dict(replaced.metrics))
 
     async def aclose(self) -> None:
         """Do nothing: nothing runs between steps."""
 
-    async def _replace(
-        self, step: int, planned: Sequence[tuple[RolloutResult, ...]]
-    ) -> StepRollouts:
+    async def _replace(self, step: int, planned: Sequence[Group]) -> StepRollouts:
         """Replace groups without signal until none is left or the limit is reached."""
         config, limit = self._config, self._config.algorithm.dynamic_sampling_max
         useful, flat = self._split(planned)
@@ -167,31 +168,23 @@ class SyncFeed:
             )
         trained = useful + flat[len(flat) - missing :]
         return StepRollouts(
-            joined(trained),
+            joined([each.results for each in trained]),
             joined(sampled),
+            tuple(trained),
             {"dynamic/num_replaced": float(num_extra), "dynamic/num_flat_trained": float(missing)},
         )
 
-    def _split(
-        self, groups: Sequence[tuple[RolloutResult, ...]]
-    ) -> tuple[list[tuple[RolloutResult, ...]], list[tuple[RolloutResult, ...]]]:
+    def _split(self, groups: Sequence[Group]) -> tuple[list[GroupCredit], list[GroupCredit]]:
         useful, flat = [], []
         for group in groups:
-            if has_signal(group, self._config):
-                useful.append(group)
+            credit = credit_of(group, self._config)
+            if credit.has_signal:
+                useful.append(credit)
                 self._warning.signal()
             else:
-                flat.append(group)
+                flat.append(credit)
                 self._warning.no_signal(group)
         return useful, flat
-
-
-def by_group(results: Sequence[RolloutResult]) -> list[tuple[RolloutResult, ...]]:
-    """Return the results of each group, groups in the order of their first member."""
-    groups: dict[str, list[RolloutResult]] = {}
-    for result in results:
-        groups.setdefault(result.request.group_id, []).append(result)
-    return [tuple(group) for group in groups.values()]
 
 
 def joined(groups: Sequence[Sequence[RolloutResult]]) -> tuple[RolloutResult, ...]:
@@ -238,6 +231,7 @@ class StreamFeed:
         self._order: dict[str, int] = {}
         self._running: dict[str, asyncio.Task[Group]] = {}
         self._complete: dict[str, Group] = {}
+        self._credit: dict[str, GroupCredit] = {}
         self._dropped: dict[str, str] = {}  # since the last step: group -> why
         self._num_dropped = sum(len(data["dropped"]) for data in self._ledger.values())
 
@@ -255,14 +249,16 @@ class StreamFeed:
         results = await until_enough(
             joined(chosen), lambda: self._repeat(chosen), self._config, self._notify
         )
+        credit = tuple(map(self._credit_of, chosen))
         names = [group[0].request.group_id for group in chosen]
         dropped = dict(self._dropped)
         sampled = (*results, *joined([self._complete[name] for name in dropped]))
         self._record(step, names, dropped)
         for name in (*names, *dropped):
             del self._complete[name], self._order[name]
+            self._credit.pop(name, None)
         self._dropped.clear()
-        return StepRollouts(results, sampled, self._metrics(chosen, dropped))
+        return StepRollouts(results, sampled, credit, self._metrics(credit, dropped))
 
     async def aclose(self) -> None:
         """Cancel what is in flight; what was complete is stored."""
@@ -329,12 +325,20 @@ class StreamFeed:
             return "stale"
         flat = Counter(self._dropped.values())["flat"]
         limit = self._config.algorithm.dynamic_sampling_max
-        useful = has_signal(group, self._config)
+        useful = self._credit_of(group).has_signal
         if useful:
             self._warning.signal()
         else:
             self._warning.no_signal(group)
         return None if useful or flat >= limit else "flat"
+
+    def _credit_of(self, group: Group) -> GroupCredit:
+        """Return the credit of a complete group; that of one whose failures ran again is new."""
+        name = group[0].request.group_id
+        known = self._credit.get(name)
+        if known is None or known.results is not group:
+            known = self._credit[name] = credit_of(group, self._config)
+        return known
 
     def _note(self, name: str, why: str | None) -> None:
         if why is not None:
@@ -350,9 +354,10 @@ class StreamFeed:
         """Return the rollouts that step `step` took before the run was killed."""
         data = self._ledger[step]
         groups = {name: self._stored(name) for name in (*data["groups"], *data["dropped"])}
-        results = joined([groups[name] for name in data["groups"]])
-        metrics = self._metrics([groups[name] for name in data["groups"]], data["dropped"])
-        return StepRollouts(results, joined(list(groups.values())), metrics)
+        chosen = [groups[name] for name in data["groups"]]
+        credit = tuple(credit_of(group, self._config) for group in chosen)
+        metrics = self._metrics(credit, data["dropped"])
+        return StepRollouts(joined(chosen), joined(list(groups.values())), credit, metrics)
 
     def _stored(self, name: str) -> Group:
         _, planned, _ = name.split("/")
@@ -370,11 +375,11 @@ class StreamFeed:
             )
         return tuple(stored[request.request_id] for request in requests)
 
-    def _metrics(self, chosen: Sequence[Group], dropped: dict[str, str]) -> dict[str, float]:
+    def _metrics(self, chosen: Sequence[GroupCredit], dropped: dict[str, str]) -> dict[str, float]:
         why = Counter(dropped.values())
         dynamic = {}
         if self._config.algorithm.dynamic_sampling_max:
-            num_flat = sum(not has_signal(group, self._config) for group in chosen)
+            num_flat = sum(not group.has_signal for group in chosen)
             dynamic = {
                 "dynamic/num_replaced": float(why["flat"]),
                 "dynamic/num_flat_trained": float(num_flat),

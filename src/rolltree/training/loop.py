@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, TypeVar
@@ -28,7 +28,7 @@ from rolltree.samples import SampleBatch, build_samples
 from rolltree.store import Run
 from rolltree.store.metric_names import eval_numbers, numbers
 from rolltree.tasks import run_shielded
-from rolltree.training.advantages import CreditReport, assign_credit
+from rolltree.training.advantages import CreditReport, join_credit
 from rolltree.training.batches import has_loss, mask_stale, newest_version, staleness_limit
 from rolltree.training.checkpoint import Checkpoints, TrainState
 from rolltree.training.config import TrainConfig
@@ -288,7 +288,7 @@ class _Loop:
             await asyncio.to_thread(check_spelled, calls, self.vocabulary)
         self.is_writing = True
         sampled_at = time.perf_counter()
-        batch, record, credit = self._samples(found.trained)
+        batch, record, credit = self._samples(found)
         trained = await self._train(batch, step, record, newest_version(found.trained) is not None)
         spent = time.perf_counter() - began
         metrics = rollout_metrics(found.sampled) | credit.metrics | dict(found.metrics) | trained
@@ -380,17 +380,11 @@ class _Loop:
             )
         return {"train/num_records": 0.0, "train/grad_norm": 0.0}
 
-    def _samples(
-        self, results: Sequence[RolloutResult]
-    ) -> tuple[SampleBatch, TokenRecord | None, CreditReport]:
-        """Assign credit and build the samples of one step, and what records its tokens."""
+    def _samples(self, found: StepRollouts) -> tuple[SampleBatch, TokenRecord | None, CreditReport]:
+        """Join the credit of one step's groups, build its samples, and what records its tokens."""
         section, algorithm = self.config.train, self.config.algorithm
-        report = assign_credit(
-            results,
-            algorithm.resolve().credit,
-            algorithm.policy(section.max_seq_len),
-            self.averages,
-        )
+        results, policy = found.trained, algorithm.policy(section.max_seq_len)
+        report = join_credit(results, found.credit, policy, self.averages)
         self.averages = report.averages
         group_of: dict[int, str] = {}
         for result in results:

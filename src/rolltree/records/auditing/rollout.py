@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
@@ -23,7 +24,7 @@ from rolltree.rollouts.record import encode_result
 from rolltree.samples.build import trajectory_breaks
 from rolltree.seeds import derive_seed
 from rolltree.store import StoredRollout
-from rolltree.tokens import StepTokens, peek
+from rolltree.tokens import RecordedStep, StepTokens, peek
 from rolltree.training.sampled import not_the_models_own
 from rolltree.types import RolloutRequest, State
 
@@ -69,6 +70,17 @@ class Call:
     def versions(self) -> Any:
         """The policy version of each sampled token, int32."""
         return self.tokens.tree.versions(self.handle)
+
+    @property
+    def response_record(self) -> Any:
+        """The response; a recorded one without its arrays, which the tree has."""
+        if isinstance(self.step, RecordedStep):
+            return self.step.response_record
+        return peek(self.step, "response")
+
+    def value_range(self, name: str) -> tuple[Any, Any] | None:
+        """Return the smallest and the largest of its values of one name; None if it has none."""
+        return self.tokens.tree.value_range(name, self.handle)
 
 
 @dataclass(slots=True)
@@ -173,12 +185,11 @@ class RolloutAudit:
         if seed is None or row.phase != "train":
             return
         self.ledger.count("sampler")
-        group, number = row.group_id.rpartition("/")[2], row.group_id.rpartition("/")[2][1:]
-        if not number.isdigit() or group[0] not in "gx" or row.train_step is None:
+        group = row.group_id.rpartition("/")[2]
+        if not group[1:].isdigit() or group[0] not in "gx" or row.train_step is None:
             return
-        parts: tuple[str | int, ...] = ("replacement",) if group[0] == "x" else ()
-        world = derive_seed(seed, "train", row.train_step, *parts, int(number))
-        own = derive_seed(derive_seed(world, "sampling"), "member", row.index_in_group)
+        world, sampling = _group_seeds(seed, row.train_step, group)
+        own = derive_seed(sampling, "member", row.index_in_group)
         if (request.seed, request.sampling_seed) != (world, own):
             self.find(
                 *("sampler", "seed"),
@@ -258,7 +269,7 @@ class RolloutAudit:
                 *("spans", "call_twice"),
                 f"steps {at} are one model call, so its tokens would be trained {len(at)} times",
             )
-        elif again := _repeated(name for name in names if name is not None):
+        elif again := _repeated([name for name in names if name is not None]):
             at = [index for index, name in enumerate(names) if name == again[0]]
             self.find(
                 *("spans", "duplicated_span"),
@@ -280,8 +291,8 @@ class RolloutAudit:
                 )
         if call.tokens.assigned:
             self._assigned(call)
-        marked = int((tree.prompt_mask(handle) != 0).sum())
-        if marked:
+        if any(tree.value_range("prompt_mask", handle) or ()):
+            marked = int((tree.prompt_mask(handle) != 0).sum())
             self.find(
                 *("alignment", "prompt_marked"),
                 f"call {handle} marks {marked} tokens of its prompt as sampled; nobody sampled "
@@ -291,7 +302,7 @@ class RolloutAudit:
             self.is_trained
             and sampled
             and tree.logprobs(handle) is None
-            and tree.mask(handle).any()
+            and any(tree.value_range("weight", handle) or ())
         ):
             self.find(
                 *("alignment", "no_logprobs"),
@@ -333,14 +344,16 @@ class RolloutAudit:
 
     def _sampler(self, call: Call, limit: int | None) -> None:
         handle, extras = call.handle, call.extras
-        said, temperature = extras.get("temperature"), call.tokens.tree.temperature(handle)
+        said, recorded = extras.get("temperature"), call.value_range("temperature")
+        assert recorded is not None
         # Trees hold float32: 0.7 of the request is another number there.
-        if said is not None and (temperature != np.float32(said)).any():
+        if said is not None and recorded != (np.float32(said), np.float32(said)):
+            wrong = next(value for value in recorded if value != np.float32(said))
             self.find(
                 *("sampler", "temperature"),
-                f"call {handle} says temperature {said:g} and its tokens {temperature[0]:g}",
+                f"call {handle} says temperature {said:g} and its tokens {wrong:g}",
             )
-        changes = not_the_models_own(float(temperature.min()), extras.get("sampling") or {})
+        changes = not_the_models_own(float(recorded[0]), extras.get("sampling") or {})
         if changes and self.is_trained:
             self.find(
                 *("sampler", "not_the_models_own"),
@@ -374,16 +387,17 @@ class RolloutAudit:
 
     def _versions(self) -> None:
         row = self.row
-        found = [call.versions for call in self.calls if call.num_sampled]
+        ranges = [call.value_range("version") for call in self.calls]
+        found = [int(version) for each in ranges if each is not None for version in each]
         if not found:
             return
         self.ledger.count("versions")
-        if any((np.diff(versions) < 0).any() for versions in found):
+        low, high = min(found), max(found)
+        if low != high and any((np.diff(call.versions) < 0).any() for call in self.calls):
             self.find(
                 *("versions", "went_back"),
                 "the policy version falls inside a call, and versions only rise",
             )
-        low, high = min(int(v.min()) for v in found), max(int(v.max()) for v in found)
         wanted = self.expected.versions.get(row.phase)
         if self.is_trained and not self.expected.is_async:
             wanted = None if row.train_step is None else row.train_step - 1
@@ -409,7 +423,17 @@ class RolloutAudit:
             facts.state = credit_state(state)
 
 
-def _repeated(values: Any) -> list[Any]:
+@lru_cache(maxsize=64)  # the members of a group follow each other
+def _group_seeds(seed: int, step: int, group: str) -> tuple[int, int]:
+    """Return the world's seed of a group, and the one that its members' sampling comes from."""
+    parts: tuple[str | int, ...] = ("replacement",) if group[0] == "x" else ()
+    world = derive_seed(seed, "train", step, *parts, int(group[1:]))
+    return world, derive_seed(world, "sampling")
+
+
+def _repeated(values: Sequence[Any]) -> list[Any]:
+    if len(set(values)) == len(values):
+        return []
     return [value for value, count in Counter(values).items() if count > 1]
 
 

@@ -50,7 +50,7 @@ class TextCheck:
         if isinstance(message, list):
             message = message[0] if len(message) == 1 else {}
         content = message.get("content") if isinstance(message, Mapping) else message
-        response = peek(call.step, "response")
+        response = call.response_record
         text = response.text if isinstance(response, ModelResponse) else content
         if not isinstance(text, str):
             return

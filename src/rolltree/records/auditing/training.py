@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import fmean, median, pstdev
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rolltree.errors import RolltreeError
 from rolltree.records.auditing.report import Finding, Ledger, some
 from rolltree.records.auditing.rollout import Call, RolloutFacts, TrainedFacts
 from rolltree.store import Run, StepRow
 from rolltree.store.trained import TrainedRollout
-from rolltree.training.advantages import assign_credit
+from rolltree.training.advantages import credit_group, join_credit
 from rolltree.training.batches import staleness_limit
 from rolltree.training.config import TrainConfig
 from rolltree.types import RolloutResult
@@ -77,36 +78,49 @@ class TrainingAudit:
                 continue
             known.advantages = self._of_calls(row, where)
             if sum(sizes):
-                versions = np.concatenate([call.versions for call in calls])
-                self._weights(row, versions, calls, where)
-                known.mismatch = self._mismatch(row, versions, calls)
+                self._masks(row, calls, where)
+                fresh = self._fresh(row, calls, where)
+                known.mismatch = self._mismatch(row, fresh, calls)
 
     def _of_calls(self, row: TrainedRollout, where: Mapping[str, Any]) -> list[float | None]:
         """Return the advantage of each call; credit gives all tokens of a call the same."""
-        ends = np.cumsum(row.num_sampled)
-        parts = np.split(row.advantage, ends[:-1]) if len(ends) else []
-        for index, part in enumerate(parts):
-            if len(part) and not (part == part[0]).all():
+        advantages: list[float | None] = []
+        at = 0
+        for index, size in enumerate(row.num_sampled.tolist()):
+            part = row.advantage[at : at + size]
+            at += size
+            advantages.append(float(part[0]) if size else None)
+            if size > 1 and not (part == part[0]).all():
                 self.find(
                     *("advantages", "advantage_differs"),
                     f"the tokens of call {index} were trained with advantages from "
                     f"{part.min():g} to {part.max():g}; credit gives a call one",
                     **where,
                 )
-        return [float(part[0]) if len(part) else None for part in parts]
+        return advantages
 
-    def _weights(
-        self, row: TrainedRollout, versions: Any, calls: Sequence[Call], where: Mapping[str, Any]
-    ) -> None:
+    def _masks(self, row: TrainedRollout, calls: Sequence[Call], where: Mapping[str, Any]) -> None:
+        if all(all(call.value_range("weight") or ()) for call in calls):
+            return
         mask = np.concatenate([call.tokens.tree.mask(call.handle) for call in calls])
-        # The weights before step n are version n - 1: a token of version v has the lag n - 1 - v.
-        lag, used = row.step - 1 - versions, row.weight != 0
-        if (used & (mask == 0)).any():
+        wrong = (row.weight != 0) & (mask == 0)
+        if wrong.any():
             self.find(
                 *("alignment", "masked_token_trained"),
-                f"{int((used & (mask == 0)).sum())} tokens have mask 0 and were trained",
+                f"{int(wrong.sum())} tokens have mask 0 and were trained",
                 **where,
             )
+
+    def _fresh(
+        self, row: TrainedRollout, calls: Sequence[Call], where: Mapping[str, Any]
+    ) -> NDArray[np.bool_] | None:
+        """Return which tokens the version that trained them sampled, bool `[_T]`; None: all."""
+        # The weights before step n are version n - 1: a token of version v has the lag n - 1 - v.
+        ranges = [call.value_range("version") for call in calls]
+        if all(each in (None, (row.step - 1, row.step - 1)) for each in ranges):
+            return None
+        versions = np.concatenate([call.versions for call in calls])
+        lag, used = row.step - 1 - versions, row.weight != 0
         if (used & (lag < 0)).any():
             self.find(
                 *("versions", "too_new"),
@@ -121,17 +135,21 @@ class TrainingAudit:
                 f"than train.max_lag allows",
                 **where,
             )
+        fresh: NDArray[np.bool_] = lag == 0
+        return fresh
 
-    def _mismatch(self, row: TrainedRollout, versions: Any, calls: Sequence[Call]) -> float | None:
+    def _mismatch(
+        self, row: TrainedRollout, fresh: NDArray[np.bool_] | None, calls: Sequence[Call]
+    ) -> float | None:
         """Return how far the engine's logprobs are from the trainer's; None if unknown."""
         logprobs: list[Any] = [call.tokens.tree.logprobs(call.handle) for call in calls]
         # Only tokens of the version that trained them: older weights gave other logprobs rightly.
-        fresh = (versions == row.step - 1) & np.isfinite(row.logprob)
-        if any(each is None for each in logprobs) or not fresh.any():
+        known = np.isfinite(row.logprob) if fresh is None else np.isfinite(row.logprob) & fresh
+        if any(each is None for each in logprobs) or not known.any():
             return None
         self.ledger.count("logprobs")
         engine = np.concatenate(logprobs).astype(np.float64)
-        return float(np.abs(row.logprob[fresh] - engine[fresh]).mean())
+        return float(np.abs(row.logprob[known] - engine[known]).mean())
 
     # -- all rollouts of a step -----------------------------------------------------
 
@@ -193,11 +211,11 @@ class TrainingAudit:
         self._members(row.step, names, by_group)
         groups = [[*by_group.get(name, ())] for name in (*names, *others)]
         sampled = [item for group in groups for item in group]
-        if section.dynamic_sampling_max and not self.config.train.async_steps:
-            trained = self._with_signal([group for group in groups if group], len(names))
-        else:
-            trained = [item for name in names for item in by_group.get(name, ())]
-        self._credit(row, trained, sampled, averages)
+        is_dynamic = bool(section.dynamic_sampling_max) and not self.config.train.async_steps
+        if not is_dynamic:
+            groups = groups[: len(names)]
+        num_trained = len(names) if is_dynamic else None
+        self._credit(row, [group for group in groups if group], num_trained, sampled, averages)
 
     def _members(
         self, step: int, names: Sequence[str], by_group: Mapping[str, Sequence[RolloutFacts]]
@@ -222,34 +240,30 @@ class TrainingAudit:
                     step=step,
                 )
 
-    def _with_signal(self, groups: Sequence[list[RolloutFacts]], wanted: int) -> list[RolloutFacts]:
-        """Return what dynamic sampling trains: groups with a signal, then the last ones without."""
-        section = self.config.algorithm
-        policy = replace(section.policy(self.config.train.max_seq_len), baseline="none")
-        useful: list[list[RolloutFacts]] = []
-        flat: list[list[RolloutFacts]] = []
-        for group in groups:
-            report = assign_credit(_results(group), section.resolve().credit, policy)
-            (useful if report.has_signal else flat).append(group)
-        missing = max(0, wanted - len(useful))
-        return [item for group in (*useful, *flat[len(flat) - missing :]) for item in group]
-
     def _credit(
         self,
         row: StepRow,
-        trained: Sequence[RolloutFacts],
+        groups: Sequence[list[RolloutFacts]],
+        num_trained: int | None,
         sampled: Sequence[RolloutFacts],
         averages: Mapping[str, float],
     ) -> None:
+        """Compare a step with the credit of its groups.
+
+        Dynamic sampling trains `num_trained` of them: those with a signal, then the last others.
+        """
         section = self.config.algorithm
+        policy, credit = section.policy(self.config.train.max_seq_len), section.resolve().credit
         where = {"step": row.step}
         try:
-            report = assign_credit(
-                _results(trained),
-                section.resolve().credit,
-                section.policy(self.config.train.max_seq_len),
-                averages,
-            )
+            taken = [(group, credit_group(_results(group), credit, policy)) for group in groups]
+            if num_trained is not None:
+                useful = [each for each in taken if each[1].has_signal]
+                flat = [each for each in taken if not each[1].has_signal]
+                missing = max(0, num_trained - len(useful))
+                taken = [*useful, *flat[len(flat) - missing :]]
+            results = [result for _, each in taken for result in each.results]
+            report = join_credit(results, [each for _, each in taken], policy, averages)
         except RolltreeError as error:
             self.find("advantages", "no_credit", str(error), **where)
             return
@@ -258,7 +272,7 @@ class TrainingAudit:
             return
         pairs = zip(report.trained, report.advantages, strict=True)
         chosen = {id(state): values.tolist() for state, values in pairs}
-        for item in trained:
+        for item in (item for group, _ in taken for item in group):
             if item.state is None or id(item.state) not in chosen:
                 continue
             rows = [known for known in item.trained if known.step == row.step]
