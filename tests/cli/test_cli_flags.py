@@ -119,6 +119,8 @@ def test_models():
     [
         (["eval", "no_such_env_here"], "there is no environment 'no_such_env_here'"),
         (["eval", "e", "-a", "{"], "-a is not JSON"),
+        (["eval", "e", "-a", "[" * 100_000], "-a is not JSON"),
+        (["eval", "e", "-a", "9" * 5_000], "-a is not JSON"),
         (["eval", "e", "-S", "[1]"], "-S is JSON, but not an object"),
         (["eval", "e", "-k", "sk-abc123"], "takes the name of an environment variable"),
         (["eval", "e", "-k", "ROLLTREE_UNSET_KEY"], "ROLLTREE_UNSET_KEY, which is not set"),

@@ -295,6 +295,20 @@ def test_update_tool_args_fills_arguments_before_the_call():
     assert [m["content"] for m in state["completion"]] == ["", "7", "done"]
 
 
+@pytest.mark.parametrize("arguments", ["{", "[" * 100_000, "9" * 5_000])
+@pytest.mark.parametrize("stateful", [False, True])
+def test_no_arguments_end_a_rollout(stateful, arguments):
+    class AsTheyAre(vf.StatefulToolEnv):
+        def update_tool_args(self, tool_name, tool_args, messages, state, **kwargs):
+            return tool_args
+
+    env = AsTheyAre(dataset=ROWS) if stateful else vf.ToolEnv(dataset=ROWS)
+    env.add_tool(add)
+    state = play(env, Client("", "done", tool_calls={0: ("add", arguments)})).state[0]
+    assert state["error"] is None
+    assert [m["role"] for m in state["completion"]] == ["assistant", "tool", "assistant"]
+
+
 def test_what_goes_wrong_with_a_tool_is_told_in_its_own_words():
     env = vf.ToolEnv(tools=[add], dataset=ROWS, error_formatter=lambda e: f"! {e}")
     calls = {0: ("add", "{"), 1: ("nothing", "{}")}

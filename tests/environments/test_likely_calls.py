@@ -119,6 +119,17 @@ def test_what_is_no_rubric_is_named(names, given):
         names.SingleTurnEnv(dataset=ROWS, rubric=given)
 
 
+@pytest.mark.parametrize("text", ["{", "[" * 100_000, "9" * 5_000])
+async def test_what_is_not_json_is_named(text, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"question": "q"}\n' + text)
+    with pytest.raises(ConfigError, match=r"line 2 is not valid JSON"):
+        rt.SingleTurnEnv(dataset=tmp_path / "rows.jsonl")
+    env = rt.SingleTurnEnv(dataset=[{"question": "q", "info": text}], rubric=exact)
+    state = (await generated(env, ScriptedModel("one"))).state[0]
+    assert state["error"].type == "ConfigError"
+    assert "info of example 0" in state["error"].message
+
+
 # environments
 
 

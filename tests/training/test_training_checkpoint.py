@@ -122,6 +122,14 @@ class TestTorn:
         with pytest.raises(TrainingError, match=r"step-000003 is torn or damaged"):
             saved.latest()
 
+    @pytest.mark.parametrize("text", ["", "[", "[" * 100_000, "9" * 5_000, "\xff"])
+    def test_a_state_that_is_none_is_refused(self, tmp_path, text):
+        saved = Checkpoints(tmp_path)
+        path = saved.save(*made(), TrainState(3, 3))
+        (path / "state.json").write_text(text, encoding="latin-1")
+        with pytest.raises(TrainingError, match=r"step-000003 is torn or damaged"):
+            saved.latest()
+
     def test_damaged_tensors_are_refused(self, tmp_path):
         saved = Checkpoints(tmp_path)
         model, optimizer = made()

@@ -54,7 +54,7 @@ def json_object(text: str | None, flag: str) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"{flag} is not JSON ({error}). Write it like {flag} '{{\"key\": 1}}'."
         ) from error

@@ -114,7 +114,7 @@ class ToolEnv(MultiTurnEnv, rooms.ToolEnv):
             name, call_id = function.get("name", ""), call.get("id", "")
             try:
                 args = json.loads(function.get("arguments", ""))
-            except (TypeError, ValueError) as error:
+            except (TypeError, ValueError, RecursionError) as error:
                 answers.append(await self._answer_spoiled(name, call_id, error))
                 continue
             args = await self._completed_args(name, args, messages, state, **kwargs)

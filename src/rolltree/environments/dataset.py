@@ -257,7 +257,7 @@ def _read_jsonl(path: Path) -> list[Row]:
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path}, line {number} is not valid JSON: {error}.") from error
         if not isinstance(row, dict):
             raise ConfigError(f"{path}, line {number} is not a JSON object, so it has no columns.")

@@ -217,7 +217,7 @@ class Environment(BatchRunner):
         if isinstance(info, str):
             try:
                 row["info"] = json.loads(info)
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:
                 raise ConfigError(
                     f"info of example {row.get('example_id')} is a string but not JSON: {error}."
                 ) from error

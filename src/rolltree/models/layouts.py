@@ -158,7 +158,7 @@ def _read_index(path: Path) -> dict[str, Path]:
     try:
         weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         files = {str(name): str(file) for name, file in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(
             f"the index {path} cannot be read ({type(error).__name__}: {error}). It must be JSON "
             "with a weight_map from names to files. Save or download the model again."

@@ -161,7 +161,7 @@ def _end_ids(folder: Path, tokenizer: Any) -> frozenset[int]:
     for name in ("generation_config.json", "config.json", "tokenizer_config.json"):
         try:
             data = json.loads(read_regular(folder / name, follow=True))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             continue
         known = data.get("eos_token_id") if isinstance(data, dict) else None
         found.update(i for i in (known if isinstance(known, list) else [known]) if type(i) is int)

@@ -570,7 +570,9 @@ def _lock_soon(fd: int) -> None:
 
 
 def _describe(fd: int) -> str:
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+    with contextlib.suppress(
+        *(OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError)
+    ):
         note = json.loads(os.pread(fd, 4096, 0))
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(note["since"]))
         return f"process {note['pid']} on {note['host']} (since {since})"

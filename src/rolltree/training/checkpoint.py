@@ -212,7 +212,7 @@ def check_complete(path: Path) -> dict[str, Any]:
         data = json.loads(read_regular(path / _STATE))
         found = data["format"]
         files = {str(name): (int(size), int(own)) for name, (size, own) in data["files"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _torn(path, f"{_STATE} cannot be read ({type(error).__name__})") from error
     if found != FORMAT:
         raise TrainingError(
