@@ -14,10 +14,7 @@ import zlib
 from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
-<<<<<<< HEAD
-=======
 from itertools import pairwise
->>>>>>> i24
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -44,21 +41,18 @@ _HEAD = struct.Struct("<4sIQ")
 MAX_SAMPLED = 2**25
 """Calls can share tokens; all calls of a tree together have at most 34 million sampled ones."""
 _NARROWING = tuple(np.dtype(name) for name in ("u1", "i1", "<u2", "<i2", "<u4", "<i4"))
-<<<<<<< HEAD
 _FEW = 16
 _NARROW_CODES = tuple(
     (STORED_CODES[dtype.str], letter, int(np.iinfo(dtype).min), int(np.iinfo(dtype).max))
     for dtype, letter in zip(_NARROWING, "BbHhIi", strict=True)
 )
 """Of each narrow type: its code, its letter in `struct`, and its limits."""
-=======
 _DTYPES = tuple(np.dtype(name) for name in STORED_DTYPES)
 _FLOAT64 = np.dtype("<f8")
 _INTEGERS = {dtype for dtype in _DTYPES if dtype.kind in "iu" and dtype != np.uint64}
 _ALWAYS_IDS = {np.dtype("u1"), np.dtype("<u2")}  # they hold nothing but token ids
 _FLAT_BYTES = bytes((STORED_DTYPES.index("u1"), 1))  # what an array of bytes begins with
 _SHAPES = tuple(struct.Struct(f"<{ndim}I") for ndim in range(MAX_NDIM + 1))
->>>>>>> i24
 
 
 def damaged_tokens(reason: str) -> TokenError:
