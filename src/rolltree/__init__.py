@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from rolltree.errors import UnknownName as UnknownName
     from rolltree.evaluation import evaluate as evaluate
     from rolltree.evaluation import evaluate_async as evaluate_async
-    from rolltree.gateway import Gateway as Gateway
-    from rolltree.gateway import ProgramEnv as ProgramEnv
+    from rolltree.gateway.program_env import ProgramEnv as ProgramEnv
+    from rolltree.gateway.server import Gateway as _Gateway
     from rolltree.inference import ModelClient as ModelClient
     from rolltree.inference import OpenAIClient as OpenAIClient
     from rolltree.inference import as_client as as_client
@@ -129,6 +129,9 @@ if TYPE_CHECKING:
     from rolltree.types import TrajectoryStepTokens as TrajectoryStepTokens
     from rolltree.types import TruncationReason as TruncationReason
 
+if TYPE_CHECKING:
+    gateway = _Gateway  # the room is callable
+
 _ROOMS: dict[str, str] = {
     "agents": "Agent ReActAgent ToolAgent",
     "environments": "EnvGroup Environment GenerateMetadata GenerateResults GymEnv MCPEnv "
@@ -136,7 +139,7 @@ _ROOMS: dict[str, str] = {
     "TextArenaEnv ToolEnv WorldEnv cleanup load_environment stop teardown",
     "errors": "ConfigError ModelError PromptTooLong RolloutTimeout RolltreeError UnknownName",
     "evaluation": "evaluate evaluate_async",
-    "gateway": "Gateway ProgramEnv",
+    "gateway": "ProgramEnv",
     "inference": "ModelClient OpenAIClient as_client parse_response_messages parse_response_tokens",
     "inference.local": "local_client",
     "launch": "train train_async",

@@ -1,4 +1,4 @@
-"""Programs in whole runs: killed and continued, evaluated and shown by command, replayed, trained."""
+"""Programs in whole runs: killed and continued, by command, replayed, trained."""
 
 import json
 import subprocess
@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from program_kit import rows, said, script, wait_for_death
-from wait_kit import wait_until
 
 import rolltree as rt
 from rolltree.cli import app
 from rolltree.rollouts.decode import decode_results
 from rolltree.store import Run
 from rolltree.testing import ScriptedClient, ScriptedServer
+from wait_kit import wait_until
 
 ENVIRONMENT = """
 import sys
