@@ -38,6 +38,7 @@ NAMES = [
     "OpenAIClient",
     "ParseResult",
     "Parser",
+    "ProgramEnv",
     "PromptTooLong",
     "PythonEnv",
     "ReActAgent",
@@ -188,7 +189,7 @@ HEAVY = ("torch", "transformers", "starlette", "uvicorn", "datasets", "openai", 
 def test_nothing_heavy_is_imported():
     loaded = run(
         "import sys, rolltree\n"
-        "torch_rooms = ('training', 'launch', 'inference.local')\n"
+        "torch_rooms = ('training', 'launch', 'inference.local', 'gateway')\n"
         "heavy = {name for room in torch_rooms for name in rolltree._ROOMS[room].split()}\n"
         "for name in set(rolltree.__all__) - {'evaluate', *heavy}:\n"
         "    getattr(rolltree, name)\n"

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from rolltree.errors import UnknownName as UnknownName
     from rolltree.evaluation import evaluate as evaluate
     from rolltree.evaluation import evaluate_async as evaluate_async
-    from rolltree.gateway import ProgramEnv as ProgramEnv
+    from rolltree.gateway.program_env import ProgramEnv as ProgramEnv
     from rolltree.gateway.server import Gateway as _Gateway
     from rolltree.inference import ModelClient as ModelClient
     from rolltree.inference import OpenAIClient as OpenAIClient

@@ -1,4 +1,4 @@
-"""Programs in runs: killed and continued, evaluated and shown by command, replayed, trained."""
+"""Programs in whole runs: killed and continued, by command, replayed, trained."""
 
 import json
 import subprocess

@@ -42,7 +42,7 @@ class Template:
             raise self._refused(str(error)) from error
         for _, name, spec, conversion in parsed:
             if name is not None and (spec or conversion or not _FIELD.fullmatch(name)):
-                raise self._refused(f"{{{name}}} is no name")
+                raise self._refused(f"{{{name}}} does not name anything")
         parts = tuple((literal, name) for literal, name, _, _ in parsed)
         object.__setattr__(self, "parts", parts)
 
