@@ -59,7 +59,10 @@ class TestLock:
         finish(process)
         WriterLock(tmp_path / "run.lock").release()
 
-    @pytest.mark.parametrize("text", ["", "garbage", "[]", '{"pid": 1}', '{"since": "x"}', "[" * 4096, '{"since": 1e300}'])
+    @pytest.mark.parametrize(
+        "text",
+        ["", "garbage", "[]", '{"pid": 1}', '{"since": "x"}', "[" * 4096, '{"since": 1e300}'],
+    )
     def test_what_the_file_says_decides_nothing(self, tmp_path, text):
         path = tmp_path / "run.lock"
         path.write_text(text)
