@@ -77,6 +77,14 @@ def test_samples_follow_the_table(
     )
 
 
+def test_the_mode_alone_is_a_policy() -> None:
+    for mode in ("keep", "drop", "mask"):
+        made = build_samples(rollouts(), "tree", truncation=mode).report
+        assert made == build_samples(rollouts(), "tree", truncation=TruncationPolicy(mode)).report
+    with pytest.raises(ConfigError, match="Did you mean 'mask'"):
+        build_samples(rollouts(), "tree", truncation="masks")  # type: ignore[arg-type]
+
+
 def test_a_dropped_rollout_leaves_the_group_tree_too() -> None:
     dropped = build_samples(
         rollouts(), "tree", truncation=TruncationPolicy("drop"), group_key=lambda _: 0

@@ -15,7 +15,12 @@ from rolltree.samples.report import Skipped, SkipReason, make_report
 from rolltree.samples.resolve import Advantages, ResolvedRollout, ResolvedStep, resolve_rollout
 from rolltree.samples.streams import tree_streams
 from rolltree.samples.transform import cap_sample
-from rolltree.samples.truncation import TruncationEffect, TruncationPolicy, truncation_effect
+from rolltree.samples.truncation import (
+    TruncationEffect,
+    TruncationMode,
+    TruncationPolicy,
+    truncation_effect,
+)
 from rolltree.tokens import Break, Decoder, Place, TokenTree, explain_break
 from rolltree.types import Sample, Scope, State, TrajectoryStep
 
@@ -54,7 +59,7 @@ def build_samples(
     scope: Scope = DEFAULT_SCOPE,
     *,
     advantages: Sequence[Advantages] | None = None,
-    truncation: TruncationPolicy | Sequence[TruncationEffect] | None = None,
+    truncation: TruncationPolicy | TruncationMode | Sequence[TruncationEffect] | None = None,
     max_seq_len: int | None = None,
     group_key: GroupKey | None = None,
     inputs: Sequence[str] = (),
@@ -72,8 +77,8 @@ def build_samples(
         trajectories: states, or plain lists of spec-1 steps. `records.rollout` is the index here.
         scope: `step`, `turn`, `interleave` or `tree`.
         advantages: an array per trajectory with a value per step, from `assign_credit`'s report.
-        truncation: what to do with truncated rollouts; default: keep them. Or what was decided
-            for each already: the `effects` of `assign_credit`'s report.
+        truncation: what to do with truncated rollouts (a policy, or its mode); default: keep them.
+            Or what was decided for each already: the `effects` of `assign_credit`'s report.
         max_seq_len: cut every path to this many tokens.
         group_key: in scope `tree`, trajectories with equal keys share one sample, for example
             `lambda state: state["example_id"]`. Default: one sample per trajectory.
@@ -182,9 +187,11 @@ def _advantages(
 
 def _effects(
     trajectories: Sequence[Any],
-    truncation: TruncationPolicy | Sequence[TruncationEffect] | None,
+    truncation: TruncationPolicy | TruncationMode | Sequence[TruncationEffect] | None,
     max_seq_len: int | None,
 ) -> Sequence[TruncationEffect]:
+    if isinstance(truncation, str):
+        truncation = TruncationPolicy(truncation)
     if truncation is None or isinstance(truncation, TruncationPolicy):
         policy = truncation or TruncationPolicy()
         return [truncation_effect(t, policy, max_seq_len=max_seq_len) for t in trajectories]
