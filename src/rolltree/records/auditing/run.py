@@ -27,7 +27,7 @@ from rolltree.training.config import load_train_config
 from rolltree.workers import WorkerCallError, WorkerPool
 
 PHASE = "train"
-# Rollouts for which another process is worth starting: about 2 s of work, and half a second to start.
+# Rollouts for which another process is worth starting: 2 s of work, and half a second to start.
 LEAST_PART = 2_500
 _PAGE_ROWS = 64
 MAX_PROCESSES = 16
