@@ -70,6 +70,22 @@ def test_every_path_exists():
     assert not wrong
 
 
+def test_every_name_beside_a_file_is_in_it():
+    """As the design page of the model call writes it: `file.py`: `name`, `Class.name`."""
+    wrong, num_rows = [], 0
+    for page, text in pages().items():
+        text = re.sub(r"<!-- past -->.*?<!-- /past -->", "", text, flags=re.DOTALL)
+        for bare, listed in re.findall(r"`([\w/]+\.py)`: ((?:`[\w.]+`(?:, )?)+)", text):
+            (path,) = [ROOT / file for file in files() if file.endswith(f"src/rolltree/{bare}")]
+            code, num_rows = path.read_text(encoding="utf-8"), num_rows + 1
+            for name in re.findall(r"[\w.]+(?=`)", listed):
+                parts = name.split(".")
+                if not all(re.search(rf"\b(class|def) {part}\b", code) for part in parts):
+                    wrong.append(f"{page}: {bare}: {name}")
+    assert num_rows > 20
+    assert not wrong
+
+
 @cache
 def members():
     """Return what each class of the project has, by the class's name: members of all bases too."""
