@@ -27,11 +27,7 @@ from rolltree.training.config import load_train_config
 from rolltree.workers import WorkerCallError, WorkerPool
 
 PHASE = "train"
-<<<<<<< HEAD
 # Rollouts that are worth another process: about 2 s of work, and half a second to start it.
-=======
-# Rollouts that are worth another process: about 2 s of work, and half a second to start it.
->>>>>>> i24
 LEAST_PART = 2_500
 _PAGE_ROWS = 64
 MAX_PROCESSES = 16
