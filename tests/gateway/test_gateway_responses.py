@@ -14,6 +14,7 @@ from openai.types.responses import Response, ResponseStreamEvent, response_creat
 
 import rolltree as rt
 from rolltree.errors import ConnectionFailed
+from rolltree.gateway.journal import read_session
 from rolltree.gateway.openai_responses import RESPONSE_FIELDS
 from rolltree.inference.chat import ChatRenderer
 from rolltree.testing import ByteTokenizer, ScriptedAnswer, ScriptedClient
@@ -29,6 +30,7 @@ ADD = {
     },
     "strict": True,
 }
+USER = {"role": "user", "content": "?"}
 EVENTS = pydantic.TypeAdapter(ResponseStreamEvent)
 ALL = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "add"}]}
 
@@ -203,18 +205,38 @@ async def test_each_output_may_stand_behind_its_call():
         assert is_one_path(s)
 
 
-async def test_two_answers_in_a_row_stay_two():
+@pytest.mark.parametrize("sent_back", [as_it_came, without_ids])
+async def test_two_answers_in_a_row_stay_two(sent_back):
     client = ScriptedClient(["one", "two", "three"])
     async with rt.gateway(client) as g, g.session() as s, openai_agent(s) as agent:
         history = [{"role": "user", "content": "?"}]
         for _ in range(3):
-            history += (await whole(agent, input=history)).output
+            history += sent_back(await whole(agent, input=history))
         assert is_one_path(s)
-        said = client.calls[-1].messages[1:]
-        assert [(each["role"], each["content"]) for each in said] == [
-            ("assistant", "one"),
-            ("assistant", "two"),
+    said = client.calls[-1].messages[1:]
+    assert [(each["role"], each["content"]) for each in said] == [
+        ("assistant", "one"),
+        ("assistant", "two"),
+    ]
+
+
+async def test_a_turn_lasts_until_its_calls_are_answered():
+    client = ScriptedClient(["ok"])
+    async with rt.gateway(client) as g, g.session() as s, openai_agent(s) as agent:
+        said = {"role": "assistant", "content": "a"}
+        calls = [
+            {"type": "function_call", "call_id": each, "name": "add", "arguments": "{}"}
+            for each in "12"
         ]
+        outputs = [
+            {"type": "function_call_output", "call_id": each, "output": each} for each in "12"
+        ]
+        more = {"role": "assistant", "content": "b"}
+        await whole(agent, input=[USER, said, calls[0], more, calls[1], *outputs, more])
+    _, turn, *results, last = client.calls[0].messages
+    assert (turn["content"], [call["id"] for call in turn["tool_calls"]]) == ("ab", ["1", "2"])
+    assert [result["role"] for result in results] == ["tool", "tool"]
+    assert last == {"role": "assistant", "content": "b"}
 
 
 async def test_two_responses_may_continue_one():
@@ -245,21 +267,38 @@ async def test_instructions_are_those_of_their_own_response():
 
 
 async def test_a_gateway_that_is_started_again_knows_its_responses(tmp_path):
+    given = []
     async with rt.gateway(thinking(adder), directory=tmp_path) as g:
         s = g.session("one")
         async with openai_agent(s) as client:
-            first = await whole(
-                client, input="1+2", instructions="Add.", metadata={"a": "b"}, temperature=0.5
-            )
+            for number in range(3):
+                metadata = {"number": f"{number}", "text": "long " * 300}
+                request = {"metadata": metadata, "temperature": number / 4}
+                given.append(
+                    await whole(client, input=f"{number}+2", instructions="Add.", **request)
+                )
         key = s.api_key
     async with rt.gateway(thinking(adder), directory=tmp_path) as g:
         s = g.sessions["one"]
         async with openai_agent(s, api_key=key) as client:
-            assert await client.responses.retrieve(first.id) == first
-            outputs = outputs_of(first.output)
-            await whole(client, input=outputs, previous_response_id=first.id, instructions="Add.")
-        assert is_one_path(s)
+            for response in given:
+                assert await client.responses.retrieve(response.id) == response
+            outputs = outputs_of(given[-1].output)
+            await whole(
+                client, input=outputs, previous_response_id=given[-1].id, instructions="Add."
+            )
+        assert s.trajectory[3]["response"].extends == s.trajectory[2]["response"].call_id
         await s.aclose()
+
+
+async def test_the_options_of_every_call_are_in_the_journal(tmp_path):
+    async with rt.gateway(ScriptedClient(lambda text: "ok"), directory=tmp_path) as g:
+        s = g.session("one")
+        async with openai_agent(s) as client:
+            for prompt, logprobs in (("a", None), ("b", 1)):
+                await client.completions.create(model="m", prompt=prompt, logprobs=logprobs)
+    kept = read_session(tmp_path / "one.calls").calls
+    assert [call.options["logprobs"] for call, _ in kept] == [False, True]
 
 
 # -- answers -------------------------------------------------------------------------------------
@@ -388,6 +427,16 @@ async def test_reasoning_comes_back_to_the_model_in_whatever_form_it_was_sent():
             "content": "12",
             "reasoning_content": "hm",
         }
+
+
+async def test_encrypted_reasoning_is_that_of_the_answer_it_came_from():
+    client = thinking(adder)
+    async with rt.gateway(client) as g, g.session() as s, openai_agent(s) as agent:
+        question = {"role": "user", "content": "1+2"}
+        first = await whole(agent, input=[question], include=["reasoning.encrypted_content"])
+        history = [question, *encrypted_only(first), *outputs_of(first.output)]
+        await whole(agent, input=history)
+    assert client.calls[-1].messages[1]["reasoning_content"] == "a sum"
 
 
 async def test_what_the_upstream_is_asked_for():
@@ -637,7 +686,6 @@ def test_every_field_of_the_official_request_is_in_the_table():
 
 
 IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AA", "detail": "auto"}
-USER = {"role": "user", "content": "?"}
 
 
 def user(part):

@@ -150,8 +150,8 @@ class JournalFile:
         self._table, self._prompts = MessageTable(), dict[int, Reference]()
         self._num_calls = 0
         self._tools: list[tuple[ToolSchema, ...]] = []
-        # Values of options, as JSON, and their numbers.
-        self._values: dict[str, int] = {}
+        # Values of options by id, which a session keeps once each, and their numbers.
+        self._values: dict[int, tuple[int, Any]] = {}
         self._delivered: list[int] = []
         # Written beside the old one, which is replaced when the new one has all of it.
         self._building = path.with_suffix(".new")
@@ -216,10 +216,13 @@ class JournalFile:
             self._tools.append(kept.tools)
             data["tools"] = list(kept.tools)
         head = kept.head
-        options, num_known = dict[str, int](), len(self._values)
+        options, new = dict[str, int](), list[Any]()
         for name, value in kept.options.items():
-            options[name] = self._values.setdefault(dumps(value), len(self._values))
-        data["values"] = [loads(text) for text in [*self._values][num_known:]]
+            if id(value) not in self._values:
+                self._values[id(value)] = len(self._values), value
+                new.append(value)
+            options[name] = self._values[id(value)][0]
+        data["values"] = new
         data["call"] = {
             "head": {"id": head.id, "model": head.model, "created_s": head.created_s},
             "agent": kept.agent,
@@ -269,7 +272,7 @@ def read_session(path: Path) -> KeptSession | None:
         tree_bytes = b"".join(tokens for _, tokens in parts)
         tree = TokenTree.from_bytes(tree_bytes) if tree_bytes else TokenTree()
         table: dict[str, list[Any]] = {"messages": [], "nodes": [], "pieces": []}
-        tools, values = list[tuple[ToolSchema, ...]](), list[Any]()
+        tools, option_values = list[tuple[ToolSchema, ...]](), list[Any]()
         for data, _ in parts:
             for name, values in data.get("table", {}).items():
                 table[name] += values
@@ -280,7 +283,7 @@ def read_session(path: Path) -> KeptSession | None:
                 tools.append(tuple(data["tools"]))
             if "call" not in data:
                 continue
-            values += data["values"]
+            option_values += data["values"]
             call = data["call"]
             kept = KeptCall(
                 AnswerHead(**call["head"]),
@@ -288,7 +291,7 @@ def read_session(path: Path) -> KeptSession | None:
                 call["key"],
                 bytes.fromhex(call["digest"]),
                 tools[call["tools"]],
-                {name: values[index] for name, index in call["options"].items()},
+                {name: option_values[index] for name, index in call["options"].items()},
             )
             session.calls.append((kept, decode_step(data["step"], tree, reader)))
     except OSError as error:
