@@ -2,7 +2,7 @@
 
     python benchmarks/gateway.py                      the table, figures on the last line
     python benchmarks/gateway.py --check              exit 1 when a bar is missed
-    python benchmarks/gateway.py --litellm PYTHON     the same on litellm's proxy, installed there
+    python benchmarks/gateway.py --litellm PYTHON     also litellm's proxy, of another Python
 
 A fake server in a process of its own answers every call after 20 ms, with ids that continue the
 earlier ones byte for byte. The same conversations (32 sessions of 50 turns, 256 of 20, 1,000 of 5;

@@ -33,7 +33,6 @@ from rolltree.inference.server.requests import RequestError
 from rolltree.inference.session import TokenSession
 from rolltree.samples import build_samples
 from rolltree.seeds import CallSeeds, derive_seed
-from rolltree.tasks import run_shielded
 from rolltree.tokens import Break, Trajectory, peek
 from rolltree.types import (
     ChatMessage,
@@ -85,6 +84,7 @@ class _Flight:
     deltas: list[AnswerDelta] = field(default_factory=list)
     news: asyncio.Event = field(default_factory=asyncio.Event)
     num_waiting: int = 0
+    is_sampled: bool = False
     # Its step in the trajectory, when it has been recorded; `is_kept` when it is on disk, too.
     step: int | None = None
     is_kept: bool = False
@@ -425,8 +425,15 @@ class GatewaySession:
     def _time_is_over(self) -> None:
         self._end(TruncationReason.TIME_LIMIT)
         for flight in list(self._flights.values()):
-            if flight.task is not None and flight.step is None:
-                flight.task.cancel()
+            self._cancel(flight)
+
+    def _cancel(self, flight: _Flight) -> None:
+        """End the sampling of a call; one that was sampled is recorded all the same."""
+        if flight.task is None or flight.is_sampled:
+            return
+        # A repeated request that comes now must not join what is being cancelled.
+        self._forget(flight)
+        flight.task.cancel()
 
     @contextlib.contextmanager
     def _waiting(self, flight: _Flight) -> Iterator[None]:
@@ -440,9 +447,7 @@ class GatewaySession:
                 if flight.task.done():
                     self._release(flight)
                 else:
-                    # A repeated request that comes now must not join what is being cancelled.
-                    self._forget(flight)
-                    flight.task.cancel()
+                    self._cancel(flight)
 
     async def _answer(self, flight: _Flight) -> AgentAnswer:
         if flight.task is None:
@@ -505,8 +510,9 @@ class GatewaySession:
             on_delta=listen if call.stream else None,
         )
         response = await asked.to(self._client)
-        # What was sampled is recorded also when nobody waits for it any more.
-        return await run_shielded(self._keep(flight, call, prompt, response))
+        # From here on it cannot be cancelled: what was sampled is recorded, whoever still waits.
+        flight.is_sampled = True
+        return await self._keep(flight, call, prompt, response)
 
     def _sampling_of(self, asked: SamplingParams) -> SamplingParams:
         """Return the agent's settings with the session's own on top, and a seed."""
@@ -608,9 +614,10 @@ class GatewaySession:
         self.is_closed = True
         if self._timer is not None:
             self._timer.cancel()
-        running = [f.task for f in self._flights.values() if f.task and not f.task.done()]
-        for task in running:
-            task.cancel()
+        flights = [flight for flight in self._flights.values() if flight.task is not None]
+        running = [flight.task for flight in flights if flight.task is not None]
+        for flight in flights:
+            self._cancel(flight)
         if running:
             await asyncio.wait(running)
         if self.journal is not None:

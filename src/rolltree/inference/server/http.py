@@ -229,7 +229,7 @@ def protocol_with_head_timeout(limit_s: float) -> type[asyncio.Protocol]:
         _late: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
+            super().connection_made(_GatheredWrites(transport, self.loop))
             self._watch()
 
         def data_received(self, data: bytes) -> None:
@@ -252,6 +252,41 @@ def protocol_with_head_timeout(limit_s: float) -> type[asyncio.Protocol]:
                 self._late = None
 
     return HeadTimeoutProtocol
+
+
+class _GatheredWrites:
+    """A connection that sends what is written in one turn of the event loop at once.
+
+    uvicorn writes the head and the body of an answer one after the other, and the kernel may take
+    longer for each than Python does.
+    """
+
+    _MOST_BYTES = 2**16
+
+    def __init__(self, transport: Any, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport, self._loop = transport, loop
+        self._parts: list[bytes] = []
+
+    def write(self, data: bytes) -> None:
+        """Send `data` at the end of this turn."""
+        if not self._parts:
+            self._loop.call_soon(self._send)
+        self._parts.append(data)
+        if len(data) > self._MOST_BYTES:
+            self._send()
+
+    def _send(self) -> None:
+        parts, self._parts = self._parts, []
+        if parts:
+            self._transport.write(b"".join(parts))
+
+    def close(self) -> None:
+        """Send what was written, and close."""
+        self._send()
+        self._transport.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
 
 def is_loopback(host: str) -> bool:
