@@ -345,3 +345,38 @@ async def test_memory_is_one_object_per_message():
         prompts = [step["prompt"] for step in s.trajectory]
         kept = {id(message) for prompt in prompts for message in prompt}
         assert len(kept) == len(prompts[-1]) == 11
+
+
+def upper(prompt):
+    return (prompt if isinstance(prompt, str) else prompt[-1]["content"]).upper()
+
+
+def text(prompt):
+    return AgentCall(prompt, message_type="completion")
+
+
+@pytest.mark.parametrize(
+    ("calls", "completion"),
+    [
+        ([call(user("a")), text("b")], [said("A")]),
+        ([text("b"), call(user("a"))], "B"),
+        ([text("b"), text("bBc")], "BcBBC"),
+    ],
+)
+async def test_chat_and_text_in_one_session_end_in_the_form_of_the_prompt(calls, completion):
+    async with session(ScriptedClient(upper)) as s:
+        for each in calls:
+            await s.complete(each)
+    assert s.state["completion"] == completion
+    assert len(s.trajectory) == len(calls)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "asked", "completion"),
+    [([user("q")], text("b"), [said("B")]), ("q", call(user("a")), "A")],
+)
+async def test_a_program_that_asks_in_another_form_than_its_row(prompt, asked, completion):
+    async with session(ScriptedClient(upper)) as s:
+        s.state.prompt = prompt
+        await s.complete(asked)
+    assert s.state["completion"] == completion

@@ -636,7 +636,7 @@ class GatewaySession:
         if state.get("completion") is None:
             if not state.prompt and steps:
                 state.prompt = peek(steps[0], "prompt")
-            state.completion = render_completion(state.prompt, steps)
+            state.completion = self._completion()
         timing = cast(RolloutTiming, state.timing)
         timing["generation_ms"] = (time.monotonic() - self._began_s) * 1000.0
         timing["total_ms"] = timing["generation_ms"] + timing["scoring_ms"]
@@ -644,6 +644,26 @@ class GatewaySession:
         state.truncated = bool(state.truncated)
         state.terminated = not state.truncated
         steps.trim()
+
+    def _completion(self) -> Messages:
+        """Return what was said after the prompt, in the prompt's form: messages or text.
+
+        A program may use chat and text completions side by side. Those in the other form stay in
+        the trajectory; they are shown here only if there are none in the prompt's.
+        """
+        prompt, steps = self.state.prompt, self.trajectory
+        is_text = isinstance(prompt, str)
+        same = [step for step in steps if isinstance(peek(step, "prompt"), str) is is_text]
+        if len(same) == len(steps):
+            return render_completion(prompt, steps)
+        if same:
+            return render_completion(prompt, same)
+        answers = [peek(step, "completion") for step in steps]
+        if is_text:
+            return "".join(
+                str(message.get("content") or "") for each in answers for message in each
+            )
+        return [{"role": "assistant", "content": text} for text in answers]
 
     def restore(self, kept_session: KeptSession) -> None:
         """Take in the calls of a journal; later prompts continue them."""
