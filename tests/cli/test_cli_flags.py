@@ -26,6 +26,11 @@ FLAGS = {
         "--logprobs-mode", "--record-experts", "--seed", "--num-threads", "--read-timeout",
         "--control-in-messages",
     },
+    "gateway": {
+        "model", "-m", "--model-name", "--tokenizer", "-k", "--api-key-var", "--run", "--host",
+        "--port", "--allow-remote", "--allowed-host", "--unix-socket", "--admin-key-env",
+        "--max-calls", "--max-tokens", "--time-limit", "--seed",
+    },
     "runs": {"root", "--json"},
     "view": {"path", "--port", "--no-browser", "--export", "--where", "--sort", "-n", "--limit"},
     "show": {
@@ -133,6 +138,13 @@ def test_models():
         (["serve", "tiny", "--device", "gpu"], "the device 'gpu' is not one that torch has"),
         (["serve", "tiny", "--device", "cpu:a"], "the device 'cpu:a' is not one"),
         (["serve", "tiny", "--dtype", "float8"], "unknown dtype 'float8'"),
+        (["gateway", "no-such-model"], "there is no model 'no-such-model'"),
+        (["gateway", "tiny", "--host", "0.0.0.0"], "add --allow-remote"),
+        (["gateway", "tiny", "--host", "::", "--allow-remote"], "needs a token of your own"),
+        (["gateway", "tiny", "--admin-key-env", "sk-abc123"], "takes the name of an environment"),
+        (["gateway", "tiny", "-m", "other"], "-m is for the server at a URL"),
+        (["gateway", "http://127.0.0.1:1/v1"], "-m is missing"),
+        (["gateway", "http://127.0.0.1:nine/v1", "-m", "x"], "127.0.0.1:nine"),
         (["eval", "e", "-k", "MY_API_KEY"], "Set MY_API_KEY in this shell"),
         (["train", "missing.toml"], "missing.toml cannot be read"),
         (["train", "env.id=sums", "model.name=tiny"], "before it: CONFIG.toml env.id=..."),
@@ -162,6 +174,7 @@ def test_flags_that_the_parser_refuses(words):
     [
         ["eval", "arithmetic", "-m", "no-such-model"],
         ["serve", "no-such-model"],
+        ["gateway", "no-such-model"],
         ["serve", "tiny", "--device", "gpu"],
         ["serve", "tiny", "--dtype", "float8"],
     ],

@@ -1,4 +1,4 @@
-"""Programs that start fast: they speak HTTP by hand, since importing a client takes long."""
+"""Programs that are cheap to start: they speak HTTP by hand, without a client to import."""
 
 import os
 import sys

@@ -26,6 +26,7 @@ from rolltree.cli import (
     data,
     env,
     eval,
+    gateway,
     replay,
     rescore,
     runs,
@@ -113,6 +114,7 @@ app = Program(
     "rolltree",
     commands=[
         *(eval.evaluate_environment, train.train_model, train.fork_stored_run, serve.serve_model),
+        gateway.serve_sessions,
         *(runs.list_stored_runs, show.show_run, view.view_runs),
         *(data.show_data, data.export_rollouts),
         *(audit.audit_run, compare.compare_stored_runs, replay.replay_rollouts),

@@ -5,7 +5,13 @@ template); `load_model` loads such a folder, `layouts.open_weights` reads its te
 is opened.
 """
 
-from rolltree.models.load import check_loadable, eos_token_ids, load_model, resolve_model
+from rolltree.models.load import (
+    check_loadable,
+    eos_token_ids,
+    load_model,
+    load_tokenizer,
+    resolve_model,
+)
 from rolltree.models.made import TinyConfig, make_tiny
 
 __all__ = [
@@ -13,6 +19,7 @@ __all__ = [
     "check_loadable",
     "eos_token_ids",
     "load_model",
+    "load_tokenizer",
     "make_tiny",
     "resolve_model",
 ]

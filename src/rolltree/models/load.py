@@ -166,6 +166,36 @@ def load_model(name: str, dtype: str = "float32", *, device: str = "cpu") -> tup
     return model.to(device).eval(), tokenizer
 
 
+def load_tokenizer(name: str) -> Any:
+    """Return the tokenizer of a model that a server runs, with its chat template.
+
+    Raises:
+        UnknownName: there is no such folder, and no such model that rolltree makes.
+        ConfigError: transformers is not installed, or there is no tokenizer in the folder.
+    """
+    path = resolve_model(name) if name in MADE_MODELS else Path(name).expanduser()
+    if not path.is_dir():
+        raise UnknownName(
+            f"there is no tokenizer {name!r}: it is neither a folder nor a model that rolltree "
+            f"makes, and no model hub is asked.{did_you_mean(name, MADE_MODELS)}"
+        )
+    if not _is_installed("transformers"):
+        raise ConfigError(
+            "transformers is not installed, which reads tokenizers. Install rolltree with its "
+            "extra: pip install 'rolltree[torch]'."
+        )
+    from transformers import AutoTokenizer
+
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            return AutoTokenizer.from_pretrained(path, **_SAFE)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ConfigError(
+            f"{path} has no tokenizer that can be loaded: {error} Point at the folder of the model "
+            "that the server runs."
+        ) from error
+
+
 def check_device(device: str) -> None:
     """Check that torch can use a device.
 

@@ -1,0 +1,169 @@
+"""`rolltree gateway`: sessions for agent programs in front of a model or of a server.
+
+Keys are read from the environment variables that flags name; the admin key is generated and printed
+once if none is given. Torch and the web server are imported when the command runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from rolltree.cli.arguments import echo, secret
+
+if TYPE_CHECKING:
+    from rolltree.inference import ModelClient
+
+KIND = "gateway"
+
+
+@click.command("gateway")
+@click.argument("model", help="Model: a name, a local folder, or an OpenAI-compatible URL.")
+@click.option("-m", "--model-name", help="Model to ask at a URL.")
+@click.option(
+    "--tokenizer",
+    help="Folder of the model behind a URL: prompts are rendered here and sent as tokens.",
+)
+@click.option("-k", "--api-key-var", help="Environment variable with the key of the URL.")
+@click.option(
+    "--run",
+    type=click.Path(path_type=Path),
+    help="Run directory that closed sessions are stored in; an existing run is continued.",
+)
+@click.option("--host", default="127.0.0.1", help="Address to listen on.")
+@click.option(
+    "--port", type=click.IntRange(min=0, max=65535), default=8000, help="Port; 0 takes a free one."
+)
+@click.option("--allow-remote", is_flag=True, help="Accept connections from other machines.")
+@click.option("--allowed-host", multiple=True, help="Another name:port that it is reached by.")
+@click.option("--unix-socket", type=click.Path(path_type=Path), help="Listen on this path, too.")
+@click.option("--admin-key-env", help="Variable with the key that opens and closes sessions.")
+@click.option("--max-calls", type=click.IntRange(min=1), help="Maximum model calls of a session.")
+@click.option(
+    "--max-tokens", type=click.IntRange(min=1), help="Maximum sampled tokens of a session."
+)
+@click.option("--time-limit", type=click.FloatRange(min=0.1), help="Maximum seconds of a session.")
+@click.option("--seed", default=0, help="Seed of requests without one.")
+def serve_sessions(
+    model: str,
+    model_name: str | None,
+    tokenizer: str | None,
+    api_key_var: str | None,
+    run: Path | None,
+    host: str,
+    port: int,
+    allow_remote: bool,
+    allowed_host: tuple[str, ...],
+    unix_socket: Path | None,
+    admin_key_env: str | None,
+    max_calls: int | None,
+    max_tokens: int | None,
+    time_limit: float | None,
+    seed: int,
+) -> None:
+    """Serve a model to agent programs, and record their calls as trajectories."""
+    import asyncio
+    import contextlib
+    import signal
+
+    from rolltree.errors import ConfigError
+    from rolltree.redact import remember
+    from rolltree.store import Run
+
+    is_url = model.startswith(("http://", "https://"))
+    api_key = secret(api_key_var, "-k")
+    admin_key = secret(admin_key_env, "--admin-key-env")
+    remember(api_key or "", admin_key or "")
+    if is_url and model_name is None:
+        raise ConfigError(f"-m is missing: which model should be asked at {model}?")
+    ignored = [
+        flag
+        for flag, given in (("-m", model_name), ("--tokenizer", tokenizer), ("-k", api_key_var))
+        if given is not None and not is_url
+    ]
+    if ignored:
+        raise ConfigError(
+            f"{ignored[0]} is for the server at a URL, and {model} is a model of this process; it "
+            "would be ignored."
+        )
+    if is_url:
+        from rolltree.inference.http import checked_url
+
+        checked_url(model)
+    else:
+        from rolltree.models import check_loadable
+
+        check_loadable(model)
+    from rolltree.gateway import Gateway, SessionLimits
+    from rolltree.inference.server import ServerOptions
+
+    # Before a model is loaded.
+    ServerOptions(host, port, admin_key, allow_remote)
+
+    async def serve(stored: Run | None) -> None:
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop.set)
+        async with (
+            open_upstream(model, model_name, tokenizer, api_key, seed) as client,
+            Gateway(
+                client,
+                run=stored,
+                host=host,
+                port=port,
+                allow_remote=allow_remote,
+                allowed_hosts=allowed_host,
+                unix_socket=unix_socket,
+                admin_key=admin_key,
+                limits=SessionLimits(max_calls, max_tokens, time_limit),
+            ) as gateway,
+        ):
+            echo(f"serving sessions of {client.model} at {gateway.url}")
+            if admin_key is None:
+                print(f"admin key: {gateway.admin_key}", flush=True)
+            if gateway.sessions:
+                echo(f"{len(gateway.sessions)} sessions of an earlier start are open")
+            echo("Ctrl-C stops it; sessions that are open go on with the next start.", error=True)
+            await stop.wait()
+
+    with contextlib.ExitStack() as opened:
+        stored = None
+        if run is not None:
+            config = {"model": model, "model_name": model_name, "tokenizer": tokenizer}
+            secrets = [key for key in (api_key, admin_key) if key]
+            stored = opened.enter_context(
+                Run.open_or_create(run, config=config, kind=KIND, secrets=secrets)
+            )
+        asyncio.run(serve(stored))
+
+
+@asynccontextmanager
+async def open_upstream(
+    model: str, model_name: str | None, tokenizer: str | None, api_key: str | None, seed: int
+) -> AsyncIterator[ModelClient]:
+    """Open the client of a URL, or of the engine in this process."""
+    from rolltree.cli.eval import open_client
+
+    if model_name is None:
+        async with open_client(
+            model, base_urls=(), api_key=None, max_concurrent=64, seed=seed
+        ) as client:
+            yield client
+        return
+    from rolltree.inference import ChatRenderer, OpenAIClient
+
+    renderer = None
+    if tokenizer is not None:
+        from rolltree.models import load_tokenizer
+
+        renderer = ChatRenderer(load_tokenizer(tokenizer))
+    client = OpenAIClient(model, model_name, api_key=api_key, renderer=renderer)
+    try:
+        yield client
+    finally:
+        await client.aclose()
