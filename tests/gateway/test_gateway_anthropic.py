@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from typing import get_type_hints
 
 import anthropic
@@ -62,9 +63,17 @@ def thinker(script, **options):
     return ScriptedClient(script, renderer=renderer, **options)
 
 
+# A client reads all certificates otherwise, which takes longer than a call.
+SSL = ssl.create_default_context()
+TRANSPORTS = {
+    anthropic.Anthropic: anthropic.DefaultHttpxClient,
+    anthropic.AsyncAnthropic: anthropic.DefaultAsyncHttpxClient,
+}
+
+
 def agent(session, kind=anthropic.AsyncAnthropic, **options):
     options = {"api_key": session.api_key, "max_retries": 0, **options}
-    return kind(base_url=session.root_url, **options)
+    return kind(base_url=session.root_url, http_client=TRANSPORTS[kind](verify=SSL), **options)
 
 
 # -- ways to ask ---------------------------------------------------------------------------------
@@ -830,7 +839,7 @@ async def test_a_coding_agents_requests_are_one_path():
                 ],
             }
         ]
-        async with agent(s, anthropic.AsyncAnthropic) as official:
+        async with agent(s) as official:
             for turn in range(4):
                 request = coding_request(turn, messages)
                 headers = {"x-app": "cli", "anthropic-dangerous-direct-browser-access": "true"}
