@@ -92,8 +92,8 @@ class RowFormat:
 
     def _asks_nothing(self, prompt: Any, index: int) -> ConfigError:
         return ConfigError(
-            f"row {index} of a data set has a {type(prompt).__name__} to ask, {str(prompt)[:60]!r}, "
-            f"and not a text or a list of messages. Write a string under {self.question_key!r}, or "
+            f"row {index} of a data set asks with a {type(prompt).__name__}, {str(prompt)[:60]!r}: "
+            f"no text, and no list of messages. Write a string under {self.question_key!r}, or "
             'under \'prompt\' messages such as [{"role": "user", "content": "7 + 5 ="}].'
         )
 
