@@ -342,8 +342,7 @@ class Api:
             (run,) = one.runs
             said["id"] = run.path.relative_to(self.runs.root).as_posix()
             said["phase"] = run.phase
-            stored = self.runs.get(said["id"]).totals()
-            said["phases"] = list(dict.fromkeys(each.phase for each in stored))
+            said["phases"] = self.runs.get(said["id"]).phases()
         return told
 
     def _arm(self, text: str) -> RunPhase:

@@ -34,7 +34,6 @@ from rolltree.viewer.bundle import page_with
 
 MAX_BYTES = 12_000_000
 """About what is put into a file unless somebody says what: mail takes 20 MB as it encodes them."""
-MAX_ROLLOUTS = 1000
 _DEFAULT_LIMIT = 24
 _LEAST_SAME = 8
 
