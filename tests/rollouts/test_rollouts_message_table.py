@@ -20,7 +20,7 @@ histories = st.lists(messages, max_size=6) | st.text(max_size=6) | st.none() | s
 def roundtrip(all_histories):
     table = MessageTable()
     references = [table.add(history) for history in all_histories]
-    reader = MessageReader.from_json(table.to_json())
+    reader = MessageReader(loads(table.to_json()))
     return table, [reader.get(reference) for reference in references]
 
 

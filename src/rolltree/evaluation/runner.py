@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from rolltree.errors import INFRASTRUCTURE, ConfigError, refuse_unknown
@@ -45,6 +45,40 @@ class EvalProgress:
     # Over the scored ones; None if there are none yet.
     mean_reward: float | None
     num_completion_tokens: int
+
+
+@dataclass(slots=True)
+class ProgressCounts:
+    """Counts results, for `EvalProgress`."""
+
+    num_total: int
+    num_resumed: int
+    num_done: int
+    num_failed: int = 0
+    num_truncated: int = 0
+    num_scored: int = 0
+    sum_reward: float = 0.0
+    num_completion_tokens: int = 0
+
+    def add(
+        self, *, failed: bool, truncated: bool, reward: float | None, num_tokens: int = 0
+    ) -> None:
+        """Count one result."""
+        self.num_done += 1
+        self.num_failed += failed
+        self.num_truncated += truncated
+        self.num_scored += reward is not None
+        self.sum_reward += reward or 0.0
+        self.num_completion_tokens += num_tokens
+
+    def progress(self) -> EvalProgress:
+        """Return where it stands."""
+        mean = self.sum_reward / self.num_scored if self.num_scored else None
+        counts = {name: getattr(self, name) for name in _COUNTED}
+        return EvalProgress(**counts, mean_reward=mean)
+
+
+_COUNTED = [each.name for each in fields(EvalProgress) if each.name != "mean_reward"]
 
 
 def evaluate(source: RolloutSource, client: object, **settings: Any) -> EvalReport:
@@ -258,40 +292,31 @@ class _Tally:
         found: Outcomes,
         on_progress: Callable[[EvalProgress], None] | None,
     ) -> None:
-        self._outcomes = found
-        self._num_total = num_total
-        self._on_progress = on_progress
-        self._done = self._num_resumed = len(found)
-        self._failed = sum(kind is not None for kind in found.each("error_type"))
-        self._truncated = sum(why is not None for why in found.each("truncation_reason"))
-        self._tokens: int = sum(found.each("num_completion_tokens"))
+        self._outcomes, self._on_progress = found, on_progress
         rewards = [reward for reward in found.each("reward") if reward is not None]
-        self._scored, self._reward_sum = len(rewards), sum(rewards)
+        self._counts = ProgressCounts(
+            num_total,
+            num_resumed=len(found),
+            num_done=len(found),
+            num_failed=sum(kind is not None for kind in found.each("error_type")),
+            num_truncated=sum(why is not None for why in found.each("truncation_reason")),
+            num_scored=len(rewards),
+            sum_reward=sum(rewards),
+            num_completion_tokens=sum(found.each("num_completion_tokens")),
+        )
 
     def add(self, rows: Sequence[StoredRollout]) -> None:
         """Count a new result."""
         outcome = self._outcomes.add(rows)
-        self._done += 1
-        self._failed += outcome.failed
-        self._truncated += outcome.truncation_reason is not None
-        self._tokens += outcome.num_completion_tokens
-        if outcome.reward is not None:
-            self._scored += 1
-            self._reward_sum += outcome.reward
+        self._counts.add(
+            failed=outcome.failed,
+            truncated=outcome.truncation_reason is not None,
+            reward=outcome.reward,
+            num_tokens=outcome.num_completion_tokens,
+        )
         self.report()
 
     def report(self) -> None:
         """Report the progress to the caller."""
         if self._on_progress is not None:
-            self._on_progress(
-                EvalProgress(
-                    num_done=self._done,
-                    num_total=self._num_total,
-                    num_resumed=self._num_resumed,
-                    num_failed=self._failed,
-                    num_truncated=self._truncated,
-                    num_scored=self._scored,
-                    mean_reward=self._reward_sum / self._scored if self._scored else None,
-                    num_completion_tokens=self._tokens,
-                )
-            )
+            self._on_progress(self._counts.progress())

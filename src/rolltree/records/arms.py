@@ -120,7 +120,7 @@ def _phase_of(path: Path, wanted: str) -> RunPhase:
         ConfigError: there is no such phase, or several may be meant.
     """
     with Run.open(path, mode="r") as run:
-        phases = list(dict.fromkeys(item.phase for item in run.totals()))
+        phases = run.phases()
         held_out = [(done.step, done.phase) for done in run.evaluations() if done.phase in phases]
     # An evaluation is named by its phase or by its step: `RUN:28`.
     steps = {phase: step for step, phase in held_out}

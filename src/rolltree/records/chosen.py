@@ -47,7 +47,7 @@ def shown_requests(
     words: list[str] = []
     filters: dict[str, Any] = {}
     if phase is not None:
-        phases = list(dict.fromkeys(item.phase for item in run.totals()))
+        phases = run.phases()
         if phase not in phases:
             raise ConfigError(f"{run.path} has no phase {phase!r}.{did_you_mean(phase, phases)}")
         filters["phase"] = phase
@@ -134,7 +134,7 @@ def _telling(
     for order in ("DESC", "ASC"):
         yield "of whole groups", _widest_group(run, order)
     # The last phases: a run of a hundred evaluations ends with those that one asks about.
-    for phase in list(dict.fromkeys(item.phase for item in run.totals()))[-4:]:
+    for phase in run.phases()[-4:]:
         for sort, why in (("-reward", "best"), ("reward", "worst")):
             yield why, first(2, sort, phase=phase, where="reward != none")
     types = run.query(

@@ -89,7 +89,7 @@ def _phase_of(run: Run, filters: dict[str, Any]) -> str:
             f"kind 'results' has the report of a whole phase, so it takes no {others[0]}. Leave it "
             "out, or use another kind."
         )
-    phases = list(dict.fromkeys(total.phase for total in run.totals()))
+    phases = run.phases()
     phase = filters.get("phase") or (phases[0] if len(phases) == 1 else None)
     if phase is None:
         raise ConfigError(

@@ -19,13 +19,12 @@ from rolltree.errors import UnknownName
 from rolltree.records.token_lens import one_rollout
 from rolltree.records.token_rows import (
     places,
-    resolved,
     sampled_facts,
     state_of,
     trained_tokens,
 )
 from rolltree.records.tokenizer import RunTokenizer, shown_tokenizer
-from rolltree.samples.resolve import ResolvedRollout, ResolvedStep
+from rolltree.samples.resolve import ResolvedRollout, ResolvedStep, resolve_rollout
 from rolltree.store import Run, StoredRollout, TrainedRollout
 from rolltree.tokens import TokenTree
 from rolltree.types import IntArray
@@ -211,7 +210,7 @@ def _common_tree(
     members: list[_Member] = []
     for row in rows:
         state = state_of(row)
-        rollout = None if state is None else resolved(state)
+        rollout = None if state is None else resolve_rollout(0, state)
         if rollout is None:
             members.append(_Member(row, None, None, ()))
             continue

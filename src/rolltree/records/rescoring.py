@@ -28,6 +28,7 @@ from rolltree.environments import (
 )
 from rolltree.errors import INFRASTRUCTURE, ConfigError
 from rolltree.evaluation import EvalProgress
+from rolltree.evaluation.runner import ProgressCounts
 from rolltree.inference.call import ModelCall
 from rolltree.inference.client import sampling_to_args
 from rolltree.inference.client_base import ClientBase
@@ -366,7 +367,8 @@ async def _score_all(
 ) -> None:
     """Score what is missing in `target`, and store it there."""
     done, again = await asyncio.to_thread(_finished, target, plan, scorer.has_group_rewards)
-    tally = _Tally(sum(len(members) for members in plan.groups.values()), len(done))
+    num_total = sum(len(members) for members in plan.groups.values())
+    counts = ProgressCounts(num_total, num_resumed=len(done), num_done=len(done))
     client = _NoModel(scorer.model)
     batches = _batches(source, plan, done)
     following = asyncio.create_task(asyncio.to_thread(next, batches, None))
@@ -380,47 +382,23 @@ async def _score_all(
                 await asyncio.to_thread(target.add_rollouts, rows)
             scorer.stored = {r.request.request_id: r for r in batch if r.states}
             requests = [result.request for result in scorer.stored.values()]
-            tally.add(empty)
+            _count(counts, empty)
             played = play_recorded(scorer, client, requests, into=target, replaced=again, **limits)
             async with aclosing(played) as stored:
                 async for ready in stored:
-                    tally.add(ready)
+                    _count(counts, ready)
                     if on_progress is not None:
-                        on_progress(tally.progress())
+                        on_progress(counts.progress())
     finally:
         await asyncio.gather(following, return_exceptions=True)
 
 
-class _Tally:
-    """Counts what is scored; the mean reward is that of this start's rollouts."""
-
-    def __init__(self, num_total: int, num_resumed: int) -> None:
-        self._num_total, self._num_resumed = num_total, num_resumed
-        self._num_done, self._num_failed, self._num_truncated = num_resumed, 0, 0
-        self._num_scored, self._sum = 0, 0.0
-
-    def add(self, results: Sequence[RolloutResult]) -> None:
-        """Count results that are stored."""
-        self._num_done += len(results)
-        for result in results:
-            self._num_failed += result.error is not None
-            for state in result.states[:1]:
-                self._num_truncated += bool(state.get("truncated"))
-                self._num_scored += state["reward"] is not None
-                self._sum += state["reward"] or 0.0
-
-    def progress(self) -> EvalProgress:
-        """Return where it stands."""
-        return EvalProgress(
-            num_done=self._num_done,
-            num_total=self._num_total,
-            num_resumed=self._num_resumed,
-            num_failed=self._num_failed,
-            num_truncated=self._num_truncated,
-            num_scored=self._num_scored,
-            mean_reward=self._sum / self._num_scored if self._num_scored else None,
-            num_completion_tokens=0,
-        )
+def _count(counts: ProgressCounts, results: Sequence[RolloutResult]) -> None:
+    """Count results that are stored; the mean reward is that of this start's rollouts."""
+    for result in results:
+        first = result.states[0] if result.states else State()
+        failed, truncated = result.error is not None, bool(first.truncated)
+        counts.add(failed=failed, truncated=truncated, reward=first.reward)
 
 
 def _model_name(run: Run) -> str:

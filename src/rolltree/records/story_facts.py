@@ -105,7 +105,7 @@ class Facts:
 def read_facts(run: Run, *, quick: bool = False) -> Facts:
     """Return what is known of a run; `quick` if a sample of a long one must do."""
     run.query("SELECT 1")  # checks the file once; then no row is checked again
-    phases = [item.phase for item in run.totals()]
+    phases = run.phases()
     phase = "train" if "train" in phases else phases[-1] if phases else ""
     num_rollouts = run.num_rollouts(phase=phase) if phases else 0
     is_sampled = quick and num_rollouts > LONG_RUN

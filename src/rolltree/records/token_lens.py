@@ -15,13 +15,12 @@ from rolltree.errors import UnknownName
 from rolltree.records.token_rows import (
     break_rows,
     places,
-    resolved,
     sampled_facts,
     state_of,
     trained_tokens,
 )
 from rolltree.records.tokenizer import RunTokenizer, shown_tokenizer
-from rolltree.samples.resolve import ResolvedRollout, ResolvedStep
+from rolltree.samples.resolve import ResolvedRollout, ResolvedStep, resolve_rollout
 from rolltree.store import Run, StoredRollout, TrainedRollout
 from rolltree.tokens import TokenTree
 from rolltree.tokens.breaks import NEIGHBOURHOOD_TOKENS
@@ -75,7 +74,7 @@ def token_lens(
     """
     row = one_rollout(run, request_id, trajectory_index)
     state = state_of(row)
-    rollout = None if state is None else resolved(state)
+    rollout = None if state is None else resolve_rollout(0, state)
     if state is None or rollout is None or all(step.index != call for step in rollout.calls):
         known = [] if rollout is None else [step.index for step in rollout.calls]
         raise UnknownName(

@@ -17,7 +17,6 @@ from rolltree.records.table import Batch
 from rolltree.rollouts.decode import decode_rollout
 from rolltree.samples.build import trajectory_breaks
 from rolltree.samples.resolve import ResolvedRollout, ResolvedStep, resolve_rollout
-from rolltree.samples.truncation import TruncationPolicy, truncation_effect
 from rolltree.store import Run, StoredRollout, TrainedRollout
 from rolltree.tokens import Decoder, TokenTree, peek
 from rolltree.types import IntArray, State
@@ -30,11 +29,6 @@ def state_of(row: StoredRollout) -> State | None:
     """Return the one state of a stored row; None when the request failed before it made one."""
     states = decode_rollout(row).states
     return states[0] if states else None
-
-
-def resolved(state: State) -> ResolvedRollout:
-    """Return the rollout with its calls in order and all of their tokens in one tree."""
-    return resolve_rollout(0, state, truncation_effect(state, TruncationPolicy()))
 
 
 # -- calls -----------------------------------------------------------------------------------------
@@ -51,7 +45,7 @@ def call_batches(rows: Iterable[StoredRollout]) -> Iterator[Batch]:
 
 
 def _call_rows(row: StoredRollout, state: State) -> Iterator[dict[str, Any]]:
-    rollout = resolved(state)
+    rollout = resolve_rollout(0, state)
     shown = _Shown(rollout.tree)
     for step, source in zip(rollout.steps, state["trajectory"], strict=True):
         extras = peek(source, "extras") or {}
@@ -188,7 +182,7 @@ def token_batches(run: Run, rows: Iterable[StoredRollout], *, full: bool) -> Ite
         state = state_of(row)
         if state is None:
             continue
-        for part in _token_parts(resolved(state), full, trained_tokens(run, row)):
+        for part in _token_parts(resolve_rollout(0, state), full, trained_tokens(run, row)):
             parts.append({**part, "request_id": row.request_id})
             parts[-1]["trajectory_index"] = row.trajectory_index
             num_rows += len(part["token_id"])

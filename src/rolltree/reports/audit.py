@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from rolltree.reports.formatting import counts, safe_text
+from rolltree.reports.formatting import counts, safe_text, text_table
 
 if TYPE_CHECKING:
     from rolltree.records import AuditReport
@@ -16,9 +16,7 @@ def audit_table(report: AuditReport) -> Table:
     """Return one line per check: how much it looked at, and how much is wrong."""
     from rolltree.records import CHECKS
 
-    table = Table(box=None, pad_edge=False)
-    for name in ("check", "looked at", "wrong", "what"):
-        table.add_column(name, justify="right" if name in ("looked at", "wrong") else "left")
+    table = text_table(("check", "looked at", "wrong", "what"), (), "lrrl", pad_edge=False)
     for check in report.checks:
         style = "red" if check.num_problems else ""
         told = CHECKS[check.name]

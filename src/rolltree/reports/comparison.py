@@ -9,7 +9,7 @@ from rich.table import Table
 
 from rolltree.records import ComparedPair, RunComparison
 from rolltree.redact import shown
-from rolltree.reports.formatting import safe_text
+from rolltree.reports.formatting import Cell, safe_text, text_table
 
 _TEXT_LIMIT = 60
 _NAMES = {
@@ -52,13 +52,9 @@ def comparison_markdown(found: RunComparison) -> str:
 
 
 def _measures(pair: ComparedPair) -> Table:
-    table = Table(box=None)
-    heads = ["", pair.a, pair.b, "difference", _interval_name(pair), ""]
-    for at, head in enumerate(heads):
-        table.add_column(safe_text(head, limit=40), justify="right" if 0 < at < 4 else "left")
-    for row in _rows(pair):
-        table.add_row(*(safe_text(cell, limit=_TEXT_LIMIT) for cell in row))
-    return table
+    sides = (safe_text(name, limit=40) for name in (pair.a, pair.b))
+    heads: list[Cell] = ["", *sides, "difference", _interval_name(pair), ""]
+    return text_table(heads, _rows(pair), "lrrrll", limit=_TEXT_LIMIT)
 
 
 def _interval_name(pair: ComparedPair) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table as RichTable
 
 from rolltree.redact import shown
-from rolltree.reports.formatting import SafeConsole, safe_text, say
+from rolltree.reports.formatting import SafeConsole, safe_text, say, text_table
 
 if TYPE_CHECKING:
     from rolltree.records import RunData, Table
@@ -88,13 +88,10 @@ def _print_grid(table: Table, limit: int) -> None:
         table = table.select(first)
     # One more than is shown, to know whether there are more without counting a table of millions.
     rows = list(islice(table.rows(), limit + 1))
-    grid = RichTable(box=None, pad_edge=False)
-    for column in table.columns:
-        is_text = column.kind in ("string", "int32 list", "messages")
-        grid.add_column(safe_text(column.name), justify="left" if is_text else "right")
-    for row in rows[:limit]:
-        grid.add_row(*(safe_text(_cell(value), limit=_CELL) for value in row.values()))
-    console.print(grid)
+    texts = ("string", "int32 list", "messages")
+    align = "".join("l" if column.kind in texts else "r" for column in table.columns)
+    cells = (tuple(map(_cell, row.values())) for row in rows[:limit])
+    console.print(text_table(table.column_names, cells, align, limit=_CELL, pad_edge=False))
     notes = []
     if len(rows) > limit:
         notes.append("more rows: --limit N, or -o FILE for all")

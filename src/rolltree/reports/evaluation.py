@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from rolltree.reports.formatting import counts, duration, interval, meter, safe_text
+from rolltree.reports.formatting import (
+    counts,
+    duration,
+    interval,
+    meter,
+    safe_text,
+    text_table,
+)
 
 if TYPE_CHECKING:
     from rolltree.evaluation import Comparison, Estimate, EvalReport
@@ -15,12 +22,9 @@ if TYPE_CHECKING:
 def evaluation_table(report: EvalReport) -> Table:
     """Return the result table of one evaluation."""
     title = safe_text(f"{report.env_id} · {report.model}")
-    table = Table(title=title, title_justify="left", box=None)
-    table.add_column("", style="bold", no_wrap=True)
-    table.add_column("mean", justify="right")
-    table.add_column(f"{report.settings.confidence:.0%} interval")
-    table.add_column("examples", justify="right")
-    table.add_column("")
+    heads = ("", "mean", f"{report.settings.confidence:.0%} interval", "examples", "")
+    table = text_table(heads, (), "lrlrl", title=title)
+    table.columns[0].style, table.columns[0].no_wrap = "bold", True
     if report.reward is None:
         table.add_row("reward", "-", "no rollout was scored")
     else:
@@ -91,20 +95,14 @@ def evaluation_facts(report: EvalReport) -> Table:
 
 def comparison_table(comparison: Comparison, names: tuple[str, str] = ("before", "after")) -> Table:
     """Return before, after and the paired difference."""
-    table = Table(box=None)
-    table.add_column("", style="bold")
-    table.add_column("mean reward", justify="right")
-    table.add_column("interval")
-    table.add_column("")
-    rows = ((names[0], comparison.before), (names[1], comparison.after))
-    for name, value in rows:
-        table.add_row(name, f"{value.mean:.3f}", interval(value), meter(value.mean))
     gain = comparison.difference
     said = {"noise": "includes 0: not clear", "too few examples": "too few examples"}
-    table.add_row(
-        "difference",
-        f"{gain.mean:+.3f}",
-        interval(gain),
-        f"{said.get(comparison.verdict, 'excludes 0')} ({gain.num_examples} pairs)",
-    )
+    verdict = f"{said.get(comparison.verdict, 'excludes 0')} ({gain.num_examples} pairs)"
+    rows = [
+        (name, f"{value.mean:.3f}", interval(value), meter(value.mean))
+        for name, value in zip(names, (comparison.before, comparison.after), strict=True)
+    ]
+    rows.append(("difference", f"{gain.mean:+.3f}", interval(gain), verdict))
+    table = text_table(("", "mean reward", "interval", ""), rows, "lrll")
+    table.columns[0].style = "bold"
     return table

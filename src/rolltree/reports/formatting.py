@@ -9,12 +9,13 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.table import Table
 from rich.text import Text
 
 from rolltree.redact import shown
@@ -87,6 +88,38 @@ def safe_text(text: str, *, limit: int | None = None, style: str = "") -> Text:
     return Text(shown(text if limit is None else text[:limit]), style=style) + Text(
         cut, style="dim"
     )
+
+
+Cell: TypeAlias = str | Text
+
+
+def text_table(
+    heads: Sequence[Cell],
+    rows: Iterable[Sequence[Cell]],
+    align: str,
+    *,
+    limit: int | None = None,
+    **options: Any,
+) -> Table:
+    """Return a table; `align` has `l` or `r` per column, `limit` cuts the cells.
+
+    Heads and cells that are text are made safe; `options` are rich's.
+    """
+    table = Table(**{"box": None, "title_justify": "left"} | options)
+    for head, letter in zip(heads, align, strict=True):
+        table.add_column(_as_text(head), justify="right" if letter == "r" else "left")
+    for row in rows:
+        table.add_row(*(_as_text(cell, limit) for cell in row))
+    return table
+
+
+def _as_text(cell: Cell, limit: int | None = None) -> Text:
+    return safe_text(cell, limit=limit) if isinstance(cell, str) else cell
+
+
+def number_text(value: float | None, form: str = ".3f") -> str:
+    """Return a number, and a dash for none."""
+    return "-" if value is None else f"{value:{form}}"
 
 
 def say(console: Console, line: str) -> None:

@@ -6,7 +6,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from rolltree.records import CreditChange, RescoreReport
-from rolltree.reports.formatting import interval, safe_text
+from rolltree.reports.formatting import Cell, interval, number_text, safe_text, text_table
 
 
 def rescore_parts(report: RescoreReport, *, num_changes: int = 10) -> list[RenderableType]:
@@ -28,11 +28,8 @@ def rescore_parts(report: RescoreReport, *, num_changes: int = 10) -> list[Rende
 
 
 def _phases(report: RescoreReport) -> Table:
-    title = safe_text(f"{report.source}, scored by {report.scored_by}")
-    table = Table(title=title, title_justify="left", box=None)
     heads = ("phase", "rollouts", "changed", "before", "after", "difference", "95 % interval")
-    for at, head in enumerate(heads):
-        table.add_column(head, justify="right" if 0 < at < 6 else "left")
+    rows = []
     for phase in report.phases:
         found = phase.rewards
         means = ["-", "-", "-", "-"]
@@ -40,8 +37,9 @@ def _phases(report: RescoreReport) -> Table:
             means = [f"{found.before.mean:.3f}", f"{found.after.mean:.3f}"]
             means += [f"{found.difference.mean:+.3f}", interval(found.difference)]
         counts = (f"{phase.num_rollouts:,}", f"{phase.num_changed:,}")
-        table.add_row(safe_text(phase.phase, limit=40), *counts, *means)
-    return table
+        rows.append((phase.phase, *counts, *means))
+    title = safe_text(f"{report.source}, scored by {report.scored_by}")
+    return text_table(heads, rows, "lrrrrrl", title=title, limit=40)
 
 
 def _credit(credit: CreditChange) -> str:
@@ -55,15 +53,12 @@ def _credit(credit: CreditChange) -> str:
 
 
 def _changes(report: RescoreReport, num: int) -> Table:
-    table = Table(title="changed most", title_justify="left", box=None)
     heads = ("rollout", "agent", "before", "after", "advantage before", "after")
-    for at, head in enumerate(heads):
-        table.add_column(head, justify="right" if at > 1 else "left")
+    rows: list[tuple[Cell, ...]] = []
     for change in report.changes[:num]:
         name = change.request_id
         if change.trajectory_index:
             name += f" [{change.trajectory_index}]"
         values = (change.before, change.after, change.advantage_before, change.advantage_after)
-        texts = ["-" if value is None else f"{value:.3f}" for value in values]
-        table.add_row(safe_text(name, limit=60), safe_text(change.agent, limit=20), *texts)
-    return table
+        rows.append((name, safe_text(change.agent, limit=20), *map(number_text, values)))
+    return text_table(heads, rows, "llrrrr", title="changed most", limit=60)

@@ -13,7 +13,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from rolltree.reports.formatting import counts, duration, safe_text
+from rolltree.reports.formatting import counts, duration, number_text, safe_text, text_table
 from rolltree.rollouts.conversation import conversation_of
 from rolltree.store import Run, RunSummary, to_plain
 from rolltree.types import RolloutResult, State
@@ -26,7 +26,7 @@ def run_lines(run: RunSummary, now: float | None = None) -> list[str]:
 
     `now` is the time that its age is counted to, in seconds since the epoch.
     """
-    phases = [f"{phase.phase} {_mean(phase.mean_reward)}" for phase in run.phases[:4]]
+    phases = [f"{phase.phase} {number_text(phase.mean_reward)}" for phase in run.phases[:4]]
     if len(run.phases) > 4:
         phases.append(f"{len(run.phases) - 4} more phases")
     age = duration(max(0.0, (time.time() if now is None else now) - run.last_written))
@@ -51,24 +51,20 @@ def _progress(run: RunSummary) -> list[str]:
 
 def phases_table(run: RunSummary) -> Table:
     """Return one line per phase of a run."""
-    table = Table(box=None)
-    for name in ("phase", "episodes", "mean reward", "failed", "truncated", "prompt", "sampled"):
-        table.add_column(name, justify="left" if name == "phase" else "right")
-    for phase in run.phases:
-        table.add_row(
-            safe_text(phase.phase),
+    heads = ("phase", "episodes", "mean reward", "failed", "truncated", "prompt", "sampled")
+    rows = [
+        (
+            phase.phase,
             str(phase.num_requests),
-            _mean(phase.mean_reward),
+            number_text(phase.mean_reward),
             str(phase.num_errors),
             str(phase.num_truncated),
             f"{phase.num_prompt_tokens:,}",
             f"{phase.num_completion_tokens:,}",
         )
-    return table
-
-
-def _mean(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
+        for phase in run.phases
+    ]
+    return text_table(heads, rows, "lrrrrrr")
 
 
 def overview_line(found: Mapping[str, Any]) -> str:
@@ -165,19 +161,14 @@ def _body(message: Mapping[str, Any], style: str, limit: int) -> Text:
 
 def _breakdown_table(breakdown: Mapping[str, Any]) -> Table:
     """Return the reward functions with value, weight and contribution, which add up."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("function", "value", "weight", "contribution"):
-        table.add_column(name, justify="left" if name == "function" else "right")
-    for each in breakdown["functions"]:
-        numbers = (each["value"], each["weight"], each["contribution"])
-        table.add_row(safe_text(each["name"], limit=60), *map(_number, numbers))
+    heads = ("function", "value", "weight", "contribution")
+    rows = [
+        [each["name"], *(number_text(each[name], ".3g") for name in heads[1:])]
+        for each in breakdown["functions"]
+    ]
     if breakdown["rest"]:
-        table.add_row("not by a function", "", "", _number(breakdown["rest"]))
-    return table
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"
+        rows.append(["not by a function", "", "", number_text(breakdown["rest"], ".3g")])
+    return text_table(heads, rows, "lrrr", limit=60, padding=(0, 2, 0, 0))
 
 
 def _ending(state: State, breakdown: Mapping[str, Any] | None) -> Text:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any, TypeAlias
 
-from rolltree.store import dumps, loads
+from rolltree.store import dumps
 
 Reference: TypeAlias = Any
 _EMPTY = -1
@@ -116,11 +116,6 @@ class MessageReader:
         self._nodes: Sequence[Sequence[int]] = data["nodes"]
         self._pieces: Sequence[Any] = data["pieces"]
         self._num_messages = self._num_characters = 0
-
-    @classmethod
-    def from_json(cls, text: str) -> MessageReader:
-        """Read what `to_json` wrote."""
-        return cls(loads(text))
 
     def get(self, reference: Reference) -> Any:
         """Return the history of a reference."""

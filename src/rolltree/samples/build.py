@@ -149,7 +149,7 @@ def trajectory_breaks(
 
     The same as `build_samples([trajectory], "interleave", decode=decode).breaks`, without samples.
     """
-    rollout = resolve_rollout(0, trajectory, truncation_effect(trajectory, TruncationPolicy()))
+    rollout = resolve_rollout(0, trajectory)
     return find_breaks(rollout, by_prefix(rollout.tree, rollout.calls), decode)
 
 

@@ -10,7 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rolltree.errors import TokenError
-from rolltree.samples.truncation import TruncationEffect, own_truncation
+from rolltree.samples.truncation import (
+    TruncationEffect,
+    TruncationPolicy,
+    own_truncation,
+    truncation_effect,
+)
 from rolltree.tokens import StepTokens, TokenTree, Trajectory, insert_step, peek
 from rolltree.types import SampleOrigin, State, TrajectoryStep
 
@@ -82,10 +87,10 @@ class ResolvedRollout:
 def resolve_rollout(
     index: int,
     trajectory: State | Sequence[TrajectoryStep],
-    effect: TruncationEffect,
+    effect: TruncationEffect | None = None,
     advantages: Advantages | None = None,
 ) -> ResolvedRollout:
-    """Read a state, or a plain list of steps.
+    """Read a state, or a plain list of steps; without an `effect`, truncation changes nothing.
 
     Steps whose tokens are views on one tree use that tree as it is. Steps with plain lists, with
     assigned token keys or with views on several trees are inserted into a fresh tree.
@@ -122,7 +127,7 @@ def resolve_rollout(
         truncated=truncated,
         truncation_reason=reason,
         failed=state.get("error") is not None,
-        effect=effect,
+        effect=effect or truncation_effect(trajectory, TruncationPolicy()),
     )
 
 

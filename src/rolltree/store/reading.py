@@ -245,6 +245,10 @@ class StoredRun:
         """
         return self._database.totals()[1]
 
+    def phases(self) -> list[str]:
+        """Return the names of the phases, in the order they began."""
+        return list(dict.fromkeys(each.phase for each in self.totals()))
+
     def totals_with_sums(self) -> list[tuple[Totals, Totals]]:
         """Return the stored sums of each phase and environment, and those of its rows."""
         with self._database.snapshot() as connection:  # a writer may add rows between the two

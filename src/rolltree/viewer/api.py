@@ -342,8 +342,7 @@ class Api:
             (run,) = one.runs
             arm_data["id"] = run.path.relative_to(self.runs.root).as_posix()
             arm_data["phase"] = run.phase
-            stored = self.runs.get(arm_data["id"]).totals()
-            arm_data["phases"] = list(dict.fromkeys(each.phase for each in stored))
+            arm_data["phases"] = self.runs.get(arm_data["id"]).phases()
         return comparison
 
     def _arm(self, text: str) -> RunPhase:

@@ -34,7 +34,6 @@ from rolltree.viewer.bundle import page_with
 
 MAX_BYTES = 12_000_000
 """Size limit of the embedded data if nobody chooses rollouts: mail takes 20 MB, after encoding."""
-MAX_ROLLOUTS = 1000
 _DEFAULT_LIMIT = 24
 _MIN_SAME = 8
 
