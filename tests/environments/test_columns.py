@@ -103,6 +103,7 @@ def test_keys_that_rolltree_reads_are_its_own():
         for name in read.findall(path.read_text(encoding="utf-8"))
     }
     examples = {"found", "left"}  # in docstrings and the scaffold of a new environment
+    examples.add("program")  # of ProgramEnv, which refuses such a column
     others = {"exp_avg", "exp_avg_sq", "step"} | {
         "fields",
         "notes",

@@ -412,3 +412,9 @@ def test_an_event_loop_that_ends_frees_the_port():
     for port in ports:
         with socket.socket() as probe, pytest.raises(ConnectionRefusedError):
             probe.connect(("127.0.0.1", port))
+
+
+def test_a_column_that_the_outcome_would_hide_is_refused():
+    rows = [{"question": "q", "answer": "a", "program": "p"}]
+    with pytest.raises(ConfigError, match="Rename it"):
+        rt.ProgramEnv(["true"], dataset=rows, rubric=rt.Rubric([lambda: 1.0]))

@@ -39,8 +39,8 @@ def wrong_engine(monkeypatch):
     """Let the engine return other logprobs for what the weights of some steps on sample."""
     sample = LocalClient.sample
 
-    async def wrong(self, request):
-        output = await sample(self, request)
+    async def wrong(self, *call):
+        output = await sample(self, *call)
         is_wrong = output.versions >= WRONG_FROM - 1
         return replace(output, logprobs=output.logprobs - 0.3 * is_wrong.astype("float32"))
 

@@ -138,7 +138,7 @@ def test_a_model_object_gets_an_engine(model, tmp_path, path):
         ({"environment": "x"}, UnknownName, "no environment 'x'"),
         ({"environment": "x", "model": object()}, ConfigError, "it takes a name, a folder"),
         ({"environment": "x", "model": torch.nn.Linear(1, 1)}, ConfigError, "without its tok"),
-        ({"environment": "x", "tokenizer": print}, ConfigError, "Leave it out"),
+        ({"environment": "x", "tokenizer": print}, ConfigError, "Leave tokenizer out"),
         ({"environment": "x", "client": object()}, ConfigError, "client is of type object"),
         ({"environment": "x", "engine": object()}, ConfigError, "engine section as a mapping"),
         ({"environment": "x", "run": object()}, ConfigError, "run_dir='runs/x'"),

@@ -215,6 +215,11 @@ class ProgramEnv(Environment):
         texts += [each for each in self.files.values() if isinstance(each, Template)]
         names = {name for text in texts for name in text.names}
         rows = self.dataset if self.dataset is not None else self.eval_dataset
+        if rows is not None and "program" in rows[0]:
+            raise ConfigError(
+                "rows have a column 'program', and state['program'] says what became of the program "
+                "that was run, so reward functions could not see the column. Rename it."
+            )
         if names and rows is not None:
             values = dict.fromkeys(NAMES, "") | dict(rows[0])
             for name in sorted(names):
