@@ -6,6 +6,7 @@ VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
 GPU_VLLM ?= .venv-vllm-gpu
 VF_VENV ?= .venv-verifiers
+AGENTS_VENV ?= .venv-agents
 # For two cores: many tests wait, for a process or for a page.
 WORKERS ?= 3
 BIN := $(VENV)/bin
@@ -15,7 +16,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long test-vllm test-compat test-models test-gpu bench-gpu check bench bench-quick docs pictures format clean
+.PHONY: help demo test test-long test-vllm test-compat test-agents test-models test-gpu bench-gpu check bench bench-quick docs pictures format clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort
@@ -35,6 +36,9 @@ test-vllm: $(VENV)/.train $(VLLM_VENV)/.vllm ## run the tests against real vLLM 
 
 test-compat: $(VENV)/.dev $(VF_VENV)/.verifiers ## play environments on the real verifiers 0.1.8 and on rolltree, and compare (its own environment, 1 GB)
 	ROLLTREE_VERIFIERS=$(abspath $(VF_VENV)) $(BIN)/python -m pytest tests_compat $(ARGS)
+
+test-agents: $(VENV)/.dev $(AGENTS_VENV)/.agents ## put agents from PyPI, unmodified, in front of a gateway (their own environment)
+	ROLLTREE_AGENTS=$(abspath $(AGENTS_VENV)) $(BIN)/python -m pytest tests_agents $(ARGS)
 
 test-models: $(VENV)/.dev ## compare training and the engine with float64 on every architecture of transformers (some 6 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) tests_models $(ARGS)
@@ -74,7 +78,7 @@ format: $(VENV)/.dev ## rewrite files to the house format
 	$(BIN)/ruff format .
 
 clean: ## remove the virtual environment and the caches (runs/ stays)
-	rm -rf $(VENV) $(VLLM_VENV) $(GPU_VLLM) $(VF_VENV) .venv-trl .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf $(VENV) $(VLLM_VENV) $(GPU_VLLM) $(VF_VENV) $(AGENTS_VENV) .venv-trl .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -118,4 +122,11 @@ $(VF_VENV)/.verifiers: tests_compat/requirements.txt
 	@echo "Installing into $(VF_VENV): the real verifiers and what the published environments need (two minutes) ..."
 	@test -x $(VF_VENV)/bin/python || $(PYTHON) -m venv $(VF_VENV)
 	$(VF_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt -r tests_compat/requirements.txt
+	@touch $@
+
+# Without constraints.txt: the agents pin versions of their own, and never import rolltree.
+$(AGENTS_VENV)/.agents: tests_agents/requirements.txt
+	@echo "Installing into $(AGENTS_VENV): agents from PyPI (two minutes) ..."
+	@test -x $(AGENTS_VENV)/bin/python || $(PYTHON) -m venv $(AGENTS_VENV)
+	$(AGENTS_VENV)/bin/python -m pip --disable-pip-version-check install --quiet -r tests_agents/requirements.txt
 	@touch $@

@@ -1,0 +1,204 @@
+"""Agents from PyPI, unmodified and in processes of their own, become trajectories."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from agents_kit import calling, causes, check_recorded, continues, play
+
+import rolltree as rt
+from rolltree.testing import ScriptedClient
+
+BOTH = pytest.mark.parametrize("how", ["whole", "streamed"])
+TOKEN_DELAY_S = 0.0005  # so that a streamed answer comes in pieces
+
+
+def num_answers(messages):
+    return sum(message["role"] == "assistant" for message in messages)
+
+
+# -- mini-swe-agent ------------------------------------------------------------------------------
+
+COMMANDS = [
+    "ls && cat add.py",
+    "python -c 'import add; print(add.add(2, 3))'",
+    "sed -i 's/a - b/a + b/' add.py",
+    "python -c 'import add; print(add.add(2, 3))'",
+    "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && cat add.py",
+]
+
+
+def engineer(messages):
+    done = num_answers(messages)
+    return calling(("bash", {"command": COMMANDS[done]}), content=f"Step {done + 1}.")
+
+
+async def test_mini_swe_agent_mends_a_repository(agents_python, tmp_path):
+    (tmp_path / "add.py").write_text("def add(a, b):\n    return a - b\n")
+    async with rt.gateway(ScriptedClient(engineer)) as g, g.session() as s:
+        said = await play(agents_python, s, tmp_path, "mini_swe", "add() subtracts.")
+        assert said == {"exit_status": "Submitted", "submission": (tmp_path / "add.py").read_text()}
+        check = [sys.executable, "-c", "import add; assert add.add(2, 3) == 5"]
+        assert subprocess.run(check, cwd=tmp_path, check=False).returncode == 0
+        check_recorded(s)
+        assert len(s.trajectory) == len(COMMANDS)
+        assert s.breaks == ()
+        assert continues(s) == [None, 0, 1, 2, 3]
+
+
+def slip(messages):
+    """Forget to call the tool once, and name an unknown one: the agent says what was wrong."""
+    done = num_answers(messages)
+    if messages[-1]["role"] == "user" and done == 0 and len(messages) == 2:
+        return "I have no idea."
+    if len(messages) == 3:
+        return calling(("shell", {"command": "ls"}))
+    return calling(("bash", {"command": COMMANDS[-1].replace("add.py", "/dev/null")}))
+
+
+async def test_mini_swe_agent_drops_what_it_could_not_read(agents_python, tmp_path):
+    async with rt.gateway(ScriptedClient(slip)) as g, g.session() as s:
+        said = await play(agents_python, s, tmp_path, "mini_swe", "Do nothing.")
+        assert said["exit_status"] == "Submitted"
+        check_recorded(s)
+        # It keeps its complaint without the answer that this is about: the history is another one.
+        assert len(s.trajectory) == 3
+        assert len(s.breaks) == 2
+
+
+# -- openai-agents -------------------------------------------------------------------------------
+
+
+def shop(messages):
+    """The clerk looks up, hands off; the specialist counts and answers."""
+    tool = messages[-1]["content"] if messages[-1]["role"] == "tool" else ""
+    if "You look things up." in messages[0]["content"]:
+        if "shelf" in tool:
+            return calling(("transfer_to_counter", {}))
+        return calling(("look_up", {"item": "bolts"}), content="Let me look.")
+    return f"There are {tool}." if tool == "42" else calling(("count", {"shelf": 7}))
+
+
+@BOTH
+@pytest.mark.parametrize("api", ["chat", "responses"])
+async def test_openai_agents_hands_off(agents_python, tmp_path, api, how):
+    client = ScriptedClient(shop, token_delay_s=TOKEN_DELAY_S)
+    async with rt.gateway(client) as g, g.session() as s:
+        said = await play(agents_python, s, tmp_path, "handoff", api, how)
+        assert said == {"answer": "There are 42.", "agent": "Counter"}
+        check_recorded(s)
+        # The specialist has another system prompt and other tools: one break, at the hand-off.
+        assert causes(s) == ["system_or_tools_changed"]
+        assert continues(s) == [None, 0, None, 2]
+
+
+# -- smolagents and LangGraph --------------------------------------------------------------------
+
+
+def adder(messages):
+    tool = messages[-1]
+    if "42" in tool["content"]:
+        return calling(("final_answer", {"answer": "42"}))
+    return calling(("add", {"a": 17, "b": 25}))
+
+
+async def test_smolagents_loop(agents_python, tmp_path):
+    async with rt.gateway(ScriptedClient(adder)) as g, g.session() as s:
+        said = await play(agents_python, s, tmp_path, "smol_loop", "whole")
+        assert str(said["answer"]) == "42"
+        check_recorded(s)
+        assert len(s.trajectory) == 2
+
+
+def graph_adder(messages):
+    if messages[-1]["role"] == "tool":
+        return f"It is {messages[-1]['content']}."
+    return calling(("add", {"a": 17, "b": 25}))
+
+
+@BOTH
+async def test_langgraph_loop(agents_python, tmp_path, how):
+    client = ScriptedClient(graph_adder, token_delay_s=TOKEN_DELAY_S)
+    async with rt.gateway(client) as g, g.session() as s:
+        said = await play(agents_python, s, tmp_path, "langgraph_loop", how)
+        assert said == {"answer": "It is 42."}
+        check_recorded(s)
+        assert s.breaks == ()
+        assert continues(s) == [None, 0]
+
+
+# -- pydantic-ai ---------------------------------------------------------------------------------
+
+
+def forecaster(messages):
+    last = messages[-1]
+    city = "Geneva" if any("Geneva" in str(each["content"]) for each in messages) else "Bern"
+    if last["role"] == "tool" and last["content"].isdigit():
+        return calling(("final_result", {"city": city, "degrees": int(last["content"])}))
+    return calling(("measure", {"city": city}), content="I shall measure.")
+
+
+@BOTH
+async def test_pydantic_ai_over_anthropics_protocol(agents_python, tmp_path, how):
+    client = ScriptedClient(forecaster, token_delay_s=TOKEN_DELAY_S)
+    async with rt.gateway(client) as g, g.session() as s:
+        said = await play(agents_python, s, tmp_path, "pydantic_loop", how)
+        bern, geneva = {"city": "Bern", "degrees": 12}, {"city": "Geneva", "degrees": 18}
+        assert said == {"answers": [bern, geneva]}
+        check_recorded(s)
+        assert s.breaks == ()
+        assert continues(s) == [None, 0, 1, 2]
+
+
+# -- patterns ------------------------------------------------------------------------------------
+
+
+def summer(messages):
+    """Add 1 to 5, one number a call; a summary says how far it is."""
+    text = messages[-1]["content"]
+    known = [each["content"] for each in messages if each["role"] == "tool"]
+    if known:
+        total = int(known[-1])
+    elif "sums were" in text:
+        total = int(text.split("; ")[-1].strip("."))
+    else:
+        total = 1
+    number = {1: 2, 3: 3, 6: 4, 10: 5}.get(total)
+    return "It is 15." if number is None else calling(("add", {"a": total, "b": number}))
+
+
+async def test_a_history_that_the_agent_compacts_is_one_break(agents_python, tmp_path):
+    async with rt.gateway(ScriptedClient(summer)) as g, g.session() as s:
+        said = await play(agents_python, s, tmp_path, "compaction")
+        assert said == {"answer": "It is 15."}
+        check_recorded(s)
+        assert causes(s) == ["compaction"]
+        assert continues(s) == [None, 0, 1, None, 3]
+
+
+def team(messages):
+    system, last = messages[0]["content"], messages[-1]
+    if "You lead." in system:
+        if last["role"] == "tool":
+            return "The harbour."
+        asked = [("ask_ann", {"input": "lake"}), ("ask_bob", {"input": "harbour"})]
+        return calling(*asked)
+    if last["role"] == "tool":
+        return f"{last['content']} fathoms"
+    return calling(("measure", {"place": last["content"]}))
+
+
+async def test_sub_agents_in_parallel_in_one_session(agents_python, tmp_path):
+    client = ScriptedClient(team, delay_s=0.2)
+    async with rt.gateway(client) as g, g.session() as s:
+        said = await play(agents_python, s, tmp_path, "parallel")
+        assert said == {"answer": "The harbour."}
+        check_recorded(s)
+        assert len(s.trajectory) == 6
+        found = continues(s)
+        # The lead's second call and each sub-agent's second continue the first; they overlapped.
+        assert found[:3] == [None, None, None]
+        assert set(found[3:5]) == {1, 2}
+        assert found[5] == 0
