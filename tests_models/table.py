@@ -131,7 +131,7 @@ def _with_counts(text: str, rows: dict[str, Line]) -> str:
     counts = (
         f"Of {len(lines)} rows, {trees} train on trees and {only_rows} row by row, {together} on "
         f"two ranks and {adapted} with LoRA ({in_peft} of them write an adapter for peft); the "
-        f"embedded engine serves {served}.\n\nWhat no row stands for:\n\n"
+        f"embedded engine serves {served}.\n\nNot covered by any row:\n\n"
     )
     groups = "".join(f"- {what}: {', '.join(names)};\n" for what, names in NOT_CAUSAL.items())
     same = ", ".join(f"{name} as {other}" for name, other in ALIASES.items())

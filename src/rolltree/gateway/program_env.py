@@ -217,7 +217,7 @@ class ProgramEnv(Environment):
         rows = self.dataset if self.dataset is not None else self.eval_dataset
         if rows is not None and "program" in rows[0]:
             raise ConfigError(
-                "rows have a column 'program', and state['program'] says what became of the program "
+                "rows have a column 'program', and state['program'] says what became of the one "
                 "that was run, so reward functions could not see the column. Rename it."
             )
         if names and rows is not None:
