@@ -90,7 +90,11 @@ def test_dotted_names_exist():
 def test_files_exist():
     files = set(each(r"`([a-z_]+/[\w/.-]+\.(?:py|toml|md))`"))
     assert len(files) > 5
-    made_by_the_reader = {"environments/my_env/my_env.py"}
+    made_by_the_reader = {
+        "environments/my_env/my_env.py",
+        "my_agent/agent.py",
+        "my_agent/my_agent.py",
+    }
     folders = (ROOT, ROOT / "src" / "rolltree", ROOT / "examples")
     missing = [
         (page, file)

@@ -1,11 +1,11 @@
 """Programs that are cheap to start: they speak HTTP by hand, without a client to import."""
 
-import os
 import sys
 import time
 from pathlib import Path
 
 import rolltree as rt
+from rolltree.rollouts.requests import current_episode
 from rolltree.testing import ScriptedClient
 
 ASK = """
@@ -63,6 +63,49 @@ def play(program, client=None, num=1, limits=None, **settings):
     return results.state
 
 
+class Hurrying(ScriptedClient):
+    """Answers, and then leaves the program a second: no matter how long it took to start.
+
+    `limit` is the clock's: "limit_s" or "deadline_s".
+    """
+
+    def __init__(self, limit="limit_s"):
+        super().__init__(said)
+        self.limit, self.clocks = limit, []
+
+    async def respond(self, call, memory):
+        response = await super().respond(call, memory)
+        clock = self.clocks[-1] if self.limit == "limit_s" else current_episode().clock
+        setattr(clock, self.limit, clock.at(time.monotonic()) + 1.0)
+        return response
+
+
+class HurriedEnv(rt.ProgramEnv):
+    """A ProgramEnv that shows its clock to the client."""
+
+    async def rollout(self, input, client, model="", sampling_args=None):
+        self.clocks = hurrying(client).clocks
+        return await super().rollout(input, client, model, sampling_args)
+
+    def _clock(self):
+        self.clocks.append(super()._clock())
+        return self.clocks[-1]
+
+
+def hurrying(client):
+    """Return the `Hurrying` behind a client."""
+    while not isinstance(client, Hurrying):
+        client = client.clients[0]
+    return client
+
+
+def play_hurried(program, limit="limit_s", **settings):
+    """Return the state of a program whose time is over a second after its first answer."""
+    env = HurriedEnv(program, dataset=rows(1), rubric=rt.Rubric([one]), **settings)
+    (state,) = env.evaluate_sync(Hurrying(limit), deadline_s=600.0).state
+    return state
+
+
 def is_alive(pid):
     """Whether a process runs; a zombie does not."""
     try:
@@ -77,8 +120,3 @@ def wait_for_death(pids, limit_s=60.0):
     while alive := [pid for pid in pids if is_alive(int(pid))]:
         assert time.monotonic() < end, f"{alive} still run"
         time.sleep(0.01)
-
-
-def own_environment():
-    """Return this process's environment with this tree's rolltree first."""
-    return dict(os.environ)

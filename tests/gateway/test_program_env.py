@@ -6,10 +6,31 @@ import sys
 from pathlib import Path
 
 import pytest
-from program_kit import ASK, PYTHON, one, play, rows, said, script, wait_for_death
+from program_kit import (
+    ASK,
+    PYTHON,
+    one,
+    play,
+    play_hurried,
+    rows,
+    said,
+    script,
+    wait_for_death,
+)
 
 import rolltree as rt
-from rolltree.errors import ConfigError, ConnectionFailed, UnknownArgument
+from rolltree.errors import (
+    ConfigError,
+    ConnectionFailed,
+    PromptTooLong,
+    ServerError,
+    TokenError,
+    UnknownArgument,
+    UnsupportedSetting,
+)
+from rolltree.inference.deadline import Clock
+from rolltree.rollouts import build_requests
+from rolltree.rollouts.requests import Episode, playing
 from rolltree.samples import build_samples
 from rolltree.sandbox import Limits
 from rolltree.testing import ScriptedClient
@@ -120,7 +141,7 @@ def test_folders_stay_until_the_group_was_compared():
 ENDS = {
     "exit": ("ask('q'); sys.exit(7)", {"exit_status": 7}, None),
     "signal": ("ask('q'); os.kill(os.getpid(), 9)", {"exit_status": None, "signal": 9}, None),
-    "time": ("ask('q'); print('here', flush=True); time.sleep(1000)", {}, "time_limit"),
+    "time": ("print('here', flush=True); ask('q'); time.sleep(1000)", {}, "time_limit"),
     "output": ("ask('q')\nwhile True: os.write(1, b'flood ' * 10000)", {}, "env"),
 }
 
@@ -129,9 +150,8 @@ ENDS = {
 def test_what_a_model_can_cause_is_scored(ended):
     """A model that could make its program fail, and so have no reward, would learn to."""
     code, expected, reason = ENDS[ended]
-    (state,) = play(
-        script(code), time_limit_s=3 if ended == "time" else 600, max_output_bytes=2**20
-    )
+    run = play_hurried if ended == "time" else (lambda *a, **s: play(*a, **s)[0])
+    state = run(script(code), max_output_bytes=2**20)
     program = state["program"]
     assert program["ended"] == ended
     assert {key: program[key] for key in expected} == expected
@@ -184,21 +204,24 @@ open({str(pid)!r}, "w").write(str(os.getpid()))
 ask("q")
 time.sleep(1000)
 """
-    (state,) = play(script(code), time_limit_s=2)
+    state = play_hurried(script(code))
     assert state["program"]["ended"] == "time"
     wait_for_death([pid.read_text()])
 
 
-def test_the_time_limit_of_the_run_ends_a_program_too():
-    (state,) = play(script("ask('q'); time.sleep(1000)"), limits={"time_limit_s": 2.0})
-    assert (state["error"], state["truncation_reason"]) == (None, "time_limit")
-    assert state["reward"] == 1.0
+@pytest.mark.parametrize("own", [None, 600.0])
+def test_the_time_limit_of_the_run_holds_for_programs(own):
+    request = build_requests(rt.ProgramEnv(["x"], dataset=rows(1)), "eval")[0]
+    env = rt.ProgramEnv(["x"], dataset=rows(1), time_limit_s=own)
+    assert env._clock().limit_s == own
+    with playing(Episode(request, Clock(60.0))):
+        assert 0 < env._clock().limit_s <= 60
 
 
 def test_a_deadline_ends_the_program_and_keeps_its_steps(tmp_path):
     pid = tmp_path / "pid"
     code = f"open({str(pid)!r}, 'w').write(str(os.getpid())); ask('q'); time.sleep(1000)"
-    (state,) = play(script(code), limits={"deadline_s": 5.0})
+    state = play_hurried(script(code), "deadline_s")
     assert state["error"].type == "RolloutTimeout"
     assert len(state["trajectory"]) == 1
     assert state["reward"] is None
@@ -226,14 +249,15 @@ def test_a_program_that_never_asks_is_a_failed_rollout(program, message):
 class Failing(ScriptedClient):
     """Its server fails in the given calls."""
 
-    def __init__(self, failing):
+    def __init__(self, failing, error=None):
         super().__init__(said)
         self.failing, self.num = failing, 0
+        self.error = error or ConnectionFailed("the server is gone")
 
     async def respond(self, call, memory):
         self.num += 1
         if self.num in self.failing:
-            raise ConnectionFailed("the server is gone")
+            raise self.error
         return await super().respond(call, memory)
 
 
@@ -255,6 +279,33 @@ def test_a_server_that_fails_at_the_end_is_not_the_programs_failure(failing, err
     assert len(state["trajectory"]) == 2
     if error:
         assert state["error"].phase == "model"
+
+
+REFUSED = ServerError("the template has no such role", status=400, retryable=False)
+
+
+@pytest.mark.parametrize(
+    ("error", "failing", "failed"),
+    [
+        (REFUSED, {3}, False),  # it may have been what the model wrote
+        (REFUSED, {1, 2, 3}, True),  # the harness asks for what the server never does
+        (ServerError("wrong key", status=401, retryable=False), {3}, True),
+        (ServerError("overloaded", status=503, retryable=True), {3}, True),
+        (TokenError("no logprobs"), {3}, True),
+        (UnsupportedSetting("no logit_bias"), {1, 2, 3}, True),
+        (PromptTooLong("too long"), {3}, False),
+        (ValueError("a message of no known kind"), {3}, False),
+    ],
+)
+def test_whose_failure_it_is(error, failing, failed):
+    (state,) = play(script(ASK_ALWAYS), Failing(failing, error))
+    assert (state["reward"] is None) is failed
+    if failed:
+        assert (state["error"].type, state["error"].phase) == (type(error).__name__, "model")
+    else:
+        assert state["error"] is None
+    if isinstance(error, PromptTooLong):
+        assert (state["truncation_reason"], state["prompt_too_long"]) == ("max_seq_len", True)
 
 
 def test_limits_of_calls_and_tokens_end_the_rollout():
@@ -332,7 +383,7 @@ def test_a_function_that_fails_or_hangs_is_scored():
     assert (state["reward"], state["error"]) == (1.0, None)
     assert state["program"]["exit_status"] == 1
     assert state["program"]["error"]["message"] == "the answer is no number"
-    (state,) = play(hangs, time_limit_s=1)
+    state = play_hurried(hangs)
     assert (state["reward"], state["truncation_reason"]) == (1.0, "time_limit")
     (state,) = play(lambda_that_never_asks)
     assert state["error"].type == "ProgramError"

@@ -4,7 +4,7 @@ import asyncio
 import json
 
 import pytest
-from program_kit import ASK, one, rows, said
+from program_kit import ASK, one, play_hurried, rows, said
 
 import rolltree as rt
 from rolltree.errors import ConfigError, SandboxUnavailable
@@ -72,26 +72,51 @@ open("made.txt", "w").write("made")
         assert state["sandbox_level"]["missing"] == []
 
 
-def test_the_answer_is_sampled_no_longer_when_the_program_hangs_up():
-    async def run():
-        client = ScriptedClient(said, token_delay_s=60.0)
-        env = rt.ProgramEnv(
-            COMMAND,
-            files=agent(
-                "import threading\n"
-                "asking = threading.Thread(target=ask, args=(sys.argv[1],), daemon=True)\n"
-                "asking.start(); time.sleep(2); os._exit(0)"
-            ),
-            dataset=rows(1),
-            rubric=rt.Rubric([one]),
-            sandbox="local",
-        )
-        async with env:
-            return (await env.evaluate(client)).state
+class Slow(ScriptedClient):
+    """Never answers "slow", and says of it whether it was asked, and whether nobody waits."""
 
-    (state,) = asyncio.run(run())
-    assert state["program"]["exit_status"] == 0
-    assert (state["error"], len(state["trajectory"])) == (None, 0)
+    def __init__(self):
+        super().__init__(lambda messages: self.state)
+        self.state = "unasked"
+
+    async def respond(self, call, memory):
+        if call.prompt[-1]["content"] == "slow":
+            self.state = "asked"
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.state = "left"
+        return await super().respond(call, memory)
+
+
+def test_a_call_ends_when_the_program_hangs_up():
+    code = """
+import threading
+connected = socket.create_connection
+kept = []
+def connect(address):
+    kept.append(connected(address))
+    return kept[-1]
+socket.create_connection = connect
+threading.Thread(target=ask, args=("slow",), daemon=True).start()
+def wait_for(state):
+    # Each time another question: the same one, from a client that does not count its attempts,
+    # could be a repetition.
+    while ask(f"state {time.time()}") != state:
+        time.sleep(0.01)
+while not kept:
+    time.sleep(0.01)
+wait_for("asked")
+kept[0].shutdown(socket.SHUT_RDWR)
+wait_for("left")
+print("seen", flush=True)
+os._exit(0)
+"""
+    env = rt.ProgramEnv(
+        COMMAND, files=agent(code), dataset=rows(1), rubric=rt.Rubric([one]), sandbox="local"
+    )
+    (state,) = env.evaluate_sync(Slow()).state
+    assert (state["error"], state["program"]["stdout"]) == (None, "seen\n")
 
 
 def test_limits_of_the_sandbox_are_scored():
@@ -104,7 +129,7 @@ def test_limits_of_the_sandbox_are_scored():
     (state,) = play("ask('q')\nwhile True: pass", sandbox_limits=Limits(wall_s=60, cpu_s=1))
     assert (state["program"]["ended"], state["truncation_reason"]) == ("cpu", "env")
     assert state["reward"] == 1.0
-    (state,) = play("ask('q'); time.sleep(1000)", time_limit_s=3)
+    state = play_hurried(COMMAND, files=agent("ask('q'); time.sleep(1000)"), sandbox="local")
     assert (state["program"]["ended"], state["truncation_reason"]) == ("time", "time_limit")
 
 

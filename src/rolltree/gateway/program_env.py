@@ -29,6 +29,7 @@ from rolltree.errors import (
     PromptTooLong,
     SandboxFileError,
     ServerError,
+    TokenError,
     record_error,
 )
 from rolltree.gateway.program import (
@@ -244,7 +245,8 @@ class ProgramEnv(Environment):
         watch = _Watch(self._clock(), self.max_seq_len)
         outcome = ProgramOutcome()
         try:
-            with in_phase("setup"):
+            # The time limit is the program's, and not that of what is made ready for it.
+            with in_phase("setup"), watch.clock.excluded():
                 state = await self._set_up(state)
                 session = await self._open_session(state, client, model, sampling_args, watch)
             try:
@@ -335,7 +337,7 @@ class ProgramEnv(Environment):
             "api_key": api_key,
             "model": session.model_name,
         }
-        with in_phase("setup"):
+        with in_phase("setup"), watch.clock.excluded():
             folder = await self._make_folder(values, root_url, api_key)
         state["sandbox_id"], state["sandbox_level"] = folder.id, folder.level.as_dict()
         self._folders[folder.id] = folder
@@ -424,7 +426,8 @@ class ProgramEnv(Environment):
         if watch.num_asked == 0 and not watch.refused:
             raise ProgramError(_never_asked(outcome))
         if failure is not None and _says_nothing(failure, has_steps=bool(state.trajectory)):
-            raise failure
+            with in_phase("model"):
+                raise failure
         if isinstance(failure, PromptTooLong) and session.ended is None:
             state.prompt_too_long = True
             self._cut(state, TruncationReason.MAX_SEQ_LEN)
@@ -545,7 +548,7 @@ class _Watch:
     # Whether a call was refused before the model was asked: `max_seq_len` was reached.
     refused: bool = False
     # Of the last call that ended; None if it was answered.
-    failure: ModelError | None = None
+    failure: Exception | None = None
     # What ends the rollout from within a call: a replay that is over.
     ending: asyncio.Future[None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
@@ -638,7 +641,7 @@ class _ProgramClient(DelegatingClient):
         watch.begins(call)
         try:
             response = await call.to(self._inner)
-        except ModelError as error:
+        except Exception as error:
             watch.failure = error
             raise
         except asyncio.CancelledError as error:
@@ -668,17 +671,19 @@ def _is_pattern(name: str) -> bool:
     return any(char in name for char in "*?[")
 
 
-def _says_nothing(failure: ModelError, *, has_steps: bool) -> bool:
+def _says_nothing(failure: Exception, *, has_steps: bool) -> bool:
     """Whether a failed call says nothing about the program: it is the server's, or the harness's.
 
-    A prompt that is too long, and a request that the model's server refuses after others, can be
-    the model's doing.
+    A prompt that is too long can be the model's doing, and so can a request that is refused after
+    others were answered: it may quote what the model wrote.
     """
     if isinstance(failure, PromptTooLong):
         return False
-    if isinstance(failure, ServerError) and has_steps:
+    if not has_steps:
+        return True
+    if isinstance(failure, ServerError):
         return failure.retryable or failure.status in (401, 403)
-    return True
+    return isinstance(failure, ModelError | TokenError)
 
 
 def _never_asked(outcome: ProgramOutcome) -> str:
