@@ -507,7 +507,8 @@ def files(folder: Path) -> dict[str, Any]:
     """Return saved results: names, and contents without times."""
     found: dict[str, Any] = {}
     for path in sorted(folder.rglob("*")):
-        if path.is_file():
+        # Compiled modules are the interpreter's, and there only if it may write them.
+        if path.is_file() and path.suffix != ".pyc":
             name = path.relative_to(folder).as_posix()
             parts = [part for part in name.split("/") if len(part) != 8]
             text = path.read_text()

@@ -6,10 +6,10 @@ import shlex
 import textwrap
 import tomllib
 
-import docs_kit
 import pytest
 from click.testing import CliRunner
 
+import docs_kit
 import rolltree as rt
 from rolltree.cli import app
 from rolltree.cli.gateway import serve_sessions
