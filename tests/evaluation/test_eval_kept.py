@@ -124,3 +124,10 @@ async def test_the_callers_own_results_are_not_kept(tmp_path):
         assert report.reward is None
         assert run.kept_report("eval") is None
         assert stored_report(run, outcomes=False).reward.mean == 0.5
+
+
+def test_what_reward_functions_raised_comes_back(run):
+    report = stored_report(run)
+    raised = {"right": {"num": 2, "first": "adding.py:12: the judge refused"}}
+    keep_report(run, replace(report, results={**report.results, "scoring_errors": raised}))
+    assert stored_report(run, outcomes=False).results["scoring_errors"] == raised

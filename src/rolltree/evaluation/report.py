@@ -215,6 +215,8 @@ def _from_plain(name: str, value: Any) -> Any:
     """Return what the reducer of this name returned."""
     if name == "reward":
         return None if value is None else Estimate(*value)
+    if name == "scoring_errors":
+        return {function: dict(raised) for function, raised in value}
     are_estimates = name in ("pass_at", "tasks", "metrics")
     return {key: Estimate(*item) if are_estimates else item for key, item in value}
 
