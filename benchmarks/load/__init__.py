@@ -21,7 +21,8 @@ import numpy as np
 
 import rolltree as rt
 from rolltree.models import resolve_model
-from rolltree.records.token_rows import resolved, state_of
+from rolltree.records.token_rows import state_of
+from rolltree.samples.resolve import resolve_rollout
 from rolltree.rollouts.record import encode_result
 from rolltree.store import Run, StoredRollout, TrainedRollout
 from rolltree.tokens import Trajectory
@@ -92,7 +93,7 @@ def _trained(row: StoredRollout) -> TrainedRollout:
     """Return what a trainer might have known of a rollout's tokens."""
     state = state_of(row)
     assert state is not None
-    rollout = resolved(state)
+    rollout = resolve_rollout(0, state)
     tree = rollout.tree
     sizes = [tree.num_sampled(step.handle) for step in rollout.calls]
     logprob = np.concatenate([np.asarray(tree.logprobs(step.handle)) for step in rollout.calls])
