@@ -22,8 +22,8 @@ import numpy as np
 import rolltree as rt
 from rolltree.models import resolve_model
 from rolltree.records.token_rows import state_of
-from rolltree.samples.resolve import resolve_rollout
 from rolltree.rollouts.record import encode_result
+from rolltree.samples.resolve import resolve_rollout
 from rolltree.store import Run, StoredRollout, TrainedRollout
 from rolltree.tokens import Trajectory
 from rolltree.types import FinishReason, ModelResponse
