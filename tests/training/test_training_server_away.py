@@ -10,7 +10,7 @@ from rolltree.errors import TrainingError
 from rolltree.inference import OpenAIClient
 from rolltree.models import load_model
 from rolltree.store import Run
-from rolltree.training import TrainParts
+from rolltree.training import TrainParts, build_parts, open_run, run_training
 from rolltree.training.servers import ServerTarget
 
 
@@ -67,6 +67,14 @@ def test_a_run_says_at_its_end_what_servers_go_on_with(model, tmp_path, server):
     assert "go on with the weights of version 1 under the name 'm'" in said
     with Run.open(config.run.dir, "r") as run:
         assert [event.data["message"] for event in run.events("notice")][-1] == said
+
+
+async def test_parts_may_be_closed_after_the_run(model, tmp_path, server):
+    config = kit.server_config(model, tmp_path / "run", [server.url], train={"num_steps": 1})
+    parts = build_parts(config)
+    with open_run(config) as run:
+        await run_training(config, parts, source=kit.EarlyIsEasy(), run=run)
+    await parts.aclose()
 
 
 class Swapping(OpenAIClient):

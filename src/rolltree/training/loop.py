@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, TypeVar
@@ -20,7 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from rolltree.errors import TrainingError
+from rolltree.errors import StoreError, TrainingError
 from rolltree.inference.vocabulary import Vocabulary
 from rolltree.rollouts import RolloutEngine, RolloutSource
 from rolltree.rollouts.decode import decode_results
@@ -173,6 +174,11 @@ class _Loop:
             if self.done > self.saved and not self.is_writing:
                 self._save(self.done)
             raise
+        finally:
+            # Here and not when the parts are closed: the run's database may be closed by then.
+            if isinstance(self.parts.engine, Servers):
+                with suppress(StoreError):
+                    self.parts.engine.announce_kept_weights()
 
     async def _run_all(self) -> TrainReport:
         first = self._restore()

@@ -252,8 +252,8 @@ class Servers(ABC):
                 each.cancel()
             await asyncio.gather(task, lost, return_exceptions=True)
 
-    async def aclose(self) -> None:
-        """Wait for no server any more, and say what they go on serving."""
+    def announce_kept_weights(self) -> None:
+        """Tell the user at the end of a run that the servers keep the trained weights."""
         if self.version > 0:
             model = getattr(self._clients[0], "model", "the model")
             self.notify(
@@ -262,6 +262,9 @@ class Servers(ABC):
                 "model now measures the trained one. Start the servers again for the model that "
                 "they began with."
             )
+
+    async def aclose(self) -> None:
+        """Stop waiting for servers."""
         for task in self._revivals.values():
             task.cancel()
         await asyncio.gather(*self._revivals.values(), return_exceptions=True)
