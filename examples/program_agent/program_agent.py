@@ -1,8 +1,9 @@
-"""The agent of `agent.py` as an environment: sums to solve, and a reward for what it prints."""
+"""Two agents as an environment: sums to solve, and a reward for the answer."""
 
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -27,22 +28,32 @@ def first_try(state: rt.State) -> float:
     return correct(state) * float(len(state["trajectory"]) == 1)
 
 
-async def play(session: Any, state: rt.State) -> str:
-    """Run the agent in this process: the same code, without the second that a start takes."""
-    import openai
-    from agent import solve
+def playing(module: str) -> Any:
+    """Return a function that runs `solve` of an agent's module in this process.
 
-    async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
-        return await solve(state["question"], client)
+    It is the same code as the command, without the second that each start takes.
+    """
+
+    async def play(session: Any, state: rt.State) -> str:
+        import openai
+
+        url, key = session.base_url, session.api_key
+        async with openai.AsyncOpenAI(base_url=url, api_key=key) as client:
+            return await import_module(module).solve(state["question"], client)
+
+    return play
 
 
-def load_environment(as_command: bool = False) -> rt.Environment:
-    """Return the environment; `as_command` starts a process for each rollout."""
+def load_environment(agent: str = "agent", as_command: bool = False) -> rt.Environment:
+    """Return the environment of `agent.py` or `pydantic_agent.py`.
+
+    `as_command` starts a process for each rollout.
+    """
     sums = rt.load_environment(HERE.parents[1] / "environments" / "arithmetic")
     rubric = rt.Rubric([correct])
     rubric.add_metric(first_try)
     return rt.ProgramEnv(
-        [sys.executable, str(HERE / "agent.py"), "{question}"] if as_command else play,
+        [sys.executable, str(HERE / f"{agent}.py"), "{question}"] if as_command else playing(agent),
         dataset=plain(sums.get_dataset()),
         eval_dataset=plain(sums.get_eval_dataset()),
         rubric=rubric,
