@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 
@@ -104,9 +105,11 @@ def adder(messages):
     return calling(("add", {"a": 17, "b": 25}))
 
 
-async def test_smolagents_loop(agents_python, tmp_path):
-    async with rt.gateway(ScriptedClient(adder)) as g, g.session() as s:
-        said = await play(agents_python, s, tmp_path, "smol_loop", "whole")
+@BOTH
+async def test_smolagents_loop(agents_python, tmp_path, how):
+    client = ScriptedClient(adder, token_delay_s=TOKEN_DELAY_S)
+    async with rt.gateway(client) as g, g.session() as s:
+        said = await play(agents_python, s, tmp_path, "smol_loop", how)
         assert str(said["answer"]) == "42"
         check_recorded(s)
         assert len(s.trajectory) == 2
@@ -202,3 +205,20 @@ async def test_sub_agents_in_parallel_in_one_session(agents_python, tmp_path):
         assert found[:3] == [None, None, None]
         assert set(found[3:5]) == {1, 2}
         assert found[5] == 0
+
+
+async def test_a_client_that_asks_again_is_answered_once(agents_python, tmp_path):
+    # Longer than the client waits: it hangs up, and asks again.
+    client = ScriptedClient(["Roses are red."], delay_s=3600)
+    async with rt.gateway(client) as g, g.session() as s:
+
+        async def hurry():
+            while not s.num_cancelled:
+                await asyncio.sleep(0.01)
+            client.delay_s = 0.0
+
+        said, _ = await asyncio.gather(play(agents_python, s, tmp_path, "impatient", "3"), hurry())
+        assert said == {"answer": "Roses are red."}
+        check_recorded(s)
+        assert len(s.trajectory) == 1
+        assert s.num_cancelled == len(client.calls) - 1

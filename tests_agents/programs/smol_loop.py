@@ -27,4 +27,6 @@ streamed = sys.argv[1] == "streamed"
 agent = ToolCallingAgent(
     tools=[add], model=model, verbosity_level=LogLevel.OFF, stream_outputs=streamed
 )
-print(json.dumps({"answer": agent.run("What is 17 + 25?")}))
+answer = agent.run("What is 17 + 25?")
+print()  # what it shows of a stream ends without a line break
+print(json.dumps({"answer": answer}))
