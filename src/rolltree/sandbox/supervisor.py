@@ -56,8 +56,8 @@ def main() -> None:
     # finds a program that forks twice or opens its own session (design/0005).
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    # `select` starts again after a signal (PEP 475); a byte in this pipe ends it at once when a
-    # child dies.
+    # `poll` starts again after a signal (PEP 475); a byte in this pipe ends it at once when a child
+    # dies.
     wake_read, wake_write = pipe()
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -85,12 +85,16 @@ def main() -> None:
     # If the machine runs out of memory, the kernel takes this tree before the trainer.
     with contextlib.suppress(OSError), open(f"/proc/{main_pid}/oom_score_adj", "w") as file:
         file.write("1000")
+    # Not `select`, which takes no number above 1023: the owner of 200 sandboxes has higher ones.
+    events = select.poll()
+    for fd in (spec["control_fd"], wake_read):
+        events.register(fd, select.POLLIN)
+    # Without limits nothing has to be looked at until something happens.
+    waits_ms = 1000 * POLL_S if spec["is_limited"] else None
     ended = ""
     try:
         while not ended:
-            # Without limits nothing has to be looked at until something happens.
-            waits_s = POLL_S if spec["is_limited"] else None
-            select.select([spec["control_fd"], wake_read], [], [], waits_s)
+            events.poll(waits_ms)
             with contextlib.suppress(BlockingIOError):
                 os.read(wake_read, 4096)
             watch.reap()
