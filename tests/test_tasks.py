@@ -2,6 +2,8 @@
 
 import asyncio
 import gc
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -234,3 +236,18 @@ class TestShortCollections:
             assert gc.get_freeze_count()
         assert gc.get_freeze_count() == 0
         assert gc.get_threshold() == usual
+
+
+def test_the_soft_limit_on_open_files_is_raised():
+    code = """
+import resource
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))
+from rolltree.tasks import allow_open_files
+allow_open_files()
+print(*resource.getrlimit(resource.RLIMIT_NOFILE), hard)
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    soft, kept, hard = map(int, out.stdout.split())
+    assert kept == hard
+    assert soft == (65_536 if hard == -1 else min(hard, 65_536))

@@ -4,12 +4,13 @@
 task is cancelled. `being_cancelled` tells a cancellation of this task from a `CancelledError` that
 user code raised itself, for example by awaiting a task that it cancelled. `yield_fairly` keeps
 thousands of tasks that become ready at once from blocking the event loop; `ShortCollections` does
-the same for the garbage collector.
+the same for the garbage collector, and `allow_open_files` for the limit on open files.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import resource
 from collections import deque
@@ -145,6 +146,26 @@ class _Rounds:
 
 
 _ROUNDS: WeakKeyDictionary[asyncio.AbstractEventLoop, _Rounds] = WeakKeyDictionary()
+
+
+_MOST_OPEN_FILES = 65_536
+
+
+def allow_open_files() -> None:
+    """Raise this process's soft limit on open files as far as its user may, to 65,536 at most.
+
+    Shells set 1,024 (256 on macOS) for the sake of programs that call `select`, which rolltree does
+    not; hundreds of concurrent calls, and programs with five pipes each, need more. Sandboxed code
+    has its own limit.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_OPEN_FILES
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        # macOS refuses more than its own maximum, which is not the hard limit.
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def peak_rss_bytes() -> int:

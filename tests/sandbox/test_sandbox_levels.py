@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rolltree.errors import ConfigError, SandboxUnavailable, UnknownName
+from rolltree.errors import ConfigError, SandboxError, SandboxUnavailable, UnknownName
 from rolltree.sandbox import DockerBackend, Limits, LocalBackend, backend_of, known_backends
 from rolltree.sandbox.local import bwrap_arguments
 from rolltree.sandbox.machine import (
@@ -26,6 +26,7 @@ from rolltree.sandbox.machine import (
     system_folders,
     this_machine,
 )
+from rolltree.tasks import allow_open_files
 
 USER = Machine("x86_64", 6, True, "/usr/bin/bwrap", False, range(0), (6, 12))
 ROOT = replace(USER, is_root=True, uids=range(40000, 60000))
@@ -252,8 +253,7 @@ def test_the_binary_of_the_wheel_is_used_where_the_system_has_none(monkeypatch):
 @pytest.mark.parametrize("level", ["auto", "rlimits"])
 async def test_a_process_with_many_open_files_starts_sandboxes(level, tmp_path):
     """Hundreds of sandboxes at once: their pipes get numbers that `select` does not take."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    allow_open_files()
     held = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
     try:
         backend = LocalBackend(level, allow_weaker=True, base=tmp_path)
@@ -262,5 +262,27 @@ async def test_a_process_with_many_open_files_starts_sandboxes(level, tmp_path):
     finally:
         for fd in held:
             os.close(fd)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert (result.ended, result.exit_code, result.stdout) == ("exit", 3, "here\n")
+
+
+async def test_too_many_open_files_do_not_count_against_the_code(tmp_path):
+    """Whatever cannot be opened: an error that is retried, not a rollout's, and nothing is left."""
+    backend = LocalBackend("rlimits", allow_weaker=True, base=tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    async with await backend.create() as box:
+        before = len(os.listdir("/proc/self/fd"))
+        free = os.open("/dev/null", os.O_RDONLY)
+        os.close(free)
+        try:
+            for spare in range(12):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (free + spare, hard))
+                try:
+                    with pytest.raises(SandboxError, match="Too many open files"):
+                        await box.run(["true"])
+                except pytest.fail.Exception:
+                    break  # now there are enough
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert spare > 2
+        assert len(os.listdir("/proc/self/fd")) == before
+        assert (await box.run(["true"])).exit_code == 0

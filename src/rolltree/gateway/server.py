@@ -31,6 +31,7 @@ from rolltree.inference.server.requests import RequestError
 from rolltree.rollouts.record import encode_result
 from rolltree.seeds import derive_seed
 from rolltree.store import Run
+from rolltree.tasks import allow_open_files
 from rolltree.types import RolloutRequest, RolloutResult, SamplingArgs, SamplingParams, State
 
 WRITE_TIMEOUT_S = 120.0
@@ -138,6 +139,7 @@ class Gateway:
             ConfigError: the address cannot be listened on.
             StoreError: the directory cannot be used.
         """
+        allow_open_files()
         listener = self.listener = listen(self._where.host, self._where.port)
         port = listener.getsockname()[1]
         name = f"[{self._where.host}]" if ":" in self._where.host else self._where.host

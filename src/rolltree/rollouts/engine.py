@@ -41,7 +41,7 @@ from rolltree.samples import (
     build_samples,
     sample_meta,
 )
-from rolltree.tasks import ShortCollections, being_cancelled, yield_fairly
+from rolltree.tasks import ShortCollections, allow_open_files, being_cancelled, yield_fairly
 from rolltree.types import (
     ErrorRecord,
     RolloutRequest,
@@ -212,6 +212,7 @@ class RolloutEngine:
         if retries < 0 or grace_s < 0:
             raise ConfigError("retries and grace_s cannot be negative; use 0 for none.")
         check_source(source)
+        allow_open_files()
         self.source = source
         self.client = as_client(client, model)
         check_tools(self.client, getattr(source, "oai_tools", None))

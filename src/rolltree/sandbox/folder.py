@@ -47,7 +47,7 @@ _MOUNT = Path(__file__).with_name("mount.py")
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 # The machine's failures, which code inside cannot cause.
-_HOST_FAILURES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO)
+_HOST_FAILURES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.EAGAIN)
 # A file in each of 2,000 nested folders can make 500 MB of paths.
 _MAX_PATH_CHARACTERS = 2**14
 
@@ -385,6 +385,23 @@ def _parts(name: str) -> list[str]:
     return parts
 
 
+def _host_failure(what: str, error: OSError) -> SandboxError:
+    return SandboxError(
+        f"{what} ({error.strerror}): this process or machine has run out of something. Raise its "
+        "limits (`ulimit -n`, `ulimit -u`), or play fewer episodes at once (max_concurrent)."
+    )
+
+
+@contextmanager
+def _starting(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _HOST_FAILURES:
+            raise
+        raise _host_failure(f"{what} could not be started", error) from error
+
+
 @contextmanager
 def _explained(name: str) -> Iterator[None]:
     try:
@@ -395,10 +412,7 @@ def _explained(name: str) -> Iterator[None]:
         ) from error
     except OSError as error:
         if error.errno in _HOST_FAILURES:
-            raise SandboxError(
-                f"{name!r} in the sandbox could not be opened ({error.strerror}): this process or "
-                "machine has run out of something. Raise its limits (`ulimit -n`)."
-            ) from error
+            raise _host_failure(f"{name!r} in the sandbox could not be opened", error) from error
         if error.errno in _FULL:
             raise SandboxFileError(
                 f"{name!r} does not fit into the sandbox: its folder is bounded by "
@@ -466,12 +480,13 @@ class FolderSandbox(ABC):
         command = [_bytes_of(part).decode() for part in command]
         if any("\0" in part for part in command):
             return self._not_started("a command must not contain NUL characters")
-        work = run_to_end(self._prepared(command, limits), limits, _bytes_of(stdin), tail)
-        task = asyncio.create_task(work)
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
         try:
-            return await task
+            with _starting("a program in the sandbox"):
+                launch = self._prepared(command, limits)
+                task = asyncio.create_task(run_to_end(launch, limits, _bytes_of(stdin), tail))
+                self._running.add(task)
+                task.add_done_callback(self._running.discard)
+                return await task
         except OSError as error:
             if error.errno != errno.E2BIG:
                 raise
@@ -513,8 +528,9 @@ class FolderSandbox(ABC):
 
         def start(source: str, feed: Feed) -> SupervisedProcess:
             self._check_open()
-            launch = self._prepared([self.python, "-s", "-c", source], limits)
-            return SupervisedProcess(launch, limits, feed, stdin=None, windowed=True)
+            with _starting("Python in the sandbox"):
+                launch = self._prepared([self.python, "-s", "-c", source], limits)
+                return SupervisedProcess(launch, limits, feed, stdin=None, windowed=True)
 
         session = SupervisedSession(start, limits, self.level.name)
         self._sessions.append(session)

@@ -149,7 +149,12 @@ class SupervisedProcess:
         # From here to the end of the constructor nothing awaits: a cancellation finds either no
         # process or a complete one (design/0005).
         control_read, self._control = os.pipe()
-        status_read, status_write = os.pipe()
+        try:
+            status_read, status_write = os.pipe()
+        except BaseException:
+            os.close(control_read)
+            os.close(self._control)
+            raise
         spec = {
             **{name: getattr(launch, name) for name in _SHARED},
             "command": list(launch.command),
