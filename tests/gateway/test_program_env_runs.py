@@ -172,3 +172,21 @@ def test_the_example_plays_the_same_in_process_and_as_a_command():
         assert [state["error"] for state in states] == [None, None]
         played.append([(s["completion"], s["reward"], s["metrics"]) for s in states])
     assert played[0] == played[1]
+
+
+@pytest.mark.long
+def test_hundreds_of_programs_at_once():
+    """More pipes than 1,024, the usual limit and the last descriptor that `select` takes."""
+    num = 250
+    client = ScriptedClient(said, delay_s=5.0)
+    env = rt.ProgramEnv(
+        [*script("print(ask(sys.argv[1]))"), "{question}"],
+        dataset=rows(num),
+        rubric=rt.Rubric([rt.run_inline(right)]),
+    )
+    report = rt.evaluate(env, client, num_examples=num, max_concurrent=num)
+    assert (report.num_rollouts, report.reward.mean) == (num, 1.0)
+
+
+def right(state):
+    return float(state["program"]["stdout"].strip() == state["answer"])
