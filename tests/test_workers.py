@@ -1,6 +1,7 @@
 """Worker processes: calls, limits, deaths, cancellation, and that none outlives its owner."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -79,6 +80,39 @@ def test_a_call_that_hangs_is_killed_and_the_next_one_works(how):
     assert time.monotonic() - started < 30
     until(lambda: not is_alive(pid))
     assert pool.call("pid") != pid
+
+
+def starve(pid, held_s):
+    """Let a process not run for a while, as on a machine with too much to do."""
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(held_s)
+    with contextlib.suppress(ProcessLookupError):  # killed meanwhile
+        os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("counts_cpu", [True, False])
+def test_a_starved_process_is_not_a_slow_one(counts_cpu):
+    pool = WorkerPool("worker_functions:compute", limit_s=1.0, counts_cpu=counts_cpu)
+    pid = pool.call(0)
+    starved = threading.Thread(target=starve, args=(pid, 2.0))
+    starved.start()
+    try:
+        if counts_cpu:
+            assert pool.call(0.3) == pid
+        else:
+            with pytest.raises(WorkerDied, match="time"):
+                pool.call(0.3)
+    finally:
+        starved.join()
+
+
+@pytest.mark.parametrize(("how", "most_s"), [("python", 60), ("idle", 60)])
+def test_a_limit_on_cpu_time_ends_every_call(how, most_s):
+    pool = WorkerPool("worker_functions:hang", limit_s=0.3, counts_cpu=True)
+    began = time.monotonic()
+    with pytest.raises(WorkerDied, match="time"):
+        pool.call(how)
+    assert (0.3 if how == "python" else 3.0) <= time.monotonic() - began < most_s
 
 
 def test_too_much_memory_is_told_as_such():

@@ -71,3 +71,11 @@ def leave(what):
     if what == "thread":
         threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
     return [os.getpid(), left]
+
+
+def compute(cpu_s):
+    """Use the CPU for so long."""
+    until = time.process_time() + cpu_s
+    while time.process_time() < until:
+        pass
+    return os.getpid()

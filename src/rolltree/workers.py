@@ -37,6 +37,7 @@ START_LIMIT_S = 60.0
 # Standard output and error of a process go to a temporary file, which is emptied beyond this.
 MAX_OUTPUT_BYTES = 2**20
 _POLL_S = 0.2
+_STARVED = 10
 _HEADER = 4
 _PASSED = (
     *("PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "TMPDIR"),
@@ -74,6 +75,8 @@ class WorkerPool:
         target: the function, as "package.module:function". Importing its module is part of starting
             a process and counts towards no limit.
         limit_s: most seconds for one call; None for no limit.
+        counts_cpu: the limit is on CPU time, so that a busy machine does not fail calls that only
+            compute. A call that uses none ends after ten times the limit.
         memory_bytes: most address space of one process (`MemoryError` beyond it).
         max_workers: most processes at once, further calls wait; None for no bound.
         max_idle: how many processes are kept for later calls.
@@ -86,13 +89,14 @@ class WorkerPool:
         target: str,
         *,
         limit_s: float | None = None,
+        counts_cpu: bool = False,
         memory_bytes: int | None = None,
         max_workers: int | None = None,
         max_idle: int = 1,
         inherit_env: bool = False,
     ) -> None:
         self.target, self.limit_s, self.memory_bytes = target, limit_s, memory_bytes
-        self.max_idle, self.inherit_env = max_idle, inherit_env
+        self.max_idle, self.inherit_env, self.counts_cpu = max_idle, inherit_env, counts_cpu
         self._idle: deque[_Worker] = deque()
         self._free: AbstractContextManager[Any] = contextlib.nullcontext()
         if max_workers is not None:
@@ -106,11 +110,11 @@ class WorkerPool:
             WorkerDied: a limit was reached, or the process ended.
             RuntimeError: no process can be started.
         """
-        return self._call(_encode(value), self.limit_s if limit_s is None else limit_s, _Call())
+        return self._call(_encode(value), self._limit(limit_s), _Call())
 
     async def call_async(self, value: Any, *, limit_s: float | None = None) -> Any:
         """Like `call`, without blocking the event loop; cancellation kills the process."""
-        data, limit = _encode(value), self.limit_s if limit_s is None else limit_s
+        data, limit = _encode(value), self._limit(limit_s)
         call = _Call()
         work = run_in_thread(lambda: self._call(data, limit, call), name="rolltree-worker-call")
         task = asyncio.ensure_future(work)
@@ -124,12 +128,16 @@ class WorkerPool:
                 task.exception()
             raise
 
-    def _call(self, data: bytes, limit_s: float | None, call: _Call) -> Any:
+    def _limit(self, limit_s: float | None) -> _Limit | None:
+        limit_s = self.limit_s if limit_s is None else limit_s
+        return None if limit_s is None else _Limit(limit_s, self.counts_cpu)
+
+    def _call(self, data: bytes, limit: _Limit | None, call: _Call) -> Any:
         with self._free:
             worker = self._take()
             try:
                 call.begin(worker)
-                reply = worker.ask(data, limit_s)
+                reply = worker.ask(data, limit)
             except BaseException:
                 call.end()
                 worker.end()
@@ -152,6 +160,31 @@ class WorkerPool:
                     return worker
                 worker.end()
         return _Worker(self.target, self.memory_bytes, self.inherit_env)
+
+
+class _Limit:
+    """How long one call may take, from `begin` on."""
+
+    def __init__(self, limit_s: float, counts_cpu: bool = False) -> None:
+        self._limit_s, self._counts_cpu = limit_s, counts_cpu
+
+    def begin(self, pid: int) -> None:
+        """Start the clock for the process `pid`."""
+        self._pid, began = pid, time.monotonic()
+        self._until = began + self._limit_s
+        self._cpu_before_s = _cpu_s(pid) if self._counts_cpu else None
+        self._last = began + _STARVED * self._limit_s
+
+    def left_s(self) -> float:
+        """Return the seconds until it is worth asking again; none are left when it is over."""
+        now = time.monotonic()
+        # A system without /proc does not say what another process used: there the clock counts.
+        if now >= self._until and self._cpu_before_s is not None and now < self._last:
+            cpu_s = _cpu_s(self._pid)
+            if cpu_s is not None:
+                left_s = self._limit_s - (cpu_s - self._cpu_before_s)
+                self._until = min(now + left_s, self._last)
+        return self._until - now
 
 
 class _Call:
@@ -224,7 +257,9 @@ class _Worker:
         self._owner = os.getpid()
         self.end = weakref.finalize(self, _end, self._process, held, said, self._owner)
         try:
-            self._receive(time.monotonic() + START_LIMIT_S)
+            start = _Limit(START_LIMIT_S)
+            start.begin(self._process.pid)
+            self._receive(start)
         except WorkerDied as error:
             self.end()
             raise RuntimeError(
@@ -240,33 +275,34 @@ class _Worker:
         """Kill the process group; a call that waits for a reply gets `WorkerDied`."""
         _kill(self._process)
 
-    def ask(self, data: bytes, limit_s: float | None) -> dict[str, Any]:
+    def ask(self, data: bytes, limit: _Limit | None) -> dict[str, Any]:
         """Send a request and return the reply."""
-        until = None if limit_s is None else time.monotonic() + limit_s
+        if limit is not None:
+            limit.begin(self._process.pid)
         # Both sides share the position, so this is the end of what the process has written.
         self._said_before = os.lseek(self._said_fd, 0, os.SEEK_CUR)
         if self._said_before > MAX_OUTPUT_BYTES:
             os.ftruncate(self._said_fd, 0)
             self._said_before = os.lseek(self._said_fd, 0, os.SEEK_SET)
-        self._send(memoryview(data), until)
-        reply: dict[str, Any] = json.loads(self._receive(until))
+        self._send(memoryview(data), limit)
+        reply: dict[str, Any] = json.loads(self._receive(limit))
         if reply.get("out_of_memory"):
             raise WorkerDied("memory", None, "")
         return reply
 
-    def _send(self, data: memoryview, until: float | None) -> None:
+    def _send(self, data: memoryview, limit: _Limit | None) -> None:
         while data:
             try:
                 data = data[os.write(self._to, data) :]
             except BlockingIOError:
-                self._wait(self._writable, until)
+                self._wait(self._writable, limit)
             except BrokenPipeError:
                 raise self._death() from None
 
-    def _receive(self, until: float | None) -> bytes:
+    def _receive(self, limit: _Limit | None) -> bytes:
         data, size = bytearray(), _HEADER
         while len(data) < size:
-            self._wait(self._readable, until)
+            self._wait(self._readable, limit)
             read = os.read(self._from, max(65536, size - len(data)))
             if not read:
                 raise self._death()
@@ -275,15 +311,15 @@ class _Worker:
                 size += int.from_bytes(data[:_HEADER], "big")
         return bytes(data[_HEADER:])
 
-    def _wait(self, ready: select.poll, until: float | None) -> None:
+    def _wait(self, ready: select.poll, limit: _Limit | None) -> None:
         while True:
-            left_s = _POLL_S if until is None else min(_POLL_S, until - time.monotonic())
-            if ready.poll(max(0.0, left_s) * 1000):
+            left_s = _POLL_S if limit is None else limit.left_s()
+            if ready.poll(min(_POLL_S, max(0.0, left_s)) * 1000):
                 return
             # A process that it left behind may still hold the pipe open.
             if self._process.poll() is not None:
                 raise self._death()
-            if until is not None and time.monotonic() >= until:
+            if left_s <= 0:
                 self.kill()
                 raise WorkerDied("time", None, self._said())
 
@@ -294,6 +330,17 @@ class _Worker:
         end = os.lseek(self._said_fd, 0, os.SEEK_END)
         said = os.pread(self._said_fd, 2000, max(self._said_before, end - 2000))
         return said.decode(errors="replace").strip()[-500:]
+
+
+def _cpu_s(pid: int) -> float | None:
+    """Return the CPU seconds that a process has used, or None where the system does not say."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            # The name, in parentheses, may hold anything.
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _scrubbed() -> dict[str, str]:

@@ -35,6 +35,7 @@ class TemplateLimitError(TemplateError):
 
 _pool = WorkerPool(
     "rolltree.inference.template_worker:render_request",
+    counts_cpu=True,
     memory_bytes=MEMORY_BYTES,
     max_workers=2,
     max_idle=2,
@@ -48,7 +49,7 @@ class ChatTemplate:
         source: the template's text.
         variables: extra names that the template may read, values that JSON holds: the special
             tokens (`bos_token`, `eos_token`) and switches such as `enable_thinking`.
-        time_limit_s: most seconds for one rendering.
+        time_limit_s: most CPU seconds for one rendering.
 
     Raises:
         TemplateError: the template does not compile, or outgrew its limits on a short message.

@@ -112,6 +112,8 @@ def _pool(time_limit_s: float, function: str = "answer") -> WorkerPool:
     return WorkerPool(
         f"rolltree.rubrics.math_worker:{function}",
         limit_s=time_limit_s,
+        # Else a busy machine would cost right answers their reward.
+        counts_cpu=True,
         memory_bytes=MEMORY_BYTES,
         max_workers=num_workers,
         max_idle=num_workers,
