@@ -1,11 +1,20 @@
 """State's forwarding is the same for every way of asking, and inputs are checked at the door."""
 
 import copy
+import dataclasses
 import pickle
 
 import pytest
 
-from rolltree.types import INPUT_FIELDS, FinishReason, State, as_input, concat_messages
+from rolltree.inference.call import ModelCall
+from rolltree.types import (
+    INPUT_FIELDS,
+    FinishReason,
+    SamplingParams,
+    State,
+    as_input,
+    concat_messages,
+)
 
 
 def make_state() -> State:
@@ -132,3 +141,14 @@ def test_a_response_says_what_a_steps_info_has_of_it():
     response = ChatResponse({"role": "assistant", "content": "cut"}, "cut", FinishReason.LENGTH)
     assert response.to_info() == {"finish_reason": "length"}
     assert type(response.to_info()["finish_reason"]) is str
+
+
+def test_copies_made_by_hand_keep_every_field():
+    """They are written out for speed, so a new field could be forgotten."""
+    sampling = SamplingParams(0.5, 0.9, 3, 7, ("a",), (2,), 11, {"min_p": 0.1})
+    assert sampling.with_seed(12) == dataclasses.replace(sampling, seed=12)
+    call = ModelCall("a", sampling, "m", [{}], "completion", 1.0, 2.0, print)
+    assert call.with_prompt("b") == dataclasses.replace(call, prompt="b")
+    for value in (sampling, call):
+        kept = dataclasses.asdict(value)
+        assert all(kept[each.name] != each.default for each in dataclasses.fields(value))

@@ -50,6 +50,14 @@ class ModelCall:
     # clients that see its tokens while they are sampled. Others never call it.
     on_delta: Callable[[ChatMessage], None] | None = None
 
+    def with_prompt(self, prompt: Messages) -> ModelCall:
+        """Return the same call of another prompt."""
+        # Not `replace`, which is slow: every call of every rollout comes by.
+        return ModelCall(
+            *(prompt, self.sampling, self.model, self.tools, self.message_type, self.sent_s),
+            *(self.began_s, self.on_delta),
+        )
+
     async def to(self, client: Any) -> ModelResponse:
         """Make the call on a `ModelClient`."""
         # rolltree's own clients take the call as it is. Through `chat`, every layer in front of

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import numpy as np
@@ -254,7 +253,7 @@ class MessageClient(RootClient[MemoryT]):
         content: dict[str, Any] = {"prompt": prompt}
         if not isinstance(prompt, str):
             prompt = list(prompt)  # the caller may append to its list meanwhile
-            call = replace(call, prompt=prompt)
+            call = call.with_prompt(prompt)
             content = {"messages": outgoing(prompt)}
             if call.tools:
                 content["tools"] = list(call.tools)

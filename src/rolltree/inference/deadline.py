@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 from rolltree.inference.call import ModelCall
 from rolltree.inference.client import ModelClient
@@ -171,7 +170,7 @@ class RolloutClient(DelegatingClient):
         """Pass the call on with its seed and model, timed."""
         sampling = call.sampling
         if self._seeds is not None:
-            sampling = replace(sampling, seed=self._seeds.next(sampling.seed))
+            sampling = sampling.with_seed(self._seeds.next(sampling.seed))
         model = self._model if call.model is None else call.model
         clock, sent_s, began_s = self._clock, call.sent_s, call.began_s
         if clock is not None:

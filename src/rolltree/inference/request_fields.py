@@ -143,6 +143,8 @@ def distribution_changes(sampling: SamplingParams) -> dict[str, Any]:
     >>> distribution_changes(asked)
     {'top_p': 0.9}
     """
+    if not sampling.extra and sampling.top_p == 1 and sampling.top_k in _NEUTRAL["top_k"]:
+        return {}  # every call comes by
     neutral = {**_NEUTRAL, "temperature": (sampling.temperature,)}
     body: Mapping[str, Any] = sampling.extra.get("extra_body", {})
     own = {"top_p": sampling.top_p, "top_k": sampling.top_k}
