@@ -135,3 +135,14 @@ def test_the_policy_version_is_that_of_the_client_behind() -> None:
     assert policy_version(pool) == policy_version(RolloutClient(pool, Clock()).session()) == 4
     assert policy_version(ScriptedClient(["a"], version=7).session()) == 7
     assert policy_version(None) == policy_version(MagicMock()) == 0
+
+
+async def test_a_call_takes_sampling_arguments_as_a_dict() -> None:
+    client = ScriptedClient(lambda messages: "one two three")
+    messages = [{"role": "user", "content": "?"}]
+    asked = {"max_completion_tokens": 3, "temperature": 0.5}
+    response = await client.chat(messages, sampling=asked)
+    assert len(response.completion_ids) == 3
+    assert response.temperature == 0.5
+    with pytest.raises(ConfigError, match=r"generate takes a GenerateRequest, not \[1, 2\]"):
+        await client.generate([1, 2])

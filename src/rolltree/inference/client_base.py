@@ -10,14 +10,15 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from reprlib import repr as shown
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
-from rolltree.errors import UnsupportedSetting
+from rolltree.errors import ConfigError, UnsupportedSetting
 from rolltree.inference.call import DEFAULT_SAMPLING, Answer, ModelCall, record_of
 from rolltree.inference.chat import ChatRenderer
-from rolltree.inference.client import ModelClient, policy_version
+from rolltree.inference.client import ModelClient, policy_version, sampling_from_args
 from rolltree.inference.deltas import TokenListener
 from rolltree.inference.message_session import MessageSession, read_outcome
 from rolltree.inference.request_fields import TokenFields, distribution_changes, outgoing
@@ -28,6 +29,7 @@ from rolltree.types import (
     Messages,
     MessageType,
     ModelResponse,
+    SamplingArgs,
     SamplingParams,
     ToolSchema,
 )
@@ -72,15 +74,22 @@ class ClientBase(ABC):
         messages: Messages,
         *,
         tools: Sequence[ToolSchema] | None = None,
-        sampling: SamplingParams = DEFAULT_SAMPLING,
+        sampling: SamplingParams | SamplingArgs = DEFAULT_SAMPLING,
         model: str | None = None,
         message_type: MessageType = "chat",
     ) -> ModelResponse:
         """Sample the next assistant message, or continue a string (`message_type="completion"`)."""
+        if not isinstance(sampling, SamplingParams):
+            sampling = sampling_from_args(sampling)
         return await self.call(ModelCall(messages, sampling, model, tools, message_type))
 
     async def generate(self, request: GenerateRequest) -> ModelResponse:
         """Sample one completion after exactly `request.prompt_ids`."""
+        if not isinstance(request, GenerateRequest):
+            raise ConfigError(
+                f"generate takes a GenerateRequest, not {shown(request)}, so it is unknown how to "
+                "sample. Write GenerateRequest(prompt_ids, SamplingParams(max_tokens=16))."
+            )
         ids = np.asarray(request.prompt_ids, np.int32)
         return await self.call(ModelCall(ids, request.sampling, request.model))
 
