@@ -243,7 +243,7 @@ def take_off(model: Any) -> bool:
 
 def remove_adapters(model: Any) -> None:
     """Put the layers back that adapters wrap; what the adapters learned is lost."""
-    # Searched anew each time: wrappers of several tensors of one module are nested, and go together.
+    # Searched anew each time: wrappers of several tensors of a module are nested and go together.
     while wrapped := next((n for n, m in model.named_modules() if _wraps(m)), None):
         model.set_submodule(wrapped, model.get_submodule(wrapped).get_base_layer())
     model._hf_peft_config_loaded = False
