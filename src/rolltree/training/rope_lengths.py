@@ -25,6 +25,7 @@ def longest_exact(model: Any) -> tuple[int, str] | None:
         config = getattr(module, "config", None)
         if kinds is None or config is None:
             continue
+        # By type of layer, in models whose layers turn differently.
         named = kinds.items() if isinstance(kinds, dict) else [(None, kinds)]
         for layer_type, kind in named:
             if kind == "longrope":
@@ -45,6 +46,7 @@ def check_lengths(model: Any, forest: Forest, longest: tuple[int, str] | None) -
     if longest is None:
         return
     limit, kind = longest
+    # A position is a depth: the longest path, not the number of tokens.
     length = int(forest.positions.max()) + 1
     if length > limit:
         raise TrainingError(

@@ -24,8 +24,10 @@ def _exact(_config: Any) -> None:
 
 LAYER_TYPES: dict[str, Check] = {
     **dict.fromkeys(("full_attention", "sliding_attention", "chunked_attention"), _exact),
+    # Layers without attention: each token by itself.
     **dict.fromkeys(("moe", "mlp"), _exact),
-    **dict.fromkeys(RECURRENT_TYPES, _exact),  # their code is checked instead
+    # The code of these is checked instead.
+    **dict.fromkeys(RECURRENT_TYPES, _exact),
 }
 """Supported entries of `config.layer_types`. Others are refused by name."""
 
@@ -58,6 +60,7 @@ def why_not_tree(model: Any) -> str | None:
     if config is None or not hasattr(model, "get_output_embeddings"):
         return "it is not a Hugging Face causal language model"
     config = config.get_text_config(decoder=True)
+    # What can be said by name comes before the probe, which only says that something differs.
     for check in CONFIG_CHECKS:
         if reason := check(config):
             return reason
