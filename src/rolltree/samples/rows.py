@@ -35,8 +35,10 @@ def process_trajectories_for_training(
             tokens = peek(step, "tokens")
             if tokens is None:
                 continue
+            # Not kept, so that reading a run does not build its lists for good.
             tokens = {key: peek(tokens, key) for key in tokens}
             prompt_ids, completion_ids = tokens["prompt_ids"], tokens["completion_ids"]
+            # Not 0, which would say that the token was certain.
             logprobs = _filled(tokens, "completion_logprobs", len(completion_ids), math.nan)
             mask = [1] * (len(prompt_ids) + len(completion_ids))
             if mask_prompts:
@@ -78,7 +80,9 @@ def to_examples(samples: Sequence[Sample]) -> list[TrainingExample]:
     examples = []
     for index, sample in enumerate(samples):
         records = sample.records
+        # On a path a sampled token is the one after its source.
         at = records.source + 1
+        # On a path, and on no tree, depths count up.
         if not np.array_equal(sample.positions, np.arange(len(sample.ids))):
             raise TokenError(
                 f"sample {index} is a tree and a row is one path; flattening it would change what "

@@ -46,6 +46,7 @@ def tree_streams(tree: TokenTree) -> dict[str, SampleStream]:
     gets the logprob that it was sampled with, and older tokens are off-policy either way.
     """
     streams: dict[str, SampleStream] = {}
+    # Stable: among equal versions the first call counts.
     newest_first = sorted(range(tree.num_calls), key=lambda call: -routing_version(tree, call))
     for name in tree.extra.names():
         parts = [
@@ -56,6 +57,7 @@ def tree_streams(tree: TokenTree) -> dict[str, SampleStream]:
             if (stream := tree.stream(name, handle)) is not None
         ]
         joined = _join(parts)
+        # The first of equal ones is kept, so parts are in the order in which they count.
         tokens, first = np.unique(joined.positions, return_index=True)
         streams[name] = joined.take(first, tokens.astype(np.int32))
     return streams
@@ -71,6 +73,7 @@ def _by_token(tree: TokenTree, handle: int, positions: Any, values: Any) -> Samp
     if not len(at):
         return SampleStream(at, values)
     low, high = int(at.min()), int(at.max()) + 1
+    # Only the stretch of the path that has values: a stream may be about a few tokens.
     last = tree.arena.up(tree.calls.end(handle), tree.path_len(handle) - high)
     path = [np.arange(*part, dtype=np.int32) for part in tree.arena.slices(last, high - low)]
     return SampleStream(np.concatenate(path)[at - low], values)
@@ -98,6 +101,7 @@ def move_streams(
     moved: dict[str, SampleStream] = {}
     for name, stream in streams.items():
         positions = position_of[stream.positions]
+        # Depth-first order is not the arena's.
         order = np.argsort(positions, kind="stable")
         order = order[positions[order] >= 0]
         if len(order):
