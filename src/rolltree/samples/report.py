@@ -85,7 +85,7 @@ def make_report(
         "num_skipped_tokens": sum(skipped_tokens.values()),
         "num_calls_without_advantage": sum(call.advantage is None for _, call in calls),
         "num_calls_without_logprobs": sum(
-            # Logprobs are always stored as arrays, so a negative offset is a call without them.
+            # Logprobs are always stored as arrays, so a negative offset means that there are none.
             rollout.tree.sampled["logprob"].offset[call.handle] < 0
             for rollout, call in calls
         ),
@@ -124,7 +124,7 @@ def sample_meta(sample: Sample, states: Sequence[Mapping[str, Any]]) -> list[dic
         extras = peek(steps[last], "extras") or {}
         is_end = last == len(steps) - 1
         episode_truncated = bool(state.get("truncated"))
-        # A step without flags of its own has the episode's, if it is the last one.
+        # A last step without its own flag has the episode's.
         is_truncated = bool(extras.get("truncated", is_end and episode_truncated))
         reason = state.get("truncation_reason")
         if is_cut and not reason:

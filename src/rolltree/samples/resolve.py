@@ -105,7 +105,7 @@ def resolve_rollout(
     steps: list[ResolvedStep] = []
     extras: Mapping[str, Any] = {}
     for position, (step, handle) in enumerate(zip(trajectory_steps, handles, strict=True)):
-        # Not kept: reading must not build the lists of a trajectory for good.
+        # `peek`, so that reading does not build and keep the lists of every step.
         extras = peek(step, "extras") or {}
         own = _number(step.get("advantage") if advantages is None else advantages[position])
         agent, turn = extras.get("agent") or "", extras.get("turn")
@@ -124,7 +124,7 @@ def resolve_rollout(
         steps=tuple(steps),
         calls=tuple(step for step in steps if step.handle >= 0),
         reward=_number(state.get("reward")),
-        # A plain list of steps says it in its last step.
+        # For a plain list of steps, the last step says it.
         terminated=bool(state.get("terminated", extras.get("terminated", False))),
         truncated=truncated,
         truncation_reason=reason,
@@ -155,12 +155,12 @@ def _shared_tree(steps: Sequence[Any]) -> tuple[TokenTree, list[int]] | None:
         if tokens is None:
             handles.append(NO_TOKENS)
             continue
-        # What was assigned or edited is in the step alone: the tree has the recorded values.
+        # Edits are in the step only; the tree has the recorded values.
         if not isinstance(tokens, StepTokens) or not tokens.as_recorded:
             return None
         if tree is None:
             tree = tokens.tree
-        # A handle means something in its own tree only.
+        # Handles are only valid in their own tree.
         if tokens.tree is not tree:
             return None
         handles.append(tokens.call)
@@ -197,7 +197,8 @@ def _insert_view(tree: TokenTree, tokens: StepTokens) -> int:
     values = recorded.values(call)
     other_ids = "completion_ids" in new or "prompt_ids" in new
     if other_ids and len(tokens["completion_ids"]) != recorded.num_sampled(call):
-        # One value for all tokens, as there are now fewer or more: the oldest, the lowest.
+        # The recorded values do not fit the new number of tokens, so all get the oldest or the
+        # lowest.
         for name in ("version", "temperature"):
             values[name] = float(np.min(values[name]))
 
@@ -205,7 +206,7 @@ def _insert_view(tree: TokenTree, tokens: StepTokens) -> int:
         """Return what was assigned, None for an empty list, else what was recorded."""
         if key not in new:
             return values[name]
-        # An empty list is spec 1's way to say that there are none.
+        # In spec 1 an empty list says that there are none.
         return new[key] if new[key] is not None and len(new[key]) else None
 
     return tree.insert(
@@ -218,6 +219,6 @@ def _insert_view(tree: TokenTree, tokens: StepTokens) -> int:
         prompt_mask=given("prompt_mask", "prompt_mask"),
         agent=recorded.agent(call),
         turn=recorded.turn(call),
-        # Streams describe the recorded ids.
+        # Streams belong to the recorded ids.
         streams={} if other_ids else recorded.streams(call),
     )

@@ -185,7 +185,7 @@ def credit_group(
     tally: Counter[str] = Counter()
     members = [member for result in results for member in _members(result, policy, tally)]
     if policy.on_error == "drop_group" and any(result.error is not None for result in results):
-        # After `_members`, which has counted what failed.
+        # `_members` has counted the failures by now, so the metrics still show them.
         members = []
         tally["dropped"] = 1
     compared: dict[Hashable, list[int]] = {}
@@ -200,7 +200,7 @@ def credit_group(
             values[index] = mine
     tally["compared"] = len(compared)
     names = {id(state): result.request.request_id for result in results for state in result.states}
-    # Only what trains: a rollout that failed may hold anything.
+    # Check only what trains: a failed rollout may hold anything.
     check_sampled((names[id(m.state)], m.state) for m in members if not m.failed)
     return GroupCredit(tuple(results), tuple(members), tuple(values), tally)
 
@@ -223,7 +223,7 @@ def join_credit(
             [member.earned for member in members], values, after, policy.baseline_decay
         )
     states = [state for result in results for state in result.states]
-    # By identity: states are dicts, which cannot be hashed.
+    # By identity, because states are dicts, which cannot be hashed.
     trained = {
         id(member.state): (member.effect, np.array(mine, np.float64))
         for member, mine in zip(members, values, strict=True)
@@ -290,15 +290,16 @@ def _members(result: RolloutResult, policy: CreditPolicy, tally: Counter[str]) -
         tally["truncated"] += effect.truncated
         tally["cut"] += effect.is_completion_cut
         tally["masked"] += effect.is_completion_masked
-        # A failed rollout that counts all the same counts as 0, and its own tokens are not trained.
+        # A failed rollout that still counts in the baseline counts as 0; its own tokens do not
+        # train.
         reward = 0.0 if failed else effect.reward
         if effect.counts:
             reward = _finite(reward, result)
         penalty = 0.0 if failed or policy.overlong is None else policy.overlong.of(state)
-        # A reward of None is left only of a rollout that does not count.
+        # By now only a rollout that does not count can have a reward of None.
         earned = _earnings(result, state, (reward or 0.0) - penalty, parent)
         where = (result.request.group_id, earned.role)
-        # An agent's rollouts of one episode are told apart by their order.
+        # If an agent has several rollouts in an episode, their order tells them apart.
         if state.get("parent_rollout") is None:
             group: Hashable = (*where, "root", met[earned.role])
         else:
@@ -306,14 +307,14 @@ def _members(result: RolloutResult, policy: CreditPolicy, tally: Counter[str]) -
         met[earned.role] += parent is None
         members.append(_Member(state, failed, effect, group, penalty, earned))
         counts.append(effect.counts and not (failed and policy.on_error == "exclude"))
-    # Parents first, so that a grandchild knows what became of its parent.
+    # Parents first, so that a grandchild sees whether its parent was left out.
     for index in parents_first(parents):
         above = parents[index]
         if above is not None and not counts[above] and policy.flow.down:
-            # What it would inherit is not known.
+            # Its parent's credit is unknown, and so is what it would inherit.
             counts[index] = False
-    # Over all rollouts, as parents are known by their place among them. What does not count goes
-    # after.
+    # Let credit flow over all rollouts, because parents are indices into them, and leave out
+    # afterwards those that do not count.
     flowed = flow_credit([member.earned for member in members], policy.flow)
     return [
         member._replace(earned=earned)
@@ -349,10 +350,10 @@ def _finite(reward: float | None, result: RolloutResult) -> float:
 
 def _earnings(result: RolloutResult, state: State, reward: float, parent: int | None) -> Earnings:
     steps = state.get("trajectory") or []
-    # If False, a step's reward repeats the rollout's.
+    # If False, each step's reward only repeats the rollout's.
     own = state.get("has_step_rewards") is not False
     rewards = [step.get("reward") if own else None for step in steps]
-    # What a truncation policy or a penalty changed arrives at the last call.
+    # Whatever a truncation policy or a penalty changed goes to the last call.
     if any(value is not None for value in rewards):
         change = reward - float(state.get("reward") or 0.0)
         rewards[-1] = (rewards[-1] or 0.0) + change
@@ -364,7 +365,7 @@ def _earnings(result: RolloutResult, state: State, reward: float, parent: int | 
     return Earnings(
         reward,
         tuple(rewards),
-        # A call without a turn is its own turn, as in samples.
+        # A call without a turn number is its own turn, as in samples.
         tuple(turn if isinstance(turn, int) else index for index, turn in enumerate(turns)),
         episode=result.request.request_id,
         role=str(state.get("agent") or ""),

@@ -84,7 +84,7 @@ def build_batch(
         TrainingError: a logprob, advantage, weight or temperature cannot be used; the rollout is
             named.
     """
-    # First of all, so that a masked token may lack what `_check` asks for.
+    # Drop masked tokens first, because they may lack what `_check` asks for.
     used = [_select(sample, sample.records.weight != 0) for sample in samples]
     used = [sample for sample in used if len(sample.records)]
     if not used:
@@ -96,10 +96,10 @@ def build_batch(
         _check(sample, algorithm)
     records = concat_records([sample.records for sample in used])
     weight = coefficients(records, algorithm.aggregation, algorithm.fixed_length)
-    # Each token moves the one ratio that all terms of a rollout share.
+    # All terms of a rollout share one ratio, and each token moves it.
     if algorithm.over_rollout:
         weight = rollout_means(records, weight)
-    # After the coefficients: what is left out has counted in the normalizers.
+    # Only now, after everything has counted in the normalizers.
     keep = _with_gradient(records) if skip_zero_advantage else np.ones(len(records), np.bool_)
     edges = np.cumsum([0, *(len(sample.records) for sample in used)])
     parts = []
@@ -110,8 +110,7 @@ def build_batch(
     joined: list[Records] = []
     first = num_tokens = 0
     every: list[Sample] = []
-    # Every rank lays out all packs: spans and counts must be alike, and need no collective
-    # (design/0007).
+    # Every rank lays out all packs, so all know the same spans and counts without a collective.
     for owner, batches in enumerate(pack_samples(parts, max_tokens, num_ranks).ranks):
         for chosen in batches:
             forest = collate(chosen)
@@ -169,7 +168,7 @@ def _select(sample: Sample, keep: BoolArray) -> Sample:
 def _with_gradient(records: Records) -> BoolArray:
     """Return which records belong to a rollout with an advantage; the first rollout's if none."""
     moving = np.unique(records.rollout[records.advantage != 0])
-    # By rollout, as terms over a rollout need all of its records.
+    # Keep whole rollouts, because a loss over rollouts needs all their records.
     return np.isin(records.rollout, moving if len(moving) else records.rollout[:1])
 
 
@@ -187,7 +186,7 @@ def _check(sample: Sample, algorithm: Algorithm) -> None:
                 f"rollout {rollout_names(sample)} has none. Record it as a stream of each call "
                 f"(docs/token-tree.md), and pass build_samples(..., inputs=({name!r},))."
             )
-    # A supervised loss reads no logprob: as a number, True leaves out the first name.
+    # A supervised loss reads no logprob: True counts as 1 and skips the first name.
     for name in ("logprob", "advantage", "weight", "temperature")[algorithm.supervised :]:
         values = getattr(sample.records, name)
         bad = ~np.isfinite(values)
@@ -235,7 +234,7 @@ def mask_stale(
     num_tokens = num_stale = largest = 0
     for sample in samples:
         records = sample.records
-        # Per token: weights may change during a rollout.
+        # Per token, because weights may change in the middle of a rollout.
         lag, counts = version - records.version, records.weight != 0
         stale = counts & (lag > max_lag)
         num_tokens += int(counts.sum())

@@ -77,14 +77,15 @@ def rows_hidden(
     """
     parts, first = [], 0
     while first < forest.num_tokens:
-        # A sample's first token is above all of it, so its subtree ends where the sample does.
+        # All tokens of a sample are below its first one, so that subtree ends where the sample
+        # does.
         stop = int(forest.subtree_end[first])
         if (forest.subtree_end[first:stop] != stop).any():
             raise TrainingError(
                 "a sample branches, and this model reads only unbranched rows, so the branches "
                 "would see each other. Set train.scope = 'interleave'."
             )
-        # The model counts positions itself: on a path they are the depths.
+        # No position ids: on a path the model's own are the depths.
         row = _ids(forest.ids[first:stop], device)[None]
         given = _replayed(None if experts is None else experts[first:stop])
         output = body_of(model)(input_ids=row, use_cache=False, **given)
@@ -142,7 +143,7 @@ def _tree_or_rows(model: Any, name: str, scope: str) -> str:
     if name == "tree" or scope == "tree":
         check_tree_support(model)
         return "tree"
-    # With "auto", what is exact on trees is read as a tree in every scope.
+    # With "auto", a model that is exact on trees reads rows of any scope as trees, too.
     if name != "rows" and why_not_tree(model) is None:
         return "tree"
     check_row_support(model)
@@ -179,7 +180,7 @@ class LogprobModel:
         self.compute_dtype = compute_dtype
         self.chunk_rows = chunk_rows
         self.device: torch.device = model.get_input_embeddings().weight.device
-        # `shard` replaces it, and moves `device`.
+        # `shard` replaces it by a method that gathers the weights first.
         self.run: Callable[..., tuple[Tensor, Tensor, Tensor | None]] = self.compute
         self.around: Callable[[], AbstractContextManager[None]] = nullcontext
         self.recomputes = False
@@ -213,8 +214,8 @@ class LogprobModel:
     def context(self) -> Iterator[None]:
         """Open what must be open around a forward pass and its backward pass."""
         with ExitStack() as held:
-            # Later ones wrap the `forward` that earlier ones have set: what is computed again has
-            # the tree's layout and the replayed experts.
+            # Recomputation comes last, so it is outermost: what is computed again includes the
+            # tree's layout and the replayed experts.
             held.enter_context(self.around())
             if self.forward != "rows":
                 held.enter_context(tree_attention(self.model))
@@ -239,8 +240,8 @@ class LogprobModel:
         frozen = None
         if teacher is not None:
             with torch.no_grad(), teacher.context():
-                # Its hidden states are small beside its logits, which are made chunk by chunk with
-                # ours.
+                # Only hidden states are kept; the logits are made chunk by chunk, beside the
+                # student's.
                 hidden = teacher.wanted_hidden(forest).to(self.device)
             frozen = Teacher(hidden, teacher.head)
         return RecordLogprobs(*self.run(forest, entropy_gradient, frozen))
@@ -260,12 +261,12 @@ class LogprobModel:
                 entropy_gradient=entropy_gradient,
                 teacher=teacher,
             )
-        # A plain tuple, as FSDP does not find the tensors in a dataclass (design/0007).
+        # A plain tuple, because FSDP does not look for tensors in a dataclass (design/0007).
         return found.logprob, found.entropy, found.kl
 
     def head(self, hidden: Tensor) -> Tensor:
         """Return the logits `[_S, _V]` of last hidden states `[_S, _D]`."""
-        # Some heads have layers that an adapter changes.
+        # An adapter may change layers of the head, too.
         with self.around(), self._autocast():
             return head_logits(self.model, hidden)
 
@@ -279,7 +280,7 @@ class LogprobModel:
         with self._autocast():
             experts = None if self.replay is None else self.replay.experts(forest, self.device)
             hidden = FORWARDS[self.forward](self.model, forest, self.device, experts)
-            # Logits are made at these rows only.
+            # Before the head, so that it makes logits for these rows only.
             return hidden.index_select(0, torch.from_numpy(forest.rows).to(self.device))
 
     def _autocast(self) -> torch.autocast:

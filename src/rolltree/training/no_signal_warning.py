@@ -59,7 +59,7 @@ class NoSignalWarning:
         self._num_groups += 1
         for result in results:
             if result.error is not None:
-                # Rewards of a failed rollout say nothing about the task.
+                # A failed rollout may have a reward that says nothing about the task.
                 self._errors[result.error.type] += 1
                 continue
             self._rewards.update(
@@ -69,7 +69,7 @@ class NoSignalWarning:
     def check(self) -> None:
         """Send a notice if it has been too long; call it every few seconds."""
         now = self._clock()
-        # Since the last notice, not the last signal: one notice per patience.
+        # Since the last notice, so that they come once per patience while nothing changes.
         if now - self._notified >= self._patience_s:
             self._notified = now
             self._notify(
@@ -97,7 +97,7 @@ class NoSignalWarning:
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
         """Check every few seconds while the block runs."""
-        # A shorter patience would be noticed late.
+        # Otherwise a shorter patience would be noticed too late.
         every = min(_CHECK_EVERY_S, self._patience_s)
 
         async def keep_checking() -> None:

@@ -23,7 +23,8 @@ SCHEDULES: dict[str, Callable[[float, float], float]] = {
 def learning_rate(config: OptimSection, update: int, num_updates: int) -> float:
     """Return the rate of update `update` (0 is the first) of `num_updates`."""
     if update < config.warmup_steps:
-        # Neither 0 at the first update nor full before the warm-up ends.
+        # The first update is not wasted at 0, and the first one after the warm-up has the full
+        # rate.
         return config.lr * (update + 1) / (config.warmup_steps + 1)
     span = max(1, num_updates - config.warmup_steps)
     done = min(1.0, (update - config.warmup_steps) / span)
@@ -63,7 +64,7 @@ class Optimizer:
             eps=config.eps,
             fused=True,
         )
-        # Gradients of a step that failed, where the model outlived it.
+        # Drops the gradients of a step that failed, if the model outlived it.
         self.zero_grad()
 
     @property
@@ -77,7 +78,8 @@ class Optimizer:
         if not gradients:
             return 0.0
         norm = total_norm(gradients)
-        # Others are left as they are for the caller, who finds the sample that they come from.
+        # Gradients that are not finite stay as they are, for the caller to find where they come
+        # from.
         if math.isfinite(norm) and norm > self.config.max_grad_norm:
             torch._foreach_mul_(gradients, self.config.max_grad_norm / norm)
         return norm
@@ -88,7 +90,7 @@ class Optimizer:
             group["lr"] = lr
         for parameter in self.parameters:
             if parameter.grad is None:
-                # AdamW would skip it: neither its moments nor its weight would decay.
+                # AdamW would skip it, so neither its moments nor its weight would decay.
                 parameter.grad = torch.zeros_like(parameter)
         self._adam.step()
         self.zero_grad()

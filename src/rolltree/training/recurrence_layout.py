@@ -97,10 +97,10 @@ class RecurrenceLayout:
             index = np.arange(count)
             back = [index]
             for _ in range(width - 1):
-                # As an index, -1 would be the last token.
+                # Index -1 reads the last token's parent, which `where` drops again.
                 back.append(np.where(back[-1] >= 0, self.parent[back[-1]], -1))
             ancestors = np.stack(back[::-1], axis=1)
-            # The tokens that a convolution over the flat row reads, -1 for its padding.
+            # What a convolution over the flat row reads; below 0 it reads padding.
             plain = index[:, None] - np.arange(width)[::-1]
             moved = np.flatnonzero((np.maximum(plain, -1) != ancestors).any(1))
             found = np.where(ancestors[moved] >= 0, ancestors[moved], count)
@@ -118,7 +118,7 @@ class RecurrenceLayout:
         """The tokens by depth."""
         parent, count = self.parent, len(self.parent)
         depth = np.zeros(count, np.int64)
-        # In depth-first order a token's parent comes before it.
+        # In depth-first order a parent comes before its children, so its depth is known.
         for token, above in enumerate(parent.tolist()):
             depth[token] = depth[above] + 1 if above >= 0 else 0
         tokens = np.argsort(depth, kind="stable")
@@ -126,7 +126,7 @@ class RecurrenceLayout:
         place[tokens] = np.arange(count)
         start = np.searchsorted(depth[tokens], np.arange(depth.max() + 2))
         entry = [
-            # Counted inside the depth before.
+            # Relative to the first token of the depth before.
             self._to(place[parent[tokens[low:high]]] - before)
             for before, low, high in zip(start, start[1:], start[2:], strict=False)
         ]
@@ -138,7 +138,7 @@ class RecurrenceLayout:
         edges = np.append(firsts, len(parent))
         owner = np.repeat(np.arange(len(firsts)), np.diff(edges))
         level = np.zeros(len(firsts), np.int64)
-        # A parent's chunk comes earlier, so its level is known.
+        # The parent's chunk comes earlier, so its level is known.
         for chunk, above in enumerate(parent[firsts].tolist()):
             level[chunk] = level[owner[above]] + 1 if above >= 0 else 0
         order = np.argsort(level, kind="stable")
@@ -150,7 +150,7 @@ class RecurrenceLayout:
         flat = np.full(len(firsts) * width, len(parent), np.int64)
         flat[place] = np.arange(len(parent))
         token = flat.reshape(-1, width)
-        # A pad is on no path: its subtree ends before every token.
+        # A pad is on no path: with an end of 0 nothing sees it.
         end = np.append(self.subtree_end, 0)[token]
         row, column = token[:, :, None], token[:, None, :]
         seen = (column <= row) & (row < end[:, None, :])
@@ -163,10 +163,10 @@ class RecurrenceLayout:
         for depth, (first, stop) in enumerate(pairwise(edge.tolist())):
             entry = None
             if depth:
-                # `above` still has the exits of the level before.
+                # `above` still holds the exits of the level before.
                 entry = self._to(np.searchsorted(above, place[starts[first:stop]]))
             after = starts[stop : edge[depth + 2]] if depth + 2 < len(edge) else starts[:0]
-            # Once each: chunks that hang below one token start from one state.
+            # Chunks that hang below the same token share one exit.
             above = np.unique(place[after])  # exits of this level, as places in order
             exit_place.append(above)
             exits = self._to(above // width - first)
@@ -187,8 +187,8 @@ class RecurrenceLayout:
 def parents(subtree_end: NDArray[np.int32]) -> LongArray:
     """Return the parent of each token of a forest in depth-first order, -1 for roots, `[_T]`."""
     ends = subtree_end.tolist()
-    # Below the token before it, unless that is a leaf: then the first token up the path whose
-    # subtree goes on.
+    # A token's parent is the token before it. After a leaf, it is the nearest token up the path
+    # whose subtree is not over yet.
     found = list(range(-1, len(ends) - 1))
     for before in np.flatnonzero(subtree_end[:-1] <= np.arange(1, len(ends))).tolist():
         token, above = before + 1, before
@@ -207,7 +207,7 @@ def chunk_starts(parent: LongArray, size: int) -> LongArray:
     starts = []
     first, start = -size, -2
     for token, before in enumerate(above):
-        # Roots are siblings too, with parent -1, so short samples share a chunk.
+        # Roots count as siblings (parent -1), so short samples share a chunk.
         if token - first >= size or (before < first and before != start):
             first, start = token, before
             starts.append(token)

@@ -25,7 +25,7 @@ def longest_exact(model: Any) -> tuple[int, str] | None:
         config = getattr(module, "config", None)
         if kinds is None or config is None:
             continue
-        # By type of layer, in models whose layers turn differently.
+        # Some models have one kind of angles per type of layer.
         named = kinds.items() if isinstance(kinds, dict) else [(None, kinds)]
         for layer_type, kind in named:
             if kind == "longrope":
@@ -46,7 +46,7 @@ def check_lengths(model: Any, forest: Forest, longest: tuple[int, str] | None) -
     if longest is None:
         return
     limit, kind = longest
-    # A position is a depth: the longest path, not the number of tokens.
+    # Positions are depths, so this is the longest path.
     length = int(forest.positions.max()) + 1
     if length > limit:
         raise TrainingError(

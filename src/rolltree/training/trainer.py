@@ -85,18 +85,19 @@ class Trainer:
         self.logprobs = self._reader(model)
         self._no_replay = self._prepare_replay()
         self._whole_kl = self.algorithm.kl_coef > 0 and KLS[self.algorithm.kl].fn is None
-        # Before sharding: what trains may be copied here, and shards cannot be.
+        # Before sharding, because the reference may be a copy of the model and shards cannot be
+        # copied.
         self.reference = self._reference(reference)
         if config.train.gradient_checkpointing:
             self.logprobs.recompute_layers()
         if ranks is not None:
             shard(self.logprobs, ranks)
             if self.reference is not None and self._whole_kl:
-                # Its logits are compared chunk by chunk inside the trained model's pass, without
-                # collectives.
+                # Its logits are made chunk by chunk inside the trained model's pass, where nothing
+                # gathers shards of a second model.
                 self.reference.move(ranks.device)
             elif self.reference is not None and self.reference.model is model:
-                # Again, as `shard` has changed how the model is run.
+                # Made again, because `shard` has replaced how the model runs.
                 self.reference = self._below_adapters()
             elif self.reference is not None:
                 shard(self.reference, ranks)
@@ -178,7 +179,8 @@ class Trainer:
                 f"algorithm.name = {self.config.algorithm.name!r} learns from a teacher model, "
                 "but none is set. Set algorithm.reference to the teacher's name or folder."
             )
-        # A shard of the trained model cannot be the reference that each rank holds whole.
+        # Each rank then holds the whole reference, which the sharded model below its adapters is
+        # not.
         whole_on_ranks = self._whole_kl and self.ranks is not None
         if given is None and name is None and is_adapted(self.model):
             if not changes_nothing(self.model):
@@ -209,7 +211,7 @@ class Trainer:
     def _below_adapters(self) -> LogprobModel:
         """Return a reader of the model as it is without its adapters, which never changes."""
         reader = copy.copy(self.logprobs)
-        # It chooses its own experts, like any other reference (design/0023).
+        # The reference chooses its own experts (design/0023).
         reader.replay = None
         reader.around = partial(adapters_off, self.model)
         return reader
@@ -236,11 +238,11 @@ class Trainer:
             TokenError: there is nothing to train on.
         """
         began = time.perf_counter()
-        # Gradients of a step that raised.
+        # Drops the gradients of a step that raised.
         self.optimizer.zero_grad()
         section = self.config.train
         routing = self._check_routing(samples)
-        # With a KL or an entropy term, tokens without an advantage have a gradient, too.
+        # With a KL or entropy term, tokens without an advantage have a gradient too.
         skip = section.skip_zero_advantage and self.algorithm.only_advantage
         rank, num_ranks = (self.ranks.rank, self.ranks.size) if self.ranks else (0, 1)
         batches = [
@@ -255,8 +257,8 @@ class Trainer:
             for part in split_rollouts(samples, section.minibatches)
         ]
         num_updates = section.updates_per_step
-        # Before the first update for all mini-batches: what is fixed is of the weights at the start
-        # of the step.
+        # For all mini-batches before the first update, so that they are fixed at the weights the
+        # step began with.
         fixed_terms = [self._fixed_terms(batch, num_updates) for batch in batches]
         metrics: dict[str, float] = {}
         fresh = step - 1 if section.async_steps else None  # None: every token is
@@ -266,19 +268,20 @@ class Trainer:
                 stats = self._gradients(batch, fixed_terms[update % len(batches)])
                 if on_batch is not None and update < len(batches):
                     on_batch(batch, stats)
-                # Later updates run with weights that sampled none of these tokens.
+                # Later updates run with weights that none of these tokens was sampled with.
                 if update == 0:
                     metrics = stats.metrics(batch.records, fresh)
                     if not self.algorithm.supervised:
                         self._check_mismatch(metrics)
-                # Asked before the weights are written: they would not be recovered from NaN.
+                # Check before writing to the weights, which could not be recovered from NaN.
                 norm = self.optimizer.clip()
                 if not math.isfinite(norm):
                     self._name_non_finite(batch)
                 done = (step - 1) * num_updates + update
                 lr = learning_rate(self.config.optim, done, num_updates * section.num_steps)
                 if update == 0:
-                    # Only now: an asynchronous engine samples while gradients are computed.
+                    # Not earlier: an asynchronous engine goes on sampling while gradients are
+                    # computed.
                     held.enter_context(exclusive())
                 self.optimizer.step(lr)
                 metrics |= {"train/grad_norm": norm, "train/learning_rate": lr}
@@ -303,7 +306,7 @@ class Trainer:
         if not needs_fixed_terms(self.algorithm):
             return fixed_terms_of(self.algorithm, batch.records)
         spans = self.algorithm.over_rollout or fixed_terms_need_whole_rollouts(self.algorithm)
-        # The detached logprobs of the first pass are the same numbers, if it sees whole rollouts
+        # If the first pass sees whole rollouts, its detached logprobs are the same numbers
         # (design/0010).
         if num_updates == 1 and (batch.is_whole or not spans):
             return None
@@ -320,7 +323,8 @@ class Trainer:
         for item in batch.packs:
             with model.context():
                 got = model(item.forest).logprob.cpu().numpy()
-            # Fillers are computed too: all ranks gather the same layers, equally often.
+            # Fillers run through the model too, because all ranks must gather its layers equally
+            # often.
             if not item.is_filler:
                 found[item.span] = got
         return found if self.ranks is None else self.ranks.total(found)[0]
@@ -330,7 +334,8 @@ class Trainer:
         fixed = fixed or self._fixed_terms(batch, 1)
         ratios: FloatColumn | None = None
         if fixed is not None and self.algorithm.over_rollout and not batch.is_whole:
-            # A ratio over a rollout needs all of its records, and some are in other packs or ranks.
+            # A rollout's ratio needs all its records, and some are in other packs or on other
+            # ranks.
             now = self._measure(self.logprobs, batch)
             ratios = rollout_ratios(self.algorithm, batch.records, fixed, now)
         stats = self._new_stats(len(batch.records))
@@ -340,7 +345,7 @@ class Trainer:
                 mean = None if ratios is None else ratios[item.span]
                 self._backward(self._loss(item, part, mean, stats))
         if self.ranks is not None:
-            # Every rank then decides alike if it goes on, and none waits for one that has raised
+            # Every rank then makes the same decision, and none waits for one that has raised
             # (design/0007).
             stats.sum_over(self.ranks)
         if not math.isfinite(stats.loss):
@@ -365,7 +370,7 @@ class Trainer:
         """
         algorithm, records = self.algorithm, item.forest.records
         got, reference = self._read(item)
-        # A loss of 0, computed as other ranks compute theirs.
+        # A loss of 0 that still runs the backward pass, in which ranks meet.
         if item.is_filler:
             return 0 * got.logprob.sum()
         now = got.logprob.detach().cpu().numpy()
@@ -421,7 +426,7 @@ class Trainer:
         culprit = next(
             (
                 f"the sample of rollouts {rollout_names(sample)}"
-                # The same on every rank, as each pass is a collective.
+                # All ranks go through the same samples, because each pass is collective.
                 for sample in batch.samples
                 if not self._is_finite_alone(sample)
             ),
