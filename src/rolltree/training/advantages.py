@@ -290,8 +290,7 @@ def _members(result: RolloutResult, policy: CreditPolicy, tally: Counter[str]) -
         tally["truncated"] += effect.truncated
         tally["cut"] += effect.is_completion_cut
         tally["masked"] += effect.is_completion_masked
-        # A failed rollout that still counts in the baseline counts as 0; its own tokens do not
-        # train.
+        # A failed rollout that still counts in the baseline counts as 0, and does not train.
         reward = 0.0 if failed else effect.reward
         if effect.counts:
             reward = _finite(reward, result)
@@ -313,8 +312,7 @@ def _members(result: RolloutResult, policy: CreditPolicy, tally: Counter[str]) -
         if above is not None and not counts[above] and policy.flow.down:
             # Its parent's credit is unknown, and so is what it would inherit.
             counts[index] = False
-    # Let credit flow over all rollouts, because parents are indices into them, and leave out
-    # afterwards those that do not count.
+    # Over all rollouts, because parents are indices into them; some are left out afterwards.
     flowed = flow_credit([member.earned for member in members], policy.flow)
     return [
         member._replace(earned=earned)

@@ -30,7 +30,7 @@ from rolltree.types import Records
 
 def _ratio(values: NDArray[np.float64], divisor: NDArray[Any] | float) -> FloatColumn:
     with np.errstate(divide="ignore", invalid="ignore"):
-        # If a whole rollout is masked, its divisor is 0, and so is its coefficient.
+        # The divisor of a call or rollout that is masked as a whole is 0.
         return np.where(values > 0, values / divisor, 0.0).astype(np.float32)
 
 
@@ -178,8 +178,7 @@ def sequence_tis(records: Records, log_ratio: FloatColumn, p: Mapping[str, float
 
     Liu et al. 2025, "When speed kills stability", sequence-level truncated importance sampling.
     """
-    # Over the rollout, not the row: the factor must not depend on how samples were cut
-    # (design/0010).
+    # Over the rollout, not the row: how samples are cut must not matter (design/0010).
     return _capped(_exp(rollout_sums(records, log_ratio)), p)
 
 

@@ -307,8 +307,7 @@ def flow_credit(rollouts: Sequence[Earnings], flow: Flow) -> list[Earnings]:
         if parent is not None and flow.down:
             total[index] += flow.down * (total[parent] - sent[index])
             if calls[index]:
-                # Only from the delegating call on: a child did not cause what its parent earned
-                # before.
+                # From the delegating call on: nothing before it was the child's doing.
                 calls[index][-1] += flow.down * (sum(calls[parent][at:]) - sent[index])
     return [
         rollout

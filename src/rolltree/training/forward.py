@@ -77,8 +77,7 @@ def rows_hidden(
     """
     parts, first = [], 0
     while first < forest.num_tokens:
-        # All tokens of a sample are below its first one, so that subtree ends where the sample
-        # does.
+        # A sample's tokens are all below its first one, so that subtree is the whole sample.
         stop = int(forest.subtree_end[first])
         if (forest.subtree_end[first:stop] != stop).any():
             raise TrainingError(
@@ -240,8 +239,7 @@ class LogprobModel:
         frozen = None
         if teacher is not None:
             with torch.no_grad(), teacher.context():
-                # Only hidden states are kept; the logits are made chunk by chunk, beside the
-                # student's.
+                # Only hidden states: logits are made chunk by chunk, like the student's.
                 hidden = teacher.wanted_hidden(forest).to(self.device)
             frozen = Teacher(hidden, teacher.head)
         return RecordLogprobs(*self.run(forest, entropy_gradient, frozen))

@@ -54,8 +54,7 @@ def add_adapter(model: Any, section: ModelSection, seed: int) -> None:
     wanted = set(section.lora_targets) or known
     layers = [name for name, short in linear.items() if short in wanted]
     if not section.lora_targets:
-        # By default, adapt every layer that works. A target that the user named and that does not
-        # work is an error instead (`check_copy`).
+        # By default, adapt what works. A target that the user named has to work (`check_copy`).
         layers = _usable_layers(model, layers)
     weights = [name for name, short in experts.items() if short in wanted]
     if not layers and not weights:
@@ -88,8 +87,7 @@ def add_adapter(model: Any, section: ModelSection, seed: int) -> None:
     model._rolltree_trained = trained
     # transformers sets both when it adds an adapter itself, and reads them when it saves.
     model._hf_peft_config_loaded, model.peft_config = True, {ADAPTER: config}
-    # peft gives each layer its own adapter. Layers that share a weight must share one, because two
-    # could not both be merged into it.
+    # Layers that share a weight share an adapter: two could not both be merged into it.
     first: dict[int, Any] = {}
     for module in model.modules():
         if ADAPTER in getattr(module, "lora_A", {}):

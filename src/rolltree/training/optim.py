@@ -23,8 +23,7 @@ SCHEDULES: dict[str, Callable[[float, float], float]] = {
 def learning_rate(config: OptimSection, update: int, num_updates: int) -> float:
     """Return the rate of update `update` (0 is the first) of `num_updates`."""
     if update < config.warmup_steps:
-        # The first update is not wasted at 0, and the first one after the warm-up has the full
-        # rate.
+        # So the first update is not at 0, and only the first after the warm-up has the full rate.
         return config.lr * (update + 1) / (config.warmup_steps + 1)
     span = max(1, num_updates - config.warmup_steps)
     done = min(1.0, (update - config.warmup_steps) / span)
@@ -78,8 +77,7 @@ class Optimizer:
         if not gradients:
             return 0.0
         norm = total_norm(gradients)
-        # Gradients that are not finite stay as they are, for the caller to find where they come
-        # from.
+        # If the norm is not finite, the caller refuses the step.
         if math.isfinite(norm) and norm > self.config.max_grad_norm:
             torch._foreach_mul_(gradients, self.config.max_grad_norm / norm)
         return norm

@@ -147,8 +147,7 @@ class Replay:
             # Layers without experts also receive the keyword, and their `forward` does not take it.
             if router is None or routed_experts is None:
                 return forward(*args, **kwargs)
-            # int64 only here, layer by layer, because the whole tensor lives until the backward
-            # pass.
+            # int64 only here, layer by layer: the whole tensor lives until the backward pass.
             given[router.layer] = routed_experts[:, router.layer].long()
             try:
                 return forward(*args, **kwargs)

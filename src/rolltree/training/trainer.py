@@ -85,8 +85,7 @@ class Trainer:
         self.logprobs = self._reader(model)
         self._no_replay = self._prepare_replay()
         self._whole_kl = self.algorithm.kl_coef > 0 and KLS[self.algorithm.kl].fn is None
-        # Before sharding, because the reference may be a copy of the model and shards cannot be
-        # copied.
+        # Before sharding: the reference may be a copy of the model, and shards cannot be copied.
         self.reference = self._reference(reference)
         if config.train.gradient_checkpointing:
             self.logprobs.recompute_layers()
@@ -179,8 +178,7 @@ class Trainer:
                 f"algorithm.name = {self.config.algorithm.name!r} learns from a teacher model, "
                 "but none is set. Set algorithm.reference to the teacher's name or folder."
             )
-        # Each rank then holds the whole reference, which the sharded model below its adapters is
-        # not.
+        # Each rank needs the whole reference, and the model below the adapters is sharded.
         whole_on_ranks = self._whole_kl and self.ranks is not None
         if given is None and name is None and is_adapted(self.model):
             if not changes_nothing(self.model):
@@ -257,8 +255,7 @@ class Trainer:
             for part in split_rollouts(samples, section.minibatches)
         ]
         num_updates = section.updates_per_step
-        # For all mini-batches before the first update, so that they are fixed at the weights the
-        # step began with.
+        # Before the first update, so that all mini-batches use the weights the step began with.
         fixed_terms = [self._fixed_terms(batch, num_updates) for batch in batches]
         metrics: dict[str, float] = {}
         fresh = step - 1 if section.async_steps else None  # None: every token is
@@ -280,8 +277,7 @@ class Trainer:
                 done = (step - 1) * num_updates + update
                 lr = learning_rate(self.config.optim, done, num_updates * section.num_steps)
                 if update == 0:
-                    # Not earlier: an asynchronous engine goes on sampling while gradients are
-                    # computed.
+                    # Not earlier: an asynchronous engine samples while gradients are computed.
                     held.enter_context(exclusive())
                 self.optimizer.step(lr)
                 metrics |= {"train/grad_norm": norm, "train/learning_rate": lr}
@@ -306,8 +302,8 @@ class Trainer:
         if not needs_fixed_terms(self.algorithm):
             return fixed_terms_of(self.algorithm, batch.records)
         spans = self.algorithm.over_rollout or fixed_terms_need_whole_rollouts(self.algorithm)
-        # If the first pass sees whole rollouts, its detached logprobs are the same numbers
-        # (design/0010).
+        # The first pass gives these numbers itself, unless they need whole rollouts and it sees
+        # parts (design/0010).
         if num_updates == 1 and (batch.is_whole or not spans):
             return None
         reference = None
@@ -323,8 +319,7 @@ class Trainer:
         for item in batch.packs:
             with model.context():
                 got = model(item.forest).logprob.cpu().numpy()
-            # Fillers run through the model too, because all ranks must gather its layers equally
-            # often.
+            # Fillers run too, because all ranks must gather the layers equally often.
             if not item.is_filler:
                 found[item.span] = got
         return found if self.ranks is None else self.ranks.total(found)[0]
@@ -334,8 +329,7 @@ class Trainer:
         fixed = fixed or self._fixed_terms(batch, 1)
         ratios: FloatColumn | None = None
         if fixed is not None and self.algorithm.over_rollout and not batch.is_whole:
-            # A rollout's ratio needs all its records, and some are in other packs or on other
-            # ranks.
+            # A rollout's ratio needs all its records, also those in other packs and on other ranks.
             now = self._measure(self.logprobs, batch)
             ratios = rollout_ratios(self.algorithm, batch.records, fixed, now)
         stats = self._new_stats(len(batch.records))
@@ -345,8 +339,7 @@ class Trainer:
                 mean = None if ratios is None else ratios[item.span]
                 self._backward(self._loss(item, part, mean, stats))
         if self.ranks is not None:
-            # Every rank then makes the same decision, and none waits for one that has raised
-            # (design/0007).
+            # All ranks then decide alike, and none waits for one that has raised (design/0007).
             stats.sum_over(self.ranks)
         if not math.isfinite(stats.loss):
             self._name_non_finite(batch)

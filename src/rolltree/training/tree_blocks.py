@@ -143,8 +143,7 @@ class _Rows:
         bent = None
         if self.softcap is not None:
             bent = raw.div_(self.softcap).tanh_()
-            # A new tensor, because callers write into the scores and the backward pass needs the
-            # tanh.
+            # A new tensor: callers write into the scores, and the backward pass needs the tanh.
             raw = bent * self.softcap
         size = block.stop - block.first
         for first, mask in block.masks:
@@ -194,8 +193,7 @@ class _TreeAttention(torch.autograd.Function):
             for block in blocks:
                 at = rows.of(block)
                 scores, _ = rows.scores(q, k, block)
-                # Online softmax: rescale what earlier blocks added to these rows to the new
-                # maximum.
+                # Online softmax: rescale what earlier blocks added to the new maximum.
                 old = top[:, at]
                 new = torch.maximum(scores.amax(-1, keepdim=True), old)
                 weights = scores.sub_(new).exp_()
@@ -246,7 +244,7 @@ class _TreeAttention(torch.autograd.Function):
         d_key, d_value = d_k[None].to(key.dtype), d_v[None].to(value.dtype)
         d_sinks = None
         if sinks is not None:
-            # Its value is zero, so its gradient is minus its share of the softmax times `shared`.
+            # A sink's value is zero, so its gradient is minus its softmax share times `shared`.
             share = (_per_row(sinks, num_kv, num_tokens).to(q.dtype) - log_total).exp_()
             lost = share.mul_(shared).view(num_kv, num_tokens, rows.group).sum(1)
             d_sinks = lost.neg_().reshape(-1).to(sinks.dtype)
