@@ -46,6 +46,7 @@ def flat_sample(
     tree, table = rollout.tree, rollout.tree.calls
     last = calls[-1].handle
     length = tree.path_len(last)
+    # The position before each sampled token; -1 for the first token of a call without a prompt.
     source = [
         _arange(start + count)[start:] if start >= 0 else np.arange(-1, count - 1, dtype=np.int32)
         for start, count in (
@@ -53,6 +54,7 @@ def flat_sample(
         )
     ]
 
+    # As long as the whole tree, so it is made only if there are streams to move.
     def packed() -> IntArray:
         position = np.full(tree.num_tokens, -1, np.int32)
         parts = tree.arena.slices(table.end(last), length)
@@ -117,6 +119,7 @@ def on_one_tree(rollouts: Sequence[ResolvedRollout]) -> list[ResolvedRollout]:
     if all(rollout.tree is rollouts[0].tree for rollout in rollouts):
         return list(rollouts)
     merged = TokenTree()
+    # By tree, because rollouts may share one, which is merged only once.
     first: dict[int, int] = {}
     moved = []
     for rollout in rollouts:
@@ -136,6 +139,7 @@ _shared: list[IntArray] = [np.arange(1024, dtype=np.int32)]
 def _arange(length: int) -> IntArray:
     """Return `arange(length)` as a read-only view of one array that all paths share."""
     if len(_shared[0]) < length:
+        # Earlier views keep the previous array alive.
         _shared[0] = np.arange(2 * length, dtype=np.int32)
     view = _shared[0][:length]
     view.flags.writeable = False
@@ -165,6 +169,7 @@ def _needed_ends(tree: TokenTree, handles: Iterable[int]) -> list[int]:
         while run >= 0 and needed[run] <= token:
             seen = needed[run]
             needed[run] = token + 1
+            # A call needed this run before, so everything above it is marked already.
             if seen:
                 break
             token, run = arena.run_parent[run], arena.run_parent_run[run]
@@ -180,6 +185,7 @@ def layout(tree: TokenTree, handles: Iterable[int]) -> Layout:
         if end:
             children.setdefault(arena.run_parent_run[run], []).append(run)
     sizes = [max(0, end - arena.run_start[run]) for run, end in enumerate(needed)]
+    # Parents have smaller numbers, so a size is complete before it is added to its parent's.
     for run in range(len(needed) - 1, -1, -1):
         parent = arena.run_parent_run[run]
         if needed[run] and parent >= 0:
@@ -203,6 +209,7 @@ def layout(tree: TokenTree, handles: Iterable[int]) -> Layout:
         subtree_end = total + sizes[run]
         branches = sorted(children.get(run, ()), key=lambda child: arena.run_parent[child])
         for child in branches:
+            # Tokens after a branch point no longer have that branch below them.
             attach = arena.run_parent[child] + 1
             if attach > start:
                 segment_lengths.append(attach - start)
@@ -211,6 +218,8 @@ def layout(tree: TokenTree, handles: Iterable[int]) -> Layout:
             subtree_end -= sizes[child]
         segment_lengths.append(end - start)
         segment_ends.append(subtree_end)
+        # The stack returns the last one first: in depth-first order the deepest branch follows the
+        # run.
         stack.extend(branches)
         total += end - arena.run_start[run]
 
@@ -229,6 +238,7 @@ def _arrays(
 ) -> Layout:
     order = np.arange(total, dtype=np.int32)
     shift = np.array(offsets, dtype=np.int32)
+    # Within a run, arena places and depths grow with the position, so one offset per run is enough.
     from_arena = order + np.repeat(np.array(starts, np.int32) - shift, lengths)
     packed = np.full(tree.num_tokens, -1, dtype=np.int32)
     packed[from_arena] = order
@@ -247,6 +257,7 @@ def _source(tree: TokenTree, packed: IntArray, handle: int) -> IntArray:
         return np.empty(0, np.int32)
     arena = tree.arena
     first_has_none = tree.calls.prompt_len[handle] == 0
+    # The tokens before the sampled ones are the same stretch of the path, one token higher.
     before = arena.up(tree.calls.end(handle), 1)
     parts = [packed[low:high] for low, high in arena.slices(before, count - first_has_none)]
     if first_has_none:
@@ -276,6 +287,7 @@ def _gather(
     ]
     arrays = [value if isinstance(value, np.ndarray) else None for value in raw]
     if all(array is None for array in arrays):
+        # Streams that are constant over a call store one number (design/0001).
         return _spread(raw, counts, dtype)  # type: ignore[arg-type]
     return np.concatenate(
         [

@@ -107,6 +107,7 @@ def build_samples(
     trees: dict[Hashable, list[ResolvedRollout]] = {}
     num_extendable = 0
     for rollout, trajectory in zip(rollouts, trajectories, strict=True):
+        # Breaks are reported in every scope, and are always those of interleaving.
         turns = turns_of(rollout) if scope == "turn" else [list(rollout.calls)]
         opened: dict[int, Break] = {}
         turn_groups = [by_prefix(rollout.tree, calls) for calls in turns]
@@ -114,6 +115,7 @@ def build_samples(
             num_extendable += max(0, len(calls) - 1)
             opened |= {item.call: item for item in find_breaks(rollout, groups, decode)}
         breaks.extend(opened.values())
+        # Before any rollout is left out, because the report accounts for every sampled token.
         skipped.extend(_skipped(rollout))
         if not rollout.calls or not rollout.effect.counts:
             continue
@@ -123,6 +125,7 @@ def build_samples(
             continue
         if scope == "step":
             turn_groups = [[[call] for call in rollout.calls]]
+        # From the whole rollout: a sample has its context's streams, whichever call recorded them.
         streams = tree_streams(rollout.tree)
         for groups in turn_groups:
             samples.extend(_flat(rollout, groups, scope, streams, inputs, opened))
@@ -136,6 +139,7 @@ def build_samples(
         if max_seq_len is not None:
             capped, lost = cap_sample(sample, max_seq_len)
             skipped.extend(Skipped(r, c, SkipReason.MAX_SEQ_LEN, n) for r, c, n in lost)
+        # Without a record there is nothing to train, and computing it would be wasted.
         if capped is not None and len(capped.records):
             kept.append(capped)
     report = make_report(rollouts, kept, breaks, skipped, num_extendable)
@@ -216,6 +220,7 @@ def _flat(
         flat_sample(rollout, group, scope, streams, inputs, **{"break": opened.get(group[0].index)})
         for group in groups
     ]
+    # Over all samples of the turn, because a break may have split it.
     if scope == "turn" and any(np.isnan(sample.records.logprob).any() for sample in made):
         made = [
             replace(s, records=replace(s.records, logprob=np.full_like(s.records.logprob, np.nan)))
@@ -236,6 +241,7 @@ def _skipped(rollout: ResolvedRollout) -> list[Skipped]:
         elif not rollout.effect.counts:
             reason = SkipReason.TRUNCATION_POLICY
         elif not rollout.tree.prompt_len(step.handle):
+            # Only the first token is lost; the others have a token before them.
             reason, count = SkipReason.NO_SOURCE, 1
         if reason is not None:
             skipped.append(Skipped(rollout.index, step.index, reason, count))
@@ -259,6 +265,7 @@ class OpenEnds:
 
     def open(self, end: Place, sample: int) -> None:
         """Let `sample` be extended at `end`."""
+        # A call without any token has no end that others could extend.
         if end.run >= 0:
             insort(self._by_run.setdefault(end.run, []), (end.token, sample))
 
@@ -273,10 +280,13 @@ class OpenEnds:
         while run >= 0:
             ends = by_run.get(run)
             if ends:
+                # `1 << 62` exceeds every sample number, so an end at this very token is found as
+                # well.
                 position = bisect_right(ends, (token, 1 << 62))
                 if position:
                     _, sample = ends.pop(position - 1)
                     return sample
+            # In the run above, only ends before the token where the path leaves it count.
             token, run = parents[run], parent_runs[run]
         return None
 
@@ -309,6 +319,7 @@ def turns_of(rollout: ResolvedRollout) -> list[Group]:
         key = (step.agent, step.turn, step.index if step.turn is None else -1)
         turns.setdefault(key, []).append(step)
     groups = [
+        # From the turn's last step, even if that one has no tokens.
         [replace(step, advantage=steps[-1].advantage) for step in steps if step.handle >= 0]
         for steps in turns.values()
     ]
@@ -331,6 +342,7 @@ def find_breaks(
     found: list[Break] = []
     before: ResolvedStep | None = None
     for call in ordered:
+        # Compare an agent's first call with the call before it, whoever made that.
         previous = latest.get(call.agent, before)
         if place[call.index][1] == 0 and previous is not None:
             group, at = place[previous.index]

@@ -58,6 +58,7 @@ def pack_samples(samples: Sequence[Sample], max_tokens: int, num_ranks: int = 1)
         )
     trained = [sample for sample in samples if (sample.records.weight != 0).any()]
     parts = [part for sample in trained for part in split_sample(sample, max_tokens)]
+    # A part of a split tree may contain masked tokens only.
     parts = [part for part in parts if (part.records.weight != 0).any()]
     sizes = [part.num_tokens for part in parts]
     bins = _balance(sizes, _first_fit_decreasing(sizes, max_tokens), max_tokens, num_ranks)
@@ -70,9 +71,10 @@ def pack_samples(samples: Sequence[Sample], max_tokens: int, num_ranks: int = 1)
 
 
 def _first_fit_decreasing(sizes: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Return the members of each bin; bins overflow never, and few are open at the end."""
+    """Return the members of each bin: no bin overflows, and they are few."""
     bins: list[list[int]] = []
     room = np.empty(0, np.int64)
+    # Ties are broken by index, so that all ranks get the same packs without communicating.
     for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         fits = room >= sizes[index]
         slot = int(fits.argmax()) if fits.any() else len(bins)
@@ -92,11 +94,13 @@ def _balance(
     Longest first into the emptiest bin; if that overflows, the first-fit bins stay and empty
     ones are added.
     """
+    # Round up, because ranks with different numbers of micro-batches wait for each other forever.
     count = -(-len(bins) // num_ranks) * num_ranks
     even: list[list[int]] = [[] for _ in range(count)]
     load = np.zeros(count, np.int64)
     for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         slot = int(load.argmin())
+        # If the emptiest bin has no room, no bin has.
         if load[slot] + sizes[index] > max_tokens:
             return _fill_empty(bins + [[] for _ in range(count - len(bins))])
         even[slot].append(index)
@@ -109,6 +113,7 @@ def _fill_empty(bins: list[list[int]]) -> list[list[int]]:
     for empty in (members for members in bins if not members):
         donor = max(bins, key=len)
         if len(donor) > 1:
+            # Take every other one: bins are filled by size, so both keep large and small samples.
             empty.extend(donor[1::2])
             del donor[1::2]
     return bins
@@ -131,6 +136,7 @@ def _deal(sizes: Sequence[int], bins: list[list[int]], num_ranks: int) -> list[l
 def _filler() -> Sample:
     """Return a sample that computes one token and trains nothing: its record has weight 0."""
     ints = np.zeros(1, np.int32)
+    # Not 0, because logits are divided by the temperature.
     record = blank_records(1, temperature=np.ones(1, np.float32))
     return Sample(ints, ints, ints + 1, record, origins=(), info={"filler": True})
 

@@ -21,11 +21,16 @@ _SEQ_LEN_KEYS = ("seq_len_original", "seq_len_kept", "seq_len_lost")
 class SkipReason(StrEnum):
     """Why sampled tokens, or a whole step, were left out of all samples."""
 
-    NO_TOKENS = "no_tokens"  # the server returned no ids for this step
-    EMPTY_COMPLETION = "empty_completion"  # the model sampled nothing
-    NO_SOURCE = "no_source"  # the first token of a call without a prompt
-    MAX_SEQ_LEN = "max_seq_len"  # beyond `max_seq_len`
-    TRUNCATION_POLICY = "truncation_policy"  # the rollout was truncated and the policy drops it
+    # The server returned no ids for this step.
+    NO_TOKENS = "no_tokens"
+    # The model sampled nothing.
+    EMPTY_COMPLETION = "empty_completion"
+    # The first token of a call without a prompt.
+    NO_SOURCE = "no_source"
+    # Beyond `max_seq_len`.
+    MAX_SEQ_LEN = "max_seq_len"
+    # The rollout was truncated and the policy drops it.
+    TRUNCATION_POLICY = "truncation_policy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +85,9 @@ def make_report(
         "num_skipped_tokens": sum(skipped_tokens.values()),
         "num_calls_without_advantage": sum(call.advantage is None for _, call in calls),
         "num_calls_without_logprobs": sum(
-            rollout.tree.sampled["logprob"].offset[call.handle] < 0 for rollout, call in calls
+            # Logprobs are always stored as arrays, so a negative offset means that there are none.
+            rollout.tree.sampled["logprob"].offset[call.handle] < 0
+            for rollout, call in calls
         ),
         "num_seq_len_truncated": sum(bool(s.info.get("seq_len_truncated")) for s in samples),
         "num_breaks": len(breaks),
@@ -117,6 +124,7 @@ def sample_meta(sample: Sample, states: Sequence[Mapping[str, Any]]) -> list[dic
         extras = peek(steps[last], "extras") or {}
         is_end = last == len(steps) - 1
         episode_truncated = bool(state.get("truncated"))
+        # A last step without its own flag has the episode's.
         is_truncated = bool(extras.get("truncated", is_end and episode_truncated))
         reason = state.get("truncation_reason")
         if is_cut and not reason:

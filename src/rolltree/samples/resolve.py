@@ -105,6 +105,7 @@ def resolve_rollout(
     steps: list[ResolvedStep] = []
     extras: Mapping[str, Any] = {}
     for position, (step, handle) in enumerate(zip(trajectory_steps, handles, strict=True)):
+        # `peek`, so that reading does not build and keep the lists of every step.
         extras = peek(step, "extras") or {}
         own = _number(step.get("advantage") if advantages is None else advantages[position])
         agent, turn = extras.get("agent") or "", extras.get("turn")
@@ -123,6 +124,7 @@ def resolve_rollout(
         steps=tuple(steps),
         calls=tuple(step for step in steps if step.handle >= 0),
         reward=_number(state.get("reward")),
+        # For a plain list of steps, the last step says it.
         terminated=bool(state.get("terminated", extras.get("terminated", False))),
         truncated=truncated,
         truncation_reason=reason,
@@ -153,10 +155,12 @@ def _shared_tree(steps: Sequence[Any]) -> tuple[TokenTree, list[int]] | None:
         if tokens is None:
             handles.append(NO_TOKENS)
             continue
+        # Edits are in the step only; the tree has the recorded values.
         if not isinstance(tokens, StepTokens) or not tokens.as_recorded:
             return None
         if tree is None:
             tree = tokens.tree
+        # Handles are only valid in their own tree.
         if tokens.tree is not tree:
             return None
         handles.append(tokens.call)
@@ -193,13 +197,16 @@ def _insert_view(tree: TokenTree, tokens: StepTokens) -> int:
     values = recorded.values(call)
     other_ids = "completion_ids" in new or "prompt_ids" in new
     if other_ids and len(tokens["completion_ids"]) != recorded.num_sampled(call):
-        for name in ("version", "temperature"):  # one value for all: the oldest, the lowest
+        # The recorded values do not fit the new number of tokens, so all get the oldest or the
+        # lowest.
+        for name in ("version", "temperature"):
             values[name] = float(np.min(values[name]))
 
     def given(key: str, name: str) -> Any:
         """Return what was assigned, None for an empty list, else what was recorded."""
         if key not in new:
             return values[name]
+        # In spec 1 an empty list says that there are none.
         return new[key] if new[key] is not None and len(new[key]) else None
 
     return tree.insert(
@@ -212,5 +219,6 @@ def _insert_view(tree: TokenTree, tokens: StepTokens) -> int:
         prompt_mask=given("prompt_mask", "prompt_mask"),
         agent=recorded.agent(call),
         turn=recorded.turn(call),
+        # Streams belong to the recorded ids.
         streams={} if other_ids else recorded.streams(call),
     )

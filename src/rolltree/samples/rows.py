@@ -35,8 +35,10 @@ def process_trajectories_for_training(
             tokens = peek(step, "tokens")
             if tokens is None:
                 continue
+            # `peek`, so that reading does not build and keep the lists of every step.
             tokens = {key: peek(tokens, key) for key in tokens}
             prompt_ids, completion_ids = tokens["prompt_ids"], tokens["completion_ids"]
+            # NaN instead of 0, which would claim a probability of 1.
             logprobs = _filled(tokens, "completion_logprobs", len(completion_ids), math.nan)
             mask = [1] * (len(prompt_ids) + len(completion_ids))
             if mask_prompts:
@@ -78,7 +80,9 @@ def to_examples(samples: Sequence[Sample]) -> list[TrainingExample]:
     examples = []
     for index, sample in enumerate(samples):
         records = sample.records
+        # On a path, a sampled token directly follows its source.
         at = records.source + 1
+        # Only on a path do positions count up without a jump.
         if not np.array_equal(sample.positions, np.arange(len(sample.ids))):
             raise TokenError(
                 f"sample {index} is a tree and a row is one path; flattening it would change what "

@@ -2,8 +2,8 @@
 
 A token of the tree has one value per stream, that of the call that first gave it one: by causality
 all calls describe the same forward pass. (Routed experts of several policy versions do not: the
-newest count.) So every sample carries the streams of every token on its
-paths, whichever call of the rollout gave them.
+newest count.) So every sample carries the streams of every token on its paths, whichever call of
+the rollout gave them.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ def tree_streams(tree: TokenTree) -> dict[str, SampleStream]:
     gets the logprob that it was sampled with, and older tokens are off-policy either way.
     """
     streams: dict[str, SampleStream] = {}
+    # The sort is stable, so among equal versions the first call wins.
     newest_first = sorted(range(tree.num_calls), key=lambda call: -routing_version(tree, call))
     for name in tree.extra.names():
         parts = [
@@ -56,6 +57,7 @@ def tree_streams(tree: TokenTree) -> dict[str, SampleStream]:
             if (stream := tree.stream(name, handle)) is not None
         ]
         joined = _join(parts)
+        # `unique` keeps the first of equal positions, so parts come in order of precedence.
         tokens, first = np.unique(joined.positions, return_index=True)
         streams[name] = joined.take(first, tokens.astype(np.int32))
     return streams
@@ -71,6 +73,7 @@ def _by_token(tree: TokenTree, handle: int, positions: Any, values: Any) -> Samp
     if not len(at):
         return SampleStream(at, values)
     low, high = int(at.min()), int(at.max()) + 1
+    # Walk only the stretch of the path that has values, which may be a few tokens of a long one.
     last = tree.arena.up(tree.calls.end(handle), tree.path_len(handle) - high)
     path = [np.arange(*part, dtype=np.int32) for part in tree.arena.slices(last, high - low)]
     return SampleStream(np.concatenate(path)[at - low], values)
@@ -98,6 +101,7 @@ def move_streams(
     moved: dict[str, SampleStream] = {}
     for name, stream in streams.items():
         positions = position_of[stream.positions]
+        # Depth-first order differs from the order of the arena.
         order = np.argsort(positions, kind="stable")
         order = order[positions[order] >= 0]
         if len(order):

@@ -66,6 +66,7 @@ def subset(
     `keep` must hold every ancestor of what it keeps and the sources of the kept records. `info` is
     added to the sample's.
     """
+    # `[_T + 1]`, because a subtree may end at `_T`: the number of kept tokens before each place.
     before = np.concatenate([[0], np.cumsum(keep)]).astype(np.int32)
     position_of = np.where(keep, before[:-1], -1).astype(np.int32)
     return Sample(
@@ -94,6 +95,7 @@ def prune_sample(sample: Sample) -> Sample:
     is_source = np.zeros(sample.num_tokens + 1, np.int64)
     is_source[sample.records.source + 1] = 1
     before = np.cumsum(is_source)
+    # Keep a token if the number of sources grows between it and the end of its subtree.
     keep = before[sample.subtree_end] > before[:-1]
     if keep.all():
         return sample
@@ -118,7 +120,9 @@ def cap_sample(
     if keep.all():
         return sample, []
     records = sample.records
+    # The sampled token comes one after its source and has to fit, too.
     inside = sample.positions[records.source] + 1 < max_seq_len
+    # A sample that was entirely masked before stays, to be counted as masked.
     if (records.weight != 0).any() and not (records.weight[inside] != 0).any():
         return None, count_records(records)
     lost = count_records(take_records(records, ~inside))
@@ -198,12 +202,14 @@ def split_sample(sample: Sample, max_tokens: int) -> list[Sample]:
 def _best_cuts(positions: IntArray, max_tokens: int) -> list[int]:
     """Return the bounds of the parts, 0 and the number of tokens included."""
     total = len(positions)
+    # Where depth does not grow by 1, a branch has ended; the depth there is the context to repeat.
     jumps = np.flatnonzero(np.diff(positions) != 1) + 1
     cuts = [0, *jumps.tolist(), total]
     context = [0, *positions[jumps].tolist()]
     cost = [0.0] + [np.inf] * (len(cuts) - 1)
     came_from = [0] * len(cuts)
     first = 0
+    # There always is a solution: one branch with its context is a path, and every path fits.
     for end in range(1, len(cuts)):
         while cuts[end] - cuts[first] > max_tokens:
             first += 1
@@ -221,6 +227,7 @@ def _best_cuts(positions: IntArray, max_tokens: int) -> list[int]:
 
 def _part(sample: Sample, low: int, high: int) -> Sample:
     keep = np.zeros(sample.num_tokens, np.bool_)
+    # Ancestors of the first token include those of all later ones that come before `low`.
     keep[:low] = sample.subtree_end[:low] > low
     num_repeated = int(keep.sum())
     keep[low:high] = True

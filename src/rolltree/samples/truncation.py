@@ -12,8 +12,8 @@ A rollout is truncated when its episode says so (spec 2), or when a call is long
 `max_seq_len`. That is neither `terminated` nor the model's finish reason: a completion cut by
 `max_tokens` is not a truncated episode, whatever the mode. `mask_truncated_completions` is about
 those, as in TRL: the tokens of a rollout whose last answer was cut have weight 0, its reward counts
-as ever. `assign_credit` decides with `truncation_effect` and
-reports the effects; `build_samples` takes them, or decides itself when it is given a policy.
+as ever. `assign_credit` decides with `truncation_effect` and reports the effects; `build_samples`
+takes them, or decides itself when it is given a policy.
 """
 
 from __future__ import annotations
@@ -142,22 +142,27 @@ def truncation_effect(
         trajectory if isinstance(trajectory, Mapping) else {"trajectory": trajectory}
     )
     truncated, reason = own_truncation(trajectory)
+    # An episode's own reason takes precedence.
     if not truncated and max_seq_len is not None:
+        # Steps without tokens are in no sample, so nothing of them is cut.
         calls = [s for s in state.get("trajectory") or () if peek(s, "tokens") is not None]
         if any(num_call_tokens(step) > max_seq_len for step in calls):
             truncated, reason = True, str(TruncationReason.MAX_SEQ_LEN)
     mode: TruncationMode = "keep"
     if truncated and (policy.reasons is None or str(reason) in policy.reasons):
         mode = policy.mode
+    # rolltree trains no value function, so the environment has to provide this.
     value = state.get("bootstrap_value")
     if mode == "bootstrap" and value is None:
         mode = policy.without_value
     reward = None if state.get("reward") is None else float(state["reward"])
+    # For credit only: statistics read the reward in the state.
     if reward is not None and mode == "penalise":
         reward -= policy.penalty
     if reward is not None and mode == "bootstrap":
         reward += policy.discount * float(value)  # type: ignore[arg-type]
     steps = state.get("trajectory") or ()
+    # Only the last answer: one that was cut earlier did not end the rollout.
     last = (peek(steps[-1], "extras") or {}) if steps else {}
     is_cut = str(last.get("finish_reason")) == FinishReason.LENGTH
     is_masked = is_cut and policy.mask_truncated_completions

@@ -138,7 +138,8 @@ class GroupCredit:
 
     results: tuple[RolloutResult, ...]
     members: tuple[_Member, ...]
-    values: tuple[list[float], ...]  # one per member, one value per step of its trajectory
+    # One per member, one value per step of its trajectory.
+    values: tuple[list[float], ...]
     tally: Mapping[str, int]
 
     @property
@@ -184,6 +185,7 @@ def credit_group(
     tally: Counter[str] = Counter()
     members = [member for result in results for member in _members(result, policy, tally)]
     if policy.on_error == "drop_group" and any(result.error is not None for result in results):
+        # `_members` has counted the failures by now, so the metrics still show them.
         members = []
         tally["dropped"] = 1
     compared: dict[Hashable, list[int]] = {}
@@ -198,6 +200,7 @@ def credit_group(
             values[index] = mine
     tally["compared"] = len(compared)
     names = {id(state): result.request.request_id for result in results for state in result.states}
+    # Check only what trains: a failed rollout may hold anything.
     check_sampled((names[id(m.state)], m.state) for m in members if not m.failed)
     return GroupCredit(tuple(results), tuple(members), tuple(values), tally)
 
@@ -220,6 +223,7 @@ def join_credit(
             [member.earned for member in members], values, after, policy.baseline_decay
         )
     states = [state for result in results for state in result.states]
+    # By identity, because states are dicts, which cannot be hashed.
     trained = {
         id(member.state): (member.effect, np.array(mine, np.float64))
         for member, mine in zip(members, values, strict=True)
@@ -286,23 +290,29 @@ def _members(result: RolloutResult, policy: CreditPolicy, tally: Counter[str]) -
         tally["truncated"] += effect.truncated
         tally["cut"] += effect.is_completion_cut
         tally["masked"] += effect.is_completion_masked
+        # A failed rollout that still counts in the baseline counts as 0, and does not train.
         reward = 0.0 if failed else effect.reward
         if effect.counts:
             reward = _finite(reward, result)
         penalty = 0.0 if failed or policy.overlong is None else policy.overlong.of(state)
+        # By now only a rollout that does not count can have a reward of None.
         earned = _earnings(result, state, (reward or 0.0) - penalty, parent)
         where = (result.request.group_id, earned.role)
-        if state.get("parent_rollout") is None:  # an agent's rollouts of one episode are told apart
+        # If an agent has several rollouts in an episode, their order tells them apart.
+        if state.get("parent_rollout") is None:
             group: Hashable = (*where, "root", met[earned.role])
         else:
             group = (*where, "child", str(state.get("subtask", "")))
         met[earned.role] += parent is None
         members.append(_Member(state, failed, effect, group, penalty, earned))
         counts.append(effect.counts and not (failed and policy.on_error == "exclude"))
+    # Parents first, so that a grandchild sees whether its parent was left out.
     for index in parents_first(parents):
         above = parents[index]
         if above is not None and not counts[above] and policy.flow.down:
-            counts[index] = False  # what it would inherit is not known
+            # Its parent's credit is unknown, and so is what it would inherit.
+            counts[index] = False
+    # Over all rollouts, because parents are indices into them; some are left out afterwards.
     flowed = flow_credit([member.earned for member in members], policy.flow)
     return [
         member._replace(earned=earned)
@@ -338,9 +348,11 @@ def _finite(reward: float | None, result: RolloutResult) -> float:
 
 def _earnings(result: RolloutResult, state: State, reward: float, parent: int | None) -> Earnings:
     steps = state.get("trajectory") or []
-    own = state.get("has_step_rewards") is not False  # else a step's reward repeats the rollout's
+    # If False, each step's reward only repeats the rollout's.
+    own = state.get("has_step_rewards") is not False
     rewards = [step.get("reward") if own else None for step in steps]
-    if any(value is not None for value in rewards):  # what a truncation policy took or added
+    # Whatever a truncation policy or a penalty changed goes to the last call.
+    if any(value is not None for value in rewards):
         change = reward - float(state.get("reward") or 0.0)
         rewards[-1] = (rewards[-1] or 0.0) + change
     turns = [(peek(step, "extras") or {}).get("turn") for step in steps]
@@ -351,6 +363,7 @@ def _earnings(result: RolloutResult, state: State, reward: float, parent: int | 
     return Earnings(
         reward,
         tuple(rewards),
+        # A call without a turn number is its own turn, as in samples.
         tuple(turn if isinstance(turn, int) else index for index, turn in enumerate(turns)),
         episode=result.request.request_id,
         role=str(state.get("agent") or ""),

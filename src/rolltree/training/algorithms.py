@@ -121,6 +121,7 @@ def resolve_algorithm(
     look_up("KL estimate", chosen.kl, KLS)
     given = {key: value for key, value in (parameters or {}).items() if value is not None}
     of_correction = {key: given.pop(key) for key in list(given) if key.startswith("correction_")}
+    # Another loss does not read the parameters of the row's own.
     own = row.parameters if chosen.loss == row.loss else {}
     _check_fit(chosen, fixed_length, of_correction, kl_given=kl is not None)
     return replace(

@@ -84,6 +84,7 @@ def build_batch(
         TrainingError: a logprob, advantage, weight or temperature cannot be used; the rollout is
             named.
     """
+    # Drop masked tokens first, because they may lack what `_check` asks for.
     used = [_select(sample, sample.records.weight != 0) for sample in samples]
     used = [sample for sample in used if len(sample.records)]
     if not used:
@@ -95,8 +96,10 @@ def build_batch(
         _check(sample, algorithm)
     records = concat_records([sample.records for sample in used])
     weight = coefficients(records, algorithm.aggregation, algorithm.fixed_length)
-    if algorithm.over_rollout:  # each token moves the one ratio that all terms of a rollout share
+    # All terms of a rollout share one ratio, and each token moves it.
+    if algorithm.over_rollout:
         weight = rollout_means(records, weight)
+    # Only now, after everything has counted in the normalizers.
     keep = _with_gradient(records) if skip_zero_advantage else np.ones(len(records), np.bool_)
     edges = np.cumsum([0, *(len(sample.records) for sample in used)])
     parts = []
@@ -107,6 +110,7 @@ def build_batch(
     joined: list[Records] = []
     first = num_tokens = 0
     every: list[Sample] = []
+    # Every rank lays out all packs, so all know the same spans and counts without a collective.
     for owner, batches in enumerate(pack_samples(parts, max_tokens, num_ranks).ranks):
         for chosen in batches:
             forest = collate(chosen)
@@ -145,6 +149,7 @@ def split_rollouts(samples: Sequence[Sample], num_parts: int) -> list[list[Sampl
         np.concatenate([s.records.rollout[s.records.weight != 0] for s in samples])
     )
     parts = []
+    # By rollout, not by sample: the same cut in every scope and on every rank (design/0010).
     for chosen in np.array_split(rollouts, min(num_parts, len(rollouts))):
         kept = [_select(s, np.isin(s.records.rollout, chosen)) for s in samples]
         parts.append([sample for sample in kept if len(sample.records)])
@@ -163,6 +168,7 @@ def _select(sample: Sample, keep: BoolArray) -> Sample:
 def _with_gradient(records: Records) -> BoolArray:
     """Return which records belong to a rollout with an advantage; the first rollout's if none."""
     moving = np.unique(records.rollout[records.advantage != 0])
+    # Keep whole rollouts, because a loss over rollouts needs all their records.
     return np.isin(records.rollout, moving if len(moving) else records.rollout[:1])
 
 
@@ -180,6 +186,7 @@ def _check(sample: Sample, algorithm: Algorithm) -> None:
                 f"rollout {rollout_names(sample)} has none. Record it as a stream of each call "
                 f"(docs/token-tree.md), and pass build_samples(..., inputs=({name!r},))."
             )
+    # A supervised loss reads no logprob: True counts as 1 and skips the first name.
     for name in ("logprob", "advantage", "weight", "temperature")[algorithm.supervised :]:
         values = getattr(sample.records, name)
         bad = ~np.isfinite(values)
@@ -227,6 +234,7 @@ def mask_stale(
     num_tokens = num_stale = largest = 0
     for sample in samples:
         records = sample.records
+        # Per token, because weights may change in the middle of a rollout.
         lag, counts = version - records.version, records.weight != 0
         stale = counts & (lag > max_lag)
         num_tokens += int(counts.sum())

@@ -30,13 +30,16 @@ from rolltree.types import Records
 
 def _ratio(values: NDArray[np.float64], divisor: NDArray[Any] | float) -> FloatColumn:
     with np.errstate(divide="ignore", invalid="ignore"):
+        # The divisor of a call or rollout that is masked as a whole is 0.
         return np.where(values > 0, values / divisor, 0.0).astype(np.float32)
 
 
 def _mean_of_means(keys: NDArray[np.int64], weight: NDArray[np.float64]) -> FloatColumn:
+    # numpy 2.0.0 returns the inverse with two dimensions, other versions with one.
     _, index = np.unique(keys, axis=0, return_inverse=True)
     index = np.asarray(index).reshape(-1)
     total = np.bincount(index, weights=weight)
+    # The mean is over calls or rollouts that have a token to train.
     divisor = total[index] * float(max(1, int((total > 0).sum())))
     return _ratio(weight, divisor)
 
@@ -100,6 +103,7 @@ def rollout_sums(records: Records, values: NDArray[np.float32]) -> NDArray[np.fl
 
 def rollout_means(records: Records, values: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return, for every record, the mean of `values` over all records of its rollout."""
+    # A plain mean: `build_batch` has dropped records of weight 0 by now.
     _, index, size = np.unique(records.rollout, return_inverse=True, return_counts=True)
     return np.asarray(np.bincount(index, weights=values)[index] / size[index], np.float32)
 
@@ -174,6 +178,7 @@ def sequence_tis(records: Records, log_ratio: FloatColumn, p: Mapping[str, float
 
     Liu et al. 2025, "When speed kills stability", sequence-level truncated importance sampling.
     """
+    # Over the rollout, not the row: how samples are cut must not matter (design/0010).
     return _capped(_exp(rollout_sums(records, log_ratio)), p)
 
 
@@ -197,6 +202,7 @@ def geometric_mask(records: Records, log_ratio: FloatColumn, p: Mapping[str, flo
 
 CORRECTIONS: dict[str, Correction] = {
     "token_tis": Correction(token_tis, {"correction_high": 2.0}),
+    # No lower bound: a token that the trainer finds less likely keeps its small factor.
     "token_mis": Correction(token_mask, {"correction_low": 0.0, "correction_high": 2.0}),
     "icepop": Correction(token_mask, {"correction_low": 0.5, "correction_high": 5.0}),
     "sequence_tis": Correction(sequence_tis, {"correction_high": 2.0}, over_rollout=True),

@@ -45,6 +45,7 @@ from numpy.typing import NDArray
 from rolltree.errors import ConfigError, TrainingError, UnknownName, did_you_mean
 from rolltree.rubrics import centred_rewards
 
+# Keeps nearly equal rewards from being divided by nearly 0.
 STD_EPSILON = 1e-6
 
 
@@ -95,6 +96,7 @@ def episode_numbers(rollouts: Sequence[Earnings]) -> NDArray[np.int64]:
     """Return the number of each rollout's episode, int `[num rollouts]`, counted from 0."""
     numbers: dict[Hashable, int] = {}
     keys = [
+        # Tagged, so that an episode named 0 is not taken for the lone rollout 0.
         ("alone", index) if rollout.episode is None else ("episode", rollout.episode)
         for index, rollout in enumerate(rollouts)
     ]
@@ -121,6 +123,7 @@ def grpo(rollouts: Sequence[Earnings], discount: float = 1.0) -> list[list[float
     """
     rewards, episodes = _rewards(rollouts), episode_numbers(rollouts)
     centred, count = _centred(rewards, episodes), episodes.max() + 1
+    # Bessel's correction counts episodes, because they are the independent draws.
     variance = (_weights(episodes) * centred**2).sum() * count / max(count - 1, 1)
     return _for_every_call((centred / (variance**0.5 + STD_EPSILON)).tolist(), rollouts)
 
@@ -141,6 +144,7 @@ def leave_one_out(rollouts: Sequence[Earnings], discount: float = 1.0) -> list[l
     """
     rewards, episodes = _rewards(rollouts), episode_numbers(rollouts)
     means = np.bincount(episodes, rewards) / np.bincount(episodes)
+    # For equal rewards, rounding could leave an advantage of 1e-17, which would count as a signal.
     if len(means) == 1 or rewards.max() == rewards.min():
         return _for_every_call([0.0] * len(rewards), rollouts)
     others = (means.sum() - means[episodes]) / (len(means) - 1)
@@ -168,6 +172,7 @@ def monte_carlo(rollouts: Sequence[Earnings], discount: float = 1.0) -> list[lis
         for reward, this_turn in zip(
             reversed(rollout.rewards), reversed(rollout.turns), strict=True
         ):
+            # Calls of the same turn are not discounted against each other.
             following = reward + discount ** (turn - this_turn) * following
             turn = this_turn
             returns.append(following)
@@ -288,6 +293,7 @@ def flow_credit(rollouts: Sequence[Earnings], flow: Flow) -> list[Earnings]:
     calls = [rollout.rewards for rollout in rollouts]
     order = parents_first([rollout.parent for rollout in rollouts])
     sent = [0.0] * len(rollouts)
+    # Children first, because what a child sends up includes what its own children sent to it.
     for index in reversed(order):
         parent, at = rollouts[index].parent, rollouts[index].parent_call
         if parent is not None and flow.up:
@@ -295,11 +301,13 @@ def flow_credit(rollouts: Sequence[Earnings], flow: Flow) -> list[Earnings]:
             total[parent] += sent[index]
             if calls[parent]:
                 calls[parent][at] += sent[index]
+    # Parents first. What a child itself sent up is subtracted, or it would come back to the child.
     for index in order:
         parent, at = rollouts[index].parent, rollouts[index].parent_call
         if parent is not None and flow.down:
             total[index] += flow.down * (total[parent] - sent[index])
             if calls[index]:
+                # From the delegating call on: nothing before it was the child's doing.
                 calls[index][-1] += flow.down * (sum(calls[parent][at:]) - sent[index])
     return [
         rollout
@@ -335,6 +343,7 @@ def subtract_averages(
     >>> subtract_averages(pair, [[1.0], [0.0]], {"a": 0.5}, 0.9)
     ([[0.5], [-0.5]], {'a': 0.5})
     """
+    # By role and episode: the mean value of each rollout.
     levels: defaultdict[str, defaultdict[Hashable, list[float]]] = defaultdict(
         lambda: defaultdict(list)
     )

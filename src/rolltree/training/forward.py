@@ -77,12 +77,14 @@ def rows_hidden(
     """
     parts, first = [], 0
     while first < forest.num_tokens:
+        # A sample's tokens are all below its first one, so that subtree is the whole sample.
         stop = int(forest.subtree_end[first])
         if (forest.subtree_end[first:stop] != stop).any():
             raise TrainingError(
                 "a sample branches, and this model reads only unbranched rows, so the branches "
                 "would see each other. Set train.scope = 'interleave'."
             )
+        # No position ids: on a path the model's own are the depths.
         row = _ids(forest.ids[first:stop], device)[None]
         given = _replayed(None if experts is None else experts[first:stop])
         output = body_of(model)(input_ids=row, use_cache=False, **given)
@@ -140,6 +142,7 @@ def _tree_or_rows(model: Any, name: str, scope: str) -> str:
     if name == "tree" or scope == "tree":
         check_tree_support(model)
         return "tree"
+    # With "auto", a model that is exact on trees reads rows of any scope as trees, too.
     if name != "rows" and why_not_tree(model) is None:
         return "tree"
     check_row_support(model)
@@ -168,6 +171,7 @@ class LogprobModel:
         compute_dtype: torch.dtype = torch.float32,
         chunk_rows: int = DEFAULT_CHUNK_ROWS,
     ) -> None:
+        # Training mode would switch on dropout and router noise, which the engine did not have.
         model.eval()
         check_head(model)
         self.model = model
@@ -175,6 +179,7 @@ class LogprobModel:
         self.compute_dtype = compute_dtype
         self.chunk_rows = chunk_rows
         self.device: torch.device = model.get_input_embeddings().weight.device
+        # `shard` replaces it by a method that gathers the weights first.
         self.run: Callable[..., tuple[Tensor, Tensor, Tensor | None]] = self.compute
         self.around: Callable[[], AbstractContextManager[None]] = nullcontext
         self.recomputes = False
@@ -208,10 +213,12 @@ class LogprobModel:
     def context(self) -> Iterator[None]:
         """Open what must be open around a forward pass and its backward pass."""
         with ExitStack() as held:
+            # Recomputation comes last, so it is outermost: what is computed again includes the
+            # tree's layout and the replayed experts.
             held.enter_context(self.around())
             if self.forward != "rows":
                 held.enter_context(tree_attention(self.model))
-            if self.replay is not None:  # inside of what is computed again
+            if self.replay is not None:
                 held.enter_context(self.replay.installed())
             if self.recomputes:
                 held.enter_context(recomputation(self.model))
@@ -232,6 +239,7 @@ class LogprobModel:
         frozen = None
         if teacher is not None:
             with torch.no_grad(), teacher.context():
+                # Only hidden states: logits are made chunk by chunk, like the student's.
                 hidden = teacher.wanted_hidden(forest).to(self.device)
             frozen = Teacher(hidden, teacher.head)
         return RecordLogprobs(*self.run(forest, entropy_gradient, frozen))
@@ -251,11 +259,13 @@ class LogprobModel:
                 entropy_gradient=entropy_gradient,
                 teacher=teacher,
             )
+        # A plain tuple, because FSDP does not look for tensors in a dataclass (design/0007).
         return found.logprob, found.entropy, found.kl
 
     def head(self, hidden: Tensor) -> Tensor:
         """Return the logits `[_S, _V]` of last hidden states `[_S, _D]`."""
-        with self.around(), self._autocast():  # some heads have layers that an adapter changes
+        # An adapter may change layers of the head, too.
+        with self.around(), self._autocast():
             return head_logits(self.model, hidden)
 
     def wanted_hidden(self, forest: Forest) -> Tensor:
@@ -268,6 +278,7 @@ class LogprobModel:
         with self._autocast():
             experts = None if self.replay is None else self.replay.experts(forest, self.device)
             hidden = FORWARDS[self.forward](self.model, forest, self.device, experts)
+            # Before the head, so that it makes logits for these rows only.
             return hidden.index_select(0, torch.from_numpy(forest.rows).to(self.device))
 
     def _autocast(self) -> torch.autocast:

@@ -27,6 +27,7 @@ class _Output:
         self.last_hidden_state = hidden
 
     def __getattr__(self, name: str) -> None:
+        # Answering None to a dunder name would claim that the protocol is supported.
         if name.startswith("__"):
             raise AttributeError(name)
 
@@ -58,12 +59,15 @@ def head_logits(model: Any, hidden: Tensor) -> Tensor:
     another thread may use it meanwhile.
     """
     body = _Body(body_of(model), hidden[None])
-    own = object.__new__(type(model))  # sharded modules do not take `copy`
+    # By hand, because sharded modules do not support `copy`.
+    own = object.__new__(type(model))
     own.__dict__ = {
         **model.__dict__,
         "_modules": {**model._modules, body_name(model): body},
     }
+    # The stand-in ignores them; `forward` only asks for ids of some kind.
     ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
+    # The class's `forward`, which runs no hooks of the module.
     logits: Tensor = type(own).forward(own, input_ids=ids).logits
     return logits[0]
 
@@ -102,8 +106,10 @@ def _probe(model: Any) -> str | None:
 
     hook = getattr(body, _INNER, body).register_forward_hook(scale)
     try:
+        # First with hidden states as they are, then scaled up until a cap shows.
         for number in range(2):
             whole = model(input_ids=ids, use_cache=False).logits[0].float()
+            # In reverse order, so that a head which mixed its rows would give other logits.
             ours = head_logits(model, factor * found.flip(0)).flip(0).float()
             size = float(whole.abs().max())
             if whole.shape != ours.shape or not torch.allclose(

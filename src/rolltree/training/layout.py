@@ -62,6 +62,7 @@ class Pattern:
             limits.append(depth.astype(np.int64) + self.window)
         if self.chunk is not None:
             limits.append((depth.astype(np.int64) // self.chunk + 1) * self.chunk)
+        # A pattern longer than every path hides nothing, so its layers can share the full blocks.
         if not limits or min(limit.min() for limit in limits) > depth.max():
             return None
         found: LongArray = np.minimum.reduce(limits)
@@ -98,7 +99,7 @@ class Forest:
     """Several samples as one row of tokens.
 
     `ids`, `positions`, `subtree_end` are int32 `[_T]`. `rows` are the positions whose logits are
-    needed, int32 `[_S]`, each with its `row_temperature`; record r reads row `record_row[r]`.
+    needed, int64 `[_S]`, each with its `row_temperature`; record r reads row `record_row[r]`.
     `record_sample[r]` is the index of the sample that record r came from. `routed_experts`, int32
     `[_T, layers, experts per token]`, is what the engine's routers chose, -1 where nobody recorded
     it; None: for no token.
@@ -131,6 +132,7 @@ def collate(samples: Sequence[Sample]) -> Forest:
     Raises:
         TokenError: there is no record at all, or a record points outside its sample.
     """
+    # Check before joining: afterwards such a record would read another sample's logits.
     for index, sample in enumerate(samples):
         source = sample.records.source
         if len(source) and (source.min() < 0 or source.max() >= len(sample.ids)):
@@ -146,6 +148,7 @@ def collate(samples: Sequence[Sample]) -> Forest:
             "there is no loss record in these samples, so there is nothing to train on. Check that "
             "the rollouts carry token ids and that credit left some of them to train."
         )
+    # One row of logits per position and temperature, however many records read it.
     key = np.stack([records.source.astype(np.float64), records.temperature.astype(np.float64)])
     unique, inverse = np.unique(key, axis=1, return_inverse=True)
     return Forest(
@@ -155,6 +158,7 @@ def collate(samples: Sequence[Sample]) -> Forest:
         records=records,
         rows=unique[0].astype(np.int64),
         row_temperature=unique[1].astype(np.float32),
+        # numpy 2.0.0 returns the inverse with two dimensions, other versions with one.
         record_row=np.asarray(inverse, np.int64).reshape(-1),
         record_sample=np.repeat(
             np.arange(len(samples)), [len(sample.records) for sample in samples]
@@ -199,20 +203,24 @@ def key_blocks(
     while first < num_tokens:
         end = ends[first]
         if end - first <= max_block:
+            # Take whole subtrees while they fit: no query outside the run sees its keys.
             stop = end
             while stop < num_tokens and ends[stop] - first <= max_block:
                 stop = ends[stop]
             reach = stop
         else:
+            # Take a piece of a path: while subtrees end at the same token, nothing branches off.
             stop = first + 1
             far = end - first
             if depth is not None and limit is not None:
+                # Queries beyond the window are not computed, so they do not count for the width.
                 far = min(far, int(limit[first] - depth[first]))
             most = 2 * max_block if far > _FAR * max_block else max_block
             while stop - first < most and stop < num_tokens and ends[stop] == end:
                 stop += 1
             reach = end
         index = np.arange(first, stop)
+        # `[queries, keys]` of the block's own square.
         own = (index[:, None] >= index) & (index[:, None] < subtree_end[first:stop])
         if depth is None or limit is None:
             blocks.append(KeyBlock(first, stop, first, reach, ((first, own),)))
@@ -228,9 +236,12 @@ def _limited(
     """Return the ranges of queries that see keys `first .. stop - 1`; `own` is their own square."""
     limits = limit[first:stop]
     below = depth[stop:reach]
+    # A query sees some key of the block while it is less deep than the largest limit, and all of
+    # them while it is less deep than the smallest (design/0003).
     seen = np.concatenate([np.ones(stop - first, np.bool_), below < limits.max()])
     partly = np.concatenate([np.ones(stop - first, np.bool_), below >= limits.min()])
     blocks = []
+    # `_runs` fills small gaps, whose queries see nothing. They are in `partly`, so they get a mask.
     for start, end in _runs(seen):
         masks = []
         for top, bottom in _runs(partly[start:end]):
@@ -244,7 +255,8 @@ def _limited(
 
 
 def _runs(wanted: BoolArray) -> list[tuple[int, int]]:
-    """Return where `wanted` holds, as ranges with less than `_GAP` between no two of them."""
+    """Return where `wanted` holds, as ranges that are at least `_GAP` apart."""
+    # `diff` of booleans is True at each change, so starts and stops alternate.
     edges = np.flatnonzero(np.diff(wanted, prepend=False, append=False)).reshape(-1, 2)
     runs: list[tuple[int, int]] = []
     for start, stop in edges.tolist():

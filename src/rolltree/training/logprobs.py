@@ -48,9 +48,12 @@ class _Gather(torch.autograd.Function):
         log_total = logits.logsumexp(-1, keepdim=True)
         logprob = logits[row, target] - log_total[row, 0]
         probability = (logits - log_total).exp_()
+        # A matrix product, because `probability * logits` would be one more `[_S, _V]` tensor.
         expected = torch.bmm(probability[:, None, :], logits[:, :, None]).view(-1)
         entropy = log_total[:, 0] - expected
+        # The only `[_S, _V]` tensor that is kept; autograd would keep several.
         ctx.save_for_backward(probability, row, target)
+        # If a gradient is wanted, `_entropy` computes the entropy again.
         ctx.mark_non_differentiable(entropy)
         return logprob, entropy
 
@@ -60,6 +63,7 @@ class _Gather(torch.autograd.Function):
         of_row = torch.zeros(len(probability), device=grad.device, dtype=grad.dtype)
         of_row.index_add_(0, row, grad)
         d_logits = probability * -of_row[:, None]
+        # Several records may share a row and a target.
         d_logits.index_put_((row, target), grad, accumulate=True)
         return d_logits, None, None
 
@@ -120,6 +124,7 @@ def gather_logprobs(
         return logprob, entropy[row], _reverse_kl(logits, target)[row]
 
     num_rows = len(hidden)
+    # Sorted by row, the records of a chunk of rows are one range.
     order = torch.argsort(record_row, stable=True)
     bounds = [*list(range(0, num_rows, chunk_rows)), num_rows]
     edges = torch.searchsorted(record_row[order], torch.tensor(bounds, device=record_row.device))
@@ -133,6 +138,7 @@ def gather_logprobs(
             target[chosen],
             None if teacher is None else teacher.hidden[first:stop],
         )
+        # A single chunk may keep its logits: recomputing it would not lower the peak.
         if len(bounds) > 2 and torch.is_grad_enabled():
             columns.append(checkpoint(chunk, *args, use_reentrant=False))
         else:

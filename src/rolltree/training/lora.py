@@ -54,6 +54,7 @@ def add_adapter(model: Any, section: ModelSection, seed: int) -> None:
     wanted = set(section.lora_targets) or known
     layers = [name for name, short in linear.items() if short in wanted]
     if not section.lora_targets:
+        # By default, adapt what works. A target that the user named has to work (`check_copy`).
         layers = _usable_layers(model, layers)
     weights = [name for name, short in experts.items() if short in wanted]
     if not layers and not weights:
@@ -69,6 +70,7 @@ def add_adapter(model: Any, section: ModelSection, seed: int) -> None:
         lora_dropout=0.0,
         bias="none",
         task_type="CAUSAL_LM",
+        # GPT-2 stores its linear weights transposed; peft takes one setting for all layers.
         fan_in_fan_out=any(_is_conv1d(model.get_submodule(name)) for name in linear),
         base_model_name_or_path=model.name_or_path,
     )
@@ -81,14 +83,18 @@ def add_adapter(model: Any, section: ModelSection, seed: int) -> None:
         warnings.simplefilter("ignore")  # of a kind of target that a model has none of
         torch.manual_seed(seed)
         inject_adapter_in_model(config, holder, ADAPTER)
-    model._rolltree_trained = trained  # until `take_off`
+    # peft froze these parameters; `take_off` lets them train again.
+    model._rolltree_trained = trained
+    # transformers sets both when it adds an adapter itself, and reads them when it saves.
     model._hf_peft_config_loaded, model.peft_config = True, {ADAPTER: config}
+    # Layers that share a weight share an adapter: two could not both be merged into it.
     first: dict[int, Any] = {}
     for module in model.modules():
         if ADAPTER in getattr(module, "lora_A", {}):
             other = first.setdefault(id(_weight_below(module)), module)
             module.lora_A, module.lora_B = other.lora_A, other.lora_B
     model.set_adapter(ADAPTER)
+    # peft adds its modules in training mode.
     model.eval()
     adapted_modules(model)
 
@@ -109,6 +115,7 @@ def _linear_layers(model: Any) -> dict[str, str]:
 @torch.no_grad()
 def _is_linear(module: Any) -> bool:
     """Whether a module computes what `nn.Linear` does, as Falcon's own class of that kind."""
+    # A subclass with its own `forward` may compute anything, so compare it with `nn.Linear`.
     if type(module).forward is nn.Linear.forward or not isinstance(module, nn.Linear):
         return isinstance(module, nn.Linear)
     try:
@@ -145,6 +152,8 @@ def _usable_layers(model: Any, layers: list[str]) -> list[str]:
     return [
         name
         for name, kind in kinds.items()
+        # A weight that another module uses too, such as a tied embedding, would change there as
+        # well.
         if kind in ran and set(holders[id(model.get_submodule(name).weight)]) <= kinds.keys()
     ]
 
@@ -234,6 +243,8 @@ def take_off(model: Any) -> bool:
 
 def remove_adapters(model: Any) -> None:
     """Put the layers back that adapters wrap; what the adapters learned is lost."""
+    # Wrappers of several tensors of one module are nested and go together, so search again each
+    # time.
     while wrapped := next((n for n, m in model.named_modules() if _wraps(m)), None):
         model.set_submodule(wrapped, model.get_submodule(wrapped).get_base_layer())
     model._hf_peft_config_loaded = False
@@ -267,6 +278,7 @@ def adapters_off(model: Any) -> Iterator[None]:
     The adapters' scale is 0 in it: nothing of the module changes but that number, so shards and
     what autograd has recorded stay as they are.
     """
+    # One dict per layer, `{adapter: scale}`, which is changed in place.
     scales = [module.scaling for module in model.modules() if hasattr(module, "base_layer")]
     before = [scale[ADAPTER] for scale in scales]
     try:
@@ -294,6 +306,7 @@ def plain_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
     Tied parameters come once; adapters are added to the weights below them; shards are gathered,
     one tensor at a time. Every rank goes through all of it.
     """
+    # After a forward pass without a backward pass, FSDP leaves the root's parameters gathered.
     reshard(model)
     adapted = adapted_modules(model)
     for name, tensor in _own_tensors(model).items():
@@ -308,6 +321,7 @@ def plain_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 def _own_tensors(model: Any) -> dict[str, Tensor]:
     """Return the parameters, tied ones once, and the buffers that a state dict has."""
+    # `named_buffers` also lists buffers that no state dict has, such as rotary angles.
     saved = set(model.state_dict(keep_vars=True))
     buffers = {name: tensor for name, tensor in model.named_buffers() if name in saved}
     return {**dict(model.named_parameters()), **buffers}
@@ -336,10 +350,12 @@ def adapted_modules(model: Any) -> dict[str, Any]:
             continue
         tensor = _weight_below(module)
         adapters.setdefault(id(tensor), []).append(module.lora_A)
+        # Compare sorted sizes, because some weights are stored transposed.
         shape = (*tensor.shape[:-2], *sorted(tensor.shape[-2:]))
         sides = sorted([module.lora_A[ADAPTER].in_features, module.lora_B[ADAPTER].out_features])
         if shape[-2:] != tuple(sides):
             raise ConfigError(f"peft made an adapter for {path} that does not fit {shape}.")
+        # `named_parameters` lists a tied weight once, under its first name.
         found.setdefault(names[id(tensor)][0], module)
     for tensor_id, made in adapters.items():
         own = [name.replace(_BELOW, "") for name in names[tensor_id]]
@@ -356,6 +372,7 @@ def adapted_modules(model: Any) -> dict[str, Any]:
 def _gathered(module: Any) -> Iterator[Any]:
     """Let the two matrices of an adapter be whole, not shards, while the context is open."""
     parts = (module.lora_A[ADAPTER], module.lora_B[ADAPTER])
+    # peft multiplies A and B as plain matrices, which shards are not.
     shards = [part.weight for part in parts]
     try:
         for part in parts:
@@ -380,6 +397,7 @@ def copy_weights(model: Any, served: Any | None) -> None:
     targets = {} if served is None else _own_tensors(served)
     left = set(targets)
     for name, value in plain_tensors(model):
+        # Ranks without a copy still take part in gathering each tensor.
         if served is None:
             continue
         if name not in targets or targets[name].shape != value.shape:
@@ -421,6 +439,7 @@ def check_copy(model: Any, served: Any) -> None:
             for target in sorted(set(short.values()))
             if _copy_is_off(model, served, [m for n, m in modules.items() if short[n] == target])
         ] or ["all of them together"]
+    # The comparison left the copy with moved adapters merged in.
     copy_weights(model, served)
     if bad:
         raise ConfigError(
@@ -430,7 +449,9 @@ def check_copy(model: Any, served: Any) -> None:
         )
 
 
+# How far the check moves an adapter, as a share of the norm of the weight below it.
 _MOVE = 0.1
+# Largest error of the copy, as a share of what that move changes in the logits.
 _EXACT = 1e-3
 
 
@@ -445,6 +466,7 @@ def _copy_is_off(model: Any, served: Any, modules: list[Any]) -> bool:
     for module in modules:
         up, weight = module.lora_B[ADAPTER].weight, _weight_below(module)
         up.copy_(torch.randn(up.shape, generator=generator))
+        # Scale by the norms, so that the move shows for any rank and alpha.
         up.mul_(_MOVE * weight.norm() / module.get_delta_weight(ADAPTER).norm())
     try:
         moved = _probe(model)
@@ -454,4 +476,5 @@ def _copy_is_off(model: Any, served: Any, modules: list[Any]) -> bool:
         for module, weight in zip(modules, before, strict=True):
             module.lora_B[ADAPTER].weight.copy_(weight)
     error, effect = ((x - moved).abs().amax(-1).median() for x in (copied, plain))
+    # `not <=` instead of `>`, so that NaN counts as off.
     return not bool(error <= _EXACT * effect + 1e-6 * moved.abs().max())

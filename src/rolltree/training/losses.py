@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from rolltree.errors import ConfigError, UnknownName, did_you_mean
 
+# The configuration reads these tables without importing torch.
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -100,6 +101,7 @@ def fill(
         )
     for key, value in chosen.items():
         smallest = (least or {}).get(key, 0.0)
+        # `not >=` instead of `<`, so that NaN is refused.
         if not value >= smallest:
             raise ConfigError(f"{key} of {reader} is {value}; it must be {smallest:g} or more.")
     return {**defaults, **chosen}
@@ -118,6 +120,7 @@ def ppo_clip(x: LossInputs, p: Mapping[str, float]) -> LossTerms:
     a huge ratio can cost: Ye et al. 2020, arXiv:1912.09729, equation 5 (infinite: off).
     """
     terms = _clipped((x.logprob - x.behaviour).exp(), x.advantage, p)
+    # The paper bounds the objective from below, which is the loss from above.
     worst = (-p["dual_clip"] * x.advantage).where(x.advantage < 0, math.inf)
     return LossTerms(terms.loss.minimum(worst), terms.clipped | (worst < terms.loss).detach())
 
@@ -125,6 +128,8 @@ def ppo_clip(x: LossInputs, p: Mapping[str, float]) -> LossTerms:
 def _clipped(ratio: Tensor, advantage: Tensor, p: Mapping[str, float]) -> LossTerms:
     inside = ratio.clamp(1 - p["clip_low"], 1 + p["clip_high"])
     plain, limited = ratio * advantage, inside * advantage
+    # Takes the smaller objective, so a ratio that already does harm is never clipped. Where the
+    # clipped one is smaller, `clamp` has no gradient.
     return LossTerms(-plain.minimum(limited), (limited < plain).detach())
 
 
@@ -162,6 +167,7 @@ def gspo(x: LossInputs, p: Mapping[str, float]) -> LossTerms:
     """
     if x.rollout_log_ratio is None:
         raise ValueError("gspo needs rollout_log_ratio, the mean log ratio of each rollout")
+    # The value is the rollout's ratio, the gradient the token's own (design/0010).
     log_ratio = x.rollout_log_ratio + x.logprob - x.logprob.detach()
     return _clipped(log_ratio.exp(), x.advantage, p)
 
@@ -185,6 +191,7 @@ def gmpo(x: LossInputs, p: Mapping[str, float]) -> LossTerms:
         raise ValueError("gmpo needs rollout_log_ratio, the mean clipped log ratio of each rollout")
     log_ratio = x.logprob - x.behaviour
     limited = _gmpo_term(log_ratio, x.advantage, p)
+    # As in `gspo`; a clipped token has no gradient of its own.
     mean = x.rollout_log_ratio + limited - limited.detach()
     return LossTerms(-mean.exp() * x.advantage, (limited != log_ratio).detach())
 
@@ -211,6 +218,7 @@ LOSSES: dict[str, Loss] = {
     ),
     "reinforce": Loss(reinforce, {"ratio_cap": 2.0}),
     "cispo": Loss(cispo, {"clip_low": 1.0, "clip_high": 2.0}),
+    # A rollout's ratio is a mean, which stays near 1. The bounds are the papers', GMPO's for logs.
     "gspo": Loss(gspo, {"clip_low": 3e-4, "clip_high": 4e-4}, rollout_term=_gspo_term),
     "gmpo": Loss(gmpo, {"clip_low": 0.4, "clip_high": 0.4}, rollout_term=_gmpo_term),
     "cross_entropy": Loss(cross_entropy, {}, supervised=True),

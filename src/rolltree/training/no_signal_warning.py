@@ -59,6 +59,7 @@ class NoSignalWarning:
         self._num_groups += 1
         for result in results:
             if result.error is not None:
+                # A failed rollout may have a reward that says nothing about the task.
                 self._errors[result.error.type] += 1
                 continue
             self._rewards.update(
@@ -68,6 +69,7 @@ class NoSignalWarning:
     def check(self) -> None:
         """Send a notice if it has been too long; call it every few seconds."""
         now = self._clock()
+        # Since the last notice, so that they come once per patience while nothing changes.
         if now - self._notified >= self._patience_s:
             self._notified = now
             self._notify(
@@ -95,6 +97,7 @@ class NoSignalWarning:
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
         """Check every few seconds while the block runs."""
+        # Otherwise a shorter patience would be noticed too late.
         every = min(_CHECK_EVERY_S, self._patience_s)
 
         async def keep_checking() -> None:
@@ -107,6 +110,7 @@ class NoSignalWarning:
             yield
         finally:
             task.cancel()
+            # `wait` does not raise the task's cancellation; `result` raises what `notify` raised.
             await asyncio.wait([task])
             if not task.cancelled():
                 task.result()

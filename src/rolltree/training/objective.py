@@ -86,10 +86,13 @@ def fixed_terms_of(
         row = get_correction(algorithm.correction)
         difference = logprob - records.logprob
         factor = row.fn(records, difference, algorithm.correction_parameters)
+        # The factor covers the engine's mismatch; a ratio against the engine would count it twice
+        # (design/0010).
         old = logprob
     if _kl_in_reward(algorithm):
         assert logprob is not None, "see needs_fixed_terms"
         assert reference is not None, "a KL in the reward needs the reference's logprobs"
+        # Each token's own KL, not summed over the following tokens (design/0010).
         advantage = advantage - np.float32(algorithm.kl_coef) * (logprob - reference)
     return FixedTerms(old, advantage, factor)
 
@@ -104,6 +107,7 @@ def rollout_ratios(
     term = get_loss(algorithm.loss).rollout_term
     if term is None:
         return None
+    # On the CPU, where the logprobs of all packs and ranks have been collected.
     ratio, advantage = torch.from_numpy(logprob - fixed.old), torch.from_numpy(fixed.advantage)
     return rollout_means(records, term(ratio, advantage, algorithm.parameters).numpy())
 
@@ -143,14 +147,17 @@ def objective(
     terms = get_loss(algorithm.loss).fn(inputs, algorithm.parameters)
     loss, kl = terms.loss, None
     if fixed.factor is not None:
+        # The factor scales the policy loss only; KL and entropy come after it.
         loss = loss * tensor(fixed.factor)
     if algorithm.kl_coef > 0:
         row = KLS[algorithm.kl]
         kl = _estimate(row.fn, got, reference)
+        # A KL in the reward is part of the advantage already and is only measured here.
         if not row.in_reward:
             loss = loss + algorithm.kl_coef * kl
     if algorithm.entropy_coef > 0:
         loss = loss - algorithm.entropy_coef * got.entropy
+    # The weights include the normalizers of the whole step, so packs and ranks simply add up.
     total = (tensor(weight) * loss).sum()
     return ObjectiveTerms(total, terms.clipped, None if kl is None else kl.detach())
 

@@ -23,6 +23,7 @@ SCHEDULES: dict[str, Callable[[float, float], float]] = {
 def learning_rate(config: OptimSection, update: int, num_updates: int) -> float:
     """Return the rate of update `update` (0 is the first) of `num_updates`."""
     if update < config.warmup_steps:
+        # So the first update is not at 0, and only the first after the warm-up has the full rate.
         return config.lr * (update + 1) / (config.warmup_steps + 1)
     span = max(1, num_updates - config.warmup_steps)
     done = min(1.0, (update - config.warmup_steps) / span)
@@ -62,7 +63,8 @@ class Optimizer:
             eps=config.eps,
             fused=True,
         )
-        self.zero_grad()  # of a step that failed, where the model outlived it
+        # Drops the gradients of a step that failed, if the model outlived it.
+        self.zero_grad()
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -75,6 +77,7 @@ class Optimizer:
         if not gradients:
             return 0.0
         norm = total_norm(gradients)
+        # If the norm is not finite, the caller refuses the step.
         if math.isfinite(norm) and norm > self.config.max_grad_norm:
             torch._foreach_mul_(gradients, self.config.max_grad_norm / norm)
         return norm
@@ -85,6 +88,7 @@ class Optimizer:
             group["lr"] = lr
         for parameter in self.parameters:
             if parameter.grad is None:
+                # AdamW would skip it, so neither its moments nor its weight would decay.
                 parameter.grad = torch.zeros_like(parameter)
         self._adam.step()
         self.zero_grad()

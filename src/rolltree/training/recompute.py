@@ -60,6 +60,8 @@ def recomputation(model: Any) -> Iterator[None]:
 def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
+    # Reentrant checkpoints take no keywords, by which layouts and experts travel. In evaluation
+    # mode there is no random state to preserve.
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
@@ -91,6 +93,7 @@ def check_recomputation(
                     reason = f"fails when it is computed again ({type(error).__name__}: {first})"
                     break
             for ours, theirs in zip(again, plain, strict=True):
+                # `not <=` instead of `>`, so that NaN is refused.
                 if not float((ours - theirs).abs().max()) <= _TOLERANCE * float(theirs.abs().max()):
                     reason = "computes something else when it is computed again"
     if reason:
@@ -106,8 +109,10 @@ def _probe(model: Any, hidden: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
     inputs = []
 
     def leaf(module: Any, args: Any, output: Tensor) -> Tensor:
+        # At the input, so that the gradient passes through every layer, whatever is trained.
         inputs.append(output.detach().requires_grad_())
-        return inputs[-1].clone()  # a model may add to it in place
+        # A copy, because a model may add to it in place.
+        return inputs[-1].clone()
 
     hook = model.get_input_embeddings().register_forward_hook(leaf)
     try:

@@ -97,8 +97,10 @@ class RecurrenceLayout:
             index = np.arange(count)
             back = [index]
             for _ in range(width - 1):
+                # Index -1 reads the last token's parent, which `where` drops again.
                 back.append(np.where(back[-1] >= 0, self.parent[back[-1]], -1))
             ancestors = np.stack(back[::-1], axis=1)
+            # What a convolution over the flat row reads; below 0 it reads padding.
             plain = index[:, None] - np.arange(width)[::-1]
             moved = np.flatnonzero((np.maximum(plain, -1) != ancestors).any(1))
             found = np.where(ancestors[moved] >= 0, ancestors[moved], count)
@@ -116,6 +118,7 @@ class RecurrenceLayout:
         """The tokens by depth."""
         parent, count = self.parent, len(self.parent)
         depth = np.zeros(count, np.int64)
+        # In depth-first order a parent comes before its children, so its depth is known.
         for token, above in enumerate(parent.tolist()):
             depth[token] = depth[above] + 1 if above >= 0 else 0
         tokens = np.argsort(depth, kind="stable")
@@ -123,6 +126,7 @@ class RecurrenceLayout:
         place[tokens] = np.arange(count)
         start = np.searchsorted(depth[tokens], np.arange(depth.max() + 2))
         entry = [
+            # Relative to the first token of the depth before.
             self._to(place[parent[tokens[low:high]]] - before)
             for before, low, high in zip(start, start[1:], start[2:], strict=False)
         ]
@@ -134,6 +138,7 @@ class RecurrenceLayout:
         edges = np.append(firsts, len(parent))
         owner = np.repeat(np.arange(len(firsts)), np.diff(edges))
         level = np.zeros(len(firsts), np.int64)
+        # The parent's chunk comes earlier, so its level is known.
         for chunk, above in enumerate(parent[firsts].tolist()):
             level[chunk] = level[owner[above]] + 1 if above >= 0 else 0
         order = np.argsort(level, kind="stable")
@@ -145,7 +150,8 @@ class RecurrenceLayout:
         flat = np.full(len(firsts) * width, len(parent), np.int64)
         flat[place] = np.arange(len(parent))
         token = flat.reshape(-1, width)
-        end = np.append(self.subtree_end, 0)[token]  # a pad is on no path
+        # A pad is on no path: with an end of 0 nothing sees it.
+        end = np.append(self.subtree_end, 0)[token]
         row, column = token[:, :, None], token[:, None, :]
         seen = (column <= row) & (row < end[:, None, :])
         starts = parent[firsts[order]]  # which token each chunk follows
@@ -157,8 +163,10 @@ class RecurrenceLayout:
         for depth, (first, stop) in enumerate(pairwise(edge.tolist())):
             entry = None
             if depth:
+                # `above` still holds the exits of the level before.
                 entry = self._to(np.searchsorted(above, place[starts[first:stop]]))
             after = starts[stop : edge[depth + 2]] if depth + 2 < len(edge) else starts[:0]
+            # Chunks that hang below the same token share one exit.
             above = np.unique(place[after])  # exits of this level, as places in order
             exit_place.append(above)
             exits = self._to(above // width - first)
@@ -179,6 +187,8 @@ class RecurrenceLayout:
 def parents(subtree_end: NDArray[np.int32]) -> LongArray:
     """Return the parent of each token of a forest in depth-first order, -1 for roots, `[_T]`."""
     ends = subtree_end.tolist()
+    # A token's parent is the token before it. After a leaf, it is the nearest token up the path
+    # whose subtree is not over yet.
     found = list(range(-1, len(ends) - 1))
     for before in np.flatnonzero(subtree_end[:-1] <= np.arange(1, len(ends))).tolist():
         token, above = before + 1, before
@@ -197,6 +207,7 @@ def chunk_starts(parent: LongArray, size: int) -> LongArray:
     starts = []
     first, start = -size, -2
     for token, before in enumerate(above):
+        # Roots count as siblings (parent -1), so short samples share a chunk.
         if token - first >= size or (before < first and before != start):
             first, start = token, before
             starts.append(token)

@@ -25,6 +25,7 @@ def longest_exact(model: Any) -> tuple[int, str] | None:
         config = getattr(module, "config", None)
         if kinds is None or config is None:
             continue
+        # Some models have one kind of angles per type of layer.
         named = kinds.items() if isinstance(kinds, dict) else [(None, kinds)]
         for layer_type, kind in named:
             if kind == "longrope":
@@ -45,6 +46,7 @@ def check_lengths(model: Any, forest: Forest, longest: tuple[int, str] | None) -
     if longest is None:
         return
     limit, kind = longest
+    # Positions are depths, so this is the longest path.
     length = int(forest.positions.max()) + 1
     if length > limit:
         raise TrainingError(

@@ -47,6 +47,7 @@ def check_auxiliary(model: Any) -> None:
     for config in {id(c): c for c in (model.config, model.config.get_text_config())}.values():
         known = {name: getattr(config, name) for name in _COEFFICIENTS if hasattr(config, name)}
         asked = {"z_loss_coefficient": getattr(config, "z_loss_coefficient", 0)}
+        # Without a known coefficient, the loss may have any weight.
         if getattr(config, "output_router_logits", False) and (any(known.values()) or not known):
             asked = {"output_router_logits": True, **known}
         if any(asked.values()):
@@ -76,6 +77,8 @@ class Replay:
             raise TrainingError(f"{error} {_WITHOUT}") from error
         modules = dict(body_of(model).named_modules())
         first = self._routers.each[0].name.split(".")
+        # Routers have names such as `layers.3.mlp.gate`; the part before the number is the list of
+        # layers.
         at = next(index for index, part in enumerate(first) if part.isdigit())
         self._layers: list[Any] = list(modules[".".join(first[:at])])
         self.routers = {router.layer: router for router in self._routers.each}
@@ -107,6 +110,7 @@ class Replay:
                 raise self._foreign(
                     f"names expert {int(chosen.max())} of {router.num_experts} in layer {layer}"
                 )
+            # Only -1, "unknown", may repeat.
             twice = (chosen[:, 1:] == chosen[:, :-1]) & (chosen[:, 1:] >= 0)
             if twice.any():
                 raise self._foreign(f"names an expert of layer {layer} twice for one token")
@@ -125,6 +129,8 @@ class Replay:
         Backward passes with gradient checkpointing belong inside it too.
         """
         with ExitStack() as held:
+            # Each layer puts its experts here while it runs, so one that is recomputed alone finds
+            # those of its own row (design/0023).
             given: dict[int, Tensor] = {}
             for index, layer in enumerate(self._layers):
                 router = self.routers.get(index)
@@ -138,8 +144,10 @@ class Replay:
         self, forward: Callable[..., Any], router: Router | None, given: dict[int, Tensor]
     ) -> Callable[..., Any]:
         def with_experts(*args: Any, routed_experts: Tensor | None = None, **kwargs: Any) -> Any:
+            # Layers without experts also receive the keyword, and their `forward` does not take it.
             if router is None or routed_experts is None:
                 return forward(*args, **kwargs)
+            # int64 only here, layer by layer: the whole tensor lives until the backward pass.
             given[router.layer] = routed_experts[:, router.layer].long()
             try:
                 return forward(*args, **kwargs)
@@ -184,6 +192,7 @@ class Replay:
         num_experts = np.ones(self._routers.num_layers, np.int64)
         for layer, router in self.routers.items():
             num_experts[layer] = router.num_experts
+        # Shifted by one, a token's experts are other ones and still distinct.
         others = (own + 1) % num_experts[:, None]
         unknown = np.full_like(own, -1)
         try:
@@ -195,9 +204,11 @@ class Replay:
             raise self._refusal(f"a probe failed ({error})") from error
         same, untouched, changed = found
         scale = float(plain.abs().max())
-        limit = 0.0 if ids.device.type == "cpu" else 1e-3 * scale  # a GPU adds up in any order
+        # A GPU may add up in another order each time.
+        limit = 0.0 if ids.device.type == "cpu" else 1e-3 * scale
         if any(float((states - plain).abs().max()) > limit for states in (same, untouched)):
             raise self._refusal("replaying its own choices changes its hidden states")
+        # If a token goes to all experts, there are no others to try.
         if self._routers.num_experts > self._routers.top_k:
             moved = float((changed - plain).abs().max())
             if not moved > max(limit, 1e-6 * scale):

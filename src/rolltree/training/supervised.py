@@ -40,10 +40,12 @@ def supervised_states(conversations: Iterable[Iterable[tuple[TokenIds, TokenIds]
                 completion_ids=np.asarray(completion, np.int32),
                 logprobs=None,
                 versions=None,
+                # The trainer divides logits by the temperature.
                 temperature=1.0,
                 call_id=turn,
             )
             trajectory.append_call(prompt=[], completion=[], response=response, turn=turn)
+        # 0 instead of None, which samples report as a missing advantage.
         for step in trajectory:
             step["advantage"] = 0.0
         states.append(State(trajectory=trajectory, request_id=f"data/{index}", advantage=0.0))

@@ -85,17 +85,22 @@ class Trainer:
         self.logprobs = self._reader(model)
         self._no_replay = self._prepare_replay()
         self._whole_kl = self.algorithm.kl_coef > 0 and KLS[self.algorithm.kl].fn is None
+        # Before sharding: the reference may be a copy of the model, and shards cannot be copied.
         self.reference = self._reference(reference)
         if config.train.gradient_checkpointing:
             self.logprobs.recompute_layers()
         if ranks is not None:
             shard(self.logprobs, ranks)
             if self.reference is not None and self._whole_kl:
+                # Its logits are made chunk by chunk inside the trained model's pass, where nothing
+                # gathers shards of a second model.
                 self.reference.move(ranks.device)
             elif self.reference is not None and self.reference.model is model:
+                # Made again, because `shard` has replaced how the model runs.
                 self.reference = self._below_adapters()
             elif self.reference is not None:
                 shard(self.reference, ranks)
+        # After sharding, which replaces the parameters.
         self.optimizer = Optimizer(model, config.optim)
 
     def _reader(self, model: Any) -> LogprobModel:
@@ -173,6 +178,7 @@ class Trainer:
                 f"algorithm.name = {self.config.algorithm.name!r} learns from a teacher model, "
                 "but none is set. Set algorithm.reference to the teacher's name or folder."
             )
+        # Each rank needs the whole reference, and the model below the adapters is sharded.
         whole_on_ranks = self._whole_kl and self.ranks is not None
         if given is None and name is None and is_adapted(self.model):
             if not changes_nothing(self.model):
@@ -203,7 +209,8 @@ class Trainer:
     def _below_adapters(self) -> LogprobModel:
         """Return a reader of the model as it is without its adapters, which never changes."""
         reader = copy.copy(self.logprobs)
-        reader.replay = None  # it chooses its own experts, like any other reference
+        # The reference chooses its own experts (design/0023).
+        reader.replay = None
         reader.around = partial(adapters_off, self.model)
         return reader
 
@@ -229,9 +236,11 @@ class Trainer:
             TokenError: there is nothing to train on.
         """
         began = time.perf_counter()
-        self.optimizer.zero_grad()  # of a step that raised
+        # Drops the gradients of a step that raised.
+        self.optimizer.zero_grad()
         section = self.config.train
         routing = self._check_routing(samples)
+        # With a KL or entropy term, tokens without an advantage have a gradient too.
         skip = section.skip_zero_advantage and self.algorithm.only_advantage
         rank, num_ranks = (self.ranks.rank, self.ranks.size) if self.ranks else (0, 1)
         batches = [
@@ -246,6 +255,7 @@ class Trainer:
             for part in split_rollouts(samples, section.minibatches)
         ]
         num_updates = section.updates_per_step
+        # Before the first update, so that all mini-batches use the weights the step began with.
         fixed_terms = [self._fixed_terms(batch, num_updates) for batch in batches]
         metrics: dict[str, float] = {}
         fresh = step - 1 if section.async_steps else None  # None: every token is
@@ -255,16 +265,19 @@ class Trainer:
                 stats = self._gradients(batch, fixed_terms[update % len(batches)])
                 if on_batch is not None and update < len(batches):
                     on_batch(batch, stats)
+                # Later updates run with weights that none of these tokens was sampled with.
                 if update == 0:
                     metrics = stats.metrics(batch.records, fresh)
                     if not self.algorithm.supervised:
                         self._check_mismatch(metrics)
+                # Check before writing to the weights, which could not be recovered from NaN.
                 norm = self.optimizer.clip()
                 if not math.isfinite(norm):
                     self._name_non_finite(batch)
                 done = (step - 1) * num_updates + update
                 lr = learning_rate(self.config.optim, done, num_updates * section.num_steps)
                 if update == 0:
+                    # Not earlier: an asynchronous engine samples while gradients are computed.
                     held.enter_context(exclusive())
                 self.optimizer.step(lr)
                 metrics |= {"train/grad_norm": norm, "train/learning_rate": lr}
@@ -289,6 +302,8 @@ class Trainer:
         if not needs_fixed_terms(self.algorithm):
             return fixed_terms_of(self.algorithm, batch.records)
         spans = self.algorithm.over_rollout or fixed_terms_need_whole_rollouts(self.algorithm)
+        # The first pass gives these numbers itself, unless they need whole rollouts and it sees
+        # parts (design/0010).
         if num_updates == 1 and (batch.is_whole or not spans):
             return None
         reference = None
@@ -304,6 +319,7 @@ class Trainer:
         for item in batch.packs:
             with model.context():
                 got = model(item.forest).logprob.cpu().numpy()
+            # Fillers run too, because all ranks must gather the layers equally often.
             if not item.is_filler:
                 found[item.span] = got
         return found if self.ranks is None else self.ranks.total(found)[0]
@@ -313,6 +329,7 @@ class Trainer:
         fixed = fixed or self._fixed_terms(batch, 1)
         ratios: FloatColumn | None = None
         if fixed is not None and self.algorithm.over_rollout and not batch.is_whole:
+            # A rollout's ratio needs all its records, also those in other packs and on other ranks.
             now = self._measure(self.logprobs, batch)
             ratios = rollout_ratios(self.algorithm, batch.records, fixed, now)
         stats = self._new_stats(len(batch.records))
@@ -322,6 +339,7 @@ class Trainer:
                 mean = None if ratios is None else ratios[item.span]
                 self._backward(self._loss(item, part, mean, stats))
         if self.ranks is not None:
+            # All ranks then decide alike, and none waits for one that has raised (design/0007).
             stats.sum_over(self.ranks)
         if not math.isfinite(stats.loss):
             self._name_non_finite(batch)
@@ -345,7 +363,8 @@ class Trainer:
         """
         algorithm, records = self.algorithm, item.forest.records
         got, reference = self._read(item)
-        if item.is_filler:  # a loss of 0, computed as other ranks compute theirs
+        # A loss of 0 that still runs the backward pass, in which ranks meet.
+        if item.is_filler:
             return 0 * got.logprob.sum()
         now = got.logprob.detach().cpu().numpy()
         if fixed is None:
@@ -400,6 +419,7 @@ class Trainer:
         culprit = next(
             (
                 f"the sample of rollouts {rollout_names(sample)}"
+                # All ranks go through the same samples, because each pass is collective.
                 for sample in batch.samples
                 if not self._is_finite_alone(sample)
             ),

@@ -66,7 +66,9 @@ def transcripts(
     if credit is not None:
         for state, values in zip(credit.trained, credit.advantages, strict=True):
             if len(values):
+                # By identity, because states are dicts, which cannot be hashed.
                 advantages[id(state)] = float(values[0])
+    # Lazy, so the other rollouts are not turned into text.
     return list(islice(_each(results, step, phase, advantages), num))
 
 
@@ -75,12 +77,14 @@ def _each(
 ) -> Iterator[Transcript]:
     for result in results:
         error = "" if result.error is None else f"{result.error.type}: {result.error.message}"
+        # A request that failed before it had a rollout still shows what was asked.
         asked = State(prompt=result.request.input.get("prompt"))
         for state in result.states or (asked,):
             prompt, completion = conversation_of(state)
             yield Transcript(
                 step,
                 phase,
+                # Names come from data and environments, and may contain control characters.
                 shown(result.request.request_id),
                 shown(str(state.get("agent") or "")),
                 _text(prompt),

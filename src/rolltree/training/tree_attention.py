@@ -33,7 +33,10 @@ NAME = "rolltree_tree"
 _OWN: dict[str, str] = {}
 """Name that the attention is registered as -> what the model attends with outside trees."""
 
+# The functions that build masks do not receive the layout, and an engine may build its own masks in
+# another thread with the same configuration. A context variable tells them apart (design/0003).
 _active: ContextVar[bool] = ContextVar("rolltree_tree_active", default=False)
+# Keywords that models pass on to their attention function and that do not change its result.
 _IGNORABLE = frozenset(
     {"position_ids", "use_cache", "output_attentions", "output_hidden_states"}
     | {"return_dict", "logits_to_keep", "num_items_in_batch", "cache_position"}
@@ -45,7 +48,8 @@ _PARTS: dict[str, Callable[[Closure], Pattern]] = {
     "causal_mask_function": lambda closure: FULL,
     "sliding_window_overlay": lambda closure: Pattern(window=closure["sliding_window"]),
     "chunked_overlay": lambda closure: Pattern(chunk=_chunk(closure)),
-    "packed_sequence_mask_function": lambda closure: FULL,  # a forest keeps its paths apart
+    # The layout of a forest already keeps its paths apart.
+    "packed_sequence_mask_function": lambda closure: FULL,
     "remap_positions_for_packed_sequence": lambda closure: _pattern(closure["mask_function"]),
     "and_masks": lambda closure: _all_of(closure["mask_functions"]),
 }
@@ -71,7 +75,10 @@ def _pattern(mask_function: Any) -> Pattern:
     Raises:
         TrainingError: it is made of anything else.
     """
+    # Masks are closures, such as `sliding_window_overlay.<locals>.inner_mask`: the outer function's
+    # name says what they hide, and the closure holds the numbers.
     name = getattr(mask_function, "__qualname__", repr(mask_function)).partition(".")[0]
+    # A model may define its own function with the same name, which could mean anything.
     home = getattr(mask_function, "__module__", None)
     if name not in _PARTS or home != masking_utils.__name__:
         raise _unknown_mask(f"that is made by {name}")
@@ -108,6 +115,7 @@ def _mask(*args: Any, own: str, **kwargs: Any) -> Any:
     pattern = _pattern(asked)
     if not _is_causal(asked):
         raise _unknown_mask("that is not causal")
+    # For a plain causal mask, transformers gives SDPA layers None too, so models handle it.
     return None if pattern == FULL else pattern
 
 
@@ -134,7 +142,8 @@ def _attention(
         )
         return result
     out = _tree_attention(module, query, key, value, attention_mask, tree_layout, **kwargs)
-    return out.contiguous(), None  # as models expect that reshape it in place
+    # Models reshape the result in place, which needs contiguous memory.
+    return out.contiguous(), None
 
 
 def _tree_attention(
@@ -153,6 +162,7 @@ def _tree_attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
+    # An unknown keyword that is set might change the result, so refuse it.
     foreign = {k for k, v in kwargs.items() if v is not None and v is not False} - _IGNORABLE
     what = ""
     if foreign:
@@ -164,6 +174,7 @@ def _tree_attention(
     elif pattern is None and not _causal(module, is_causal):
         what = "lets tokens see what comes after them"
     elif sliding_window is not None and sliding_window != (pattern or FULL).window:
+        # The mask decides (design/0003), but some layers also repeat their window here.
         what = f"has a sliding_window of {sliding_window} tokens that its mask does not have"
     elif key.shape[2] != layout.num_tokens or query.shape[0] != 1:
         what = f"attends to {key.shape[2]} keys where the forest has {layout.num_tokens} tokens"
@@ -205,6 +216,7 @@ def _by_depth(module: torch.nn.Module, query: Tensor, layout: TreeLayout) -> Ten
         return scaled
 
     depth = torch.from_numpy(layout.depth).to(query.device)
+    # The model has already scaled by the position in the row, so divide by that factor.
     factor = scale(depth) / scale(torch.arange(layout.num_tokens, device=query.device))
     return query * factor[:, None].to(query.dtype)
 
@@ -218,7 +230,8 @@ def _own_attention(module: torch.nn.Module, own: str) -> Callable[..., Any]:
 
 def register_tree_attention(own: str) -> str:
     """Return the name under which a model that attends with `own` attends over trees."""
-    if own in _OWN:  # one context inside another
+    if own in _OWN:
+        # A nested context: the model already attends over trees.
         return own
     name = next((name for name, known in _OWN.items() if known == own), f"{NAME}_{len(_OWN)}")
     if name not in _OWN:
@@ -235,6 +248,8 @@ def tree_attention(model: Any) -> Iterator[None]:
     Backward passes with gradient checkpointing belong inside it too. The attention that the model
     had before is put back.
     """
+    # An engine may read this configuration at the same time. Without a layout, the registered
+    # function is the attention that the model had before.
     before = model.config._attn_implementation
     model.config._attn_implementation = register_tree_attention(before or "eager")
     token = _active.set(True)

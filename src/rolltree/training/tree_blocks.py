@@ -85,6 +85,7 @@ class TreeLayout:
         return found
 
     def _once(self, what: str, pattern: Pattern) -> Any:
+        # Built when the first layer asks for it; layers that look equally far back share it.
         if (what, pattern) not in self._made:
             self._made[what, pattern] = getattr(self, f"_make_{what}")(pattern)
         return self._made[what, pattern]
@@ -112,6 +113,7 @@ class TreeLayout:
 
     def _added(self, seen: NDArray[np.bool_]) -> Tensor:
         hidden = ~torch.from_numpy(seen).to(self.device)
+        # `[queries, 1, keys]`: the heads of a group share the mask of their token.
         return torch.zeros(seen.shape, device=self.device).masked_fill_(hidden, _UNSEEN)[:, None, :]
 
 
@@ -141,10 +143,12 @@ class _Rows:
         bent = None
         if self.softcap is not None:
             bent = raw.div_(self.softcap).tanh_()
+            # A new tensor: callers write into the scores, and the backward pass needs the tanh.
             raw = bent * self.softcap
         size = block.stop - block.first
         for first, mask in block.masks:
             top = (first - block.start) * self.group
+            # Rows are ordered by token, then by head within the group.
             part = raw[:, top : top + len(mask) * self.group]
             part.view(-1, len(mask), self.group, size).add_(mask)
         return raw, bent
@@ -180,13 +184,16 @@ class _TreeAttention(torch.autograd.Function):
         if sinks is None:
             top = q.new_full((num_kv, num_tokens * rows.group, 1), float("-inf"))
             total = torch.zeros_like(top)
-        else:  # a sink is a key that every query sees and whose value is zero
+        else:
+            # A sink is a key that every query sees and whose value is zero.
             top = _per_row(sinks, num_kv, num_tokens).to(q.dtype).clone()
             total = torch.ones_like(top)
+        # Autocast would run these products in 16 bits (design/0003).
         with torch.autocast(q.device.type, enabled=False):
             for block in blocks:
                 at = rows.of(block)
                 scores, _ = rows.scores(q, k, block)
+                # Online softmax: rescale what earlier blocks added to the new maximum.
                 old = top[:, at]
                 new = torch.maximum(scores.amax(-1, keepdim=True), old)
                 weights = scores.sub_(new).exp_()
@@ -194,9 +201,11 @@ class _TreeAttention(torch.autograd.Function):
                 top[:, at] = new
                 total[:, at].mul_(shrink).add_(weights.sum(-1, keepdim=True))
                 out[:, at].mul_(shrink).baddbmm_(weights, v[:, block.first : block.stop])
+        # Normalize once, not per block.
         out.div_(total)
         merged = out.view(num_kv, num_tokens, rows.group, -1).transpose(0, 1)
         result = merged.reshape(1, num_tokens, num_heads, -1).to(query.dtype)
+        # With the log-sum, the backward pass can turn scores into weights again.
         ctx.save_for_backward(query, key, value, sinks, result, top.add_(total.log_()))
         ctx.rows = rows
         return result
@@ -213,6 +222,7 @@ class _TreeAttention(torch.autograd.Function):
             return parts.reshape(num_kv, num_tokens * rows.group, -1)
 
         d_out = by_kv(grad[0].to(q.dtype))
+        # Equals the sum over a row's keys of weight times its gradient, and needs no weights.
         shared = by_kv((grad[0].to(q.dtype) * result[0]).sum(-1))
         d_q, d_k, d_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for block in rows.blocks:
@@ -224,14 +234,17 @@ class _TreeAttention(torch.autograd.Function):
             d_scores = torch.bmm(d_rows, v[:, keys].transpose(1, 2))
             d_scores.sub_(shared[:, at]).mul_(weights)
             if bent is not None:
+                # The cap's derivative is `1 - tanh^2`: the two factors `softcap` cancel.
                 d_scores.mul_(bent.square_().neg_().add_(1))
             d_q[:, at].baddbmm_(d_scores, k[:, keys])
             d_k[:, keys].baddbmm_(d_scores.transpose(1, 2), q[:, at])
+        # Queries were scaled before the products, so only `d_q` still lacks the factor.
         heads = d_q.mul_(rows.scale).view(num_kv, num_tokens, rows.group, width).transpose(1, 2)
         d_query = heads.reshape(1, num_kv * rows.group, num_tokens, width)
         d_key, d_value = d_k[None].to(key.dtype), d_v[None].to(value.dtype)
         d_sinks = None
         if sinks is not None:
+            # A sink's value is zero, so its gradient is minus its softmax share times `shared`.
             share = (_per_row(sinks, num_kv, num_tokens).to(q.dtype) - log_total).exp_()
             lost = share.mul_(shared).view(num_kv, num_tokens, rows.group).sum(1)
             d_sinks = lost.neg_().reshape(-1).to(sinks.dtype)
@@ -281,11 +294,13 @@ def forest_attention(
         sinks: `[_H]`, one more score per head in the softmax's denominator (GPT-OSS).
     """
     full = layout.is_full(pattern)
+    # The fast kernel on a GPU; on a CPU it is as fast as the blocks (design/0003).
     if layout.is_path and full and softcap is None and sinks is None:
         out = scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scale, enable_gqa=key.shape[1] < query.shape[1]
         )
         return out.transpose(1, 2)
+    # Let these layers share the blocks of full ones.
     if full:
         pattern = FULL
     if layout.flex:

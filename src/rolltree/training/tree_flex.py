@@ -55,6 +55,8 @@ def flex_mask(
         shallow, deep = (by.reduceat(depth, first) for by in (np.minimum, np.maximum))
         full &= deep[:, None] < np.minimum.reduceat(limit, first)[None, :]
         mixed &= shallow[:, None] < np.maximum.reduceat(limit, first)[None, :]
+    # The kernel adds up both lists, so no block may be in both. A diagonal block is always mixed,
+    # because causality hides half of it.
     mixed = (mixed & ~full) | np.eye(len(first), dtype=np.bool_)
     return BlockMask.from_kv_blocks(
         *_listed(mixed, device),
@@ -71,6 +73,7 @@ def _rule(
     limit: NDArray[np.int64] | None,
     device: torch.device | str,
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    # The kernel reads the tensors that `sees` closes over, so they have to be on the device.
     end = torch.from_numpy(np.ascontiguousarray(subtree_end)).to(device)
 
     def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -89,6 +92,7 @@ def _rule(
 
 def _listed(blocks: NDArray[np.bool_], device: torch.device | str) -> tuple[Tensor, Tensor]:
     """Return how many blocks of keys each block of queries has, and which, these first."""
+    # `[query blocks, key blocks]`: only the first `count` of each row are read.
     order = np.argsort(~blocks, axis=1, kind="stable").astype(np.int32)
     count = blocks.sum(1, dtype=np.int32)
     return (
@@ -112,6 +116,7 @@ def flex_forest_attention(
     Compiled on a GPU; on a CPU torch's plain implementation, without a gradient. `softcap` and
     `sinks` are those of `forest_attention`.
     """
+    # Without compilation, torch materializes all scores.
     attend: Any = _compiled() if query.is_cuda else flex_attention
     settings: dict[str, Any] = {
         "block_mask": mask,
@@ -121,7 +126,9 @@ def flex_forest_attention(
     }
     if sinks is None:
         out = attend(query, key, value, **settings)
-    else:  # a share of exp(sink) more in the denominator: sigmoid(log-sum - sink) of it is left
+    else:
+        # The sink adds exp(sink) to the denominator, so sigmoid(log-sum - sink) of the result is
+        # left.
         out, aux = attend(query, key, value, return_aux=AuxRequest(lse=True), **settings)
         left = torch.sigmoid(aux.lse - sinks.to(aux.lse.dtype)[None, :, None])
         out = out * left[..., None].to(out.dtype)

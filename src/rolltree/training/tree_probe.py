@@ -44,6 +44,7 @@ def why_tree_differs(model: Any) -> str | None:
     reason = None
     for shorten in (first_layers, _whole):
         try:
+            # If the first layers do not run as a model of their own, ask the whole model.
             return _settled(_compare, trial_copy(shorten(model), max_context=sys.maxsize))
         except TrainingError as error:
             return str(error)
@@ -91,6 +92,7 @@ def _looks_ahead(trial: Any, first: int) -> str | None:
     for count in (len(ids) - 1, len(ids) // 2, 8):
         part = body(input_ids=row[:, :count], use_cache=False).last_hidden_state[0]
         difference = _apart(whole[:count], part)
+        # `not <=` instead of `>`, so that NaN is refused.
         if not difference <= TOLERANCE:
             return f"what its tokens get changes with what follows them, by {difference:.2g}"
     return None
@@ -112,6 +114,7 @@ def probe_forest(vocabulary: int, shape: Shape, first: int = 11) -> Forest:
 
     lay(shape, 0)
     count = len(positions)
+    # A prime stride repeats no token before the whole vocabulary was used.
     ids = (np.arange(count, dtype=np.int64) * 7919 + first) % vocabulary
     row, depth, end = (np.array(column, np.int32) for column in (ids, positions, ends))
     return collate([Sample(row, depth, end, _one_record(count - 1), ())])
@@ -149,6 +152,8 @@ def _compare(trial: Any, first: int) -> str | None:
         if weights is None:
             drawn = torch.Generator().manual_seed(0)
             weights = torch.randn(len(ids), hidden.shape[-1], generator=drawn).to(device)
+        # The function is linear, so the gradients of disjoint parts of the rows add up to the
+        # tree's.
         total = (hidden.float() * weights[at]).sum()
         found = torch.autograd.grad(total, learned, allow_unused=True)
         pairs = zip(found, learned, strict=True)
@@ -170,6 +175,7 @@ def _compare(trial: Any, first: int) -> str | None:
         difference = _apart(tree.detach()[places], row.detach())
         if not difference <= TOLERANCE:
             return f"on a small tree, its tree and its rows differ by {difference:.2g}"
+        # Count a token that several paths share once, as the tree does.
         new = torch.from_numpy(~seen[path]).to(device)
         seen[path] = True
         for total, part in zip(of_rows, gradient(row[new], places[new]), strict=True):
@@ -189,6 +195,7 @@ def _apart(ours: Tensor, theirs: Tensor) -> float:
 def _widest(ours: list[Tensor], theirs: list[Tensor]) -> float:
     """Return the largest relative difference of a pair of gradients."""
     norms = [float(gradient.norm()) for gradient in theirs]
+    # Keeps rounding in a parameter that hardly matters from counting.
     floor = 0.01 * sum(norm**2 for norm in norms) ** 0.5
     pairs = zip(ours, theirs, norms, strict=True)
     return max((float((a - b).norm()) / (norm + floor) for a, b, norm in pairs), default=0.0)
@@ -211,6 +218,7 @@ def first_layers(model: Any) -> Any:
         return model
     kinds = [_kind(layer, index, config) for index, layer in enumerate(lists[0])]
     kept = max(2, 1 + max(kinds.index(kind) for kind in kinds))
+    # With the memo, the deep copy keeps these very tensors and takes the shortened list.
     memo: dict[int, Any] = {id(t): t for t in chain(model.parameters(), model.buffers())}
     memo[id(lists[0])] = nn.ModuleList(copy.deepcopy(layer, memo) for layer in lists[0][:kept])
     short = copy.deepcopy(model, memo)
@@ -227,6 +235,7 @@ def _kind(layer: nn.Module, index: int, config: Any) -> tuple[Any, ...]:
         plain = {
             key: value
             for key, value in vars(module).items()
+            # `layer_idx` differs in every layer and says nothing about its kind.
             if isinstance(value, bool | int | float | str) and "idx" not in key
         }
         shapes = [tuple(p.shape) for p in module.parameters(recurse=False)]

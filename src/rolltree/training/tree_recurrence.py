@@ -37,11 +37,13 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, chunks: Chunks) -> Tensor:
         ctx.chunks = chunks
+        # A pad reads row `_T`, which is zero and so adds nothing to products and decays.
         padded = torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])
         return padded[chunks.token]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        # Each token has exactly one place, so a lookup replaces autograd's scatter-add.
         return grad.flatten(0, 1).index_select(0, ctx.chunks.place), None
 
 
@@ -50,8 +52,11 @@ class _Between(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, total: Tensor, seen: Tensor, dtype: torch.dtype) -> Tensor:
+        # Mask before the exponential: between places that do not see each other, the difference may
+        # be positive and overflow.
         between = total[..., None, :] - total[..., None, :, :]
         between = between.masked_fill_(~seen, float("-inf")).to(dtype).exp_()
+        # Keep only the exponentials; the sums may be float64 (design/0021).
         ctx.save_for_backward(between)
         ctx.dtype = total.dtype
         return between
@@ -103,19 +108,23 @@ def linear_attention(
     heads = partial(_repeat, count=v.shape[1] // q.shape[1])
     per_head = log_decay.ndim == 2
     decay = _gather(log_decay[..., None] if per_head else log_decay, chunks)
-    if per_head:  # sums over a chunk can be large and their differences small
+    # Sums over a chunk reach hundreds while the difference that counts is near 0 (design/0021).
+    if per_head:
         decay = decay.double()
-    total = chunks.seen[:, None].to(decay.dtype) @ decay  # [_N, _H, _C, 1 or d], from the start
+    # `[_N, _H, _C, 1 or d]`, summed along each token's own path: siblings do not decay each other.
+    total = chunks.seen[:, None].to(decay.dtype) @ decay
     grown = total.to(v.dtype).exp()
     between: Tensor = _Between.apply(  # type: ignore[no-untyped-call]
         total, chunks.seen[:, None, :, :, None], v.dtype
     )
 
     def products(left: Tensor, right: Tensor) -> Tensor:
-        if per_head:  # a head's decays times its group's products
+        # The heads of a group share queries and keys, so multiply them once per group.
+        if per_head:
             groups = between.view(len(between), left.shape[1], -1, *between.shape[2:4])
             each: Tensor = (left @ right.transpose(2, 3))[:, :, None] * groups
             return each.flatten(1, 2)
+        # Decays per channel rule out a matrix product: this is `[_N, _H, _C, _C, d]` (design/0021).
         return (heads(left)[..., None, :] * heads(right)[..., None, :, :] * between).sum(-1)
 
     scores = products(q, k)
@@ -123,17 +132,22 @@ def linear_attention(
     reads = None
     if beta is not None:
         rate = _gather(beta[..., None], chunks)
+        # `v'` is linear in the start state, which is not known yet, so one solve gives both the
+        # part without it and the factor of it. Ancestors come first, so the system is lower
+        # triangular; the solver takes its diagonal as ones.
         right = torch.cat([v * rate, k_heads * (rate * grown)], -1)
         system = products(k, k) * rate
         solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
         v, reads = torch.split(solved, [v.shape[-1], k.shape[-1]], -1)
     exits = chunks.exit_place
+    # With a slice between two index tensors, torch puts the exits first: `[_E, _H, _C, 1 or d]`.
     chunk, offset = exits // chunks.token.shape[1], exits % chunks.token.shape[1]
     writes = (k_heads[chunk] * between[chunk, :, offset]).transpose(2, 3)
     kept = grown[chunk, :, offset][..., None]
     state, v = _scan(v, reads, writes, kept, chunks)
     out = scores @ v
     if state is not None:
+        # Chunks of the first level begin at roots and have no start state.
         later = chunks.levels[0].stop
         further = (heads(q[later:]) * grown[later:]) @ state
         out = torch.cat([out[:later], out[later:] + further])
@@ -154,11 +168,10 @@ def _scan(
     """
     widths = [level.stop - level.first for level in chunks.levels]
     exits = [level.exit_stop - level.exit_first for level in chunks.levels]
+    # Slicing per level would allocate a full-size gradient for each of them (design/0021).
     parts = zip(
         chunks.levels,
-        torch.split(
-            v, widths
-        ),  # by slices, the backward pass would add up a whole tensor per level
+        torch.split(v, widths),
         torch.split(v if reads is None else reads, widths),
         torch.split(writes, exits),
         torch.split(kept, exits),
@@ -229,6 +242,7 @@ def _convolution(
     channels, width = weight.shape
     count = hidden_states.shape[-1]
     rows = hidden_states.to(weight.dtype)
+    # Padding both sides and cutting off the end makes the convolution causal.
     out = conv1d(rows, weight[:, None], bias, padding=width - 1, groups=channels)[..., :count]
     moved, ancestors = layout.taps(width)
     if len(moved):
@@ -384,6 +398,7 @@ def _mixing(kind: Any) -> frozenset[str]:
     forward: Any = inspect.unwrap(kind.forward)
     if not inspect.isfunction(forward):
         return frozenset()
+    # `co_names` also lists attributes, such as `self.conv1d`; only globals are kernels.
     names = frozenset(name for name in forward.__code__.co_names if _MIXES.search(name))
     return (names & forward.__globals__.keys()) - _ONE_TOKEN
 
@@ -392,6 +407,8 @@ def _over_forest(kind: Any, layout: RecurrenceLayout) -> Any:
     """Return the forward of a module class with its kernels replaced by those for `layout`."""
     forward: Any = inspect.unwrap(kind.forward)
     swapped = {name: partial(KERNELS[name], layout) for name in KERNELS.keys() & _mixing(kind)}
+    # Copy the function with other globals, because all models of this class share those of its
+    # file.
     found = FunctionType(
         forward.__code__,
         {**forward.__globals__, **swapped},
@@ -413,6 +430,8 @@ def tree_recurrence(model: Any, active: Callable[[], bool]) -> Iterator[None]:
     layers = recurrent_layers(model)
     before = [vars(layer).get("forward") for layer in layers]
     last = _LastLayout()
+    # Mamba's and Jamba's blocks do not pass the keyword on to their mixer, so hooks on the modules
+    # around it record the layout (design/0021).
     inside = {id(layer) for layer in layers}
     paths = [name.split(".") for name, layer in model.named_modules() if id(layer) in inside]
     around = {".".join(path[:count]) for path in paths for count in range(len(path))}
@@ -454,6 +473,7 @@ def _patched(module: Any, original: Any, last: _LastLayout, active: Callable[[],
                 "from one branch into the next. This model cannot be trained on trees: train "
                 "it with train.forward = 'rows' and scope 'interleave'."
             )
+        # On a single path the model's own kernels are exact, and they do not take `tree_layout`.
         if layout is None or layout.is_path:
             return original(*args, **kwargs)
         return _over_forest(module.__class__, layout.recurrence)(module, *args, **kwargs)

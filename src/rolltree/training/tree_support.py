@@ -24,8 +24,10 @@ def _exact(_config: Any) -> None:
 
 LAYER_TYPES: dict[str, Check] = {
     **dict.fromkeys(("full_attention", "sliding_attention", "chunked_attention"), _exact),
+    # These compute each token by itself.
     **dict.fromkeys(("moe", "mlp"), _exact),
-    **dict.fromkeys(RECURRENT_TYPES, _exact),  # their code is checked instead
+    # For these the code of the layers is checked (`unknown_recurrence`).
+    **dict.fromkeys(RECURRENT_TYPES, _exact),
 }
 """Supported entries of `config.layer_types`. Others are refused by name."""
 
@@ -52,12 +54,14 @@ CONFIG_CHECKS: tuple[Check, ...] = (_shape, _layer_types)
 def why_not_tree(model: Any) -> str | None:
     """Return why `model` cannot be trained on trees, or None when it can.
 
-    Reads the configuration, then compares a small tree with its rows on the model itself.
+    Reads the configuration and the code of its layers, then compares a small tree with its rows on
+    a copy of the first layers.
     """
     config = getattr(model, "config", None)
     if config is None or not hasattr(model, "get_output_embeddings"):
         return "it is not a Hugging Face causal language model"
     config = config.get_text_config(decoder=True)
+    # Named reasons first: the probe can only say that something differs.
     for check in CONFIG_CHECKS:
         if reason := check(config):
             return reason
