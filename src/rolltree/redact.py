@@ -330,6 +330,18 @@ def shown(text: str) -> str:
     return visible(redact_text(text))
 
 
+def shown_start(text: str, limit: int) -> tuple[str, str]:
+    """Return the first `limit` characters of a text as `shown`, and how many more there are.
+
+    >>> shown_start("one two three", 7)
+    ('one two', ' … (6 more)')
+    """
+    # First redacted, then cut: nothing recognises the first half of a secret.
+    safe = shown(text)
+    more = len(safe) - limit
+    return safe[:limit], f" … ({more:,} more)" if more > 0 else ""
+
+
 def _rebuilt(value: Any, items: list[Any]) -> Any:
     kinds = (tuple, set, frozenset)
     return next((kind(items) for kind in kinds if isinstance(value, kind)), items)

@@ -76,6 +76,22 @@ print(ask(sys.argv[1]), sys.stdin.read(), open("task/row.json").read(), sep="|")
     assert (state["terminated"], state["stop_condition"]) == (True, "program_exit")
 
 
+@pytest.mark.parametrize("num_after", [0, 100, 990, 1010, 1030])
+def test_no_half_of_a_key_is_kept(num_after):
+    """Wherever the output is cut: the key is printed across the beginning of what is kept."""
+    code = f"""
+import sys
+ask("?")
+sys.stdout.write("x" * 200_000)
+sys.stdout.flush()
+sys.stdout.write(os.environ["OPENAI_API_KEY"] + "y" * {num_after})
+"""
+    (state,) = play(script(code), tail_bytes=1024)
+    stdout = state["program"]["stdout"]
+    assert len(stdout) == 1024
+    assert set(stdout) <= set("xy[redacted]")
+
+
 def play_row(program, **settings):
     env = rt.ProgramEnv(
         program,

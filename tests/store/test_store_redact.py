@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolltree.redact import REDACTED, is_secret_key, redact, redact_text
+from rolltree.redact import REDACTED, is_secret_key, redact, redact_text, shown_start
 from rolltree.store import Run
 
 
@@ -100,3 +100,13 @@ def test_protected_secret_reaches_no_file_of_the_run(tmp_path):
         assert row.errors[0]["traceback"] == "short"
         for file in (tmp_path / "run").iterdir():
             assert secret.encode() not in file.read_bytes(), file.name
+
+
+@pytest.mark.parametrize("at", range(1, 40))
+def test_a_secret_across_a_cut_is_redacted(at, monkeypatch):
+    key = "correct-horse-battery-staple-9381"
+    monkeypatch.setenv("MY_API_KEY", key)
+    start, more = shown_start("x" * (40 - at) + key + "y" * 100, 40)
+    assert not any(key[:size] in start for size in range(4, len(key)))
+    assert len(start) == 40
+    assert "more)" in more

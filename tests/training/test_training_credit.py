@@ -355,6 +355,13 @@ class TestHierarchicalGroups:
         assert advantages(results) == [None, None, 1.0]
         assert report.metrics["credit/num_dropped_groups"] == 1
 
+    @pytest.mark.parametrize("on_error", ["exclude", "drop_group"])
+    def test_a_failed_sub_agent_is_in_no_baseline(self, on_error):
+        results = [delegated(i, 1.0, [(r, 0, "s")]) for i, r in enumerate((1.0, 0.5, None))]
+        results[2].states[1]["error"] = ERROR  # its episode did not fail
+        credited(results, "dr_grpo", CreditPolicy(on_error=on_error))
+        assert [r.states[1]["advantage"] for r in results] == [0.25, -0.25, None]
+
     def test_a_penalty_reaches_the_returns(self):
         results = [result(3.0, calls=2, truncated=True, truncation_reason="max_steps")]
         for step, reward in zip(results[0].states[0]["trajectory"], (1.0, 2.0), strict=True):

@@ -17,6 +17,7 @@ import time
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -365,8 +366,8 @@ class ProgramEnv(Environment):
                 outcome.ended, outcome.wall_s = "time", watch.clock.spent_s
         finally:
             # Also of a program that was cut off.
-            outcome.stdout = redact_text(tail.text(1), (api_key,))
-            outcome.stderr = redact_text(tail.text(2), (api_key,))
+            clean = partial(redact_text, secrets=(api_key,))
+            outcome.stdout, outcome.stderr = tail.text(1, clean), tail.text(2, clean)
         outcome.files = await self._collected(folder, api_key)
 
     async def _make_folder(

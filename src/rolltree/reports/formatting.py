@@ -18,7 +18,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from rolltree.redact import shown
+from rolltree.redact import shown, shown_start
 from rolltree.untrusted import visible
 
 if TYPE_CHECKING:
@@ -84,10 +84,8 @@ class SafeConsole(Console):
 
 def safe_text(text: str, *, limit: int | None = None, style: str = "") -> Text:
     """Return text without markup, secrets and control characters, cut at `limit`."""
-    cut = "" if limit is None or len(text) <= limit else f" … ({len(text) - limit:,} more)"
-    return Text(shown(text if limit is None else text[:limit]), style=style) + Text(
-        cut, style="dim"
-    )
+    kept, more = (shown(text), "") if limit is None else shown_start(text, limit)
+    return Text(kept, style=style) + Text(more, style="dim")
 
 
 Cell: TypeAlias = str | Text

@@ -31,6 +31,8 @@ _REPL = Path(__file__).with_name("repl.py")
 _FLOOD = 256
 # How long pipes may stay open after the supervisor has ended.
 _GIVE_UP_S = 1.0
+# The longest secret of which no second half is kept.
+_SECRET_BYTES = 8192
 _SHARED = (
     *("cwd", "folder", "trusted_processes", "ready_at", "mount_fd", "folder_fd", "cgroup"),
     *("is_limited", "has_network"),
@@ -102,14 +104,16 @@ class OutputTail:
         kept = self._kept[stream]
         kept += data
         # Not with every write: moving the rest takes longer than adding to it.
-        if len(kept) > 2 * self._tail:
-            del kept[: -self._tail]
+        if len(kept) > 2 * self._tail + _SECRET_BYTES:
+            del kept[: -self._tail - _SECRET_BYTES]
         self._left -= len(data)
         return self._left >= 0
 
-    def text(self, stream: int) -> str:
-        """Return what is kept of a stream."""
-        return bytes(self._kept[stream][-self._tail :]).decode(errors="replace")
+    def text(self, stream: int, clean: Callable[[str], str] = str) -> str:
+        """Return the end of a stream, without what `clean` takes out."""
+        # Cleaned, then cut: nothing recognises the second half of a secret.
+        cleaned = clean(bytes(self._kept[stream]).decode(errors="replace"))
+        return cleaned.encode()[-self._tail :].decode(errors="replace")
 
 
 def tmpfs_options(limits: Limits) -> str:

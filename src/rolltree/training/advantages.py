@@ -85,8 +85,9 @@ class CreditPolicy:
 
     `on_error`: `exclude` leaves a failed episode out of the group's baseline, `zero` counts it
     there with reward 0, `drop_group` trains nothing of its group; its own tokens are not trained
-    in any case. `truncation` and `max_seq_len` decide about truncated rollouts. `discount` is per
-    agent turn; only `monte_carlo` reads it. `flow`: how credit moves between parents and children.
+    in any case. A failed sub-agent of an episode that did not fail counts with `zero` only.
+    `truncation` and `max_seq_len` decide about truncated rollouts. `discount` is per agent turn;
+    only `monte_carlo` reads it. `flow`: how credit moves between parents and children.
     `baseline`: `ema` subtracts each role's moving average (`baseline_decay`). `overlong` is
     subtracted from the rewards of long rollouts.
     """
@@ -305,7 +306,7 @@ def _members(result: RolloutResult, policy: CreditPolicy, tally: Counter[str]) -
             group = (*where, "child", str(state.get("subtask", "")))
         met[earned.role] += parent is None
         members.append(_Member(state, failed, effect, group, penalty, earned))
-        counts.append(effect.counts and not (failed and policy.on_error == "exclude"))
+        counts.append(effect.counts and not (failed and policy.on_error != "zero"))
     # Parents first, so that a grandchild sees whether its parent was left out.
     for index in parents_first(parents):
         above = parents[index]

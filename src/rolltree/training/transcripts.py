@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Any
 
 from rolltree.parsers.parser import text_of
-from rolltree.redact import shown
+from rolltree.redact import shown, shown_start
 from rolltree.rollouts.conversation import conversation_of
 from rolltree.training.advantages import CreditReport
 from rolltree.types import RolloutResult, State
@@ -108,5 +108,4 @@ def _line(message: Mapping[str, Any]) -> str:
 
 
 def _cut(text: str) -> str:
-    more = len(text) - _MOST_CHARACTERS
-    return shown(text[:_MOST_CHARACTERS]) + (f" … ({more:,} more)" if more > 0 else "")
+    return "".join(shown_start(text, _MOST_CHARACTERS))
