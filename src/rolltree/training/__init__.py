@@ -14,6 +14,7 @@ from rolltree.training.coefficients import AGGREGATIONS as AGGREGATIONS
 from rolltree.training.coefficients import CORRECTIONS as CORRECTIONS
 from rolltree.training.coefficients import coefficients as coefficients
 
+# For type checkers and editors; at run time `_MODULES` is looked up.
 if TYPE_CHECKING:
     from rolltree.training.advantages import CreditPolicy as CreditPolicy
     from rolltree.training.advantages import CreditReport as CreditReport

@@ -72,9 +72,11 @@ class AlgorithmSection(Section, frozen=True):
     flow: Literal["own", "shared", "discounted", "team"] = "shared"
     edge_discount: float | None = None
     baseline: BaselineName = "none"
+    # None and not 0.9, so that a decay without a moving average is noticed.
     baseline_decay: Decay | None = None
 
     def __post_init__(self) -> None:
+        # These calls check: a setting that cannot work is an error now, not in the first step.
         self.truncation_policy()
         algorithm = self.resolve()
         if self.reference is not None and algorithm.kl_coef == 0:
@@ -88,6 +90,7 @@ class AlgorithmSection(Section, frozen=True):
                 f"{algorithm.credit!r} does not read the episode's reward, which the penalty is "
                 "taken off. Choose another credit, or leave overlong_tokens out."
             )
+        # Only returns that are summed per turn have something to discount.
         if self.discount != 1 and algorithm.credit != "monte_carlo":
             raise ConfigError(
                 f"algorithm.discount is {self.discount}, but the credit {algorithm.credit!r} gives "

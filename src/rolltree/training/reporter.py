@@ -69,6 +69,7 @@ class TrainReport:
 
     def rows(self) -> list[dict[str, Any]]:
         """Return one flat row per step: `step` and its metrics."""
+        # Every step has a row, so the n-th one is step n.
         return [{"step": step, **metrics} for step, metrics in enumerate(self.metrics, start=1)]
 
     def __repr__(self) -> str:
@@ -77,6 +78,7 @@ class TrainReport:
             [str(row["step"]), *(_shown(row.get(name)) for name in _COLUMNS.values())]
             for row in self.rows()
         ]
+        # Beginning and end fit a screen.
         if len(cells) > 12:
             cells = [*cells[:5], ["..."] + [""] * len(_COLUMNS), *cells[-6:]]
         widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]

@@ -133,6 +133,7 @@ class EngineSection(Section, frozen=True):
                 "Use engine.kind = 'local', or servers that were started with it "
                 "(`rolltree serve --batch-invariant`), and leave it out here."
             )
+        # Whoever sets one of these expects an effect, so each is an error where it has none.
         ignored = ("max_batch", "max_context", "kv_budget_bytes", "prefill_chunk")
         if self.kind == "servers" and self.record_experts:
             raise ConfigError(
@@ -146,6 +147,7 @@ class EngineSection(Section, frozen=True):
             *("reload_method", "publish", "transfer_address"),
         )
         other_way = "reload_method" if self.publish == "transfer" else "transfer_address"
+        # A struct does not know which fields were given, so a default that is written out passes.
         defaults = {f.name: f.default for f in msgspec.structs.fields(type(self))}
         for name in (*ignored, other_way) if self.kind == "servers" else others:
             if getattr(self, name) != defaults[name]:
@@ -225,6 +227,7 @@ class CheckpointSection(Section, frozen=True):
     every: AtLeast1 = 10
     keep: AtLeast1 = 2
     format: Literal["full", "sharded"] = "full"
+    # As `save_pretrained` reads it.
     max_shard_size: Annotated[str, Meta(pattern=r"^[1-9]\d*[KMGT]?B$")] = "5GB"
     export: bool = True
 
@@ -269,6 +272,7 @@ class OptimSection(Section, frozen=True):
     final_lr_share: Share = 0.0
 
     def __post_init__(self) -> None:
+        # `gt=0` lets infinity through, which `max_grad_norm` may be.
         if not math.isfinite(self.lr):
             raise ConfigError(f"optim.lr is {self.lr}. Use a finite learning rate.")
         if self.final_lr_share and self.schedule == "constant":
@@ -318,6 +322,7 @@ class TrainSection(Section, frozen=True):
     num_steps: AtLeast1 = 100
     scope: Scope = DEFAULT_SCOPE
     share_prefix_across: Literal["group", "step", "rollout"] = "group"
+    # The first token of a path is only context, so one alone trains nothing.
     max_seq_len: Annotated[int, Meta(ge=2)] | None = None
     max_tokens: AtLeast1 = 8192
     forward: Literal["auto", "tree", "rows"] = "auto"
@@ -336,6 +341,7 @@ class TrainSection(Section, frozen=True):
     num_threads: AtLeast1 | None = None
 
     def __post_init__(self) -> None:
+        # Each update takes the next part, over and over.
         if self.updates_per_step % self.minibatches:
             raise ConfigError(
                 f"train.minibatches is {self.minibatches} and train.updates_per_step "
