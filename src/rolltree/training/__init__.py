@@ -80,6 +80,7 @@ _MODULES: dict[str, str] = {
     "trainer": "Trainer",
     "tree_support": "check_tree_support why_not_tree",
 }
-_EAGER = ("AGGREGATIONS", "CORRECTIONS", "coefficients")  # the last is its module's name too
+# Not on first use: `coefficients` is a function and its module, and would be the module by then.
+_EAGER = ("AGGREGATIONS", "CORRECTIONS", "coefficients")
 __all__ = sorted((*_EAGER, *" ".join(_MODULES.values()).split()))
 __getattr__ = loader(__name__, _MODULES)

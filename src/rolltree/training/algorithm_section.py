@@ -44,6 +44,7 @@ class AlgorithmSection(Section, frozen=True):
     """
 
     name: str = "grpo"
+    # None leaves a part or a parameter to the algorithm that `name` chooses, and 0 is a value.
     credit: str | None = None
     loss: str | None = None
     aggregation: str | None = None
@@ -163,6 +164,7 @@ class AlgorithmSection(Section, frozen=True):
         """
         if self.overlong_tokens is None and self.overlong_buffer is None:
             return None
+        # One of them alone leaves the start or the end of the slope open.
         if self.overlong_tokens is None or self.overlong_buffer is None:
             raise ConfigError(
                 "algorithm.overlong_tokens and algorithm.overlong_buffer go together: the penalty "

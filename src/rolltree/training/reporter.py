@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from rolltree.store import Run, StoredEvaluation
 
+# What a printed report shows; `rows` has every metric.
 _COLUMNS = {
     "reward": "reward/mean",
     "loss": "train/loss",
@@ -58,6 +59,7 @@ class TrainReport:
         """Return the report of a run that is stored."""
         curve = tuple(run.evaluations())
         found = {done.phase: done.metrics for done in curve}
+        # An export appears whole, so the folder is proof enough.
         model = run.path / "model"
         steps = tuple(row.metrics for row in run.steps())
         return cls(run.path, steps, found, curve, model if model.is_dir() else None)

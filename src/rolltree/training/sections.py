@@ -166,6 +166,7 @@ class EnvSection(Section, frozen=True):
     """
 
     id: str = ""
+    # msgspec copies an empty default for each instance.
     args: dict[str, Any] = {}
     compat: bool = False
 
@@ -179,6 +180,7 @@ class SamplingSection(Section, frozen=True):
 
     temperature: Positive | None = None
     max_tokens: AtLeast1 | None = None
+    # An empty tuple takes the environment's stop strings away; None keeps them.
     stop: tuple[str, ...] | None = None
 
     def as_args(self) -> dict[str, Any]:
@@ -204,6 +206,7 @@ class EvalSection(Section, frozen=True):
     max_tokens: AtLeast1 | None = None
 
     def __post_init__(self) -> None:
+        # Two ranges, which no `Meta` expresses.
         if self.num_examples != -1 and self.num_examples < 1:
             raise ConfigError(
                 f"eval.num_examples is {self.num_examples}. Use -1 for all, or at least 1."
