@@ -47,6 +47,7 @@ class ClientBase(ABC):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
+        # A subclass that overrides these has to be asked by them: `ModelCall.to` looks here.
         is_own = cls.chat is ClientBase.chat and cls.generate is ClientBase.generate
         cls.takes_calls = is_own
 
@@ -115,6 +116,7 @@ class DelegatingClient(ClientBase):
 
     def session(self) -> ModelClient:
         """Return this client in front of a session of the inner one."""
+        # Without `__init__`, which subclasses have their own of.
         session = copy.copy(self)
         session._inner = self._inner.session()
         return session
@@ -145,6 +147,7 @@ class RootClient(ClientBase, Generic[MemoryT]):
 
     def recall(self, call: ModelCall, response: ModelResponse, memory: MemoryT) -> ModelResponse:
         """Take a call that was made elsewhere into a session's memory, see `Session.remember`."""
+        # Only a session that renders prompts can tell whether ids are this model's.
         if not isinstance(memory, TokenSession) or isinstance(call.prompt, np.ndarray):
             return without_ids(response)
         return memory.remember(call.prompt, call.tools, call.model, response)
@@ -172,6 +175,7 @@ class Session(ClientBase, Generic[MemoryT]):
 
     def moved_to(self, client: RootClient[MemoryT]) -> Session[MemoryT]:
         """Return this session on another server of the same model: its calls are remembered."""
+        # Ids belong to the model and not to the server.
         return Session(client, self._memory)
 
     async def call(self, call: ModelCall) -> ModelResponse:
@@ -254,8 +258,10 @@ class MessageClient(RootClient[MemoryT]):
         content: dict[str, Any] = {"prompt": prompt}
         if not isinstance(prompt, str):
             prompt = list(prompt)  # the caller may append to its list meanwhile
+            # The record and the index get the list that was sent.
             call = replace(call, prompt=prompt)
             content = {"messages": outgoing(prompt)}
+            # An empty list is an error to some servers.
             if call.tools:
                 content["tools"] = list(call.tools)
         outcome = await self.ask(content, call.message_type, call, memory)
@@ -276,6 +282,7 @@ def annotate_sampling(response: ModelResponse, sampling: SamplingParams) -> Mode
     changes = distribution_changes(sampling)
     if not changes:
         return response
+    # It is stored as JSON.
     plain = (bool, int, float, str)
     said = {k: v if isinstance(v, plain) else repr(v)[:80] for k, v in changes.items()}
     return response.annotated(sampling=said)
