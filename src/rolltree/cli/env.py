@@ -153,6 +153,6 @@ def new_environment(name: str, kind: str, folder: Path) -> None:
 
     for file in scaffold(name, kind, folder):
         echo(file)
-    # By its name an environment is looked for in `environments/` only.
+    # A name is looked for in `environments/`; elsewhere it takes the path.
     where = name if folder == Path("environments") else folder / name.replace("-", "_")
     echo(f"next: rolltree env check {where}")

@@ -22,7 +22,7 @@ def list_stored_runs(root: Path, as_json: bool) -> None:
     from rolltree.reports import SafeConsole, run_lines, say
     from rolltree.store import Run, list_runs
 
-    # This reads no rollouts; JSON, which says more, reads them below.
+    # This reads no rollouts; JSON, which says more, opens every run below.
     console, found = SafeConsole(), list_runs(root)
     if as_json:
         from dataclasses import asdict

@@ -214,6 +214,7 @@ def merge_sampling(
     >>> merge_sampling({"max_tokens": 8, "temperature": 0.5}, {"temperature": 1.0}).max_tokens
     8
     """
+    # It has a value for every field, so nothing of `own` is left.
     if isinstance(given, SamplingParams):
         return given
     if isinstance(own, SamplingParams):

@@ -116,7 +116,7 @@ class DelegatingClient(ClientBase):
 
     def session(self) -> ModelClient:
         """Return this client in front of a session of the inner one."""
-        # Without `__init__`, which subclasses have their own of.
+        # A copy and not a new object: subclasses take other arguments.
         session = copy.copy(self)
         session._inner = self._inner.session()
         return session
@@ -188,7 +188,8 @@ class Session(ClientBase, Generic[MemoryT]):
         Later prompts continue it. Returns the response as stored in this session's token tree;
         without ids where the recorded ones are not known to be this model's.
         """
-        if isinstance(call.prompt, np.ndarray):  # nothing continues a prompt of ids
+        # Nothing continues a prompt of ids.
+        if isinstance(call.prompt, np.ndarray):
             return response
         return self._client.recall(call, response, self._memory)
 
@@ -249,7 +250,8 @@ class MessageClient(RootClient[MemoryT]):
 
     async def respond_by_message(self, call: ModelCall, memory: MessageSession) -> ModelResponse:
         """Send messages, a string or ids, and read the tokens of the answer if it has them."""
-        version = self.version  # as it is before sending: no sampled token is older
+        # As it is before sending: no sampled token is older.
+        version = self.version
         prompt = call.prompt
         if isinstance(prompt, np.ndarray):
             outcome = await self.ask({"prompt": prompt.tolist()}, "completion", call, memory)
@@ -257,7 +259,8 @@ class MessageClient(RootClient[MemoryT]):
         check_message_type(prompt, call.message_type)
         content: dict[str, Any] = {"prompt": prompt}
         if not isinstance(prompt, str):
-            prompt = list(prompt)  # the caller may append to its list meanwhile
+            # The caller may append to its list meanwhile.
+            prompt = list(prompt)
             # The record and the index get the list that was sent.
             call = replace(call, prompt=prompt)
             content = {"messages": outgoing(prompt)}

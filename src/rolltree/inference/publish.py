@@ -225,6 +225,7 @@ async def call(
         )
         return outcome.value
     except ServerError as error:
+        # `rolltree serve` says itself what it was started without.
         if error.status != 404 or "rolltree serve" in str(error):
             raise
         raise ServerError(

@@ -42,7 +42,7 @@ class RetryPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     def wait_s(self, attempt: int, after_s: float | None) -> float:
         """Return how long to wait after failed attempt number `attempt` (0, 1, ...)."""
-        # 2.0 ** 1024 overflows.
+        # `2.0 ** attempt` overflows at 1,024.
         ceiling = min(self.first_wait_s * 2.0 ** min(attempt, 60), self.max_wait_s)
         return max(random.uniform(0.0, ceiling), after_s or 0.0)
 

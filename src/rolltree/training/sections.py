@@ -344,7 +344,6 @@ class TrainSection(Section, frozen=True):
     num_threads: AtLeast1 | None = None
 
     def __post_init__(self) -> None:
-        # Each update takes the next part, over and over.
         if self.updates_per_step % self.minibatches:
             raise ConfigError(
                 f"train.minibatches is {self.minibatches} and train.updates_per_step "

@@ -235,7 +235,7 @@ class Servers(ABC):
         if server not in away:
             return 0.0
         revivals = [self.revive(each) for each in away]
-        # Only then there is nobody else to ask. The deadline of the rollout stands still
+        # Only then is there nobody else to ask. The deadline of the rollout stands still
         # meanwhile: a server that is away is not the model's doing (design/0014).
         if len(away) == len(self._watched):
             episode = current_episode()
