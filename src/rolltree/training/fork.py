@@ -80,7 +80,7 @@ def fork_run(
                 time.sleep(0.1)
                 known = _fork_at(target)
             origin, stored = known
-            # Without `step` any checkpoint of this source will do: "latest" may have moved on since.
+            # Without `step` any checkpoint of this source will do, since "latest" moves on.
             same = origin == (str(source.resolve()), origin[1] if step is None else step)
             plain = to_plain(made.as_dict())
             stored = with_defaults(stored, TrainConfig().as_dict())
