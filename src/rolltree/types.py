@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
     IntArray: TypeAlias = NDArray[np.int32]
     FloatArray: TypeAlias = NDArray[np.float32]
-else:  # importing numpy takes longer than the rest; what reads these types at run time gets Any
+else:
+    # Importing numpy takes longer than the rest; what reads these types at run time gets Any.
     IntArray = FloatArray = Any
 
 ChatMessage: TypeAlias = dict[str, Any]
@@ -217,8 +218,10 @@ class ModelResponse:
         for name, value in (
             ("tree", tree),
             ("call", call),
-            ("logprobs", tree.logprobs(call)),  # as the tree checked them
-            ("routed_experts", None),  # the tree's stream holds them
+            # As the tree checked them.
+            ("logprobs", tree.logprobs(call)),
+            # The tree's stream holds them.
+            ("routed_experts", None),
         ):
             object.__setattr__(self, name, value)
         # A writable array is the caller's and may still change.

@@ -110,6 +110,7 @@ class AlgorithmSection(Section, frozen=True):
                 "algorithm.dynamic_sampling_max is set, but the credit 'zero' gives every group "
                 "zero advantages, so replacing groups would never help. Leave it out."
             )
+        # A single member is its own mean.
         if self.group_size == 1 and algorithm.credit in COMPARING:
             raise ConfigError(
                 f"algorithm.group_size is 1, and the credit {algorithm.credit!r} compares the "

@@ -12,12 +12,14 @@ from rolltree.errors import ConfigError
 from rolltree.samples import DEFAULT_SCOPE
 from rolltree.types import Scope
 
+# msgspec checks these ranges, and its errors name the key.
 AtLeast0 = Annotated[int, Meta(ge=0)]
 AtLeast1 = Annotated[int, Meta(ge=1)]
 Text = Annotated[str, Meta(min_length=1)]
 Positive = Annotated[float, Meta(gt=0)]
 NonNegative = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
+# Below 1: an average with 1 would never move.
 Decay = Annotated[float, Meta(ge=0, lt=1)]
 
 
@@ -178,6 +180,7 @@ class SamplingSection(Section, frozen=True):
     top_k: importance ratios are computed from the full distribution.
     """
 
+    # Above 0: a greedy token has no probability to take ratios of.
     temperature: Positive | None = None
     max_tokens: AtLeast1 | None = None
     # An empty tuple takes the environment's stop strings away; None keeps them.
