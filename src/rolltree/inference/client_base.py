@@ -259,9 +259,7 @@ class MessageClient(RootClient[MemoryT]):
         check_message_type(prompt, call.message_type)
         content: dict[str, Any] = {"prompt": prompt}
         if not isinstance(prompt, str):
-            # The caller may append to its list meanwhile.
-            prompt = list(prompt)
-            # The record and the index get the list that was sent.
+            prompt = list(prompt)  # the caller may append to its list meanwhile
             call = replace(call, prompt=prompt)
             content = {"messages": outgoing(prompt)}
             # An empty list is an error to some servers.

@@ -173,8 +173,8 @@ class RolloutClient(DelegatingClient):
     async def call(self, call: ModelCall) -> ModelResponse:
         """Pass the call on with its seed and model, timed."""
         sampling = call.sampling
+        # A seed per call: with one for the rollout every call would draw the same numbers.
         if self._seeds is not None:
-            # A seed per call: with one for the rollout every call would draw the same numbers.
             sampling = replace(sampling, seed=self._seeds.next(sampling.seed))
         model = self._model if call.model is None else call.model
         clock, sent_s, began_s = self._clock, call.sent_s, call.began_s

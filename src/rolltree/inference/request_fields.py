@@ -146,7 +146,6 @@ def distribution_changes(sampling: SamplingParams) -> dict[str, Any]:
     >>> distribution_changes(asked)
     {'top_p': 0.9}
     """
-    # A temperature is not a change: the trainer divides by it, too.
     neutral = {**_NEUTRAL, "temperature": (sampling.temperature,)}
     body: Mapping[str, Any] = sampling.extra.get("extra_body", {})
     own = {"top_p": sampling.top_p, "top_k": sampling.top_k}
