@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
     IntArray: TypeAlias = NDArray[np.int32]
     FloatArray: TypeAlias = NDArray[np.float32]
-else:  # importing numpy takes longer than the rest; what reads these types at run time gets Any
+else:
+    # Importing numpy takes longer than the rest; what reads these types at run time gets Any.
     IntArray = FloatArray = Any
 
 ChatMessage: TypeAlias = dict[str, Any]
@@ -168,6 +169,7 @@ OVERLONG_PROMPT = "overlong-prompt"
 """The `id` of the response that stands for a prompt that does not fit the model (spec 1)."""
 
 
+# `__eq__` is its own, because arrays have no single truth value.
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelResponse:
     """One model call: what the engine was given, what it sampled, and how likely.
@@ -196,6 +198,7 @@ class ModelResponse:
     logprobs: FloatArray | None = None
     versions: IntArray | None = None
     temperature: float = 1.0
+    # Counted in the process, so that ids of different sessions never meet.
     call_id: int = field(default_factory=count().__next__)
     extends: int | None = None
     raw: Any = None
@@ -218,15 +221,19 @@ class ModelResponse:
         if place is None:
             return
         tree, call = place
+        # The record is frozen, and only here not finished yet.
         known = self.prompt_ids
         for name, value in (
             ("tree", tree),
             ("call", call),
-            ("logprobs", tree.logprobs(call)),  # as the tree checked them
-            ("routed_experts", None),  # the tree's stream holds them
+            # As the tree checked them.
+            ("logprobs", tree.logprobs(call)),
+            # The tree's stream holds them.
+            ("routed_experts", None),
         ):
             object.__setattr__(self, name, value)
-        if known is None or known.flags.writeable:  # the caller's array, which may still change
+        # A writable array is the caller's and may still change.
+        if known is None or known.flags.writeable:
             object.__setattr__(self, "prompt_ids", tree.prompt_view(call))
 
     @classmethod
@@ -249,6 +256,7 @@ class ModelResponse:
 
     def annotated(self, *, wait_s: float = 0.0, **info: Any) -> ModelResponse:
         """Return this response with more waiting and more `info`, at the same place in the tree."""
+        # The ids are the same, so the copy may keep the place.
         place = None if self.call is None else (self.tree, self.call)
         return self.at(place, wait_s=self.wait_s + wait_s, info={**self.info, **info})
 
@@ -304,6 +312,7 @@ class ModelResponse:
         if type(other) is not ModelResponse:
             return NotImplemented
         mine, theirs = self._values(), other._values()
+        # `extends` is a hint for storing, and `raw` may be any object of another client.
         return all(
             same_value(mine[name], theirs[name]) for name in mine if name not in ("raw", "extends")
         )
@@ -312,6 +321,7 @@ class ModelResponse:
         return hash((self.call_id, self.id))
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # A record that travels alone takes its arrays along and leaves the tree behind.
         return _response_of, (self._values(),)
 
     def _values(self) -> dict[str, Any]:
@@ -452,6 +462,7 @@ def as_input(row: Mapping[str, Any]) -> RolloutInput:
             f"a dataset row has no {' and no '.join(map(repr, missing))}; a rollout needs both to "
             f"know what to ask and to count it once. The row has: {', '.join(map(repr, row))}."
         )
+    # Columns of a table are filled up with None for rows that have no value there.
     known = {k: v for k, v in row.items() if v is not None or k not in INPUT_FIELDS}
     known.setdefault("task", "default")
     return cast(RolloutInput, known)
@@ -463,6 +474,7 @@ def concat_messages(parts: Sequence[Messages]) -> Messages:
         return "".join(part for part in parts if isinstance(part, str))
     joined: list[ChatMessage] = []
     for part in parts:
+        # Mixed parts have no meaning: text has no role.
         if isinstance(part, str):
             raise TypeError(
                 "cannot join a completion string with chat messages; use one message_type"

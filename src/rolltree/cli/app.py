@@ -68,6 +68,8 @@ def messages() -> Iterator[None]:
         raise click.exceptions.Exit(status) from None
     except ModuleNotFoundError as error:
         extra = EXTRAS.get((error.name or "").partition(".")[0])
+        # A failed import of rolltree's own is a bug and keeps its traceback. One of an environment
+        # is a package to install.
         if extra is None and _is_ours(error):
             raise
         message = (

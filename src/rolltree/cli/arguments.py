@@ -54,6 +54,7 @@ def json_object(text: str | None, flag: str) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(text)
+    # JSON that nests too deep raises RecursionError.
     except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"{flag} is not JSON ({error}). Write it like {flag} '{{\"key\": 1}}'."
@@ -105,6 +106,7 @@ def secret(variable: str | None, flag: str) -> str | None:
 
 def default_run_dir(kind: str, *names: str) -> Path:
     """Return `runs/<kind>-<names>-<time>`, safe as a file name."""
+    # Of a path or a name such as owner/model the last two parts tell runs apart.
     parts = [kind, *("-".join(Path(name).parts[-2:]) for name in names)]
     stem = "--".join(re.sub(r"[^A-Za-z0-9._-]+", "-", part).strip("-") for part in parts if part)
     return Path("runs") / f"{stem}--{time.strftime('%Y%m%d-%H%M%S')}"

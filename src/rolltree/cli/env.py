@@ -60,6 +60,7 @@ def check_contract(
 
     args = json_object(env_args, "-a")
     report = check_environment(
+        # A function, since the checks load it more than once.
         lambda: load_environment(env, compat=compat, **args),
         num_examples=num_examples,
         reward_range=reward_range,
@@ -74,6 +75,7 @@ def check_contract(
             echo(f"note: {note}")
         said = f"{len(report.findings)} faults" if report.findings else "no faults"
         echo(f"{report.env_id}: {said} in {len(CHECKS)} checks on {report.num_examples} examples")
+    # So that CI fails where the environment does.
     if report.findings:
         raise click.exceptions.Exit(1)
 
@@ -105,11 +107,13 @@ def migrate_environment(
 
     args = json_object(env_args, "-a")
     migration = migrate(path)
+    # Shown in any case: without --write this is all that happens.
     echo(migration.diff() or "nothing to edit")
     for remark in migration.remarks:
         echo(f"to do: {remark}")
     checked = None if no_check else check_migration(path, migration, args)
     differences = () if checked is None else checked.differences
+    # The count is of all, the list of the first ones.
     found, shown = len(differences), differences[:SHOWN]
     if checked is not None:
         for note in checked.notes:
@@ -128,6 +132,7 @@ def migrate_environment(
         todo = [counted, *(f"  {difference}" for difference in shown)] if found else []
         migration.with_todo(todo).write()
         echo(f"wrote {len(migration.after)} files")
+    # Also after --force: a script must see that it plays differently.
     if found:
         raise click.exceptions.Exit(1)
 
@@ -148,5 +153,6 @@ def new_environment(name: str, kind: str, folder: Path) -> None:
 
     for file in scaffold(name, kind, folder):
         echo(file)
+    # A name is looked for in `environments/`; elsewhere it takes the path.
     where = name if folder == Path("environments") else folder / name.replace("-", "_")
     echo(f"next: rolltree env check {where}")

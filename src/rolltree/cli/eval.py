@@ -178,6 +178,7 @@ def evaluate_environment(
     where = ", ".join(base_url) or None
     errors = SafeConsole(stderr=True, only_shows=True)
     environment = load_environment(env, compat=compat, **env_arguments)
+    # Read only if a flag leaves something open.
     own = {} if None not in (num_examples, rollouts_per_example) else eval_defaults(env)
     if num_examples is None:
         num_examples = own.get("num_examples", NUM_EXAMPLES)

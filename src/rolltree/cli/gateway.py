@@ -77,6 +77,7 @@ def serve_sessions(
     is_url = model.startswith(("http://", "https://"))
     api_key = secret(api_key_var, "-k")
     admin_key = secret(admin_key_env, "--admin-key-env")
+    # Before anything can be printed or logged that repeats them.
     remember(api_key or "", admin_key or "")
     if is_url and model_name is None:
         raise ConfigError(f"-m is missing: which model should be asked at {model}?")
@@ -107,8 +108,10 @@ def serve_sessions(
     async def serve(stored: Run | None) -> None:
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
+        # The signals only wake `serve`, so that what is open is closed in order.
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, stop.set)
+        # The gateway is closed before the client that its calls in flight use.
         async with (
             open_upstream(model, model_name, tokenizer, api_key, seed) as client,
             Gateway(
@@ -124,6 +127,7 @@ def serve_sessions(
             ) as gateway,
         ):
             echo(f"serving sessions of {client.model} at {gateway.url}")
+            # Not by `echo`, which would cut it out; a given key is known to the user.
             if admin_key is None:
                 print(f"admin key: {gateway.admin_key}", flush=True)
             if gateway.sessions:
@@ -131,6 +135,7 @@ def serve_sessions(
             echo("Ctrl-C stops it; sessions that are open go on with the next start.", error=True)
             await stop.wait()
 
+    # The run outlives the event loop: sessions are stored until the last one is closed.
     with contextlib.ExitStack() as opened:
         stored = None
         if run is not None:
@@ -149,6 +154,7 @@ async def open_upstream(
     """Open the client of a URL, or of the engine in this process."""
     from rolltree.cli.eval import open_client
 
+    # Only a URL comes with a model's name.
     if model_name is None:
         async with open_client(
             model, base_urls=(), api_key=None, max_concurrent=64, seed=seed

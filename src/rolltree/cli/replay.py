@@ -85,6 +85,7 @@ def replay_rollouts(
     options: dict[str, Any] = {"compat": compat, "score": not no_score, "ignore": ignore}
     if env_args is not None:
         options["env_args"] = json_object(env_args, "-a")
+    # With --json stdout has the JSON alone.
     out = SafeConsole(stderr=as_json)
     if rollout is None:
         where = {} if phase is None else {"phase": phase}
@@ -98,6 +99,7 @@ def replay_rollouts(
                 "api_key": secret(api_key_var, "-k"),
             }
             target = into or run.with_name(f"{run.name}-branches")
+            # A run of their own: the recorded one stays as it is.
             report = _branches(run, rollout, env, until, branches, target, live_options, options)
             say(out, f"branches in {target}")
         elif pdb:
@@ -152,6 +154,7 @@ def _branches(
                 **options,
             )
 
+    # Cut out of everything that the store writes.
     secrets = [live["api_key"]] if live["api_key"] else []
     with Run.open_or_create(into, config=config, kind="replay", secrets=secrets) as target:
         return asyncio.run(played(target))

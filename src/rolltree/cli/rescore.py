@@ -68,7 +68,9 @@ def rescore_run(
     from rolltree.reports import EvalView, SafeConsole, rescore_parts, say
 
     arguments = json_object(env_args, "-a")
+    # Before the environment is loaded, whose errors may quote its arguments.
     remember(*secrets_in(arguments))
+    # Progress and notices go to stderr, the report to stdout.
     errors = SafeConsole(stderr=True, only_shows=True)
     try:
         with EvalView(errors, f"rescore {run}") as view:
@@ -95,5 +97,6 @@ def rescore_run(
         out = SafeConsole()
         for part in rescore_parts(report, num_changes=top):
             out.print(part)
+    # A script must see that nothing was scored.
     if report.num_failed == report.num_rollouts:
         raise click.exceptions.Exit(1)

@@ -94,6 +94,7 @@ def serve_model(
     check_loadable(model, dtype, device=device)
     from rolltree.inference.server import ServedModel, ServerOptions, serve
 
+    # Also before torch: an address or key that cannot be used is said at once.
     where = ServerOptions(host, port, token, allow_remote, admin_token, read_timeout)
 
     import torch
@@ -112,6 +113,7 @@ def serve_model(
         name=name,
         max_batch=max_batch,
         max_context=max_context,
+        # Nobody trains here, so the faster copy is worth its memory (design/0002).
         pack_weights=True,
         batch_invariant=batch_invariant,
         record_experts=record_experts,
@@ -121,6 +123,7 @@ def serve_model(
         client.engine,
         client.renderer,
         name,
+        # In place, in the model that the engine reads.
         load_weights=functools.partial(load_weights, loaded),
         receiver=WeightReceiver(loaded),
         logprobs=mode,

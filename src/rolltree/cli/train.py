@@ -32,6 +32,7 @@ def train_model(config: Path, overrides: tuple[str, ...], transcripts: int) -> N
     from rolltree.redact import remember, secrets_in_words
     from rolltree.training import load_train_config
 
+    # Before the settings are read, whose errors quote them.
     remember(*secrets_in_words(overrides))
     checked = load_train_config(config, overrides)
     _train(checked, ["rolltree", "train", str(config), *overrides], transcripts)
@@ -62,6 +63,7 @@ def fork_stored_run(
 
     remember(*secrets_in_words(settings))
     checked = fork(run, settings, step=step, run_dir=target)
+    # With the directory that was chosen, so the stored command continues this run.
     words = ["rolltree", "fork", str(run), *(f"--set={each}" for each in settings)]
     words += [] if step is None else ["--step", str(step)]
     _train(checked, [*words, "--run", checked.run.dir], transcripts)

@@ -13,6 +13,7 @@ from rolltree.cli.data import where_option
 if TYPE_CHECKING:
     from rolltree.viewer.export import ExportedPage
 
+# Attachments grow by a third in base64, and many servers stop at 25 MB.
 MAIL_BYTES = 18_000_000
 
 
@@ -50,6 +51,7 @@ def view_runs(
     limit: int | None,
 ) -> None:
     """Show runs in the browser, live while in progress; only this machine can reach the page."""
+    # The server and --export have their own flags; those of the other one are errors.
     choice: dict[str, Any] = {"where": where, "sort": sort, "limit": limit}
     if target is not None:
         if port or no_browser:
@@ -90,6 +92,7 @@ def _serve(path: Path, port: int, *, browser: bool) -> None:
     try:
         from rolltree.viewer.serve import serve_viewer
     except ModuleNotFoundError as error:
+        # Another module that is missing would be a fault of rolltree.
         if error.name not in ("starlette", "uvicorn"):
             raise
         raise ConfigError(
@@ -98,6 +101,7 @@ def _serve(path: Path, port: int, *, browser: bool) -> None:
         ) from error
 
     def ready(link: str) -> None:
+        # Not by `echo`: the link has the page's token, which it would cut out.
         print(link, flush=True)
         echo("Ctrl-C stops it.", error=True)
 

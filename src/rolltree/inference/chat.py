@@ -96,6 +96,7 @@ class ChatRenderer:
         ]
         self.end_ids = tuple(dict.fromkeys((*known, *end_ids, *self.vocabulary.end_ids)))
         """Token ids that end a turn: an engine stops after sampling one of them."""
+        # The template with tools names the marks of tool calls, by which the parser is found.
         default = self._variants.get("tool_use") or self._variants.get("default")
         self._parser = CompletionParser(
             default.template.source if default else "",
@@ -165,20 +166,25 @@ class ChatRenderer:
         its last id) is closed first: the closing token is context, never a sampled token. Cost is
         O(new tokens) with `history="keep"`.
         """
+        # The assistant's message is not rendered again: its ids are those that were sampled.
         assistant, new = messages[num_old - 1], self._as_text(messages[num_old:])
         variant = self._variant(tools)
         try:
             last_id = int(previous_ids[-1]) if len(previous_ids) else None
             ids, text = variant.glue.suffix(last_id, assistant, new, tools)
+        # Rare, and only then O(history).
         except GlueError as error:
             return Continuation(None, self.render(messages, tools), str(error))
         if self.history == "template":
             whole = variant.template.render(self._as_text(messages), tools)
+            # As text: the question is whether the template still shows what was said.
             kept = self.vocabulary.decode(previous_ids)
             shown, now = whole.replace(BOUNDARY, ""), kept + text.replace(BOUNDARY, "")
             if shown != now:
                 at = _first_difference(shown, now)
                 reason = f"the template rewrites the history at character {at}"
+                # What was sampled stays trained: the earlier call has it, and this prompt is
+                # another path.
                 return Continuation(None, self.vocabulary.encode_start(whole), reason)
         return Continuation(ids)
 
@@ -221,11 +227,13 @@ class ChatRenderer:
 
     def decode_answer(self, ids: Sequence[int] | IntArray) -> str:
         """Return the text of sampled ids without the end token."""
+        # Only the last id can be an end token: sampling stopped there.
         ended = len(ids) > 0 and int(ids[-1]) in self.end_ids
         return self.vocabulary.decode(ids[:-1] if ended else ids)
 
     def answer_text(self, ids: Sequence[int] | IntArray, sampling: SamplingParams) -> str:
         """Return the text of a finished answer without what stopped it."""
+        # The caller's stop ids need not be end tokens of the template.
         if len(ids) and int(ids[-1]) in sampling.stop_token_ids:
             return self.decode(ids[:-1])
         return cut_at_stop(self.decode_answer(ids), sampling.stop)
@@ -251,6 +259,7 @@ def _sources(tokenizer: Tokenizer, template: str | Mapping[str, str] | None) -> 
         return {"default": found}
     if not isinstance(found, Mapping) or not found:
         return {}
+    # transformers uses these two names of a tokenizer's templates.
     sources = {name: str(text) for name, text in found.items() if name in ("default", "tool_use")}
     sources.setdefault("default", str(next(iter(found.values()))))
     return sources
@@ -258,6 +267,7 @@ def _sources(tokenizer: Tokenizer, template: str | Mapping[str, str] | None) -> 
 
 def _with_content(message: ChatMessage, plain: Callable[[str], str]) -> ChatMessage:
     """Return the message with its content made `plain`; the same dict where nothing changes."""
+    # Control tokens in it are the model's own.
     if message.get("role") == "assistant":
         return message
     content = message.get("content")

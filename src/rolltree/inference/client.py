@@ -77,6 +77,7 @@ def as_client(client: object, model: str | None = None) -> ModelClient:
         ConfigError: the object is neither, or it is a blocking client.
     """
     client = getattr(client, "__rolltree_client__", client)  # an OpenAI-shaped view of a client
+    # First, since `AsyncOpenAI` has a `chat` too, which is not a method.
     if hasattr(getattr(client, "chat", None), "completions"):
         from rolltree.inference.openai_sdk import OpenAISDKClient
 
@@ -98,6 +99,7 @@ def check_tools(client: object, tools: Sequence[ToolSchema] | None) -> None:
     Raises:
         ConfigError: a chat template leaves them out.
     """
+    # Down to the client that renders, whatever stands in front of it.
     for part in getattr(client, "clients", ()):
         check_tools(part, tools)
     renderer = getattr(client, "renderer", None)
@@ -152,6 +154,7 @@ stop_token_ids=(), seed=None, extra={'min_p': 0.1})
     body = dict(_mapping(rest.pop("extra_body", {})))
     for key in _IN_BODY:
         if key in body:
+            # A field that is given in both places counts as it stands outside of `extra_body`.
             rest.setdefault(key, body.pop(key))
     if rest.pop("n", 1) != 1:
         raise ConfigError(
@@ -159,6 +162,7 @@ stop_token_ids=(), seed=None, extra={'min_p': 0.1})
             "and its own place in the trajectory. Ask for more rollouts per example instead."
         )
     known: dict[str, Any] = {}
+    # In the order of the table: of two names of one setting the later one wins.
     for key, name, convert in _FIELDS:
         if key in rest:
             value = rest.pop(key)
@@ -179,12 +183,14 @@ stop_token_ids=(), seed=None, extra={'min_p': 0.1})
 def policy_version(client: object) -> int:
     """Return the version of the weights that a client's server was last given; 0 if unknown."""
     version = getattr(getattr(client, "__rolltree_client__", client), "version", 0)
+    # A mock has every attribute.
     return version if type(version) is int else 0
 
 
 def sampling_to_args(sampling: SamplingParams) -> SamplingArgs:
     """Return OpenAI request fields that `sampling_from_args` turns into the same params."""
     args: SamplingArgs = {**sampling.extra}
+    # Always named: servers have other defaults.
     args["temperature"] = sampling.temperature
     args["top_p"] = sampling.top_p
     if sampling.max_tokens is not None:
@@ -208,6 +214,7 @@ def merge_sampling(
     >>> merge_sampling({"max_tokens": 8, "temperature": 0.5}, {"temperature": 1.0}).max_tokens
     8
     """
+    # It has a value for every field, so nothing of `own` is left.
     if isinstance(given, SamplingParams):
         return given
     if isinstance(own, SamplingParams):
@@ -225,6 +232,7 @@ def _mapping(value: object) -> Mapping[str, Any]:
 
 
 def _integer(value: Any) -> int:
+    # `True` is the integer 1 to Python.
     if isinstance(value, bool) or int(value) != value:
         raise ValueError("not a whole number")
     return int(value)
@@ -271,6 +279,7 @@ _FIELDS: tuple[tuple[str, str, Any], ...] = (
     ("top_p", "top_p", _probability),
     ("top_k", "top_k", _top_k),
     ("max_tokens", "max_tokens", _positive),
+    # OpenAI's newer name of the same.
     ("max_completion_tokens", "max_tokens", _positive),
     ("stop", "stop", _strings),
     ("stop_token_ids", "stop_token_ids", _integers),
@@ -292,6 +301,7 @@ _PASSED_ON = frozenset(
 """Fields of OpenAI's and vLLM's requests that are sent as they are."""
 
 
+# Once for each name in a process, not once a call.
 @cache
 def _warn_unknown(key: str) -> None:
     """Warn once of a field that no API is known to have: servers ignore most of those."""

@@ -48,6 +48,7 @@ class ClientBase(ABC):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
+        # A subclass that overrides these has to be asked by them: `ModelCall.to` looks here.
         is_own = cls.chat is ClientBase.chat and cls.generate is ClientBase.generate
         cls.takes_calls = is_own
 
@@ -123,6 +124,7 @@ class DelegatingClient(ClientBase):
 
     def session(self) -> ModelClient:
         """Return this client in front of a session of the inner one."""
+        # A copy and not a new object: subclasses take other arguments.
         session = copy.copy(self)
         session._inner = self._inner.session()
         return session
@@ -153,6 +155,7 @@ class RootClient(ClientBase, Generic[MemoryT]):
 
     def recall(self, call: ModelCall, response: ModelResponse, memory: MemoryT) -> ModelResponse:
         """Take a call that was made elsewhere into a session's memory, see `Session.remember`."""
+        # Only a session that renders prompts can tell whether ids are this model's.
         if not isinstance(memory, TokenSession) or isinstance(call.prompt, np.ndarray):
             return without_ids(response)
         return memory.remember(call.prompt, call.tools, call.model, response)
@@ -180,6 +183,7 @@ class Session(ClientBase, Generic[MemoryT]):
 
     def moved_to(self, client: RootClient[MemoryT]) -> Session[MemoryT]:
         """Return this session on another server of the same model: its calls are remembered."""
+        # Ids belong to the model and not to the server.
         return Session(client, self._memory)
 
     async def call(self, call: ModelCall) -> ModelResponse:
@@ -192,7 +196,8 @@ class Session(ClientBase, Generic[MemoryT]):
         Later prompts continue it. Returns the response as stored in this session's token tree;
         without ids where the recorded ones are not known to be this model's.
         """
-        if isinstance(call.prompt, np.ndarray):  # nothing continues a prompt of ids
+        # Nothing continues a prompt of ids.
+        if isinstance(call.prompt, np.ndarray):
             return response
         return self._client.recall(call, response, self._memory)
 
@@ -253,7 +258,8 @@ class MessageClient(RootClient[MemoryT]):
 
     async def respond_by_message(self, call: ModelCall, memory: MessageSession) -> ModelResponse:
         """Send messages, a string or ids, and read the tokens of the answer if it has them."""
-        version = self.version  # as it is before sending: no sampled token is older
+        # As it is before sending: no sampled token is older.
+        version = self.version
         prompt = call.prompt
         if isinstance(prompt, np.ndarray):
             outcome = await self.ask({"prompt": prompt.tolist()}, "completion", call, memory)
@@ -264,6 +270,7 @@ class MessageClient(RootClient[MemoryT]):
             prompt = list(prompt)  # the caller may append to its list meanwhile
             call = call.with_prompt(prompt)
             content = {"messages": outgoing(prompt)}
+            # An empty list is an error to some servers.
             if call.tools:
                 content["tools"] = list(call.tools)
         outcome = await self.ask(content, call.message_type, call, memory)
@@ -284,6 +291,7 @@ def annotate_sampling(response: ModelResponse, sampling: SamplingParams) -> Mode
     changes = distribution_changes(sampling)
     if not changes:
         return response
+    # It is stored as JSON.
     plain = (bool, int, float, str)
     said = {k: v if isinstance(v, plain) else repr(v)[:80] for k, v in changes.items()}
     return response.annotated(sampling=said)

@@ -65,6 +65,7 @@ class CompletionParser:
             if name not in table:
                 raise UnknownName(f"unknown {what} {name!r}." + did_you_mean(name, table))
         self._tags = REASONING_TAGS[self.reasoning]
+        # Some templates open the reasoning in the prompt, so the answer has only its end.
         self._starts_inside = bool(self._tags[0]) and start.rstrip().endswith(self._tags[0])
 
     def parse(
@@ -83,6 +84,7 @@ class CompletionParser:
             message["content"] = found.content
             if found.calls:
                 message["tool_calls"] = call_messages(found.calls, text)
+                # An answer that ran into its limit stays one, whatever calls are in it.
                 if finish_reason == FinishReason.STOP:
                     finish_reason = FinishReason.TOOL_CALLS
             if found.problems:
@@ -100,6 +102,7 @@ class CompletionParser:
             body = body[len(start) :]
         elif not self._starts_inside:
             return None, text
+        # Without the end mark all of it is reasoning that was cut off.
         reasoning, _, content = body.partition(end)
         return reasoning.strip("\n"), content.lstrip("\n")
 
@@ -117,6 +120,7 @@ def cut_at_stop(text: str, stop: Sequence[str]) -> str:
 def _find_reasoning(source: str) -> str:
     if _HARMONY_MARKER in source:
         return "harmony"
+    # By the end mark: templates cut earlier reasoning off there.
     return next(
         (name for name, (_, end) in REASONING_TAGS.items() if end and end in source), "none"
     )
@@ -141,6 +145,7 @@ def split_harmony(text: str) -> tuple[str | None, str]:
         end = _MESSAGE_END.search(text, begin)
         stop, after = (end.start(), end.end()) if end else (len(text), len(text))
         channel = _CHANNEL.search(header)
+        # The tool parser reads these, header and all.
         if _RECIPIENT.search(header):
             content.append(text[at:after])
         elif channel is not None and channel[1] == "analysis":

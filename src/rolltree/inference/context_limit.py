@@ -19,6 +19,7 @@ def cut_by_default(response: Response) -> bool:
     """Whether an answer that had no limit was cut where servers do so by default."""
     if not response.choices or response.choices[0].finish_reason != "length":
         return False
+    # Ids are counted here; usage is what the server says.
     ids, usage = response.choices[0].token_ids, response.usage
     num_tokens = len(ids) if ids is not None else usage.completion_tokens if usage else None
     return num_tokens == DEFAULT_MAX_TOKENS
@@ -53,11 +54,13 @@ class ContextLimit:
 
         Returns None if the server doesn't say, or if none fit.
         """
+        # Asked once, also if that failed: a server without this path has none later either.
         if self._contexts is None:
             self._contexts = await self._ask_contexts()
         context = self._contexts.get(model)
         if context is None:
             return None
+        # Only the server knows how it splits a string.
         size = await self._ask_size(prompt, model) if isinstance(prompt, str) else len(prompt)
         return context - size if size is not None and size < context else None
 

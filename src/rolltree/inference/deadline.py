@@ -89,6 +89,7 @@ class Clock:
         if self.deadline_s is None:
             yield
             return
+        # How long the block takes is known at its end; nothing may end the rollout before.
         began, deadline_s = time.monotonic(), self.deadline_s
         self.deadline_s = math.inf
         self._reschedule()
@@ -111,9 +112,11 @@ class Clock:
 
     def _reschedule(self) -> None:
         no_limit = self.limit_s is None and self.deadline_s is None
+        # asyncio refuses to move the end of a scope that has ended.
         if self._scope is None or no_limit or self._scope.expired():
             return
         remaining = self._remaining_s()
+        # The scope counts by the clock of its loop.
         now = asyncio.get_running_loop().time()
         self._scope.reschedule(None if remaining is None else now + remaining)
 
@@ -169,6 +172,7 @@ class RolloutClient(DelegatingClient):
     async def call(self, call: ModelCall) -> ModelResponse:
         """Pass the call on with its seed and model, timed."""
         sampling = call.sampling
+        # A seed per call: with one for the rollout every call would draw the same numbers.
         if self._seeds is not None:
             sampling = sampling.with_seed(self._seeds.next(sampling.seed))
         model = self._model if call.model is None else call.model

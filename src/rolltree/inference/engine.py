@@ -156,6 +156,7 @@ class EngineThread(ABC, Generic[RequestT]):
         self.eos_token_ids = tuple(sorted(set(eos_token_ids)))
         self.max_batch, self.max_context = max_batch, max_context
         self._version = self._step_version = version
+        # A seed per request, so that two equal requests do not get equal answers.
         self._seeds = (
             int(np.random.SeedSequence([seed, n]).generate_state(1, np.uint64)[0])
             for n in itertools.count()
@@ -174,9 +175,11 @@ class EngineThread(ABC, Generic[RequestT]):
     def _start(self, name: str) -> None:
         """Start the thread; returns when `_open` has run there, and raises what it raised."""
         opened: Future[None] = Future()
+        # A daemon: Python waits for other threads before it runs `atexit`, which ends this one.
         self._thread = threading.Thread(target=self._run, args=(opened,), name=name, daemon=True)
         self._thread.start()
         opened.result()
+        # Python must not be taken down under a thread that computes.
         atexit.register(self.close)
 
     def _open(self) -> None:
@@ -263,12 +266,14 @@ class EngineThread(ABC, Generic[RequestT]):
     def _enqueue(
         self, request: GenerateRequest, on_token: Callable[[SampledToken], None] | None = None
     ) -> Future[EngineOutput]:
+        # A copy, since the caller may change its array while the request waits.
         sampling, prompt = request.sampling, np.array(request.prompt_ids, np.int32)
         self._check_prompt(prompt)
         check_sampling(sampling)
         extra = extra_of(sampling)
         check_extra(extra, self.extra_settings, self.label)
         with self._condition:
+            # Under the lock, so that no request is queued behind the last step.
             self._check_running()
             seed = sampling.seed if sampling.seed is not None else next(self._seeds)
             queued = self._new_request(prompt, sampling, extra, seed % 2**64)
@@ -286,6 +291,7 @@ class EngineThread(ABC, Generic[RequestT]):
         once as the requests' `wait_s`.
         """
         waiter: Future[None] | None = None
+        # From here on no step begins; one that runs is waited for.
         with self._condition:
             self._num_pauses += 1
             if self._stepping:
@@ -293,6 +299,8 @@ class EngineThread(ABC, Generic[RequestT]):
                 self._between_steps.append(waiter)
             elif self._pause_began_s is None:
                 self._pause_began_s = time.monotonic()
+        # Also if this is cancelled while it waits: a pause that is never given back would stop the
+        # engine.
         try:
             if waiter is not None:
                 await asyncio.wrap_future(waiter)
@@ -301,6 +309,7 @@ class EngineThread(ABC, Generic[RequestT]):
             with self._condition:
                 self._num_pauses -= 1
                 if self._num_pauses == 0 and self._pause_began_s is not None:
+                    # Waiting is excluded from the time limits of rollouts, and a pause is waiting.
                     paused_s = time.monotonic() - self._pause_began_s
                     self._pause_began_s = None
                     for request in self._in_flight:
@@ -319,6 +328,7 @@ class EngineThread(ABC, Generic[RequestT]):
             ModelError: the engine has ended, or could not take the weights over; then it ends,
                 since it may hold half of an update.
         """
+        # `_begin_step` takes the same lock.
         with self._condition:
             self._check_running()
             if not self._num_pauses or self._stepping:
@@ -341,6 +351,7 @@ class EngineThread(ABC, Generic[RequestT]):
     async def aclose(self) -> None:
         """Stop the thread after its current step; requests in flight end with `ModelError`."""
         self._ask_to_stop()
+        # A cancelled wait must not cancel the future, which the thread has yet to set.
         await asyncio.shield(asyncio.wrap_future(self._stopped))
         self.close()
 
@@ -358,6 +369,7 @@ class EngineThread(ABC, Generic[RequestT]):
 
     def _end(self, why: str, cause: BaseException | None = None) -> None:
         with self._condition:
+            # The first reason is the cause; what follows it may only be a consequence.
             if self._ended is None:
                 self._ended = ModelError(why)
                 self._ended.__cause__ = cause
@@ -365,6 +377,8 @@ class EngineThread(ABC, Generic[RequestT]):
 
     def _check_running(self) -> None:
         if self._ended is not None:
+            # A new one for each caller: one exception that is raised again collects everybody's
+            # frames.
             raise ModelError(str(self._ended)) from self._ended.__cause__
 
     def _check_prompt(self, prompt: IntArray) -> None:
@@ -411,6 +425,7 @@ class EngineThread(ABC, Generic[RequestT]):
             )
             raise
         finally:
+            # Nobody may wait for an engine that has gone: neither for an answer nor for a pause.
             self._lose_requests(self._ended or ModelError(f"{self.label} has ended."))
             self._end_step()
             try:
@@ -427,6 +442,7 @@ class EngineThread(ABC, Generic[RequestT]):
         error = ModelError(f"{what} lost. {advice}")
         error.__cause__ = cause
         with self._condition:
+            # They were not part of the failed step.
             arrived = set(self._inbox)
         self._lose_requests(error, arrived)
 
@@ -446,8 +462,10 @@ class EngineThread(ABC, Generic[RequestT]):
                 self._condition.wait()
             if self._ended is not None:
                 return None
+            # Read once: all tokens of a step are of one version.
             self._stepping, self._step_version = True, self._version
             new, self._inbox = self._inbox, []
+            # A flag, so that futures are looked at only after a cancellation.
             cancelled, self._any_cancelled = self._any_cancelled, False
         if cancelled:
             self._drop_cancelled()

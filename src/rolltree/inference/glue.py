@@ -29,6 +29,7 @@ _TOOL: ChatMessage = {
     "content": "Probe.",
     "tool_call_id": "probe0000",
 }
+# Arguments as text; `for_template` gives templates what they take.
 _CALLER: ChatMessage = {
     "role": "assistant",
     "tool_calls": [{"id": "probe0000", "function": {"name": "probe", "arguments": "{}"}}],
@@ -68,16 +69,20 @@ def learn_turn_tokens(
 
     def tail(messages: list[ChatMessage], skip: str = "") -> list[int]:
         """Return the ids of what follows the sentinel, without the text `skip` at its start."""
+        # The last one: templates may show an answer's text twice.
         text = render(template, [*PROBE, *messages]).rpartition(SENTINEL)[2]
         return [int(token) for token in vocabulary.encode(text.removeprefix(skip))]
 
     answer, caller = stand_in({}), stand_in(_CALLER)
     after_call = render(template, [*PROBE, caller]).rpartition(SENTINEL)[2]
     after_answer = tail([answer])
+    # The closing token comes first, or after some text such as a line break: then only a known end
+    # token counts.
     closes = [token for token in after_answer[:1] if vocabulary.is_special(token)]
     known = (*configured, *vocabulary.end_ids)
     closes = closes or [token for token in after_answer if token in known][:1]
     if closes:
+        # A message with tool calls may be closed by another token.
         learned = closes + [i for i in tail([caller]) if vocabulary.is_special(i)][-1:]
         inner = [token for token in tail([answer, *PROBE])[:1] if vocabulary.is_special(token)]
         closes = [*learned, *inner]
@@ -118,6 +123,7 @@ def render(
         return template.render(messages, tools, add_generation_prompt=add_generation_prompt)
     except TemplateLimitError:
         raise
+    # A refused probe shows nothing, and nothing is learned from it.
     except TemplateError:
         return ""
 
@@ -162,6 +168,8 @@ class Glue:
             GlueError: the template gives no verifiable cut for this continuation.
         """
         probe = stand_in(assistant)
+        # What a template writes depends on the kinds of messages; their texts come through as they
+        # are.
         shape = ("tool_calls" in probe, bool(tools), *map(_shape, new_messages))
         if shape not in self._verdicts:
             self._verdicts[shape] = self._verify(probe, new_messages, tools)
@@ -171,6 +179,7 @@ class Glue:
         text = self._cut(PROBE, probe, new_messages, tools if verdict.show_tools else None)
         ids = self._vocabulary.encode(text)
         num_closed = self._num_closed(last_id, ids)
+        # What was sampled ended the turn; the template's own close would be a second one.
         if num_closed:
             close = self._vocabulary.decode([int(ids[num_closed - 1])])
             return ids[num_closed:], text.partition(close)[2]
@@ -183,6 +192,7 @@ class Glue:
             for index, token in enumerate(ids.tolist()):
                 if token == last_id or token in turn.close_ids:
                     return index + 1
+                # Past the close, and no white space: the next message has begun.
                 if index >= turn.num_close and self._vocabulary.decode([token]).strip():
                     break
         return 0
@@ -206,6 +216,8 @@ class Glue:
         tail = text[text.index(SENTINEL) + len(SENTINEL) :]
         if "tool_calls" not in probe:
             return tail
+        # Behind the sentinel are the brackets and tags that close the call, which the model has
+        # sampled.
         ends = [at for at in map(tail.find, self._end_texts) if at >= 0]
         if ends:
             return tail[min(ends) :]
@@ -224,6 +236,7 @@ class Glue:
         shown = tools if show else None
         try:
             text = self._cut(PROBE, probe, new_messages, shown)
+            # A template may write a message otherwise in a longer conversation.
             after_more = self._cut(_LONG_PROBE, probe, new_messages, shown)
         except GlueError as error:
             return _Verdict(show, str(error))
@@ -234,6 +247,7 @@ class Glue:
             problem = "what the template writes for new messages depends on the earlier ones"
             return _Verdict(show, problem)
         ids = self._vocabulary.encode(text)
+        # A tokenizer may join the end of the answer with the beginning of what follows.
         whole = self._vocabulary.encode(
             self._template.render([*PROBE, probe, *new_messages], shown)
         )
@@ -253,6 +267,7 @@ class Glue:
         Some templates collect system text at the start of the prompt, and some leave out roles that
         they do not know.
         """
+        # Not the sentinel itself, by which the cut is found.
         markers = [f"{SENTINEL[::-1]}{index}x" for index in range(len(new_messages))]
         marked = [_marked(*pair) for pair in zip(new_messages, markers, strict=True)]
         try:

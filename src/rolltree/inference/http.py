@@ -113,6 +113,7 @@ class HttpClient:
             "Accept-Encoding": "gzip, deflate",
             **({"Authorization": f"Bearer {api_key}"} if api_key else {}),
         }
+        # Names of headers ignore case: a given one takes the place of ours however it is spelled.
         for name, value in (headers or {}).items():
             self._get_headers = {
                 known: text
@@ -161,20 +162,26 @@ class HttpClient:
             AnswerTooLarge: the answer has more than `max_answer_bytes`.
             BadResponse: the answer could not be decoded, time after time.
         """
+        # Once for all attempts.
         content = None if body is None else encode_json(body)
         url = (self.root_url if at_root else self.base_url) + path
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         deadline_s = self.deadline_s if timeout_s is None else 2.0 * timeout_s
         transport, slots = self._connect()
+        # A queue of one's own is not the server's fault: the wait for a slot is outside of the
+        # deadline (design/0015).
         start = monotonic()
         async with slots:
             queued_s = monotonic() - start
 
             async def attempt() -> ResultT:
+                # A name per attempt: an answer to an earlier one, which comes late, is not this
+                # one's.
                 name = self._ids.new()
                 answer = await self._send(transport, url, content, name=name, as_admin=as_admin)
                 await yield_fairly()  # many answers may have come at once
                 try:
+                    # Before decoding: another request's answer could decode well.
                     self._ids.check(name, answer)
                     return decode(answer)
                 except BadResponse as error:
@@ -196,6 +203,7 @@ class HttpClient:
             ConnectionFailed: no answer within 5 seconds.
             ServerError: the server says that it is not well.
         """
+        # Without a slot: calls that hang must not hide that the server is well.
         transport, _ = self._connect()
         url = f"{self.root_url}/health"
         try:
@@ -229,6 +237,7 @@ class HttpClient:
     async def aclose(self) -> None:
         """Close the connections; the next request opens new ones."""
         transport, self._transport = self._transport, None
+        # Those of another loop were closed with it (design/0015).
         if transport is not None and self._loop is asyncio.get_running_loop():
             await transport.aclose()
 
@@ -263,6 +272,7 @@ class HttpClient:
             raise  # asked again, it would hardly be smaller
         except BadResponse as error:
             raise Retry(error) from error
+        # The next attempt would find the same certificate.
         except aiohttp.ClientSSLError as error:
             raise ConnectionFailed(
                 f"{url} could not be trusted ({self._redacted(str(error))}), so nothing was sent. "
@@ -278,6 +288,7 @@ class HttpClient:
             ) from error
         if 200 <= answer.status < 300:
             return answer.body
+        # Cut after the keys were taken out, or half of one could stay.
         text = self._redacted(answer.body[:2000].decode("utf-8", "replace"))[:500]
         error_of_status = status_error(answer.status, text, url)
         if isinstance(error_of_status, ServerError) and error_of_status.retryable:
@@ -313,6 +324,7 @@ def checked_url(base_url: str) -> str:
 
 def status_error(status: int, text: str, where: str) -> ModelError:
     """Return the exception for an error status with the answer `text`."""
+    # Servers have no common code for this; all of them say it in words.
     if status in (400, 413, 422) and any(sign in text.lower() for sign in _TOO_LONG):
         return PromptTooLong(
             f"{where} says that the prompt does not fit: {text}. The call has no answer; shorten "

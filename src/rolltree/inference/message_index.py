@@ -34,6 +34,7 @@ class _Node:
             return children
         equal = [child for child in reversed(children) if _equal(child.snapshot, message)]
         if len(equal) > 1:
+            # Agents usually send back the very message that they got.
             equal.sort(key=lambda child: child.message is not message)
         return equal
 
@@ -79,6 +80,7 @@ class MessageIndex:
             depth += 1
             for node in nodes:
                 if node.call is not None:
+                    # `find` puts the most likely node first.
                     match = Match(node.call, depth)
                     break
         self._walked = (messages, depth, nodes[0])
@@ -93,6 +95,8 @@ class MessageIndex:
         key: object = None,
     ) -> None:
         """Note that `call` answered `messages` with `answer`."""
+        # A prompt is looked up before it is answered: the walk goes on where it ended, so a turn
+        # costs its new messages only.
         walked, depth, node = self._walked
         if walked is not messages or node is None:
             depth, node = 0, self._root(tools, key)
@@ -120,6 +124,8 @@ def _equal(known: ChatMessage | None, message: ChatMessage) -> bool:
         return known is not None
     if known.get("role") != "assistant" or message.get("role") != "assistant":
         return False
+    # Agents send answers back without reasoning, ids or white space. What the model decided is the
+    # same.
     return _said(known) == _said(message) and _calls(known) == _calls(message)
 
 

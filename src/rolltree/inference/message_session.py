@@ -50,6 +50,7 @@ async def send_with_token_fields(
             raise
         first = error
     try:
+        # If that is refused, too, the fields were not the cause.
         answer = await send(False)
     except ServerError:
         raise first from None
@@ -80,6 +81,7 @@ def read_outcome(
     )
     if sent_ids is not None:
         answer.num_prompt_tokens = len(sent_ids)
+    # `prove` checks them: ids outside the vocabulary are another model's.
     if answer.completion_ids is not None and answer.prompt_ids is not None:
         tokens.prove(answer.prompt_ids, answer.completion_ids)
         if not tokens.usable_logprobs(call.sampling):
@@ -106,12 +108,14 @@ class MessageSession:
             TokenError: its token data contradicts itself.
         """
         _fix_finish_reason(answer, call.sampling)
+        # Nothing can extend a call whose ids are not known.
         if answer.prompt_ids is None:
             return record_of(answer, call)
         messages = call.prompt
         if not isinstance(messages, list):
             return self._calls.record(answer, call)
         extends, matched = self._extended(messages, call.tools, call.model, answer.prompt_ids)
+        # By messages it goes on, by ids it does not: the sample breaks here, and this is why.
         if matched and extends is None:
             why = "the server's prompt does not begin with the earlier ids"
             answer.info = {**answer.info, "rerendered": why}
@@ -148,6 +152,7 @@ class MessageSession:
         if match is None:
             return None, False
         earlier = self._calls.path(match.call)
+        # Never by text: only equal ids are one path.
         is_exact = np.array_equal(prompt_ids[: len(earlier)], earlier)
         return (match.call if is_exact else None), True
 

@@ -128,6 +128,7 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
         self.tokens = TokenFields(token_ids, logprobs_mode, self._server.base_url, vocab_size)
         self.token_in = TokenInEndpoint(self._server, token_endpoint)
         self.version = 0
+        # Learned from the server's first refusal.
         self._max_tokens_field = "max_tokens"
         self._context_limit = ContextLimit(self._server)
 
@@ -151,6 +152,7 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
     async def respond(self, call: ModelCall, memory: OpenAIMemory) -> ModelResponse:
         """Send ids if prompts are rendered here and the server returns ids, else messages."""
         by_token = memory.by_token
+        # Without ids in return, rendering here would only bring the risk of another template.
         if by_token is None or not self.tokens.wanted or isinstance(call.prompt, np.ndarray):
             return await self.respond_by_message(call, memory)
         prompt = by_token.prepare(
@@ -168,6 +170,7 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
         assert not isinstance(call.prompt, np.ndarray)
         if memory.by_token is not None and self.tokens.wanted:
             return memory.by_token.remember(call.prompt, call.tools, call.model, response)
+        # Another model's ids may spell something else here.
         if response.model != (call.model or self._model):
             return without_ids(response)
         return memory.remember(call.prompt, call.tools, call.model, response)
@@ -221,6 +224,7 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
             remaining = await self._context_limit.remaining(prompt, name)
         limited = replace(sampling, max_tokens=remaining)
         outcome = await self._ask(content, message_type, limited, model, decode)
+        # The cut answer is dropped and not extended: one answer is one sample.
         if remaining is None and cut_by_default(outcome.value):
             self._context_limit.is_needed = True
             remaining = await self._context_limit.remaining(prompt, name)
@@ -245,6 +249,7 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
             }
             if with_tokens:
                 body |= self.tokens.standard(message_type) | self.tokens.extension()
+            # The caller's fields last: they win over the defaults that are sent for ids.
             body |= extension_fields(sampling) | extra_fields(sampling)
             if "max_tokens" in body and self._max_tokens_field != "max_tokens":
                 body[self._max_tokens_field] = body.pop("max_tokens")
@@ -261,7 +266,10 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
     async def _respond_by_token(
         self, session: TokenSession, prompt: Prompt, call: ModelCall, decode: Decode
     ) -> ModelResponse:
+        # As it is before sending: no sampled token is older.
         version, sampling = self.version, call.sampling
+        # The server knows the end tokens of the model's folder; the template may end turns with
+        # others.
         asked = _with_ends(sampling, session.renderer.end_ids)
         sent = prompt.ids.tolist()
         outcome = None
@@ -286,8 +294,10 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
         if not self.tokens.usable_logprobs(sampling):
             answer.logprobs = None
         renderer, text = session.renderer, response.choices[0].text
+        # What stopped an answer is not part of its text; a cut one has nothing to take off.
         ended = answer.finish_reason == FinishReason.STOP
         own = renderer.answer_text(ids, sampling) if ended else renderer.decode_answer(ids)
+        # Ids that do not spell the server's text are another answer's.
         if text not in (None, own):  # the token-in endpoint gives none
             vocabulary, where = renderer.vocabulary, self._server.base_url
             check_text(vocabulary, ids, text, asked.stop, where=where)
@@ -326,6 +336,7 @@ class TokenInEndpoint:
                 _TOKEN_IN_PATH, body, finished(decode_response), at_root=True
             )
         except ServerError as error:
+            # Once it has answered it is there, and a 404 is about something else.
             if self._known or error.status not in _ABSENT:
                 raise
             self.is_absent = True

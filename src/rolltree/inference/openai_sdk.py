@@ -82,7 +82,9 @@ class OpenAISDKClient(MessageClient[MessageSession]):
         where = str(getattr(client, "base_url", type(client).__name__))
         self._retry = RetryPolicy(max_retries=0)
         self._ids: RequestIds | None = None
+        # By name: the package may not be installed.
         if type(client).__module__.partition(".")[0] == "openai":
+            # Only the asynchronous client is a context for `async with`.
             if not hasattr(client, "__aenter__"):
                 raise ConfigError(
                     f"{type(client).__name__} blocks the event loop in every call, so rollouts "
@@ -93,6 +95,8 @@ class OpenAISDKClient(MessageClient[MessageSession]):
             if deadline_s is None and isinstance(limit_s, int | float):
                 deadline_s = 2.0 * limit_s
             self._ids = RequestIds()
+            # A copy, so the user's own object keeps its retries. Its connections are shared, which
+            # is why the hook looks for `_MAX_BYTES`.
             client = client.with_options(max_retries=0)
             hooks = getattr(getattr(client, "_client", None), "event_hooks", {"response": []})
             if _read_answer not in hooks["response"]:
@@ -165,6 +169,7 @@ class OpenAISDKClient(MessageClient[MessageSession]):
             async def attempt() -> Any:
                 request_id = None
                 if self._ids is not None:
+                    # Another name for each attempt.
                     request_id = self._ids.new()
                     given = fields.get("extra_headers") or {}
                     fields["extra_headers"] = {**given, HEADER: request_id}
@@ -178,6 +183,7 @@ class OpenAISDKClient(MessageClient[MessageSession]):
                         result = await result if inspect.isawaitable(result) else result
                     if self._ids is not None and request_id is not None:
                         self._ids.check(request_id, str(read(result, "id")))
+                    # Here, so that an answer which was broken off is asked for again.
                     extract_finish_reason(result)
                     return result
                 except _openai_errors() as error:
@@ -210,6 +216,7 @@ class OpenAISDKClient(MessageClient[MessageSession]):
             if isinstance(found, ServerError) and found.retryable:
                 return Retry(found, parse_retry_after(headers.get("Retry-After")))
             return found
+        # By name, again without importing the package.
         if "Connection" in type(error).__name__ or "Timeout" in type(error).__name__:
             return Retry(
                 ConnectionFailed(
@@ -253,6 +260,7 @@ def _drop_tokens(response: Any, made: ModelResponse, sampling: SamplingParams) -
     if made.prompt_ids is None or type(response).__module__.partition(".")[0] != "openai":
         return
     choice = response.choices[0]
+    # vLLM puts the prompt's ids into the response for chat and into the choice for text.
     dropped = [(response, "prompt_token_ids"), (choice, "prompt_token_ids"), (choice, "token_ids")]
     if made.logprobs is not None and "top_logprobs" not in sampling.extra:
         dropped.append((choice, "logprobs"))

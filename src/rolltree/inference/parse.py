@@ -74,6 +74,8 @@ def extract_tokens(
     choice = first_choice(response)
     logprobs = read(choice, "logprobs")
     completion = _ids(choice, "token_ids")
+    # vLLM may spell ids in the texts of its logprobs, with `token_ids` or instead of them. Both
+    # have to agree.
     if completion is None or _names_ids(logprobs):
         texts = sampled_entries(logprobs, message_type, "token", "tokens") or []
         if completion is None:
@@ -89,6 +91,7 @@ def extract_tokens(
     if prompt is None:
         prompt = _ids(choice, "prompt_token_ids")
     if prompt is None:
+        # What was sent is what was used, unless the server says otherwise.
         prompt = sent_ids
     if prompt is None or completion is None:
         return None
@@ -107,6 +110,7 @@ def extract_tokens(
     if values is None:
         return prompt, completion, None
     if not check:
+        # None becomes NaN, which the tree refuses.
         return prompt, completion, np.array(values, np.float32)
     return prompt, completion, checked_logprobs(values, len(completion))
 
@@ -152,6 +156,7 @@ def extract_message(response: object, message_type: MessageType) -> tuple[ChatMe
             "of a chat completions endpoint?"
         )
     message: ChatMessage = {"role": "assistant", "content": _text(read(source, "content"))}
+    # The name changed between versions of vLLM.
     for name in ("reasoning_content", "reasoning"):
         reasoning = read(source, name)
         if isinstance(reasoning, str) and reasoning:
@@ -169,6 +174,7 @@ def extract_finish_reason(response: object) -> FinishReason:
     Raises:
         BadResponse: the server gives none, or one that no API describes, or broke off.
     """
+    # Null is a server that broke off; an object without the field is a mock.
     reason = read(first_choice(response), "finish_reason", otherwise=_UNSET)
     if reason is None or isinstance(reason, str | int | float | list | dict):
         return finish_reason_named(reason)
@@ -215,6 +221,7 @@ def extract_usage(response: object) -> tuple[int, int]:
     """
     usage = read(response, "usage")
     counts = (read(usage, "prompt_tokens"), read(usage, "completion_tokens"))
+    # A mock's attributes are mocks.
     first, second = (count if isinstance(count, int) else 0 for count in counts)
     if not (0 <= first <= _MAX_COUNT and 0 <= second <= _MAX_COUNT):
         raise BadResponse(
@@ -271,6 +278,7 @@ def read_answer(
         return answer
     # A mock's usage is what its author set; only a server's can contradict its ids.
     is_a_servers = isinstance(response, Response) or _is_openai(response)
+    # 0 is a server that counts nothing.
     if is_a_servers and num_prompt not in (0, answer.num_prompt_tokens):
         raise TokenError(
             f"the server's usage counts {num_prompt} prompt tokens, and it reports "
@@ -333,6 +341,7 @@ def extract_versions(response: object, num_tokens: int, otherwise: int) -> IntAr
     Raises:
         TokenError: the spans do not cover every token exactly once, or a version is above 2^31.
     """
+    # New weights may come in the middle of an answer.
     spans = read(first_choice(response), "weight_versions")
     versions = np.full(num_tokens, otherwise, np.int32)
     if not isinstance(spans, list | tuple):
@@ -340,6 +349,7 @@ def extract_versions(response: object, num_tokens: int, otherwise: int) -> IntAr
     at = 0
     for span in spans:
         start, end, label = (read(span, name) for name in ("start", "end", "version"))
+        # Every token belongs to exactly one span.
         if start != at or not isinstance(end, int) or not at <= end <= num_tokens:
             raise TokenError(
                 f"the server's spans of weight versions jump from token {at} to {start}:{end} of "
@@ -369,6 +379,7 @@ def version_named(label: object, otherwise: int) -> int:
     text = str(label) if isinstance(label, str | int) else ""
     if not text.isdecimal():
         return otherwise
+    # A number of a million digits is not worth converting.
     number = int(text) if len(text) < 11 else _MAX_COUNT + 1
     if number > _MAX_COUNT:
         raise TokenError(
@@ -408,6 +419,7 @@ def read(value: object, name: str, otherwise: object = None) -> Any:
     """Return `value[name]` of a mapping or `value.name` of an object, or `otherwise`."""
     if isinstance(value, msgspec.Struct):
         return getattr(value, name, otherwise)
+    # `dict` first, which is the fast check.
     if isinstance(value, dict | Mapping):
         return value.get(name, otherwise)
     return getattr(value, name, otherwise)
@@ -426,6 +438,7 @@ def first_choice(response: object) -> object:
             "completion. Is the base URL that of an OpenAI-compatible API (it often ends in /v1)?"
         )
     index = read(choices[0], "index")
+    # Mocks have neither.
     if isinstance(index, int | str) and index != 0:
         raise BadResponse(
             f"the server was asked for one answer, and the first that it gave is number "
@@ -463,6 +476,8 @@ def _ids(holder: object, name: str) -> IntArray | None:
     value = read(holder, name)
     if not isinstance(value, list | tuple | np.ndarray):
         return None
+    # The fast way for every answer of our own client; what it cannot take, `as_ids` refuses by
+    # name.
     if type(value) is list and isinstance(holder, msgspec.Struct):  # integers, the decoder says
         with suppress(OverflowError):
             ids = np.array(value, np.int32)
@@ -505,6 +520,7 @@ def _text(value: Any) -> str:
     """
     if not isinstance(value, str):
         return ""
+    # Refused here, once, and not wherever it is stored or sent later.
     if not is_well_formed(value):
         raise BadResponse(
             "the server's answer is not valid Unicode (it has a lone surrogate), so it can be "
@@ -525,6 +541,7 @@ def _tool_call(call: object, index: int) -> dict[str, Any]:
     function = read(call, "function")
     identifier = read(call, "id")
     return {
+        # Tool results refer to a call by its id.
         "id": _text(identifier) or f"call_{index}",
         "type": "function",
         "function": {

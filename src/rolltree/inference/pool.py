@@ -103,6 +103,7 @@ class EndpointPool(ClientBase):
                 f"{cool_down_s}, {spread} and {deadline_s}."
             )
         self.endpoints = [Endpoint(*pair) for pair in zip(clients, names, strict=True)]
+        # Every server once, and the waits of one.
         self.retry = retry or RetryPolicy(max_retries=6 + len(clients))
         if deadline_s is None:
             servers = [getattr(client, "server", None) for client in clients]
@@ -139,6 +140,7 @@ class EndpointPool(ClientBase):
     @property
     def version(self) -> int:
         """The oldest version of its servers."""
+        # No sampled token may look newer than it is.
         return min(policy_version(endpoint.client) for endpoint in self.endpoints)
 
     @property
@@ -172,8 +174,10 @@ class EndpointPool(ClientBase):
         Servers whose cool-down is over are asked for their health first. When none is well, the
         one that has been left alone longest is tried all the same.
         """
+        # Its cache has the earlier turns.
         if stay is not None and stay.is_up:
             return stay
+        # Each key has its own order of servers. If one goes away, only its keys move.
         ranked = sorted(self.endpoints, key=lambda endpoint: _rank(key, endpoint.name))
         up: list[Endpoint] = []
         for endpoint in ranked:
@@ -182,6 +186,7 @@ class EndpointPool(ClientBase):
                 up.append(endpoint)
         if not up:
             return min(ranked, key=lambda endpoint: endpoint.down_until_s)
+        # Plus one, the call that looks for a place.
         mean = (sum(endpoint.num_in_flight for endpoint in up) + 1) / len(up)
         limit = max(ceil(self._spread * mean), _ALWAYS_FITS)
         return next((each for each in up if each.num_in_flight < limit), up[0])
@@ -240,14 +245,18 @@ class PooledSession(ClientBase):
             try:
                 answer = await call.to(session)
             except (ConnectionFailed, BadResponse, ServerError, TokenError) as error:
+                # The request is wrong, for every server.
                 if isinstance(error, ServerError) and not error.retryable:
                     raise
+                # One server, or a proxy before it, may mix up answers; if all do, it is the
+                # request.
                 if isinstance(error, TokenError):
                     wrong.add(endpoint.name)
                     if len(wrong) == len(self._pool.endpoints):
                         raise  # it is not one server's fault
                 failed.append(endpoint.name)
                 self._pool.note_failure(endpoint)
+                # After each failure, since an attempt has its own limit.
                 limit_s = self._pool.deadline_s
                 if limit_s is not None and monotonic() - began >= limit_s:
                     raise CallTimeout(
@@ -282,6 +291,7 @@ class PooledSession(ClientBase):
         """Return what decides on the server: the rollout's first prompt by messages."""
         if self._key is None:
             if isinstance(call.prompt, np.ndarray):
+                # Not kept as the rollout's key, which its first prompt by messages decides.
                 return call.prompt.tobytes()
             self._key = encode_json([call.model, call.prompt, call.tools])
         return self._key
@@ -301,4 +311,5 @@ def _name(client: ModelClient, index: int) -> str:
 
 
 def _rank(key: bytes, name: str) -> bytes:
+    # Not `hash`, which differs from process to process.
     return hashlib.blake2b(name.encode() + b"\0" + key, digest_size=8).digest()

@@ -64,6 +64,7 @@ async def publish_weights(
         except ServerError as error:
             if f"no attribute '{method}'" not in str(error):
                 raise
+            # Nothing was loaded, so it may go on.
             await call(server, "/resume", {})
             raise ConfigError(
                 f"the workers of {server.root_url} have no method {method!r}, so no weights were "
@@ -91,6 +92,7 @@ async def publish_adapter(
         ConfigError: the folder holds no adapter, the version is negative, or there is no server.
         PublishFailed: as `publish_weights`.
     """
+    # Absolute, because servers have other working directories.
     folder = _weights_in(folder)
     if not (folder / "adapter_config.json").is_file():
         raise ConfigError(
@@ -117,6 +119,7 @@ async def publish_by(update: Update, clients: Sequence[HasServer], version: int)
             f"version {version} cannot be published to {len(clients)} servers: the version must be "
             ">= 0, and at least one server must take it."
         )
+    # All of them to their ends: an error of one must not leave others halfway.
     outcomes = await asyncio.gather(
         *(update(client.server) for client in clients),
         return_exceptions=True,
@@ -128,6 +131,7 @@ async def publish_by(update: Update, clients: Sequence[HasServer], version: int)
         elif isinstance(outcome, BaseException):
             raise outcome
         else:
+            # Also if another server failed: this one has the new weights.
             client.version = version
     if failed:
         raise PublishFailed(
@@ -170,6 +174,7 @@ async def update_server(server: HttpClient, load: Update, version: int) -> None:
     Raises:
         ModelError: it failed. Where `load` was begun, the server is left paused.
     """
+    # "keep": requests in flight stay, and go on after the resume.
     await call(server, "/pause?mode=keep", {})
     paused = "It is left paused, since its weights may be half replaced."
     try:
@@ -180,6 +185,7 @@ async def update_server(server: HttpClient, load: Update, version: int) -> None:
                 f"{server.root_url} did not drop its KV cache ({reset!r}), so answers would mix "
                 "old and new weights."
             )
+        # After loading, so that no token of the old weights gets the new number.
         await call(server, "/update_weight_version", {"new_version": str(version)})
         reported = await served_version(server)
         if reported != str(version):
@@ -189,6 +195,7 @@ async def update_server(server: HttpClient, load: Update, version: int) -> None:
             )
     except ModelError as error:
         raise ModelError(f"{error} {paused}") from error
+    # Only a server that has said which weights it has.
     await call(server, "/resume", {})
 
 
@@ -218,6 +225,7 @@ async def call(
         )
         return outcome.value
     except ServerError as error:
+        # `rolltree serve` says itself what it was started without.
         if error.status != 404 or "rolltree serve" in str(error):
             raise
         raise ServerError(

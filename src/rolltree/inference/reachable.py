@@ -30,6 +30,7 @@ async def check_servers(client: object, *, limit_s: float = FIRST_ANSWER_TIMEOUT
     Raises:
         ConnectionFailed: none of them answered within `limit_s`.
     """
+    # A run watches its own servers.
     parts = [part for part in _with_server(client) if getattr(part, "fleet", None) is None]
     if not parts:
         return []
@@ -49,6 +50,7 @@ async def _wait_for_one(parts: list[Any], limit_s: float) -> None:
     began = monotonic()
     number = 0
     while True:
+        # One is enough: the pool asks the others when they are back.
         errors = await asyncio.gather(*(_connection_error(part.server, limit_s) for part in parts))
         if None in errors:
             return
@@ -86,6 +88,7 @@ async def _weights_warning(part: Any) -> str | None:
         )
     if label in ("default", str(part.version)):  # version 0 is what a run began with
         return None
+    # A version is an int32.
     if label.isdecimal() and len(label) < 10:
         part.version = int(label)
     return (

@@ -111,10 +111,12 @@ def token_in_fields(sampling: SamplingParams) -> Mapping[str, Any]:
     params: dict[str, Any] = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
+        # vLLM's "off".
         "top_k": sampling.top_k or -1,
         "min_p": 0.0,
         "repetition_penalty": 1.0,
         "stop_token_ids": list(sampling.stop_token_ids),
+        # The sampled token's alone.
         "logprobs": 0,
     }
     if sampling.max_tokens is not None:
@@ -127,6 +129,7 @@ def token_in_fields(sampling: SamplingParams) -> Mapping[str, Any]:
 def outgoing(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     """Return the messages without what is for this side only."""
     return [
+        # The same dict if there is nothing to leave out, as nearly always.
         {name: value for name, value in message.items() if name != "parse_problems"}
         if "parse_problems" in message
         else message
@@ -151,6 +154,7 @@ def distribution_changes(sampling: SamplingParams) -> dict[str, Any]:
     return {
         name: value
         for name, value in itertools.chain(own.items(), sampling.extra.items(), body.items())
+        # None is not sent.
         if name not in _HARMLESS and value is not None and value not in neutral.get(name, ())
     }
 
@@ -198,6 +202,7 @@ class TokenFields:
         """Return OpenAI's fields for the logprobs of the sampled tokens."""
         if not self.wanted:
             return {}
+        # Chat has a switch, text a number of alternatives.
         return {"logprobs": True} if message_type == "chat" else {"logprobs": 1}
 
     def extension(self) -> dict[str, Any]:
@@ -218,6 +223,8 @@ class TokenFields:
                 "because calls without ids cannot be trained. Serve the model with vLLM >= 0.10.2, "
                 "or set token_ids = 'auto' to evaluate only."
             )
+        # A server that has given ids goes on being asked: one answer without them is that
+        # answer's.
         self._refused = not self._proven
         self._say(
             "ids",
@@ -253,6 +260,7 @@ class TokenFields:
         return False
 
     def _say(self, topic: str, text: str) -> None:
+        # Once, not in every call.
         if topic not in self._said:
             self._said.add(topic)
             logger.warning(text)

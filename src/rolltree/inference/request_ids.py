@@ -22,6 +22,7 @@ class RequestIds:
     """The names of one client's requests, each made once."""
 
     def __init__(self) -> None:
+        # Random, so that names of other clients behind the same proxy are not taken for ours.
         self._stem = f"rolltree-{secrets.token_hex(8)}-"
         self._stem_bytes = self._stem.encode()
         self._numbers = itertools.count()
@@ -43,6 +44,7 @@ class RequestIds:
             found = answer.find(self._stem_bytes, 0, _END)
             if found < 0:
                 found = answer.find(self._stem_bytes, -_END)
+        # Servers need not repeat the name.
         if found < 0:
             return
         named = answer[found : found + len(own)]

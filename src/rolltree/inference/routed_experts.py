@@ -50,11 +50,13 @@ def decode_routing(value: object, path_len: int) -> NDArray[Any] | None:
         raise _unreadable(f"is not base64 ({error})") from error
     file = io.BytesIO(data)
     try:
+        # The header is a Python literal that numpy evaluates, so its size is limited.
         shape, fortran, dtype = _HEADERS[npy.read_magic(file)](file, max_header_size=1000)
     except (ValueError, KeyError, SyntaxError, TypeError) as error:
         raise _unreadable(f"is not a .npy file ({str(error)[:80]})") from error
     rest = len(data) - file.tell()
     plain = dtype.kind in "iu" and dtype.itemsize <= _MAX_ITEM and not fortran
+    # Compared before an array is made of it.
     if not plain or len(shape) != 3 or min(shape) < 1 or math.prod(shape) * dtype.itemsize != rest:
         raise _unreadable(f"has {rest} bytes for an array of {dtype} and shape {shape}")
     array = np.frombuffer(data, dtype, offset=file.tell()).reshape(shape)

@@ -82,6 +82,7 @@ class TokenSession:
         if match is None:
             ids = self.renderer.render(messages, tools)
             return Prompt(ids, None, None, messages, tools, model)
+        # The exact ids, sampled ones included: nothing is tokenized again.
         known = self._calls.path(match.call)
         found = self.renderer.continuation(known, messages, match.num_old, tools)
         if found.suffix is not None:
@@ -108,6 +109,7 @@ class TokenSession:
         if prompt.reason:
             answer.info = {**answer.info, "rerendered": prompt.reason}
         answer.num_prompt_tokens = len(prompt.ids)
+        # No ids, no path: such a call is evaluated only.
         if ids is None:
             return record_of(answer, call)
         answer.prompt_ids, answer.num_completion_tokens = prompt.ids, len(ids)
@@ -135,6 +137,8 @@ class TokenSession:
             is_ours = np.array_equal(self._prepare_text(messages, model).ids, prompt_ids)
         else:
             match = self._index.find(messages, tools, model)
+            # The first prompt of a conversation proves that its ids are this model's; later calls
+            # continue it.
             if match is None:
                 is_ours = np.array_equal(self.renderer.render(messages, tools), prompt_ids)
             else:
@@ -151,6 +155,7 @@ class TokenSession:
         """Let later prompts continue a call."""
         assert response.completion_ids is not None
         if isinstance(prompt.messages, str):
+            # A string is continued by what it says, which may be less than was sampled.
             num_kept, kept_text = self._spelled_out(response.completion_ids, response.text)
             size, call_id = len(prompt.ids) + num_kept, response.call_id
             self._texts.append(_Text(prompt.model, prompt.messages + kept_text, call_id, size))
@@ -170,6 +175,7 @@ class TokenSession:
     def _prepare_text(self, text: str, model: str | None) -> Prompt:
         best: _Text | None = None
         for entry in self._texts:
+            # `>=`: of equal texts the latest.
             longer = best is None or len(entry.text) >= len(best.text)
             if longer and entry.model == model and text.startswith(entry.text):
                 best = entry
@@ -178,6 +184,7 @@ class TokenSession:
         path = self._calls.path(best.call_id)
         new = self.renderer.encode_text(text[len(best.text) :], start=False)
         ids = np.concatenate((path[: best.num_tokens], new))
+        # A prompt that leaves sampled tokens out is another path.
         exact = np.array_equal(ids[: len(path)], path)
         reason = None if exact else "the string leaves out tokens that were sampled at the end"
         return Prompt(ids, best.call_id if exact else None, reason, text, None, model)
@@ -187,6 +194,7 @@ class TokenSession:
 
         End tokens and stop strings are sampled but are not part of the text.
         """
+        # From the end: what is not in the text is one token, or a few.
         for num_kept in range(len(ids), 0, -1):
             spelled = self.renderer.decode(ids[:num_kept])
             if text.startswith(spelled):

@@ -33,6 +33,7 @@ class TemplateLimitError(TemplateError):
     """The template ran too long or made something too large: it is broken or hostile."""
 
 
+# One for all templates of the process.
 _pool = WorkerPool(
     "rolltree.inference.template_worker:render_request",
     counts_cpu=True,
@@ -63,6 +64,7 @@ class ChatTemplate:
         time_limit_s: float = 2.0,
     ) -> None:
         self.source = source
+        # By content: workers keep compiled templates under this name.
         self._name = hashlib.sha256(source.encode(errors="surrogatepass")).hexdigest()
         self.variables = dict(variables or {})
         self.time_limit_s = time_limit_s
@@ -95,6 +97,8 @@ class ChatTemplate:
             try:
                 return self._render(as_text, tools, add_generation_prompt)
             except TemplateError:
+                # The first error is about the messages as they are; the second one would be about
+                # a guess.
                 pass
             raise
 
@@ -113,10 +117,12 @@ class ChatTemplate:
         }
         order = {"template": self._name, "values": values}
         try:
+            # The worker gets them as JSON, too.
             key = json.dumps(values)
             if key in self._texts:
                 return self._texts[key]
             reply: dict[str, Any] = _pool.call(order, limit_s=self.time_limit_s)
+            # The source goes only to a worker that does not know it yet.
             if reply.get("problem") == "unknown":
                 order["source"] = self.source
                 reply = _pool.call(order, limit_s=self.time_limit_s)
@@ -130,6 +136,7 @@ class ChatTemplate:
             ) from error
         if "text" in reply:
             if len(self._texts) >= _REMEMBERED:
+                # The oldest: dicts keep their order.
                 del self._texts[next(iter(self._texts))]
             self._texts[key] = str(reply["text"])
             return self._texts[key]
@@ -138,9 +145,11 @@ class ChatTemplate:
     def _wants_parts(self) -> bool:
         """Whether content must be a list of parts, as templates of vision models have it."""
         probe = "Qz7PartsZq"
+        # A plain string first, which nearly all templates take.
         for parts in (False, True):
             message = for_template({"role": "user", "content": probe}, parts)
             try:
+                # A template that wants parts may drop a string without an error.
                 if probe in self._render([message], None, True):
                     return parts
             except (TemplateLimitError, TemplateSyntaxError):
@@ -223,6 +232,7 @@ def _parsed(arguments: Any) -> Any:
         try:
             value = read_json(arguments)
         except ValueError:
+            # The model wrote them so, and the template may show them so.
             return arguments
         return value if isinstance(value, dict) else arguments
     return arguments

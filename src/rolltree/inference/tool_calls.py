@@ -67,6 +67,7 @@ def parse_deepseek(text: str) -> ToolCalls:
     """Read DeepSeek V3 and R1 (fenced JSON) and V3.1 (bare JSON) calls."""
     found = _parse_blocks(text, _closed_by(_DEEPSEEK, text), _from_deepseek)
     content = _DEEPSEEK_LIST.sub("", found.content).strip()
+    # With a problem the marks stay, so that the text is what was written.
     return found if found.problems else ToolCalls(content, found.calls)
 
 
@@ -79,6 +80,7 @@ def parse_llama3(text: str) -> ToolCalls:
     while at < len(body):
         try:
             value, at = read_json_start(body, at)
+            # All or nothing: what is between the calls would be lost.
             calls.append(_from_value(value))
         except ValueError as error:
             return ToolCalls(text, (), (f"not a tool call in JSON: {error}",))
@@ -122,6 +124,7 @@ TOOL_PARSERS: dict[str, ToolParser] = {
     "harmony": parse_harmony,
 }
 
+# In this order: what is between `<tool_call>` marks differs, so these come before "hermes".
 _MARKERS: tuple[tuple[str, str], ...] = (
     ("<|channel|>", "harmony"),
     ("<arg_key>", "glm"),
@@ -145,6 +148,7 @@ def call_messages(calls: tuple[ToolCall, ...], text: str) -> list[dict[str, Any]
     letters and digits (some templates insist) and depend on `text` alone, so the same completion
     always gives the same message.
     """
+    # Results name a call by its id, so no two may have the same.
     written = [call.id for call in calls]
     return [
         {
@@ -165,6 +169,7 @@ def _deepseek(*words: str) -> str:
     return "<\uff5c" + "\u2581".join(("tool", *words)) + "\uff5c>"
 
 
+# The end of the text closes a match as well, or an open call would make the search quadratic.
 _HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 _DEEPSEEK = re.compile(
     rf"{_deepseek('call', 'begin')}(.*?)({_deepseek('call', 'end')}|\Z)",
@@ -239,6 +244,7 @@ def _parse_blocks(
             if num_problems < MAX_PROBLEMS:
                 problems.append(f"tool call {len(calls) + num_problems}: {error}")
             num_problems += 1
+            # The model reads in its history what it wrote, and in the problem what was wrong.
             content.append(text[block.start : block.end])
     content.append(text[at:])
     if num_problems > MAX_PROBLEMS:
@@ -254,7 +260,9 @@ def _from_json(body: str) -> ToolCall:
 def _from_value(value: Any) -> ToolCall:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         raise ValueError('a call is a JSON object with a "name"')
+    # Llama says "parameters".
     arguments = value.get("arguments", value.get("parameters", {}))
+    # Some models write the object as text within JSON, as OpenAI's messages have it.
     if isinstance(arguments, str):
         arguments = read_json(arguments)
     if not isinstance(arguments, dict):
@@ -278,6 +286,7 @@ def _from_named(part: str) -> ToolCall:
 
 
 def _with_id(call: ToolCall, written: Any) -> ToolCall:
+    # Mistral's templates refuse other ids.
     if isinstance(written, str) and _MISTRAL_ID.fullmatch(written):
         return replace(call, id=written)
     return call
@@ -315,6 +324,7 @@ def _parameters(body: str) -> Iterator[tuple[str, Any]]:
         name, closed, value = part.partition(">")
         if not closed or not name or "\n" in name:
             raise ValueError("a parameter is <parameter=NAME>...</parameter>")
+        # The format puts the value on lines of its own; further line breaks are the value's.
         yield name, _value(value.removeprefix("\n").removesuffix("\n"))
 
 
@@ -329,6 +339,7 @@ def _from_harmony(body: str) -> ToolCall:
 def _value(text: str) -> Any:
     try:
         return read_json(text)
+    # These formats write strings without quotes.
     except ValueError:
         return text
 
@@ -338,6 +349,7 @@ def _from_deepseek(body: str) -> ToolCall:
     if not separator:
         raise ValueError("a call has no separator between its name and its arguments")
     name = head.strip()
+    # V3 and R1 fence the arguments, V3.1 does not.
     if "```json" in rest:
         name, _, rest = rest.partition("```json")
         rest = rest.rpartition("```")[0]

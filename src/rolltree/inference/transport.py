@@ -76,12 +76,14 @@ class SocketTransport:
         self._urls: dict[str, URL] = {}
         self._session = aiohttp.ClientSession(
             connector=_Connector(
+                # `HttpClient` limits them itself, fairly and outside of the deadline.
                 limit=0,
                 keepalive_timeout=_KEEP_ALIVE_S,
                 ssl=_certificates() if origin.scheme == "https" else True,
             ),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,  # it has no limit
+            # `with_retries` limits an attempt as a whole.
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
             proxy=proxy_of(url),
         )
@@ -98,11 +100,14 @@ class SocketTransport:
         """
         where = self._urls.get(url)
         if where is None:
+            # Begins the generator in this loop: asyncio ends only those that have begun.
             await anext(self._life, None)
+            # Parsed once; every call of every rollout comes by.
             where = self._urls[url] = URL(url)
         response = await self._session.request(
             "GET" if content is None else "POST",
             where,
+            # aiohttp warns of larger bodies that are bytes, which it would write in one piece.
             data=io.BytesIO(content) if content and len(content) > _LARGE_BYTES else content,
             headers=headers,
             allow_redirects=False,
@@ -110,6 +115,7 @@ class SocketTransport:
         try:
             body = await self._read(response)
         except BaseException:
+            # The rest of the answer is unread, so the connection cannot be used again.
             response.close()
             raise
         response.release()
@@ -123,6 +129,7 @@ class SocketTransport:
             raise too_large(self._max_bytes)
         content = response.content
         chunk = await content.readany()
+        # Most answers come in one piece.
         if content.at_eof():
             return chunk
         chunks, size = [chunk], len(chunk)
@@ -182,9 +189,12 @@ def unpacked(body: bytes, packing: str, max_bytes: int) -> bytes:
             f"the server packed its answer as {packing!r}, which it was not asked for, so it "
             "cannot be read. Is there a proxy before it?"
         )
+    # Some servers leave the zlib header out; the lower half of its first byte is 8.
     raw_deflate = packing == "deflate" and body[:1] and body[0] & 0x0F != 8
     try:
         unpacker = zlib.decompressobj(-zlib.MAX_WBITS if raw_deflate else 32 + zlib.MAX_WBITS)
+        # A limit while it unpacks: a small body may hold gigabytes. One byte more tells that there
+        # is more.
         found = unpacker.decompress(body, max_bytes + 1)
         if len(found) <= max_bytes and not unpacker.eof:
             raise zlib.error("it ends too early")
@@ -248,6 +258,7 @@ def _certificates() -> ssl.SSLContext:
         ) from error
 
 
+# Reading the certificates takes longer than a call.
 @functools.cache
 def _context(file: str | None, folder: str | None) -> ssl.SSLContext:
     if file or folder:

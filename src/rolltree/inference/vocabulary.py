@@ -48,6 +48,7 @@ class Vocabulary:
         self.tokenizer = tokenizer
         special = {int(token) for token in getattr(tokenizer, "all_special_ids", None) or ()}
         added: Any = getattr(tokenizer, "added_tokens_decoder", None) or {}
+        # Other added tokens, such as `<tool_call>`, are text that a message may hold.
         control = special | {int(i) for i, entry in added.items() if getattr(entry, "special", 0)}
         special.update(int(token) for token in added)
         self.end_ids = _ids(getattr(tokenizer, "eos_token_id", None))
@@ -59,6 +60,7 @@ class Vocabulary:
             self._exactly["clean_up_tokenization_spaces"] = False  # it would eat sampled spaces
         self._anchor = self._find_anchor()
         self._control = self._any_of(control.union(self.end_ids))
+        # Per instance; a cache on the method would keep every tokenizer alive.
         self._start_ids = lru_cache(_REMEMBERED_STARTS)(self._encode_once)
 
     @cached_property
@@ -74,6 +76,7 @@ class Vocabulary:
 
     def _any_of(self, tokens: Iterable[int]) -> re.Pattern[str]:
         texts = {self.decode([token]) for token in tokens}
+        # An alternation takes the first that fits.
         longest_first = sorted((text for text in texts if len(text) > 1), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
@@ -93,6 +96,7 @@ class Vocabulary:
             return np.asarray(self._encode(text), np.int32)
         anchor_text, anchor_id = self._anchor
         ids = np.asarray(self._encode(anchor_text + text), np.int32)
+        # The tokenizer may join the anchor with the text.
         return ids[1:] if ids[0] == anchor_id else np.asarray(self._encode(text), np.int32)
 
     def encode_start(self, text: str) -> IntArray:
@@ -111,6 +115,7 @@ class Vocabulary:
     def without_control(self, text: str) -> str:
         """Return `text` so that control tokens which it spells out are encoded as plain text."""
         text = well_formed(text)
+        # A cut after its first character, so that no token spans it.
         return self._control.sub(lambda found: f"{found[0][0]}{BOUNDARY}{found[0][1:]}", text)
 
     def _encode(self, text: str) -> Sequence[int]:
@@ -121,6 +126,7 @@ class Vocabulary:
     def _find_anchor(self) -> tuple[str, int] | None:
         for token in (*self.end_ids, *sorted(self._special)):
             text = self.decode([token])
+            # It has to survive the way to text and back.
             if text and list(self._encode(text)) == [token]:
                 return text, token
         return None

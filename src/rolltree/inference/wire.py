@@ -66,6 +66,7 @@ class Span(msgspec.Struct):
 class Choice(msgspec.Struct):
     """One completion."""
 
+    # Whatever it is: `first_choice` says what is wrong with it.
     index: Any = 0
     message: Message | None = None
     text: str | None = None
@@ -118,6 +119,7 @@ def decode_response(body: bytes) -> Response:
         ) from error
 
 
+# As vLLM writes it, without spaces; other spellings are decoded in full.
 _KEY = b'"prompt_token_ids":['
 _MARK = -1
 _NO_IDS: IntArray = np.empty(0, np.int32)
@@ -153,6 +155,7 @@ class PromptReader:
         # The mark takes the place of the known ids. Finding it as the first decoded id proves that
         # these bytes were the field and not, say, text that looks like it.
         text, known = self._text, self._ids
+        # With what follows: 5 is not the beginning of 57.
         if text and body.startswith((text + b",", text + b"]"), start):
             marked = b"%b-1%b" % (body[:start], body[start + len(text) :])
         else:
@@ -162,12 +165,14 @@ class PromptReader:
             response = _DECODER.decode(marked)
             holder = _prompt_holder(response)
             ids = np.array(holder.prompt_token_ids or (0,), np.int32)
+        # Decoded in full, it is either readable or has an error that is about the server's bytes.
         except (*UNREADABLE, OverflowError):
             return decode_response(body)
         new = ids[1:]
         if ids[0] != _MARK or (len(new) and np.minimum.reduce(new) < 0):
             return decode_response(body)
         self._ids = np.concatenate((known, new))
+        # Records of several calls share it.
         self._ids.flags.writeable = False
         self._text = body[start : body.index(b"]", start)]
         holder.prompt_token_ids = self._ids  # type: ignore[assignment]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from rolltree.lazy import loader
 
+# For type checkers and editors; at run time `_MODULES` is looked up.
 if TYPE_CHECKING:
     from rolltree.reports.audit import audit_lines as audit_lines
     from rolltree.reports.audit import audit_table as audit_table

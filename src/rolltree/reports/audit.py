@@ -20,6 +20,7 @@ def audit_table(report: AuditReport) -> Table:
     for check in report.checks:
         style = "red" if check.num_problems else ""
         told = CHECKS[check.name]
+        # A check may have looked at a part and left the rest out, and says why.
         if check.skipped is not None:
             told = f"not checked: {check.skipped}" if not check.num_checked else check.skipped
             style = style or "dim"
@@ -41,6 +42,7 @@ def audit_lines(report: AuditReport, *, limit: int) -> list[str]:
         for item in report.findings[:limit]
     ]
     num_problems = sum(check.num_problems for check in report.checks)
+    # Checks count every problem and keep some of them as findings.
     hidden = num_problems - min(limit, len(report.findings))
     if hidden:
         lines.append(f"... and {hidden:,} more (--limit, --json)")

@@ -29,6 +29,7 @@ def comparison_parts(found: RunComparison) -> list[RenderableType]:
         parts += ["", safe_text(_changed(pair))]
         if pair.shown:
             parts.append(_examples(pair))
+    # Without the empty line before the first pair.
     return parts[1:]
 
 
@@ -37,10 +38,12 @@ def comparison_markdown(found: RunComparison) -> str:
     lines: list[str] = []
     for pair in found.pairs:
         lines += [f"### {_code(pair.b)} against {_code(pair.a)}", ""]
+        # Names of runs and models may hold Markdown.
         named = {pair.a: _code(pair.a), pair.b: _code(pair.b)}
         lines += [*pair.told(named[pair.a], named[pair.b]), ""]
         heads = ["", named[pair.a], named[pair.b], "difference", _interval_name(pair), ""]
         rows = [
+            # Metrics have names of the environment's choice; the other measures are rolltree's.
             [_code(name) if name.startswith("metric/") else name, *rest]
             for name, *rest in _rows(pair)
         ]
@@ -85,6 +88,7 @@ def _number(value: float, sign: str = "") -> str:
     ['0.140', '+5,837.5', '3.12e-05']
     """
     size = abs(value)
+    # What is below 1e-12 is rounding of equal means and shown as 0.
     form = ".3f" if 0.001 <= size < 100 or size < 1e-12 else ",.1f" if size >= 100 else ".2e"
     return f"{value:{sign}{form}}"
 
@@ -110,6 +114,7 @@ def _heads(pair: ComparedPair, named: dict[str, str]) -> list[str]:
 
 def _texts(pair: ComparedPair) -> Iterable[list[str]]:
     """Yield example, rewards, question and both answers of the changed examples."""
+    # Texts were read of the first changes only.
     for change, (before, after) in zip(pair.changes, pair.shown, strict=False):
         rewards = f"{_number(change.reward_a)} → {_number(change.reward_b)}"
         answers = (_cut(" | ".join(side.answers)) for side in (before, after))

@@ -65,6 +65,7 @@ def terminal_curve(curve: Curve, *, width: int = 64, height: int = 12) -> str:
 
     cells = [[0] * width for _ in range(height)]
     points = [place(*point) for point in zip(curve.steps, curve.rewards, strict=True)]
+    # A single step is a line to itself.
     for (x0, y0), (x1, y1) in zip(points, points[1:] or points, strict=False):
         length = max(abs(x1 - x0), abs(y1 - y0), 1)
         for at in range(length + 1):
@@ -123,6 +124,7 @@ def save_curve(curve: Curve, path: str | Path) -> Path:
     axes.legend(loc="best")
     target = Path(path)
     with whole_file(target, follow=False) as part:
+        # Without matplotlib's version, the same curve is the same file.
         figure.savefig(part, format=target.suffix[1:] or "png", metadata={"Software": None})
     return target
 

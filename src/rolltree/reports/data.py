@@ -59,6 +59,7 @@ def print_table(table: Table, form: str, limit: int | None) -> None:
         return
     rows = islice(table.rows(), limit)
     if form == "jsonl":
+        # Printed as they are read: a table of tokens may have millions of rows.
         for row in rows:
             print(json.dumps(row))
     elif form == "csv":
@@ -67,6 +68,7 @@ def print_table(table: Table, form: str, limit: int | None) -> None:
         for row in rows:
             out.writerow([shown(x) if isinstance(x, str) else x for x in row.values()])
     else:
+        # One document, so the rows have to be there together.
         columns = _described(table)
         print(json.dumps({"table": table.name, "columns": columns, "rows": list(rows)}))
 
@@ -83,6 +85,7 @@ def _print_grid(table: Table, limit: int) -> None:
 
     console, num_columns = SafeConsole(), len(table.columns)
     is_whole = num_columns >= len(TABLES.get(table.name, ()))
+    # Columns that were chosen are shown as they were.
     if is_whole and num_columns > 8:
         first = _FIRST.get(table.name, " ".join(table.column_names[:8])).split()
         table = table.select(first)
@@ -107,4 +110,5 @@ def _print_grid(table: Table, limit: int) -> None:
 def _cell(value: Any) -> str:
     if value is None:
         return "-"
+    # Larger floats, such as times, would become powers of ten.
     return f"{value:.4g}" if isinstance(value, float) and abs(value) < 1e6 else str(value)

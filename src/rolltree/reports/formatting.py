@@ -136,6 +136,7 @@ def meter(value: float, width: int = 20) -> str:
     """Return a bar for a value in [0, 1]; values outside fill or empty it, NaN has none."""
     # A number that cannot be drawn must not fail what draws it.
     value = 0.0 if math.isnan(value) else value
+    # Unicode has blocks of one to seven eighths.
     eighths = round(max(0.0, min(1.0, value)) * width * 8)
     full, rest = divmod(eighths, 8)
     return ("█" * full + (" ▏▎▍▌▋▊▉"[rest] if rest else "")).ljust(width)

@@ -45,6 +45,7 @@ def difference_lines(difference: Difference) -> list[str]:
     if difference.call is not None:
         where.append(f"call {difference.call}")
     sides = [_text(side) for side in (difference.recorded, difference.live)]
+    # One place for both sides, so that they are cut alike.
     start = _first_difference(*sides)
     lines = [f"  {', '.join((*where, difference.where))} ({difference.kind})"]
     for name, text in zip(("recorded", "live"), sides, strict=True):
@@ -59,6 +60,7 @@ def replays_summary(reports: Sequence[ReplayReport]) -> list[str]:
     lines: list[str] = []
     kinds = Counter(each.difference.kind for each in reports if each.difference is not None)
     for report in reports:
+        # Equal ones are counted only.
         if not report.is_equal:
             lines += replay_lines(report)
     num_equal = len(reports) - kinds.total()
@@ -80,6 +82,7 @@ def _text(value: Any) -> str:
     if isinstance(value, dict) and isinstance(value.get("content"), str):
         rest = {key: item for key, item in value.items() if key not in ("role", "content")}
         more = f"\n{json.dumps(to_plain(rest))}" if rest else ""
+        # A message is shown as it reads, and what else it has after it.
         return (value["content"] or "(empty)") + more
     return json.dumps(to_plain(value))
 

@@ -32,6 +32,7 @@ def _phases(report: RescoreReport) -> Table:
     rows = []
     for phase in report.phases:
         found = phase.rewards
+        # A phase may have no reward, before or after.
         means = ["-", "-", "-", "-"]
         if found is not None:
             means = [f"{found.before.mean:.3f}", f"{found.after.mean:.3f}"]
@@ -57,6 +58,7 @@ def _changes(report: RescoreReport, num: int) -> Table:
     rows: list[tuple[Cell, ...]] = []
     for change in report.changes[:num]:
         name = change.request_id
+        # Nearly every rollout has one trajectory; the others are numbered.
         if change.trajectory_index:
             name += f" [{change.trajectory_index}]"
         values = (change.before, change.after, change.advantage_before, change.advantage_after)

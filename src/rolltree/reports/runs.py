@@ -26,6 +26,7 @@ def run_lines(run: RunSummary, now: float | None = None) -> list[str]:
 
     `now` is the time that its age is counted to, in seconds since the epoch.
     """
+    # A training run may have dozens of evaluations; a line has room for a few.
     phases = [f"{phase.phase} {number_text(phase.mean_reward)}" for phase in run.phases[:4]]
     if len(run.phases) > 4:
         phases.append(f"{len(run.phases) - 4} more phases")
@@ -33,6 +34,7 @@ def run_lines(run: RunSummary, now: float | None = None) -> list[str]:
     facts = [f"{run.state}, {age} ago", run.kind, *run.env_ids, *_progress(run), *phases]
     lines = [str(run.path), "  " + "  ".join(facts)]
     if run.error:
+        # An error may quote whole pages.
         lines.append(f"  {' '.join(run.error.split())[:200]}")
     return lines
 
@@ -111,8 +113,10 @@ def transcript(
     `records.reward_parts` returns them.
     """
     lines = Table.grid(padding=(0, 1))
+    # The longest role, "assistant".
     lines.add_column(no_wrap=True, width=9)
     lines.add_column(overflow="fold")
+    # Each agent of an episode has its own trajectory.
     for at, state in enumerate(result.states):
         breakdown = rewards[at] if at < len(rewards) else None
         if len(result.states) > 1:
@@ -152,6 +156,7 @@ def _body(message: Mapping[str, Any], style: str, limit: int) -> Text:
     content = message.get("content")
     if isinstance(content, str) and content.strip():
         parts.append(safe_text(content, limit=limit, style=style))
+    # Parts, such as images, as the data that they are.
     elif content and not isinstance(content, str):
         parts.append(safe_text(json.dumps(to_plain(content)), limit=limit, style=style))
     for call in message.get("tool_calls") or ():

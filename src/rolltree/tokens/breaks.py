@@ -32,11 +32,13 @@ from rolltree.types import IntArray
 
 Decoder = Callable[[list[int]], str]
 
+# All in tokens: what a report shows on each side, and how far the rules below look.
 NEIGHBOURHOOD_TOKENS = 16
 _CONTEXT_TOKENS = 8
 _WINDOW_TOKENS = 64
 _FRONT_TOKENS = 32
 _GLUE_TOKENS = 16
+# Ends of the marks that open or close reasoning in common templates.
 _MARKERS = ("think>", "reasoning>", "thought>", "analysis", "[/THINK]")
 
 
@@ -112,6 +114,7 @@ class _Divergence:
 def surviving_tail(old: IntArray, new: IntArray) -> tuple[int, int]:
     """Return the longest suffix of `old` that occurs in `new`: its length and where it starts."""
     hits = np.empty(0, dtype=np.int64)
+    # Long endings first, since they occur in few places.
     for needed in (4, 2, 1):
         if needed <= len(old) and needed <= len(new):
             hits = np.flatnonzero(new[needed - 1 :] == old[-1]) + needed - 1
@@ -120,6 +123,7 @@ def surviving_tail(old: IntArray, new: IntArray) -> tuple[int, int]:
             if len(hits):
                 break
     best, start = 0, 0
+    # A common ending, such as an end token, has thousands of places.
     for hit in hits[:64].tolist():
         count = min(hit + 1, len(old))
         agree = old[len(old) - count :][::-1] == new[hit + 1 - count : hit + 1][::-1]
@@ -132,12 +136,15 @@ def surviving_tail(old: IntArray, new: IntArray) -> tuple[int, int]:
 def _retokenized(d: _Divergence) -> bool:
     if d.decode is None or not len(d.previous) or not len(d.current):
         return False
+    # A token may be a part of a character: it is decoded after those before it, and the window may
+    # end within one.
     context = d.context.tolist()
     texts = [
         d.decode(context + side[:_WINDOW_TOKENS].tolist()).rstrip("\ufffd")
         for side in (d.previous, d.current)
     ]
     shorter = min(map(len, texts))
+    # Equal beyond the context, which is the same on both sides anyway.
     return texts[0][:shorter] == texts[1][:shorter] and shorter > len(d.decode(context))
 
 
@@ -151,10 +158,13 @@ def _reasoning_stripped(d: _Divergence) -> bool:
             continue
         completion = d.previous[max(0, start - d.position) : end - d.position]
         window = d.current[: len(completion) + _WINDOW_TOKENS]
+        # Also without the last id: a template may write the end of an answer with another one.
         kept, inserted = max(surviving_tail(side, window) for side in (completion, completion[:-1]))
         removed = completion[: len(completion) - kept]
+        # With more put in than was kept it is a rewrite.
         if not len(removed) or inserted >= max(kept, 1):
             continue
+        # Two ids, because one may be equal by chance.
         if d.decode is None:
             return kept >= 2
         text = d.decode(removed.tolist())
@@ -202,6 +212,7 @@ def explain_break(
     """
     calls, arena = tree.calls, tree.arena
     old_end, new_end = calls.end(previous), calls.prompt_end(call)
+    # The tree knows where the paths part; no id is compared again.
     position = arena.depth(arena.common(old_end, new_end))
     old_len, new_len = tree.path_len(previous), tree.prompt_len(call)
     divergence = _Divergence(

@@ -14,6 +14,7 @@ from rolltree.types import FloatArray, IntArray
 _INT32_MAX = 2**31 - 1
 EMPTY_IDS: IntArray = np.empty(0, dtype=np.int32)
 MIN_LOGPROB = -1000.0
+# A dtype's place in this list is its code on the disk: append new ones.
 STORED_DTYPES = ("u1", "i1", "<u2", "<i2", "<u4", "<i4", "<i8", "<f4", "<f8", "<f2", "?", "<u8")
 STORED_CODES = {np.dtype(name).str: code for code, name in enumerate(STORED_DTYPES)}
 MAX_NDIM = 8
@@ -113,9 +114,11 @@ def check_labels(agent: object, turn: object) -> None:
     Raises:
         TokenError: it names the label.
     """
+    # ASCII is always storable, and nearly every name is.
     if type(agent) is not str or not agent.isascii():
         check_label(agent, "agent")
     if turn is not None and not (
+        # `True` is an integer to Python.
         isinstance(turn, int | np.integer) and turn is not True and 0 <= turn <= _INT32_MAX
     ):
         raise TokenError(
@@ -140,6 +143,7 @@ def as_ids(values: ArrayLike, name: str) -> IntArray:
     ):
         return values
     array = as_array(values, name)
+    # numpy makes floats of an empty list.
     if array.size == 0 and array.ndim == 1:
         return EMPTY_IDS
     if array.ndim != 1 or array.dtype.kind not in "iu":
@@ -147,6 +151,7 @@ def as_ids(values: ArrayLike, name: str) -> IntArray:
             f"{name} must be a flat sequence of token ids, got dtype {array.dtype} with shape "
             f"{array.shape}; matching is by integer id only. Pass the ids the engine reported."
         )
+    # Before the conversion, which would wrap larger ids around.
     low, high = int(array.min()), int(array.max())
     if low < 0 or high > _INT32_MAX:
         raise TokenError(
@@ -200,6 +205,7 @@ def checked_logprobs(values: object, count: int) -> FloatArray:
     if not count:
         return np.empty(0, np.float32)
     high, low = np.maximum.reduce(array), np.minimum.reduce(array)  # NaN if one is NaN
+    # Written so that NaN, which fails every comparison, is refused.
     if not (high <= 1e-3 and low >= MIN_LOGPROB):
         bad = int(np.argmax(~((array <= 1e-3) & (array >= MIN_LOGPROB))))
         raise TokenError(
@@ -220,6 +226,8 @@ def readable_floats(values: FloatArray) -> list[float]:
     exact = values.astype(np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):
         magnitude = np.floor(np.log10(np.abs(exact)))
+    # Six significant digits always survive in a float32. 10^22 is the largest power of ten that is
+    # exact in float64.
     power = 5 - magnitude
     usable = (power >= 0) & (power <= 22)
     scale = 10.0 ** np.where(usable, power, 0.0)

@@ -65,8 +65,11 @@ def routing_streams(
     if values is None:
         return {}
     array = checked_routing(values, path_len)
+    # They end with the token before the last, and may begin anywhere: a server need not repeat
+    # what it has reported.
     start = path_len - 1 - len(array)
     before = None
+    # Experts that other weights chose are another choice, also for the same tokens.
     if parent is not None and routing_version(tree, parent) == _last(versions):
         before = tree.stream(ROUTED_EXPERTS, parent)
     if isinstance(before, TokenStream):
@@ -81,6 +84,7 @@ def routing_version(tree: TokenTree, call: int) -> int:
 
 
 def _last(versions: ArrayLike) -> int:
+    # One number for all tokens, one for each, or none.
     return int(next(iter(np.ravel(versions)[-1:]), -1))
 
 
@@ -94,6 +98,7 @@ def recorded_routing(tree: TokenTree, call: int) -> NDArray[Any] | None:
     while True:
         stream = tree.stream(ROUTED_EXPERTS, at)
         parent = tree.parent(at)
+        # The chain has to be without a gap: experts belong to consecutive tokens.
         if not isinstance(stream, TokenStream) or (stream.start or 0) + len(stream.values) != first:
             break
         parts.append(stream.values)

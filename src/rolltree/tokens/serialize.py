@@ -81,6 +81,7 @@ class Writer:
 
     def array(self, values: NDArray[Any]) -> None:
         """Write an array of any listed dtype, as it is."""
+        # Machines may have another byte order; files have one.
         little = np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("<"))
         check_stored(little, "an array")
         code = STORED_CODES[little.dtype.str]
@@ -226,6 +227,7 @@ def chunks(data: bytes | bytearray | memoryview) -> list[Reader]:
 
 # -- trees ---------------------------------------------------------------------------------------
 
+# Without the runs of tokens, which are found again by bisection.
 _SAVED_COLUMNS = (
     "prompt_token",
     "end_token",
@@ -248,6 +250,8 @@ def save(tree: TokenTree, since: int) -> bytes:
             "many calls were saved before."
         )
     out = Writer()
+    # What each call left behind: everything after it is new, so a piece is a slice of every
+    # buffer.
     num_tokens = calls.num_tokens[since - 1] if since else 0
     num_runs = calls.num_runs[since - 1] if since else 0
     for number in (since, len(calls) - since, num_tokens, num_runs):
@@ -257,6 +261,7 @@ def save(tree: TokenTree, since: int) -> bytes:
     out.ints(arena.run_parent[num_runs:])
     for name in _SAVED_COLUMNS:
         out.ints(getattr(calls, name)[since:])
+    # Agents are numbered by their first call.
     known_agents = max(calls.agent[:since], default=-1) + 1
     out.number(len(tree.agents) - known_agents)
     for agent in tree.agents[known_agents:]:
@@ -269,6 +274,7 @@ def save(tree: TokenTree, since: int) -> bytes:
 
 def _save_sampled(out: Writer, stream: SampledStream, since: int) -> None:
     given = stream.offset[since:]
+    # Offsets count from the piece's own first value, so a piece says the same wherever it is put.
     if len(given) <= _FEW:
         first = next((offset for offset in given if offset >= 0), stream.buffer.size)
         out.ints([offset - first if offset >= 0 else offset for offset in given])
@@ -341,6 +347,7 @@ def load(tree: TokenTree, data: bytes | bytearray | memoryview) -> None:
 def _load_chunk(tree: TokenTree, reader: Reader) -> None:
     calls, arena = tree.calls, tree.arena
     since, count, num_tokens, num_runs = (reader.number() for _ in range(4))
+    # A piece fits only behind the calls that it was saved after.
     if (since, num_tokens, num_runs) != (len(calls), arena.num_tokens, arena.num_runs):
         raise damaged_tokens(
             f"the record continues after call {since}, but the tree holds {len(calls)} calls"
@@ -369,6 +376,8 @@ def _load_runs(tree: TokenTree, ids: Any, starts: list[int], parents: list[int])
     first = arena.num_tokens
     total = first + len(ids)
     edges = [first, *starts, total]
+    # Runs are not empty, lie within these tokens, in order, and hang below an earlier token; and
+    # the first token of a tree begins one.
     if (
         any(low >= high for low, high in pairwise(edges[1:]))
         or edges[1] < first
@@ -377,6 +386,7 @@ def _load_runs(tree: TokenTree, ids: Any, starts: list[int], parents: list[int])
     ):
         raise damaged_tokens("the runs do not tile the tokens")
     ids = ids.astype(np.int32)
+    # Tokens before the first new run make the newest old one longer.
     if edges[1] > first:
         last = first - 1
         if arena.append(ids[: edges[1] - first], arena.place(last)).token != edges[1] - 1 or (
@@ -386,6 +396,8 @@ def _load_runs(tree: TokenTree, ids: Any, starts: list[int], parents: list[int])
     for low, high, parent in zip(edges[1:], edges[2:], parents, strict=False):
         place = arena.place(parent) if parent >= 0 else ROOT
         piece = ids[low - first : high - first]
+        # `insert` would have walked along the other run, or made it longer: matching finds only
+        # one of two equal paths.
         if (parent == low - 1 and parent >= 0) or arena.match(piece[:1], place)[0]:
             raise damaged_tokens("two runs hold the same path")
         arena.append(piece, place)
@@ -411,6 +423,7 @@ def _load_call(
         raise damaged_tokens("a call points outside the tree")
     prompt_end = arena.place(prompt_token) if prompt_token >= 0 else ROOT
     end = arena.place(end_token) if end_token >= 0 else ROOT
+    # Samples are cut by these lengths: a wrong one would train prompt tokens.
     if (
         arena.depth(prompt_end) != prompt_len
         or arena.depth(end) != prompt_len + sampled
@@ -418,6 +431,7 @@ def _load_call(
         or arena.up(end, sampled) != prompt_end
     ):
         raise damaged_tokens("a call's lengths do not fit its path")
+    # What extends a call shares its path by handle, without comparing ids again.
     if parent >= 0:
         added = prompt_len - tree.path_len(parent)
         if added < 0 or arena.up(prompt_end, added) != calls.end(parent):
@@ -425,6 +439,7 @@ def _load_call(
     if not NO_TURN <= turn < 2**31:
         raise damaged_tokens("a turn is not a number from 0 on")
     before = calls.num_tokens[-1] if len(calls) else 0
+    # `save` cuts by these numbers, so wrong ones would show in the next piece.
     if not max(before, end_token + 1) <= num_tokens <= arena.num_tokens or (
         num_runs != bisect_left(arena.run_start, num_tokens)
     ):
@@ -448,6 +463,8 @@ def _check_reached(tree: TokenTree) -> None:
     if arena.num_tokens != (calls.num_tokens[-1] if len(calls) else 0):
         raise damaged_tokens("tokens belong to no call")
     reached = [-1] * (arena.num_runs + 1)  # the last one is for the root, whose run is -1
+    # A run is needed up to the last end of a call on it, or to the last token below which another
+    # run hangs.
     for runs, tokens in (
         (calls.end_run, calls.end_token),
         (arena.run_parent_run, arena.run_parent),
@@ -509,12 +526,14 @@ def _load_extra(reader: Reader, tree: TokenTree, since: int) -> None:
         extra.check_kind(name, (values.dtype.str, values.shape[1:]))
         offset = extra.append_values(name, values)
         for call, start, count in zip(handles, starts, counts, strict=True):
+            # The later one would hide the first, whose values would stay unread.
             if call in extra.dense[name]:
                 raise damaged_tokens("a call has two streams of one name")
             if start < 0 or start + count > path_len(call):
                 raise damaged_tokens("a stream runs past its call")
             extra.dense[name][call] = DenseEntry(start, count, offset)
             offset += count
+    # Arrays are numbered across pieces.
     if reader.number() != len(extra.blobs):
         raise damaged_tokens("placed arrays are missing")
     for _ in range(reader.number()):

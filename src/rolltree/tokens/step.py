@@ -67,6 +67,7 @@ class LazyDict(dict[str, Any]):
 
     def items(self) -> Any:
         """Return the pairs of keys and values."""
+        # dict's own view would show the markers.
         return self.copy().items()
 
     def values(self) -> Any:
@@ -102,6 +103,7 @@ class LazyDict(dict[str, Any]):
     def __repr__(self) -> str:
         return repr({key: self.peek(key) for key in self})
 
+    # A step on its own travels as plain data; `Trajectory` keeps the sharing.
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return dict, ({key: self.peek(key) for key in self},)
 
@@ -210,6 +212,7 @@ class StepTokens(LazyDict):
 
     pop = popitem = clear = __delitem__ = _refuse
 
+    # `memo` makes all steps of a trajectory share one copy of the tree.
     def __deepcopy__(self, memo: dict[int, Any]) -> StepTokens:
         copied = StepTokens(deepcopy(self.tree, memo), self.call)
         for key in self.assigned:
@@ -287,8 +290,10 @@ class RecordedStep(LazyDict):
         completion: Messages,
     ) -> None:
         super().__init__(
+            # A marker and not None, which is a value that an author may assign.
             prompt=_UNREAD,
             completion=_UNREAD,
+            # A wrapped client's own object is kept: nothing here can build it again.
             response=_UNREAD if response.raw is None else response.raw,
             tokens=_UNREAD,
             reward=None,
@@ -322,6 +327,7 @@ class RecordedStep(LazyDict):
 
         It is known where the prompt continues `step` and neither was changed since.
         """
+        # By identity: an equal step of another conversation says nothing about this prompt.
         if step is not self.head or self.head is None or self.head.is_changed():
             return None
         return None if self.is_changed() else _unpacked(self._added)
@@ -337,6 +343,7 @@ class RecordedStep(LazyDict):
     def _build_prompt(self) -> Messages:
         parts: list[Messages] = []
         step: RecordedStep | None = self
+        # A loop, because a rollout of many turns is a long chain.
         while step is not None:
             parts.append(_unpacked(step._added))
             step = step.head
@@ -357,6 +364,7 @@ class RecordedStep(LazyDict):
 
     def _build_response(self) -> ModelResponse:
         tree, call = self.tree, self.call
+        # With its place, so logprobs and prompt come from the tree.
         return self._response(
             completion_ids=tree.completion_ids(call),
             versions=tree.versions(call),
@@ -398,6 +406,7 @@ class RecordedStep(LazyDict):
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
         """Return a plain dict; its tokens are in the copy of the tree that `memo` has."""
         copied: dict[str, Any] = {}
+        # First, for a step that leads back to itself.
         memo[id(self)] = copied
         copied.update({key: deepcopy(self.peek(key), memo) for key in self})
         return copied
@@ -407,6 +416,7 @@ class RecordedStep(LazyDict):
     def to_parts(self, places: Mapping[int, int]) -> tuple[Any, ...]:
         """Return what `from_parts` makes the step of; `places` are steps by `id`."""
         place = None if self.head is None else places.get(id(self.head))
+        # Without its head, as in a slice, the step needs the whole prompt.
         added = self._build_prompt() if place is None else _unpacked(self._added)
         kept = {key: value for key, value in dict.items(self) if not self._is_unread(key, value)}
         tokens = kept.pop("tokens", None)
@@ -414,6 +424,7 @@ class RecordedStep(LazyDict):
             kept["tokens"] = (tokens.call, {name: tokens[name] for name in tokens.assigned})
         elif "tokens" in self and not self.has_own_tokens:
             kept["tokens"] = tokens
+        # Removed keys stay removed.
         gone = [key for key in self._builders if key not in self]
         return self.call, self._response(), place, added, _unpacked(self._answer), kept, gone
 

@@ -21,6 +21,7 @@ from rolltree.errors import TokenError
 from rolltree.tokens.buffers import GrowBuffer, as_array, check_label, check_stored
 from rolltree.types import IntArray
 
+# In place of an offset, which is at least 0.
 ABSENT = -1
 CONSTANT = -2
 _INT32_MAX = 2**31 - 1
@@ -50,12 +51,14 @@ class SampledStream:
         self.buffer = GrowBuffer(dtype)
         self.offset = array("q")
         self.constant = array("d")
+        # So that infinity is out of range for both.
         largest = _INT32_MAX if self.buffer.dtype.kind == "i" else _FLOAT32_MAX
         self.low, self.high = low, min(high, largest)
         self.optional = optional
 
     def holds(self, values: NDArray[Any]) -> bool:
         """Return whether all values are numbers from `low` to `high` that the dtype can hold."""
+        # Whole numbers may come as floats: some writers of JSON make them so.
         kind, whole = values.dtype.kind, self.buffer.dtype.kind == "i"
         if kind not in ("iuf" if whole else "iufb"):
             return False
@@ -75,6 +78,7 @@ class SampledStream:
         Raises:
             TokenError: an array of another length, or values that this stream does not hold.
         """
+        # Nearly every call has one temperature and one version; no array is made for them.
         if type(values) in (int, float) and self.accepts(values):
             return float(values)
         found = as_array(values, name)
@@ -92,6 +96,7 @@ class SampledStream:
         if found.size == 0:
             return 0.0
         first = found.reshape(-1)[0]
+        # One number instead of an array, which most streams of a call are.
         if found.ndim == 0 or (found == first).all():
             return float(first)
         return found.astype(self.buffer.dtype)
@@ -115,6 +120,7 @@ class SampledStream:
             return self.buffer.view(offset, offset + count)
         if offset == ABSENT:
             return None
+        # Made when it is read: the buffer holds nothing for it.
         return np.full(count, self.constant[call], dtype=self.buffer.dtype)
 
     def raw(self, call: int, count: int) -> float | NDArray[Any] | None:
@@ -203,6 +209,8 @@ class ExtraStreams:
                 f"streams is a {type(streams).__name__} without names; they are found by name "
                 'later. Give a dict: streams={"name": values}.'
             )
+        # All are checked before the first is stored, so a call that is refused leaves nothing
+        # behind.
         return {
             name: self.check(name, value, prompt_len, num_sampled)
             for name, value in streams.items()
@@ -235,6 +243,7 @@ class ExtraStreams:
                 "wrong tokens. Give one per sampled token, or TokenStream(values, start=position)."
             )
         check_stored(values, f"stream {name!r}")
+        # One dtype and item shape per name, since all calls' values lie in one buffer.
         self.check_kind(name, (values.dtype.str, values.shape[1:]))
         return TokenStream(values, int(start))
 
@@ -296,11 +305,14 @@ class ExtraStreams:
 
     def add_blob(self, item: NDArray[Any]) -> int:
         """Keep a copy of an array once; return its index."""
+        # An image that is in the prompt of every turn is kept once. Type and shape belong to it:
+        # equal bytes may be other arrays.
         key = hashlib.blake2b(item.tobytes(), digest_size=16)
         key.update(f"{item.dtype.str}{item.shape}".encode())
         digest = key.digest()
         if digest not in self._digests:
             self._digests[digest] = len(self.blobs)
+            # The caller may write into its own array later.
             self.blobs.append(item.copy())
         return self._digests[digest]
 

@@ -76,10 +76,12 @@ class Trajectory(list[TrajectoryStep]):
         Raises:
             TokenError: the response's arrays contradict each other.
         """
+        # Without ids a call is evaluated and never trained.
         has_ids = response.prompt_ids is not None and response.completion_ids is not None
         call = self._place(response, agent, turn, streams) if has_ids else None
         chat = isinstance(prompt, list) and isinstance(completion, list)
         text = isinstance(prompt, str) and isinstance(completion, str)
+        # A view needs everything from the tree or the record; other steps are plain dicts.
         if call is not None and response.versions is not None and (chat or text):
             step: dict[str, Any] = self._record(call, prompt, completion, response)
             if extras:
@@ -97,11 +99,14 @@ class Trajectory(list[TrajectoryStep]):
         """Return the step of a call; it shares what its prompt has in common with the last one."""
         head, said = self._last_said()
         added = prompt
+        # Usually the very same message objects, which Python compares by identity: this costs no
+        # more than the pointers.
         if head is not None and type(said) is type(prompt) and prompt[: len(said)] == said:
             added = prompt[len(said) :]
         else:
             head = None
         step = RecordedStep(self.tree, call, response, head, added, completion)
+        # In place, so that T turns do not copy T histories; nobody else holds this list.
         if head is not None and isinstance(said, list):
             said += added  # type: ignore[arg-type]
             said += completion  # type: ignore[arg-type]
@@ -115,6 +120,7 @@ class Trajectory(list[TrajectoryStep]):
         last = self[-1] if self else None
         if not isinstance(last, RecordedStep):
             return None, ""
+        # Steps may have been inserted or removed meanwhile.
         if self._said is None or self._said[0] is not last:
             self._said = last, last.recorded_conversation()
         return self._said
@@ -133,6 +139,7 @@ class Trajectory(list[TrajectoryStep]):
 
     def trim(self) -> None:
         """Give back memory that is reserved for further calls; calls can still be recorded."""
+        # It can be built again from the steps.
         self._said = None
         self.tree.trim()
 
@@ -144,8 +151,10 @@ class Trajectory(list[TrajectoryStep]):
         streams: Mapping[str, Any] | None,
     ) -> int:
         """Return the call's handle: the one that it has in this tree already, or a new one."""
+        # Only at a session's first call: later, its tree has calls that are not in this trajectory.
         if self._tree is None and response.call == 0:
             self._tree = response.tree
+        # A response that is recorded again is another call with the same tokens.
         if response.tree is not self.tree or response.call_id in self._handles:
             return self._insert(response, agent, turn, streams)
         call = cast(int, response.call)
@@ -165,6 +174,7 @@ class Trajectory(list[TrajectoryStep]):
             parent = self._handles.get(response.extends)
         prompt, completion = cast(Any, response.prompt_ids), cast(Any, response.completion_ids)
         routing = response.routed_experts
+        # The record gave its experts to the tree that it was made in.
         if routing is None and response.call is not None:
             routing = recorded_routing(response.tree, response.call)
         size = len(prompt) + len(completion)
@@ -251,6 +261,7 @@ class Trajectory(list[TrajectoryStep]):
 
     def _to_parts(self) -> list[Any]:
         """Return the steps in a form that shares messages and tokens: parts, or a plain dict."""
+        # By identity; a step refers to its head by where that is in the list.
         places: dict[int, int] = {}
         taken: list[Any] = []
         for index, step in enumerate(self):
@@ -344,6 +355,7 @@ def _rebuild(tree: TokenTree, parts: list[Any], handles: dict[int, int]) -> Traj
             part["tokens"].update(assigned)
         steps.append(part)
     made = Trajectory(tree=tree)
+    # Past `_adopt`: the tokens of these steps are in the tree already.
     list.extend(made, steps)
     made._handles = handles
     return made

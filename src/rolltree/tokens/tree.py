@@ -32,6 +32,7 @@ from rolltree.tokens.streams import (
 )
 from rolltree.types import FloatArray, IntArray
 
+# A wrong hint differs near its end: other calls share the beginning (design/0001).
 _BOUNDARY_TOKENS = 64
 
 
@@ -105,6 +106,7 @@ class TokenTree:
             TokenError: data that contradicts itself, or a `parent` that is not a prefix.
         """
         prompt = as_ids(prompt_ids, "prompt_ids")
+        # Ids that are known by a match or a hint were checked when they were new.
         if parent is None:
             known, place = self.arena.match(prompt)
         else:
@@ -182,6 +184,7 @@ class TokenTree:
         check_new_ids(completion, "completion_ids")
         count = len(completion)
         sampled = self.sampled
+        # Everything is checked before the arena grows, since nothing can be taken out of it again.
         values: dict[str, float | NDArray[Any] | None] = {
             "logprob": None if logprobs is None else checked_logprobs(logprobs, count),
             "temperature": sampled["temperature"].check(temperature, count, "temperature"),
@@ -235,6 +238,7 @@ class TokenTree:
             num_tokens=self.arena.num_tokens,
             num_runs=self.arena.num_runs,
         )
+        # Every stream gets an entry for every call: a handle is an index into all of them.
         for name, stream in self.sampled.items():
             stream.add(values[name])
         for name, checked in extra.items():
@@ -249,6 +253,7 @@ class TokenTree:
         Raises:
             TokenError: a named stream has another kind, dtype or item shape in `other`.
         """
+        # Before the first token is added.
         for name in other.extra.names():
             self.extra.check_kind(name, other.extra.kind(name))
         mapped = self.arena.absorb(other.arena)
@@ -258,6 +263,7 @@ class TokenTree:
             return self.arena.place(int(mapped[token])) if token >= 0 else ROOT
 
         for call in range(len(other.calls)):
+            # Handles shift by the calls that are here already.
             parent = other.calls.parent[call]
             self.record(
                 moved(other.calls.prompt_token[call]),
@@ -285,6 +291,7 @@ class TokenTree:
             self.arena.extend(other.completion_ids(call), prompt_end),
             prompt_len,
             count,
+            # The call that it extends in the other tree need not be here.
             parent=-1,
             agent=other.agent(call),
             turn=other.turn(call),
@@ -313,6 +320,7 @@ class TokenTree:
                     f"call {call} has a stream {name!r} already, and a tree is append-only. Use "
                     "another name."
                 )
+        # The last check: from here on nothing raises.
         check_labels(agent, turn)
         for name, value in checked.items():
             self.extra.add(call, name, value)
@@ -334,6 +342,7 @@ class TokenTree:
     def _check_parent(self, parent: int, prompt: IntArray, verify: bool) -> tuple[int, Place]:
         self._check_call(parent)
         known, place = self.path_len(parent), self.calls.end(parent)
+        # Comparing all ids would make T turns cost O(T^2).
         count = known if verify else min(known, _BOUNDARY_TOKENS)
         if known > len(prompt) or not np.array_equal(
             self.arena.path(place, count), prompt[known - count : known]
@@ -366,6 +375,7 @@ class TokenTree:
         load(tree, data)
         return tree
 
+    # The checked format instead of the buffers with their slack.
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self).from_bytes, (self.to_bytes(),)
 
@@ -430,6 +440,7 @@ class TokenTree:
 
     def temperature(self, call: int) -> FloatArray:
         """Return the sampling temperature of each sampled token, float32 `[_C]`."""
+        # Only logprobs can be missing; None is what the type allows.
         values = self._sampled("temperature", call)
         return EMPTY_IDS.astype(np.float32) if values is None else values
 
@@ -454,6 +465,7 @@ class TokenTree:
         None if it has none. Most calls have one version and one temperature, of which this makes no
         array.
         """
+        # `prompt_mask` is the one stream with a value per prompt token.
         size = self.prompt_len(call) if name == "prompt_mask" else self.num_sampled(call)
         return self.sampled[name].value_range(call, size)
 

@@ -14,6 +14,7 @@ from rolltree.training.coefficients import AGGREGATIONS as AGGREGATIONS
 from rolltree.training.coefficients import CORRECTIONS as CORRECTIONS
 from rolltree.training.coefficients import coefficients as coefficients
 
+# For type checkers and editors; at run time `_MODULES` is looked up.
 if TYPE_CHECKING:
     from rolltree.training.advantages import CreditPolicy as CreditPolicy
     from rolltree.training.advantages import CreditReport as CreditReport
@@ -79,6 +80,7 @@ _MODULES: dict[str, str] = {
     "trainer": "Trainer",
     "tree_support": "check_tree_support why_not_tree",
 }
-_EAGER = ("AGGREGATIONS", "CORRECTIONS", "coefficients")  # the last is its module's name too
+# Not on first use: `coefficients` is a function and its module, and would be the module by then.
+_EAGER = ("AGGREGATIONS", "CORRECTIONS", "coefficients")
 __all__ = sorted((*_EAGER, *" ".join(_MODULES.values()).split()))
 __getattr__ = loader(__name__, _MODULES)

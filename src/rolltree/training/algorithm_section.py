@@ -44,6 +44,7 @@ class AlgorithmSection(Section, frozen=True):
     """
 
     name: str = "grpo"
+    # None leaves a part or a parameter to the algorithm that `name` chooses, and 0 is a value.
     credit: str | None = None
     loss: str | None = None
     aggregation: str | None = None
@@ -72,9 +73,11 @@ class AlgorithmSection(Section, frozen=True):
     flow: Literal["own", "shared", "discounted", "team"] = "shared"
     edge_discount: float | None = None
     baseline: BaselineName = "none"
+    # None and not 0.9, so that a decay without a moving average is noticed.
     baseline_decay: Decay | None = None
 
     def __post_init__(self) -> None:
+        # These calls check: a setting that cannot work is an error now, not in the first step.
         self.truncation_policy()
         algorithm = self.resolve()
         if self.reference is not None and algorithm.kl_coef == 0:
@@ -88,6 +91,7 @@ class AlgorithmSection(Section, frozen=True):
                 f"{algorithm.credit!r} does not read the episode's reward, which the penalty is "
                 "taken off. Choose another credit, or leave overlong_tokens out."
             )
+        # Only returns that are summed per turn have something to discount.
         if self.discount != 1 and algorithm.credit != "monte_carlo":
             raise ConfigError(
                 f"algorithm.discount is {self.discount}, but the credit {algorithm.credit!r} gives "
@@ -106,6 +110,7 @@ class AlgorithmSection(Section, frozen=True):
                 "algorithm.dynamic_sampling_max is set, but the credit 'zero' gives every group "
                 "zero advantages, so replacing groups would never help. Leave it out."
             )
+        # A single member is its own mean.
         if self.group_size == 1 and algorithm.credit in COMPARING:
             raise ConfigError(
                 f"algorithm.group_size is 1, and the credit {algorithm.credit!r} compares the "
@@ -160,6 +165,7 @@ class AlgorithmSection(Section, frozen=True):
         """
         if self.overlong_tokens is None and self.overlong_buffer is None:
             return None
+        # One of them alone leaves the start or the end of the slope open.
         if self.overlong_tokens is None or self.overlong_buffer is None:
             raise ConfigError(
                 "algorithm.overlong_tokens and algorithm.overlong_buffer go together: the penalty "

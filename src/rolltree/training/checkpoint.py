@@ -62,7 +62,7 @@ class Checkpoints:
     Args:
         root: made when the first checkpoint is saved.
         keep: how many complete checkpoints stay.
-        content: a row of `contents.FORMATS`; any of them is read.
+        content: a row of `checkpoint_formats.FORMATS`; any of them is read.
         max_shard_size: weights of a larger model become several files.
         ranks: those that call `save` and `load` together, None when there is one process.
     """
@@ -96,6 +96,8 @@ class Checkpoints:
             TrainingError: no checkpoint is whole.
         """
         pointer = self.root / _LATEST
+        # Not `exists`: a link that leads nowhere is damage, and no reason to start from the
+        # beginning.
         if not os.path.lexists(pointer):
             return None
         try:
@@ -104,9 +106,12 @@ class Checkpoints:
             raise _torn(pointer, str(error.strerror)) from error
         newest = self.root / Path(name).name  # never outside
         is_there = newest.name.startswith("step-") and newest.is_dir()
+        # A pointer to a checkpoint that is gone does not say which ones came before it, so all are
+        # tried.
         older = [p for p in self.root.glob("step-*") if p.name < newest.name or not is_there]
         refused: TrainingError | None = None
         for path in (newest, *sorted(older, reverse=True)):
+            # Names and sizes first, which cost nothing; then every byte.
             try:
                 check_complete(path)
                 check_content(path)
@@ -134,21 +139,28 @@ class Checkpoints:
         with written(working, f"the checkpoint of step {state.step}"):
             if self._leads:
                 self.root.mkdir(parents=True, exist_ok=True)
+                # A killed writer may have left its half.
                 remove(working)
                 working.mkdir()
+            # The others write into the directory that rank 0 makes.
             self._meet()
             write = FORMATS[self.content].write
             write(working, model, optimizer, self.ranks, self.max_shard_size)
+            # Rank 0 lists the files that all of them have written.
             self._meet()
             if self._leads:
                 save_file(rng_tensors(), working / _RNG)
                 data = {"format": FORMAT, "content": self.content, "state": asdict(state)}
+                # Written and synced after all files that it lists, so a directory with
+                # `state.json` has them all.
                 data["files"] = sync_files(working)
                 data["checksum"] = _own_checksum(data)
                 text = json.dumps(data, indent=2) + "\n"
                 (working / _STATE).write_text(text, encoding="utf-8")
                 sync(working / _STATE)
                 sync(working)
+                # The pointer moves last, when directory and name are on the disk: "latest" never
+                # leads to half a checkpoint. Only then are the older ones dispensable.
                 put_in_place(working, final)  # a kill before the pointer may have left that name
                 self._point_to(final)
                 self._retain(final)
@@ -168,6 +180,7 @@ class Checkpoints:
             FORMATS[data["content"]].read(path, model, optimizer, self.ranks)
             drawn = open_file(path / _RNG)
         except ConfigError as error:
+            # To the loaders of weights an unreadable file is a wrong setting; here it is damage.
             raise _torn(path, str(error).rstrip(".")) from error
         restore_rng({name: drawn.read(name) for name in drawn.names})
         return msgspec.convert(data["state"], TrainState)
@@ -188,8 +201,11 @@ class Checkpoints:
         """Remove checkpoints beyond `keep`, those of an abandoned future, and killed writers'."""
         others = sorted(self.root.glob("step-*"), reverse=True)
         older = [path for path in others if path.name < newest.name]
+        # Left behind when a damaged checkpoint was passed over: those steps are trained again.
         future = [path for path in others if path.name > newest.name]
         for old in (*future, *older[self.keep - 1 :]):
+            # Renamed before it is removed, so a kill leaves no half checkpoint under a name that
+            # `latest` tries.
             hidden = old.with_name(f".{old.name}.old")
             remove(hidden)
             old.rename(hidden)
@@ -212,6 +228,7 @@ def check_complete(path: Path) -> dict[str, Any]:
         data = json.loads(read_regular(path / _STATE))
         found = data["format"]
         files = {str(name): (int(size), int(own)) for name, (size, own) in data["files"].items()}
+    # A changed file may hold any JSON, also some that nests too deep.
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _torn(path, f"{_STATE} cannot be read ({type(error).__name__})") from error
     if found != FORMAT:
@@ -259,6 +276,7 @@ def _torn(path: Path, what: str) -> TrainingError:
 
 def rng_tensors() -> dict[str, Tensor]:
     """Return the states of `random`, `numpy.random` and torch on the CPU and every GPU."""
+    # All as tensors, since a checkpoint holds no pickle.
     _, words, gauss = random.getstate()
     _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     tensors = {
@@ -281,6 +299,7 @@ def restore_rng(tensors: dict[str, Tensor]) -> None:
     words = tuple(tensors["python/words"].tolist())
     random.setstate((3, words, gauss[0] if gauss else None))
     position, has_gauss = tensors["numpy/position"].tolist()
+    # Stored as int64, because torch does little with uint32.
     keys = tensors["numpy/keys"].numpy().astype(np.uint32)
     cached = float(tensors["numpy/gauss"])
     np.random.set_state(("MT19937", keys, position, has_gauss, cached))

@@ -59,10 +59,13 @@ def trained_tensors(model: Any) -> dict[str, Tensor]:
 
     All of it is the parameters (tied ones once) and the buffers that a state dict has.
     """
+    # After a pass without a backward one the root's parameters are whole, and would be saved so by
+    # each rank.
     reshard(model)
     parameters = {name: p.detach() for name, p in model.named_parameters()}
     if is_adapted(model):
         return {name: parameters[name] for name in parameters if ".lora_" in name}
+    # Rotary tables and the like are computed again, and in no state dict.
     saved = set(model.state_dict(keep_vars=True))
     return parameters | {name: value for name, value in model.named_buffers() if name in saved}
 
@@ -72,6 +75,7 @@ def write_full(
 ) -> None:
     """Gather model and optimizer, tensor by tensor, and write them on rank 0."""
     writes = ranks is None or ranks.leads
+    # Weights, then optimizer: only one of them is gathered in memory at a time.
     tensors = _gather(trained_tensors(model), writes)
     if writes:
         with quiet():
@@ -121,6 +125,7 @@ def write_sharded(
     folder: Path, model: Any, optimizer: Optimizer, ranks: Ranks | None, max_shard_size: str
 ) -> None:
     """Write what this rank holds; a tensor that every rank has is written by one of them."""
+    # A folder of their own: DCP's reader takes every safetensors file that it finds (design/0007).
     writer = _ShardWriter(str(folder / SHARDS), save_distributed=True)
     with quiet():
         dcp_save(
@@ -146,8 +151,10 @@ class _ShardWriter(HuggingFaceStorageWriter):
             tensors[name] = data.detach().cpu().contiguous()
             parts[name] = {"saved_offsets": list(item.tensor_data.chunk.offsets)}
             results.append(WriteResult(item.index, tensors[name].nbytes, None))
+        # A rank may hold nothing, of a model with few or short tensors.
         if tensors:
             index = plan.storage_data["shard_index"]
+            # DCP's own names and header, since its reader is used.
             path = Path(self.path) / f"shard-{index:05d}-model-00001-of-00001.safetensors"
             header = {"DCP_SHARDING_INFO": json.dumps(parts), "DCP_VERSION": "1.0", "format": "pt"}
             save_file(tensors, path, metadata=header)
@@ -165,6 +172,8 @@ def read_sharded(folder: Path, model: Any, optimizer: Optimizer, ranks: Ranks | 
     """
     own = _together(model, optimizer)
     reader = HuggingFaceStorageReader(str(folder / SHARDS))
+    # The reader takes the largest offset as a tensor's size and ignores names that it does not
+    # expect, so both are compared here (design/0007).
     metadata: Any = reader.read_metadata().state_dict_metadata
     stored = {name: tuple(entry.size) for name, entry in metadata.items()}
     check_same(folder, stored, {name: tuple(tensor.shape) for name, tensor in own.items()})
@@ -231,6 +240,7 @@ def _together(model: Any, optimizer: Optimizer) -> dict[str, Tensor]:
 
 def _gather(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
     gathered = {}
+    # Every rank goes through all tensors in the same order, because `whole` is collective.
     for name, tensor in tensors.items():
         full = whole(tensor)
         if keep:
@@ -249,6 +259,7 @@ def _copy_in(
     check_same(folder, stored, {key: tuple(own[name].shape) for key, name in names.items()})
     for key, name in names.items():
         part, spans = own_part(own[name])
+        # A rank holds no part of a vector that is shorter than the number of ranks.
         if part.numel():
             part.copy_(weights.read(key, spans))
 
@@ -261,6 +272,8 @@ def sync_files(folder: Path) -> dict[str, list[int]]:
     """
     files = _files(folder)
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        # Threads read while the disk writes: `zlib.crc32` and `fsync` both release the
+        # interpreter's lock.
         sums = [pool.submit(file_checksum, path) for path in files]
         for path in (*files, *(path for path in folder.rglob("*") if path.is_dir()), folder):
             sync(path)
@@ -286,6 +299,7 @@ def changed_files(folder: Path, sums: Mapping[str, int]) -> list[str]:
 
 def file_checksum(path: Path) -> int:
     """Return the CRC-32 of a file: 3.7 GB/s per thread, 1.4 with SHA-256."""
+    # An empty file cannot be mapped.
     if not path.stat().st_size:
         return 0
     with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as data:
@@ -306,6 +320,7 @@ def written(working: Path, what: str) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError, CheckpointException) as error:
+        # On a full or failing disk removing may fail, too; the first error is the one to report.
         with suppress(OSError):
             remove(working)
         raise TrainingError(
@@ -317,6 +332,7 @@ def written(working: Path, what: str) -> Iterator[None]:
 
 def _reason(error: BaseException) -> str:
     if isinstance(error, CheckpointException):
+        # DCP wraps what each rank raised.
         failures = [failure[0] for failure in error.failures.values()]
         return _reason(failures[0]) if failures else str(error).splitlines()[0]
     strerror = getattr(error, "strerror", None)
@@ -325,6 +341,7 @@ def _reason(error: BaseException) -> str:
 
 def put_in_place(working: Path, final: Path) -> None:
     """Rename a synced folder to its name, replacing what is there."""
+    # A folder cannot be renamed onto one with files in it.
     remove(final)
     working.rename(final)
     sync(final.parent)
@@ -345,6 +362,7 @@ def export_model(
     rank 0 writes.
     """
     writes = ranks is None or ranks.leads
+    # Each rank goes through the generator, which gathers; only rank 0 keeps the tensors.
     tensors = {name: value.cpu().contiguous() for name, value in plain_tensors(model) if writes}
     adapter = {}
     if is_adapted(model):
@@ -357,6 +375,7 @@ def export_model(
         return path
 
     def write_model(folder: Path) -> None:
+        # A model with adapters would save these alone.
         plain = _skeleton(model) if adapter else model
         plain.save_pretrained(folder, state_dict=tensors, max_shard_size=max_shard_size)
         if tokenizer is not None:
@@ -415,6 +434,7 @@ def _peft_reads(model: Any, adapter: Mapping[str, Tensor], folder: Path) -> bool
             for name, module in read.named_modules():
                 if name.endswith(f".{NAME}") and ".lora_" in name:
                     for parameter in module.to_empty(device="cpu").parameters():
+                        # What peft leaves out stays NaN, which equals nothing.
                         parameter.data.fill_(math.nan)
             set_peft_model_state_dict(read, load_peft_weights(str(folder), device="cpu"))
         except Exception:  # noqa: BLE001  (whatever it is, it would fail elsewhere too)

@@ -104,22 +104,27 @@ def load_train_config(
         ConfigError: the file cannot be read, an unknown section or key (with the nearest one), or a
             value of another type or out of range; the message names the dotted key.
     """
+    # It was checked when it was made.
     if isinstance(config, TrainConfig) and not overrides and not settings:
         return config
     if isinstance(config, TrainConfig):
         config = config.as_dict()
     data = _read_toml(Path(config)) if isinstance(config, str | Path) else dict(config or {})
+    # Copied two levels deep: overrides write into it, and the mapping is the caller's.
     data = {key: dict(v) if isinstance(v, Mapping) else v for key, v in data.items()}
     for override in overrides:
         apply_override(data, override)
     for name, value in settings.items():
         _apply_setting(data, name, value)
+    # Before msgspec, whose error would not name the nearest key.
     _check_names(data)
     try:
         return msgspec.convert(_with_text_paths(data), TrainConfig, strict=True)
     except msgspec.ValidationError as error:
+        # What a section's own check raised, which msgspec has wrapped.
         if isinstance(error.__cause__, ConfigError):
             raise error.__cause__ from None
+        # msgspec names the place as "$.optim.lr" at the end of its message.
         text, _, path = str(error).partition(" - at `$.")
         raise ConfigError(_invalid(data, path.rstrip("`"), text)) from None
 
@@ -239,6 +244,7 @@ _KNOWN_AS = {
 
 def _meant(name: str, known: Iterable[str]) -> str:
     """Return what may have been meant by a key that does not exist."""
+    # Names of other libraries first: by spelling, `beta` is nearer to `beta2` than to `kl_coef`.
     if place := _KNOWN_AS.get(name.rpartition(".")[2]):
         section, key = place.split(".")
         ways = sorted({key, f"{section}_{key}"} & set(known))
@@ -246,6 +252,7 @@ def _meant(name: str, known: Iterable[str]) -> str:
         return f" Did you mean {place!r}{way}?"
     names = list(known)
     found = did_you_mean(name, names)
+    # A list of all keys would not help anybody.
     if "Did you mean" in found or len(names) < 40:
         return found
     return f" The sections are {', '.join(_SECTIONS)}; docs/settings.md lists their keys."
@@ -255,6 +262,7 @@ def _apply_setting(data: dict[str, Any], name: str, value: Any) -> None:
     if name in _SECTIONS:
         if not isinstance(value, Mapping) and name in _MAIN_KEY:
             value = {_MAIN_KEY[name]: value}
+        # A keyword adds to the file's section and does not replace it.
         old = data.get(name)
         data[name] = {**(old or {}), **value} if isinstance(value, Mapping) else value
         return
@@ -279,6 +287,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
+        # `rolltree train key=value` takes the setting for the file.
         key, is_setting, _ = str(path).partition("=")
         if is_setting:
             raise ConfigError(
@@ -320,6 +329,7 @@ def _choices(names: Sequence[str]) -> list[str]:
     """Return the values that a setting may have, if those are a few names."""
     if len(names) != 2 or names[0] not in _SECTIONS:
         return []
+    # The annotations are text, because of the `__future__` import.
     hint = get_type_hints(_SECTIONS[names[0]]).get(names[1])
     options = (hint, *get_args(hint))
     return sorted({str(v) for o in options if get_origin(o) is Literal for v in get_args(o)})

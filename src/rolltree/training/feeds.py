@@ -150,6 +150,7 @@ class SyncFeed:
             before = sum(map(len, sampled))
             total = before + len(requests)
 
+            # Bound as defaults, since the loop changes both before the next round.
             def progress(done: int, before: int = before, total: int = total) -> None:
                 self._on_progress(step, before + done, total)
 
@@ -166,6 +167,8 @@ class SyncFeed:
                 f"variance, after {num_extra} replacements (algorithm.dynamic_sampling_max): "
                 f"{self._warning.reason()}"
             )
+        # The step keeps its planned size, filled up with the newest flat groups. `flat[-missing:]`
+        # would be all of them when none is missing.
         trained = useful + flat[len(flat) - missing :]
         return StepRollouts(
             joined([each.results for each in trained]),
@@ -220,13 +223,18 @@ class StreamFeed:
         self._config, self._rollouts, self._run = config, rollouts, run
         self._warning, self._notify, self._on_progress = warning, notify, on_progress
         size = config.algorithm.group_size
+        # As many groups as the engine runs rollouts of. The others wait in order, so the oldest
+        # get their rollouts done first.
         self._slots = asyncio.Semaphore(max(1, rollouts.max_concurrent // size))
         self._ledger = {e.step: e.data for e in run.events(LEDGER) if e.step is not None}
+        # Dropped groups too: neither kind is played again.
         self._taken = {
             group for data in self._ledger.values() for group in (*data["groups"], *data["dropped"])
         }
         self._first = forked_at(run) + 1
         self._plan = _planned(config, rollouts, self._first)
+        # A continued run counts through the plan from its beginning, so that order and bound are
+        # those of a run that was never stopped.
         self._num_started = 0
         self._order: dict[str, int] = {}
         self._running: dict[str, asyncio.Task[Group]] = {}
@@ -249,10 +257,13 @@ class StreamFeed:
         results = await until_enough(
             joined(chosen), lambda: self._repeat(chosen), self._config, self._notify
         )
+        # After `until_enough`, which may have replaced groups in `chosen`.
         credit = tuple(map(self._credit_of, chosen))
         names = [group[0].request.group_id for group in chosen]
         dropped = dict(self._dropped)
         sampled = (*results, *joined([self._complete[name] for name in dropped]))
+        # Before the step trains: after a kill the same groups give the same weights again, so that
+        # version numbers keep their meaning (design/0008).
         self._record(step, names, dropped)
         for name in (*names, *dropped):
             del self._complete[name], self._order[name]
@@ -273,6 +284,8 @@ class StreamFeed:
         while True:
             self._start_more(step)
             self._judge(step)
+            # Again: each dropped group raises the bound, and with nothing in flight the wait below
+            # would have nothing to wait for.
             self._start_more(step)
             ready = [group for name, group in self._complete.items() if name not in self._dropped]
             size = self._config.algorithm.group_size
@@ -285,12 +298,15 @@ class StreamFeed:
     def _start_more(self, step: int) -> None:
         """Start planned groups up to the bound; the weights are version `step - 1`."""
         section = self._config.algorithm
+        # Equation 3's `version + 1 + async_steps`, with `version = step - 1`, counted from the
+        # first step that is this run's own.
         num_ahead = step + 1 - self._first + self._config.train.async_steps
         bound = num_ahead * section.groups_per_step
         while self._num_started < bound + self._num_dropped:
             requests = next(self._plan)
             self._num_started += 1
             name = requests[0].group_id
+            # Taken groups count as started, too: the bound is about all groups of the run.
             if name not in self._taken:
                 self._order[name] = self._num_started
                 task = asyncio.create_task(self._play(requests), name=f"group-{name}")
@@ -316,6 +332,7 @@ class StreamFeed:
                 del self._running[name]
                 self._complete[name] = task.result()
                 self._note(name, self._why_dropped(self._complete[name], step))
+        # A complete group can become too old while it waits for its step.
         for name, group in self._complete.items():
             if name not in self._dropped and _is_stale(group, step, self._config):
                 self._note(name, "stale")
@@ -323,6 +340,7 @@ class StreamFeed:
     def _why_dropped(self, group: Group, step: int) -> str | None:
         if _is_stale(group, step, self._config):
             return "stale"
+        # Once as many were dropped as `dynamic_sampling_max` allows, flat groups are trained.
         flat = Counter(self._dropped.values())["flat"]
         limit = self._config.algorithm.dynamic_sampling_max
         useful = self._credit_of(group).has_signal
@@ -354,12 +372,14 @@ class StreamFeed:
         """Return the rollouts that step `step` took before the run was killed."""
         data = self._ledger[step]
         groups = {name: self._stored(name) for name in (*data["groups"], *data["dropped"])}
+        # The dropped groups are only read for the metrics and transcripts of the step.
         chosen = [groups[name] for name in data["groups"]]
         credit = tuple(credit_of(group, self._config) for group in chosen)
         metrics = self._metrics(credit, data["dropped"])
         return StepRollouts(joined(chosen), joined(list(groups.values())), credit, metrics)
 
     def _stored(self, name: str) -> Group:
+        # `train/000012/g03` was planned for step 12. A later step may have taken it.
         _, planned, _ = name.split("/")
         requests = [
             request

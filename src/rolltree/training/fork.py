@@ -70,6 +70,7 @@ def fork_run(
         config = load_train_config(parent.config, overrides, **settings)
         _check_redacted(source, config.as_dict())
         for target in [Path(run_dir)] if run_dir is not None else _free_names(source):
+            # The target is one of the settings that are compared below.
             made = load_train_config(config, run_dir=str(target))
             known = _fork_at(target)
             if known is None and is_rank0():
@@ -79,6 +80,7 @@ def fork_run(
                 time.sleep(0.1)
                 known = _fork_at(target)
             origin, stored = known
+            # Without `step` any checkpoint of this source will do, since "latest" moves on.
             same = origin == (str(source.resolve()), origin[1] if step is None else step)
             plain = to_plain(made.as_dict())
             stored = with_defaults(stored, TrainConfig().as_dict())
@@ -104,11 +106,13 @@ def _fork_at(path: Path) -> tuple[tuple[str, int], Mapping[str, Any]] | None:
             origin = run.meta.get(FORKED, {})
             return (origin.get("run", ""), origin.get("step", 0)), run.config
     except StoreError:
+        # Something else is there, which equals no fork.
         return ("", 0), {}
 
 
 def _checkpoint(source: Path, step: int | None) -> Path:
     kept = sorted(path.name for path in (source / "checkpoints").glob("step-*"))
+    # This also verifies that the source has one that is whole.
     path = Checkpoints(source / "checkpoints").latest()
     if step is not None:
         path = source / "checkpoints" / f"step-{step:06d}"
@@ -154,6 +158,7 @@ def _make(parent: Run, config: TrainConfig, target: Path, checkpoint: Path) -> N
             if row.step <= step:
                 run.add_step(row.step, row.metrics)
         run.add_event("forked", origin, step=step)
+    # A run that appears under its name is on the disk.
     sync_files(working)
     put_in_place(working, target)
 
@@ -161,6 +166,7 @@ def _make(parent: Run, config: TrainConfig, target: Path, checkpoint: Path) -> N
 def _check_redacted(source: Path, config: Mapping[str, Any]) -> None:
     for section, values in config.items():
         for key, value in values.items():
+            # Secrets may be anywhere inside, as in the arguments of an environment.
             if REDACTED in json.dumps(value):
                 inner = [name for name in value if value[name] == REDACTED] if key == "args" else []
                 name = ".".join((section, key, *inner[:1]))

@@ -27,6 +27,7 @@ from rolltree.training.lora import accept_adapter, is_adapted, take_off
 
 START, START_FILE = "start_weights", "start.safetensors"
 
+# Weak, so that a run does not keep a model alive that its caller has dropped.
 _trained_by: WeakKeyDictionary[Any, Path] = WeakKeyDictionary()
 
 
@@ -75,9 +76,12 @@ def begin(
                 "weights that it has now (adapters are taken off). Load the model again to begin "
                 "with others."
             )
+        # Weights below adapters that this run adds are never written, so there is nothing to
+        # restore.
         if not config.model.lora_rank or is_adapted(model):
             what = "the weights that the run begins with"
             with written(file.with_suffix(".tmp"), what), whole_file(file, follow=False) as part:
+                # safetensors refuses two names for one memory, which tied weights are.
                 unique = {t.data_ptr(): (name, t) for name, t in trained_tensors(model).items()}
                 save_file({name: t.cpu().contiguous() for name, t in unique.values()}, part)
         run.set_meta(START, found)
@@ -88,6 +92,7 @@ def begin(
             for name in stored.names & own.keys():
                 if stored.shape(name) == tuple(own[name].shape):
                     own[name].copy_(stored.read(name))
+        # Taken again, whether something was copied back or not.
         if fingerprint(model) != known:
             raise ConfigError(
                 f"the model that was given has other weights than the run {run.path} began with, "

@@ -135,6 +135,7 @@ async def run_training(
 
 
 def _renders(client: Any) -> bool:
+    # A pool's calls go to any of its clients, so all of them have to render.
     parts = getattr(client, "clients", [client])
     return all(getattr(part, "renderer", None) is not None for part in parts)
 
@@ -171,6 +172,8 @@ class _Loop:
         try:
             return await self._run_all()
         except asyncio.CancelledError:
+            # `_take` is shielded, so a cancellation comes before or after it. `is_writing` is
+            # still set only if the step failed halfway: then the weights belong to no version.
             if self.done > self.saved and not self.is_writing:
                 self._save(self.done)
             raise
@@ -187,12 +190,16 @@ class _Loop:
         if isinstance(servers, Servers):
             servers.notify = self.notify
             await servers.or_lost(servers.start())
+        # Before the first request: an engine with a copy still has the weights that it was started
+        # with, not those of the checkpoint.
         async with servers.paused():
             await self.publisher.publish(first.version)
         await self.publisher.verify(first.version)
         self._start(first)
         num_steps = self.config.train.num_steps
         if self.config.eval.before:
+            # Only the first start has these weights. A later one reports what is stored, or stores
+            # that the evaluation was left out.
             start = forked_at(self.run)
             await self._evaluate("eval_before", start, current=first.step)
         for phase in self._owed(first.step):
@@ -208,9 +215,13 @@ class _Loop:
                     self._save(step)
                 self.trackers.log(numbers(metrics), step)
                 self.reporter.on_step(step, metrics)
+                # After the save, so a start that follows a kill in here finds this evaluation owed
+                # (design/0016).
                 if inside:
                     await self._evaluate(f"eval/{step:06d}", step, current=step)
         finally:
+            # The rollouts end first: after a failure the engine stays paused until nobody is left
+            # to sample from weights that may be half written (design/0008).
             await feed.aclose()
             if self.weight_lock is not None:
                 await self.weight_lock.aclose()
@@ -284,14 +295,18 @@ class _Loop:
     async def _step(self, step: int, feed: Feed) -> dict[str, float]:
         """Take one step and return its metrics; the weights are published."""
         began = time.perf_counter()
+        # Sampling may be cancelled at any moment, since every finished rollout is stored. A step
+        # that has begun is finished: weights, version and metrics belong together.
         found = await self._or_lost(feed.next(step))
         return await run_shielded(self._take(step, found, began))
 
     async def _take(self, step: int, found: StepRollouts, began: float) -> dict[str, float]:
         """Train on what was found; weights, version and stored metrics move together."""
+        # While nothing is written yet, so an error leaves the weights of the step before.
         if self.vocabulary is not None:
             calls = [(each.request.request_id, s) for each in found.trained for s in each.states]
             await asyncio.to_thread(check_spelled, calls, self.vocabulary)
+        # From here and not from the first write: `_samples` already renews the moving averages.
         self.is_writing = True
         sampled_at = time.perf_counter()
         batch, record, credit = self._samples(found)
@@ -305,6 +320,7 @@ class _Loop:
             "time/step": spent,
             "rollout/tokens_per_s": sampled / max(spent, 1e-9),
         }
+        # Last. A kill before it loses no rollout: the step is taken again from the stored ones.
         await asyncio.to_thread(self._store, step, metrics, record)
         self.done, self.is_writing = step, False
         self._hint_at_equal_rewards(metrics)
@@ -341,15 +357,23 @@ class _Loop:
         # Without token ids there is never anything to train: the trainer's error says so.
         stands_still = has_tokens and not has_loss(samples)
         if stands_still or not self.config.train.async_steps:
+            # The embedded engine reads the tensors that AdamW writes: a forward pass in between
+            # would use weights that never existed (design/0008).
             async with self.parts.engine.paused():
                 if stands_still:
                     trained = self._stand_still(step)
                 else:
+                    # Before the step: the probe is compared with the old weights as well
+                    # (design/0022).
                     self.publisher.expect(samples)
                     trained = self.trainer.step(samples, step, on_batch=on_batch)
+                # Also after a step that trained nothing: versions count steps, and a token's lag
+                # is a difference of versions.
                 await self.publisher.publish(step)
             spent = {"time/broadcast_weights": self.publisher.spent_s}
             return trained | stale | spent | await self.publisher.verify(step)
+        # Gradients only read the weights, so the engine goes on while they are computed. The
+        # trainer's thread takes the lock from the optimizer's first write to the publish.
         self.weight_lock = lock = WeightLock(
             self.parts.engine.paused, lambda: self.publisher.publish(step)
         )
@@ -358,8 +382,10 @@ class _Loop:
             self.publisher.expect(samples)
             return self.trainer.step(samples, step, exclusive=lock, on_batch=on_batch)
 
+        # A thread cannot be cancelled. The pause must not end while it still writes.
         trained = await run_shielded(asyncio.to_thread(train))
         self.weight_lock = None
+        # Without tokens of the current weights `train.max_mismatch` had nothing to compare.
         is_checked = MISMATCH in trained or self.trainer.algorithm.supervised
         if not is_checked and not self.has_probed:
             self.has_probed = True
@@ -396,6 +422,8 @@ class _Loop:
         for result in results:
             for state in result.states:
                 state.setdefault("request_id", result.request.request_id)
+                # By identity: states are dicts, which are unhashable, and equal ones are different
+                # rollouts.
                 group_of[id(state)] = result.request.group_id
         keys: dict[str, Callable[[State], Hashable]] = {
             "group": lambda state: group_of[id(state)],
@@ -416,6 +444,7 @@ class _Loop:
 
     def _save(self, step: int) -> None:
         start = time.perf_counter()
+        # Every step publishes one version, so the two numbers are equal.
         state = TrainState(step, step, self.averages)
         path = self.checkpoints.save(self.parts.model, self.trainer.optimizer, state)
         spent = time.perf_counter() - start
@@ -461,9 +490,11 @@ class _Loop:
         known = done | {event.step for event in self.run.events("evaluation_skipped")}
         gone = [
             n
+            # A fork's earlier steps are another run's to evaluate.
             for n in range(forked_at(self.run) + 1, step)
             if self._is_evaluated(n) and n not in known
         ]
+        # Stored, so that the next start does not give the same notice again.
         for number in gone:
             data = {"phase": f"eval/{number:06d}", "done": step}
             self.run.add_event("evaluation_skipped", data, step=number)
@@ -473,8 +504,11 @@ class _Loop:
                 f"{', '.join(map(str, gone))}, which no earlier start made. Training is at step "
                 f"{step}, and the weights of then are gone, so it is left out."
             )
+        # The evaluation after the last step is `eval.after`'s.
         if step in done or step == self.config.train.num_steps:
             return []
+        # A phase of the end that was interrupted here, before train.num_steps was raised, keeps
+        # its name and so its stored rollouts.
         begun = [e.data["phase"] for e in self.run.events("evaluation_begun") if e.step == step]
         return begun or ([f"eval/{step:06d}"] if self._is_evaluated(step) else [])
 
@@ -485,13 +519,18 @@ class _Loop:
         stored = [done for done in self.run.evaluations() if done.phase == phase]
         if stored:
             metrics = stored[-1].metrics
+        # The model has trained on since; its score would stand under the wrong step.
         elif current != step:
             self.run.add_event("evaluation_skipped", {"phase": phase, "done": current}, step=step)
             return
         else:
+            # Which phase is the end's depends on the starts before (`_last_phase`), so it is noted
+            # down.
             if phase.startswith("eval_after"):
                 self.run.add_event("evaluation_begun", {"phase": phase}, step=step)
             metrics = dict(await self._or_lost(self.evaluate(phase, step)))
+            # Last: without this event the next start owes the evaluation, and reuses its stored
+            # rollouts.
             self.run.add_event("evaluation", {"phase": phase, "metrics": metrics}, step=step)
         if not stored:
             self.trackers.log(eval_numbers(metrics), step)
@@ -502,6 +541,7 @@ class _Loop:
         self.reporter.on_eval(phase, step, metrics, bool(stored))
 
     def _end(self) -> TrainReport:
+        # Exported before "finished" is stored: the start after a kill in between exports again.
         if self.config.checkpoint.export:
             path = self.run.path / "model"
             export_together(self.parts.model, self.parts.tokenizer, path, self.config, self.ranks)

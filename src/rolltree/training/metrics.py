@@ -75,6 +75,7 @@ class RecordStats:
         names = ("logprob", "entropy", "clipped", "kl", "reference", "factor")
         found = {name: getattr(self, name) for name in names}
         columns = {name: column for name, column in found.items() if column is not None}
+        # A record is 0 on every rank but its own, so the sum is its value.
         *summed, loss = ranks.total(*columns.values(), np.array([self.loss]))
         for name, column in zip(columns, summed, strict=True):
             setattr(self, name, column)
@@ -100,12 +101,14 @@ class RecordStats:
         if self.factor is not None:
             metrics["correction/mean"] = float(self.factor.mean())
             metrics["correction/masked_share"] = float((self.factor == 0).mean())
+        # Supervised tokens have no engine.
         if not np.isnan(records.logprob).any():
             metrics |= self._against_engine(records, version)
         return metrics
 
     def _against_engine(self, records: Records, version: int | None) -> dict[str, float]:
         difference = (self.logprob - records.logprob).astype(np.float64)
+        # Float64 holds the exponential of 50, and its square below.
         ratio = np.exp(np.minimum(difference, 50.0))
         tails = np.quantile(ratio, (0.01, 0.99))
         metrics = {
@@ -117,6 +120,7 @@ class RecordStats:
             "ratio/outside_share": float(((ratio < 0.5) | (ratio > 2)).mean()),
             "ratio/ess": float(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())),
         }
+        # Older tokens differ because the policy has learned; that is `ratio/*`.
         fresh = np.ones(len(ratio), bool) if version is None else records.version == version
         if not fresh.any():
             return metrics
@@ -125,6 +129,7 @@ class RecordStats:
             "mismatch/mean": float(own.mean()),
             MISMATCH: float(np.abs(own).mean()),
             "train/sampling/sampling_logp_difference/max": float(np.abs(own).max()),
+            # k3 of Schulman 2020: never negative, and with the mean of the KL.
             "mismatch_kl/mean": float((ratio[fresh] - 1 - own).mean()),
             **mismatch_metrics(take_records(records, fresh), own),
         }
@@ -176,6 +181,7 @@ def rollout_metrics(results: Sequence[RolloutResult]) -> dict[str, float]:
     `rollout/length_cut_share` is the share of calls that ran into their token limit.
     """
     states = [state for result in results for state in result.states]
+    # The reward of an episode is that of its own rollouts, not of those that they delegated to.
     own = [state for state in states if state.get("parent_rollout") is None]
     metrics = _rewards(results) | _agent_rewards(states)
     by_name: defaultdict[str, list[float]] = defaultdict(list)
@@ -246,6 +252,8 @@ def _group_interval(
     means: a group counts by its size (the linearized ratio estimator; Cochran, Sampling Techniques,
     chapter 2.11). Groups of one size count as they are.
     """
+    # [center + share * n_g * (mean_g - center)] averages over groups to `center`, the mean over
+    # episodes, and spreads as that mean does.
     share = len(groups) / num
     weighed = {
         name: [center + share * len(values) * (fmean(values) - center)] * len(values)
@@ -262,6 +270,7 @@ def _agent_rewards(states: Sequence[State]) -> dict[str, float]:
     for state in states:
         if state.get("reward") is not None:
             by_agent[str(state.get("agent") or "agent")].append(float(state["reward"]))
+    # `reward/mean` says it already.
     if len(by_agent) < 2:
         return {}
     return {f"reward/{agent}/mean": fmean(values) for agent, values in sorted(by_agent.items())}

@@ -76,12 +76,16 @@ def build_parts(
     if model is None:
         model, tokenizer = load_trained(config, ranks)
     served = model
+    # Shards cannot be read in place, and the engine's own forward pass knows plain layers only
+    # (design/0007).
     if ranks is not None or config.model.lora_rank:
         device = config.model.device if ranks is None else ranks.device
+        # Before `adapt`, so it has no adapters but those that a given model came with.
         served = copy.deepcopy(model).to(device)
         if is_adapted(served):
             remove_adapters(served)
     adapt(model, config)
+    # Here, while the model is whole: the trainer shards it.
     if config.model.lora_rank:
         check_copy(model, served)
     client, engine = _ENGINES[config.engine.kind](config, served, tokenizer)
@@ -118,6 +122,7 @@ def _servers(config: TrainConfig, model: Any, tokenizer: Any) -> tuple[Any, Weig
     section = config.engine
     configured = getattr(model.generation_config, "eos_token_id", None)
     known = configured if isinstance(configured, list) else [configured]
+    # A model may end its turns with more ids than the tokenizer's one.
     renderer = ChatRenderer(tokenizer, end_ids=[int(i) for i in known if i is not None])
     clients = [
         TrainedServer(
@@ -127,17 +132,22 @@ def _servers(config: TrainConfig, model: Any, tokenizer: Any) -> tuple[Any, Weig
             admin_key=_key("admin_key_env", section.admin_key_env),
             renderer=renderer,
             token_ids="vllm",
+            # After the temperature, as the trainer computes them.
             logprobs_mode="processed",
             vocab_size=int(model.get_input_embeddings().weight.shape[0]),
+            # The pool repeats calls, and `Servers` has a say first: what answers next may be a
+            # restarted server.
             retry=RetryPolicy(max_retries=0),
         )
         for url in section.urls
     ]
     limit_s = section.away_limit_s
+    # A call may wait for as long as the run does, and needs its own time after that.
     pool = EndpointPool(clients, deadline_s=limit_s + max(c.server.deadline_s for c in clients))
     if section.publish == "transfer":
         address = section.transfer_address
         return pool, TransferTarget(model, clients, address=address, away_limit_s=limit_s)
+    # Servers have other working directories.
     folder, method = Path(config.run.dir).absolute() / "weights", section.reload_method
     return pool, ServerTarget(model, clients, folder, method=method, away_limit_s=limit_s)
 

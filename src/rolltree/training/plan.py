@@ -37,6 +37,7 @@ from rolltree.training.sampled import not_the_models_own
 from rolltree.types import RolloutRequest, RolloutResult, SamplingParams
 
 PHASE = "train"
+# In one start; the next one repeats them again (design/0014).
 _NUM_REPEATS = 3
 _WAITS = RetryPolicy(first_wait_s=0.5, max_wait_s=30.0)
 
@@ -80,6 +81,8 @@ def task_indices(seed: int, step: int, num_groups: int, num_examples: int) -> li
     for position in range(first, first + num_groups):
         epoch, index = divmod(position, num_examples)
         if epoch not in orders:
+            # Each epoch has an order of its own from the seed, so the step number is the whole
+            # position.
             rng = np.random.default_rng(derive_seed(seed, "order", epoch))
             orders[epoch] = rng.permutation(num_examples)
         chosen.append(int(orders[epoch][index]))
@@ -96,6 +99,7 @@ def step_requests(config: TrainConfig, source: RolloutSource, step: int) -> list
     """
     num_examples = _num_examples(source)
     indices = task_indices(config.run.seed, step, config.algorithm.groups_per_step, num_examples)
+    # Seeded by the place in the step and not by the example, which comes again in another epoch.
     groups = {f"g{group:02d}": (index, (group,)) for group, index in enumerate(indices)}
     return _requests(config, source, step, groups)
 
@@ -110,6 +114,7 @@ def replacement_requests(
     """
     num_examples, seed = _num_examples(source), config.run.seed
     planned = task_indices(seed, step, config.algorithm.groups_per_step, num_examples)
+    # Sorted, because the order of a set is not part of a seed.
     others = sorted(set(range(num_examples)) - set(planned)) or list(range(num_examples))
     order = np.random.default_rng(derive_seed(seed, "replacement", step)).permutation(others)
     groups = {
@@ -191,6 +196,8 @@ async def gather(
         if too_many(len(failed), len(requests), max_failed_share):
             again |= _whole_groups(failed, found.values(), engine.source)
     num_reused = len(found) - len(again)
+    # Whose stored rows may be overwritten, even if they did not fail: in a group that is compared,
+    # all members are played again.
     replaced: set[str] = set()
     for number in itertools.count():
         replaced |= again
@@ -199,6 +206,7 @@ async def gather(
         on_progress(len(found))
         missing = [request for request in requests if request.request_id not in found]
         stored = run_stored(engine, missing, run, replace_failed=True, replaced=replaced)
+        # An error closes the generator at once; rollouts in flight end with it.
         async with aclosing(stored) as batches:
             async for batch in batches:
                 found |= {result.request.request_id: result for result, _ in batch}
@@ -223,6 +231,7 @@ def lost_rollouts(results: Iterable[RolloutResult], source: RolloutSource) -> se
 def _whole_groups(
     names: set[str], results: Iterable[RolloutResult], source: RolloutSource
 ) -> set[str]:
+    # The scores of the others were made without the missing one (design/0014).
     if not names or not (isinstance(source, GroupScorer) and source.has_group_rewards):
         return names
     results = list(results)
@@ -233,6 +242,7 @@ def _whole_groups(
 def stored_results(requests: Sequence[RolloutRequest], run: Run) -> dict[str, RolloutResult]:
     """Return the results of `requests` that the run holds, by request id."""
     wanted = {request.request_id for request in requests}
+    # By step and group, as the indexes of the store are.
     groups = sorted({request.group_id for request in requests})
     rows = run.rollouts(phase=PHASE, train_step=requests[0].train_step, group_id=groups)
     results = decode_results(row for row in rows if row.request_id in wanted)
@@ -241,6 +251,7 @@ def stored_results(requests: Sequence[RolloutRequest], run: Run) -> dict[str, Ro
 
 def too_many(num_failed: int, num: int, max_failed_share: float) -> bool:
     """Return whether a step of `num` rollouts, of which some failed, must not be trained."""
+    # A share of 1 allows every failure but that of all: nothing would be left to learn from.
     return num_failed > max_failed_share * num or num_failed == num
 
 
@@ -265,6 +276,7 @@ async def until_enough(
             return results
         num_lost = sum(r.error is not None and r.error.type in INFRASTRUCTURE for r in results)
         num_failed = sum(result.error is not None for result in results)
+        # Even if every lost rollout works in the end, the other failures stop the step.
         hopeless = too_many(num_failed - num_lost, len(results), config.train.max_failed_share)
         limit_s = config.engine.away_limit_s
         if not num_lost or hopeless or monotonic() - began >= limit_s:
@@ -275,6 +287,7 @@ async def until_enough(
                 f"{num_lost} of its {len(results)} rollouts. They are run again until they work, "
                 f"for at most {limit_s:g} s (engine.away_limit_s)."
             )
+        # `gather` has already waited `_NUM_REPEATS` times.
         await asyncio.sleep(_WAITS.wait_s(number + _NUM_REPEATS, None))
         results = await again()
     raise AssertionError("unreachable: the loop returns or raises")
@@ -285,6 +298,7 @@ def _why_not(results: Sequence[RolloutResult], max_failed_share: float) -> str |
     errors = [result.error for result in results if result.error is not None]
     if not too_many(len(errors), len(results), max_failed_share):
         return None
+    # The most common error is the likely cause; the first one may be chance.
     kinds = Counter(error.type for error in errors)
     kind, count = kinds.most_common(1)[0]
     example = next(error for error in errors if error.type == kind)

@@ -29,6 +29,8 @@ from rolltree.types import FloatArray, GenerateRequest, IntArray, Sample, Sampli
 Score = Callable[[IntArray], FloatArray]
 """Prompts `[_N, _T]` -> the trainer's logprobs of every next token `[_N, _V]`."""
 
+# The first publish follows no step whose samples it could use. It gets random tokens, and more
+# prompts.
 _NUM_PROMPTS, _NUM_FIRST, _PROMPT_TOKENS = 8, 32, 16
 _NUM_TRIES = 3
 _MOST = 0.75  # quantile: of a mixture's prompts some are routed otherwise by a rounding error
@@ -96,9 +98,12 @@ class Publisher:
         A part that is not renewed shows where it was trained, so the next probe uses pieces of the
         samples that end before trained tokens.
         """
+        # There is no copy that could have stayed behind.
         if self.shares_memory():
             return
         ids = np.concatenate([sample.ids for sample in samples])
+        # Where each sample begins in `ids`. `source` is the position before a trained token, so a
+        # piece that ends there asks for what the step moves.
         firsts = np.cumsum([0, *(len(sample.ids) for sample in samples[:-1])])
         ends = np.concatenate(
             [first + s.records.source for first, s in zip(firsts, samples, strict=True)]
@@ -106,6 +111,8 @@ class Publisher:
         if not len(ends):
             ends = np.arange(len(ids))
         ends = ends[np.linspace(0, len(ends) - 1, _NUM_PROMPTS).astype(np.int64)]
+        # [_NUM_PROMPTS, _PROMPT_TOKENS]. Pieces that begin before the first id wrap around to the
+        # last: any tokens will do, since both sides read the same.
         self._prompts = ids[(ends[:, None] + np.arange(1 - _PROMPT_TOKENS, 1)) % len(ids)]
         self._before = self._score(self._prompts)
 
@@ -143,6 +150,7 @@ class Publisher:
         shares = self.shares_memory()
         if shares and not always:
             return {}
+        # With ranks this is a pass of all of them, which none may leave in the middle.
         after = await run_shielded(asyncio.to_thread(self._score, self._prompts))
         found: list[_Found] = []
         for client in getattr(self._client, "clients", [self._client]):
@@ -150,6 +158,7 @@ class Publisher:
                 continue
             try:
                 found.append(await self._check(client, version, after, is_old=not shares))
+            # It may have died while it was probed; then it is renewed before its next request.
             except ModelError:
                 if not getattr(client, "is_suspect", False):
                     raise
@@ -166,6 +175,7 @@ class Publisher:
         if served is None:
             return False
         addresses = {(tensor.data_ptr(), tensor.numel()) for tensor in served()}
+        # Frozen weights cannot be old.
         own = [p for p in self._model.parameters() if p.requires_grad]
         return all((p.data_ptr(), p.numel()) in addresses for p in own)
 
@@ -174,15 +184,19 @@ class Publisher:
 
         `is_old`: it may serve weights of before the step.
         """
+        # A server that was away at the first publish is judged by what the others differed by.
         noise = self._noise.get(id(client), max(self._noise.values(), default=None))
         noise = noise if is_old else None
         ids, logprobs = np.empty(0, np.int32), np.empty(0, np.float32)
         for number in range(_NUM_TRIES):
+            # Other seeds in each try, so the tries are independent and are judged together.
             more = await self._sample(client, version, version * _NUM_TRIES + number)
             ids, logprobs = np.append(ids, more[0]), np.append(logprobs, more[1])
             found = _compare(ids, logprobs, self._before, after)
             why = found.why_not(noise, self._tolerance)
             if why is None:
+                # From the first publish only: a later difference may already be an old part of the
+                # weights.
                 self._noise.setdefault(id(client), found.error)
                 return found
         raise TrainingError(
@@ -194,6 +208,7 @@ class Publisher:
 
     async def _sample(self, client: Any, version: int, seed: int) -> tuple[IntArray, FloatArray]:
         """Return the token that a client samples after each prompt, and its logprob."""
+        # One token, because `_before` has the distribution of the next token only (design/0022).
         sampling = SamplingParams(temperature=1.0, max_tokens=1)
         size = len(self._prompts)
         answers = await asyncio.gather(
@@ -240,6 +255,7 @@ class _Found:
 
         `noise` is what the engine differs by when it has the trainer's weights, None if unknown.
         """
+        # Not `>`: NaN has to fail, too.
         if not self.error <= tolerance:
             return (
                 f"the logprobs of a probe differ from the trainer's by {self.error:.3g} "
@@ -254,6 +270,8 @@ class _Found:
                 f"first weights it was {noise:.3g}, and the last step moved them by "
                 f"{self.moved:.3g}"
             )
+        # Near is judged always, away only after a step that a median over so many prompts can tell
+        # from noise (design/0022).
         is_clear = self.moved * self.num_prompts**0.5 > 2 * _NOISE * known
         if is_clear and self.behind > 0.5:
             return (
@@ -271,11 +289,13 @@ def _compare(
     ids: IntArray, logprobs: FloatArray, before: FloatArray | None, after: FloatArray
 ) -> _Found:
     """Compare what was sampled, `[_N]` or several times as many, with the trainer's `[_N, _V]`."""
+    # Each try samples after the same prompts in the same order.
     rows = np.arange(len(ids)) % len(after)
     error = logprobs - after[rows, ids]
     moved = np.zeros_like(error) if before is None else before[rows, ids] - after[rows, ids]
     typical = _most(moved)
     middle = float(np.median(np.abs(moved)))
+    # Differences count in the direction of the old weights: 0 is the new ones, 1 the old ones.
     behind = float(np.median(error * np.sign(moved))) / middle if middle else 0.0
     return _Found(
         error=_most(error),
@@ -297,6 +317,7 @@ def next_logprobs(model: Any, prompts: IntArray) -> FloatArray:
     takes = inspect.signature(model.forward).parameters
     only_last = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
     logits = model(input_ids=ids, use_cache=False, **only_last).logits[:, -1].float()
+    # A backward pass would do this; here none follows.
     reshard(model)
     found: FloatArray = logits.log_softmax(-1).cpu().numpy()
     return found
@@ -333,6 +354,7 @@ class WeightLock:
         """Open the pause, let the block write, publish, close the pause."""
         self._wait(self._stack.enter_async_context(self._paused()))
         began = time.perf_counter()
+        # Without `finally`: after a failure nothing is published, and the engine stays paused.
         yield
         self._wait(self._publish())
         self._wait(self._stack.aclose())

@@ -39,6 +39,7 @@ def load_trained(config: TrainConfig, ranks: Ranks | None) -> tuple[Any, Any]:
         UnknownName: there is no such model.
         ConfigError: it cannot be loaded.
     """
+    # FSDP moves shards to the GPU, which need not hold the whole model (design/0007).
     device = config.model.device if ranks is None else "cpu"
     return load_model(config.model.name, "float32", device=device)
 
@@ -66,6 +67,7 @@ class Rank0Trainer(Trainer):
     ) -> dict[str, float]:
         """Do what `Trainer.step` does, on all ranks."""
         assert self.ranks is not None
+        # Before the step: its sums over ranks wait for all of them.
         self.ranks.tell("step", {"step": step, "samples": samples_to_data(samples)})
         return super().step(samples, step, exclusive=exclusive, on_batch=on_batch)
 
@@ -106,6 +108,7 @@ def make_checkpoints(root: Path, config: TrainConfig, ranks: Ranks | None) -> Ch
 
 def renew_copy(model: Any, served: Any, ranks: Ranks | None) -> None:
     """Bring the copy that the engine serves up to date, with all ranks; `model` itself is."""
+    # The embedded engine reads the trained tensors themselves.
     if served is model:
         return
     if ranks is not None:
@@ -137,6 +140,7 @@ class _Follower:
     trainer: Trainer
 
     def step(self, data: Mapping[str, Any]) -> None:
+        # Without `exclusive` and `on_batch`: the engine and the store are rank 0's.
         self.trainer.step(samples_from_data(data["samples"]), data["step"])
 
     def save(self, data: Mapping[str, Any]) -> None:
@@ -150,9 +154,11 @@ class _Follower:
         store.load(path, self.trainer.model, self.trainer.optimizer)
 
     def copy(self, data: Mapping[str, Any]) -> None:
+        # Helps to gather the weights, and keeps nothing of them.
         copy_weights(self.trainer.model, None)
 
     def score(self, data: Mapping[str, Any]) -> None:
+        # A pass of all ranks; the result is rank 0's.
         next_logprobs(self.trainer.model, data["prompts"])
 
     def export(self, data: Mapping[str, Any]) -> None:
@@ -178,6 +184,8 @@ def follow(config: TrainConfig, ranks: Ranks, model: Any = None) -> None:
     Raises:
         TrainingError: rank 0 has ended, or has an error that every rank has.
     """
+    # torchrun passes a signal on to every rank. One that ended would take the others' save with
+    # it.
     with _signals_ignored():
         if config.train.num_threads is not None:
             torch.set_num_threads(config.train.num_threads)
@@ -191,6 +199,7 @@ def follow(config: TrainConfig, ranks: Ranks, model: Any = None) -> None:
 
 @contextmanager
 def _signals_ignored() -> Iterator[None]:
+    # Python sets signal handlers in the main thread only.
     if threading.current_thread() is not threading.main_thread():
         yield
         return

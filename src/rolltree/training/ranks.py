@@ -37,6 +37,7 @@ from rolltree.training.forward import LogprobModel
 from rolltree.types import Sample
 
 STOP = "stop"
+# Commands, samples and sums over records are on the CPU on every device.
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 _WAIT = timedelta(days=30)
 """How long ranks wait for a command: rollouts may take long, and a dead rank 0 is noticed anyway"""
@@ -64,6 +65,7 @@ class Ranks:
             self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", self.rank)))
             torch.cuda.set_device(self.device)
         self.mesh: DeviceMesh = init_device_mesh(device_type, (self.size,))
+        # A group of its own: the default one's timeout would end ranks that wait for rollouts.
         self.group = dist.new_group(backend="gloo", timeout=_WAIT)
 
     @property
@@ -78,9 +80,11 @@ class Ranks:
             TrainingError: another rank is gone.
         """
         content = encode({"name": name, "data": data or {}})
+        # The others need the size first, to make room.
         size = torch.tensor([len(content)])
         with _lost("a rank that trains with this one has ended"):
             dist.broadcast(size, 0, group=self.group)
+            # torch warns of buffers that cannot be written, such as bytes.
             dist.broadcast(torch.frombuffer(bytearray(content), dtype=torch.uint8), 0, self.group)
 
     def hear(self) -> Command:
@@ -103,6 +107,7 @@ class Ranks:
         Raises:
             TrainingError: a rank is gone.
         """
+        # Copies, since the reduction writes into them.
         summed = [torch.from_numpy(np.array(array, copy=True)) for array in arrays]
         with _lost("a rank that trains with this one has ended"):
             for tensor in summed:
@@ -212,6 +217,7 @@ def _stream(positions: Any, values: Any) -> SampleStream:
 def _to_extension(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         array = np.ascontiguousarray(value)
+        # No pickle: dtype, shape and bytes are all that an array needs.
         head = (array.dtype.str, value.shape, array.tobytes())
         return msgspec.msgpack.Ext(_ARRAY, msgspec.msgpack.encode(head))
     if isinstance(value, np.generic):
@@ -240,13 +246,17 @@ def shard(logprobs: LogprobModel, ranks: Ranks) -> None:
     policy = MixedPrecisionPolicy()
     if dtype != torch.float32:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    # Inner modules first: the root takes what no layer has taken (design/0007).
     for module in (*_own_layers(model), model):
         fully_shard(module, mesh=ranks.mesh, mp_policy=policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):
+            # Both, for a plain sum: a factor of 1 alone fails on gloo (design/0007).
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
             module.set_reduce_scatter_unused_params(True, recurse=False)
+    # The trainer never calls `forward`, and FSDP gathers weights only for methods that it knows
+    # (design/0007).
     setattr(model, _METHOD, logprobs.compute)
     register_fsdp_forward_method(model, _METHOD)
     logprobs.run = getattr(model, _METHOD)
@@ -262,6 +272,8 @@ def _own_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     names = set(getattr(model, "_no_split_modules", None) or ())
     found: list[torch.nn.Module] = []
 
+    # A parameter once per module that holds it, so one that is shared counts more often in the
+    # whole model than in either of its modules.
     def uses(module: torch.nn.Module) -> Counter[int]:
         return Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
 
@@ -269,6 +281,7 @@ def _own_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
     def walk(module: torch.nn.Module) -> None:
         for child in module.children():
+            # Every use of its parameters is inside it.
             if type(child).__name__ in names and uses(child).items() <= everywhere.items():
                 found.append(child)
             else:
@@ -307,5 +320,6 @@ def own_part(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
 
 def total_norm(gradients: Iterable[Tensor]) -> float:
     """Return the norm of all gradients of all ranks together."""
+    # Of shards it is a DTensor, whose parts belong to the ranks.
     norm: Any = torch.nn.utils.get_total_norm(list(gradients))
     return float(whole(norm))

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from rolltree.store import Run, StoredEvaluation
 
+# What a printed report shows; `rows` has every metric.
 _COLUMNS = {
     "reward": "reward/mean",
     "loss": "train/loss",
@@ -58,6 +59,7 @@ class TrainReport:
         """Return the report of a run that is stored."""
         curve = tuple(run.evaluations())
         found = {done.phase: done.metrics for done in curve}
+        # An export appears whole, so the folder is proof enough.
         model = run.path / "model"
         steps = tuple(row.metrics for row in run.steps())
         return cls(run.path, steps, found, curve, model if model.is_dir() else None)
@@ -69,6 +71,7 @@ class TrainReport:
 
     def rows(self) -> list[dict[str, Any]]:
         """Return one flat row per step: `step` and its metrics."""
+        # Every step has a row, so the n-th one is step n.
         return [{"step": step, **metrics} for step, metrics in enumerate(self.metrics, start=1)]
 
     def __repr__(self) -> str:
@@ -77,6 +80,7 @@ class TrainReport:
             [str(row["step"]), *(_shown(row.get(name)) for name in _COLUMNS.values())]
             for row in self.rows()
         ]
+        # Beginning and end fit a screen.
         if len(cells) > 12:
             cells = [*cells[:5], ["..."] + [""] * len(_COLUMNS), *cells[-6:]]
         widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]

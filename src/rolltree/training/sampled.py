@@ -17,6 +17,8 @@ from rolltree.inference.vocabulary import Vocabulary
 from rolltree.tokens import peek
 from rolltree.types import State
 
+# Calls per step. A server with another template or tokenizer is wrong in every call, so a sample
+# finds it.
 _NUM_SPELLED = 32
 
 
@@ -51,6 +53,7 @@ def check_sampled(rollouts: Iterable[tuple[str, State]]) -> None:
     """
     for name, state in rollouts:
         for index, step in enumerate(state.get("trajectory") or ()):
+            # `peek`, because reading a step's keys makes it keep what it builds for its reader.
             extras = peek(step, "extras") or {}
             changes = extras.get("sampling") or {}
             settings = not_the_models_own(extras.get("temperature", 1.0), changes)
@@ -79,6 +82,7 @@ def check_spelled(rollouts: Iterable[tuple[str, State]], vocabulary: Vocabulary)
     ]
     for where, step in calls[:: max(1, len(calls) // _NUM_SPELLED)]:
         tokens, prompt, said = step["tokens"], step["prompt"], step["completion"]
+        # Ids come as lists in the dicts of spec 1.
         prompt_ids, ids = (
             np.array(tokens[name], np.int32) for name in ("prompt_ids", "completion_ids")
         )

@@ -12,12 +12,14 @@ from rolltree.errors import ConfigError
 from rolltree.samples import DEFAULT_SCOPE
 from rolltree.types import Scope
 
+# msgspec checks these ranges, and its errors name the key.
 AtLeast0 = Annotated[int, Meta(ge=0)]
 AtLeast1 = Annotated[int, Meta(ge=1)]
 Text = Annotated[str, Meta(min_length=1)]
 Positive = Annotated[float, Meta(gt=0)]
 NonNegative = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
+# Below 1: an average with 1 would never move.
 Decay = Annotated[float, Meta(ge=0, lt=1)]
 
 
@@ -133,6 +135,7 @@ class EngineSection(Section, frozen=True):
                 "Use engine.kind = 'local', or servers that were started with it "
                 "(`rolltree serve --batch-invariant`), and leave it out here."
             )
+        # Whoever sets one of these expects an effect, so each is an error where it has none.
         ignored = ("max_batch", "max_context", "kv_budget_bytes", "prefill_chunk")
         if self.kind == "servers" and self.record_experts:
             raise ConfigError(
@@ -146,6 +149,7 @@ class EngineSection(Section, frozen=True):
             *("reload_method", "publish", "transfer_address"),
         )
         other_way = "reload_method" if self.publish == "transfer" else "transfer_address"
+        # A struct does not know which fields were given, so a default that is written out passes.
         defaults = {f.name: f.default for f in msgspec.structs.fields(type(self))}
         for name in (*ignored, other_way) if self.kind == "servers" else others:
             if getattr(self, name) != defaults[name]:
@@ -164,6 +168,7 @@ class EnvSection(Section, frozen=True):
     """
 
     id: str = ""
+    # msgspec copies an empty default for each instance.
     args: dict[str, Any] = {}
     compat: bool = False
 
@@ -175,8 +180,10 @@ class SamplingSection(Section, frozen=True):
     top_k: importance ratios are computed from the full distribution.
     """
 
+    # Above 0: a greedy token has no probability to take ratios of.
     temperature: Positive | None = None
     max_tokens: AtLeast1 | None = None
+    # An empty tuple takes the environment's stop strings away; None keeps them.
     stop: tuple[str, ...] | None = None
 
     def as_args(self) -> dict[str, Any]:
@@ -202,6 +209,7 @@ class EvalSection(Section, frozen=True):
     max_tokens: AtLeast1 | None = None
 
     def __post_init__(self) -> None:
+        # Two ranges, which no `Meta` expresses.
         if self.num_examples != -1 and self.num_examples < 1:
             raise ConfigError(
                 f"eval.num_examples is {self.num_examples}. Use -1 for all, or at least 1."
@@ -225,6 +233,7 @@ class CheckpointSection(Section, frozen=True):
     every: AtLeast1 = 10
     keep: AtLeast1 = 2
     format: Literal["full", "sharded"] = "full"
+    # As `save_pretrained` reads it.
     max_shard_size: Annotated[str, Meta(pattern=r"^[1-9]\d*[KMGT]?B$")] = "5GB"
     export: bool = True
 
@@ -269,6 +278,7 @@ class OptimSection(Section, frozen=True):
     final_lr_share: Share = 0.0
 
     def __post_init__(self) -> None:
+        # `gt=0` lets infinity through, which `max_grad_norm` may be.
         if not math.isfinite(self.lr):
             raise ConfigError(f"optim.lr is {self.lr}. Use a finite learning rate.")
         if self.final_lr_share and self.schedule == "constant":
@@ -318,6 +328,7 @@ class TrainSection(Section, frozen=True):
     num_steps: AtLeast1 = 100
     scope: Scope = DEFAULT_SCOPE
     share_prefix_across: Literal["group", "step", "rollout"] = "group"
+    # The first token of a path is only context, so one alone trains nothing.
     max_seq_len: Annotated[int, Meta(ge=2)] | None = None
     max_tokens: AtLeast1 = 8192
     forward: Literal["auto", "tree", "rows"] = "auto"

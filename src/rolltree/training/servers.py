@@ -56,6 +56,7 @@ class TrainedServer(OpenAIClient):
         epoch: how often it was found to have other weights. An answer from before says nothing.
     """
 
+    # None outside a run, where the client is an `OpenAIClient` and nothing more.
     fleet: Servers | None = None
     is_suspect = needs_weights = False
     epoch = 0
@@ -73,6 +74,8 @@ class TrainedServer(OpenAIClient):
         if self.fleet is None:
             return await super().respond(call, memory)
         waited_s = await self.fleet.ready(self)
+        # Noted before the request: an answer from before a restart does not count, although the
+        # restarted server has the right label again by the time it is asked.
         epoch = self.epoch
         try:
             answer = await super().respond(call, memory)
@@ -80,6 +83,7 @@ class TrainedServer(OpenAIClient):
         except (ConnectionFailed, BadResponse):
             self.is_suspect = True
             raise
+        # A 4xx is about the request and says nothing about the process.
         except ServerError as error:
             self.is_suspect = self.is_suspect or error.status >= 500
             raise
@@ -92,6 +96,8 @@ class TrainedServer(OpenAIClient):
             ModelError: it does not, or not yet.
         """
         await super().check_health()
+        # The pool would send calls to a server that passes this check, and its weights are not
+        # known yet.
         if self.fleet is not None and self.is_suspect:
             self.fleet.revive(self)
             raise ConnectionFailed(f"{self.server.root_url} has yet to get the run's weights.")
@@ -107,6 +113,8 @@ class TrainedServer(OpenAIClient):
     async def _confirm(self, epoch: int) -> None:
         """Raise `BadResponse` unless the server has had the published weights all along."""
         assert self.fleet is not None
+        # Asked after the answer: a process cannot get its label back by itself, so a label that is
+        # right now was right while the tokens were sampled (design/0014).
         label = await self._label()
         if self.epoch != epoch or label not in self.fleet.labels:
             raise BadResponse(
@@ -119,12 +127,16 @@ class TrainedServer(OpenAIClient):
 
         All who ask while a question is on its way share the next one.
         """
+        # An answer that is under way may be older than the caller's tokens, so only the next
+        # question counts. A server has at most one of these at a time (design/0014).
         running = self._check
         if running is not None and not running.done():
             await asyncio.wait([running])
+        # The first one to wake asks; the others find its task.
         if self._check is running or self._check is None:
             self._check = asyncio.create_task(served_version(self.server, timeout_s=_ASK_S))
             self._check.add_done_callback(_retrieved)
+        # Several calls wait for this task, and one of them may be cancelled.
         return await asyncio.shield(self._check)
 
 
@@ -172,8 +184,11 @@ class Servers(ABC):
             PublishFailed: a server answers, and does not take them.
         """
         await self._prepare(version)
+        # A restarted process has lost the connection for transfers, which has to be made again
+        # before anything is sent.
         restarts = map(self._note_restart, self._watched)
         await asyncio.gather(*restarts, return_exceptions=True)  # what fails here fails below
+        # Servers switch one after another; until the last one has, either label is right.
         self.labels |= {str(version)}
         waiting: list[Any] = list(self._clients)
         for number in range(_MAX_REFUSALS):
@@ -182,10 +197,13 @@ class Servers(ABC):
                 await self._send(waiting, version)
             except PublishFailed as error:
                 failed = error.clients
+                # Other clients cannot be revived, so their failure is final.
                 if number == _MAX_REFUSALS - 1 or not set(failed) <= set(self._watched):
                     raise
             for client in set(waiting) & set(self._watched):
                 client.needs_weights = client in failed
+            # A server that is away is not waited for: a publish is part of the step that SIGTERM
+            # must not interrupt (design/0014). `revive` gives it the weights.
             waiting = [client for client in failed if not await self._is_away(client)]
             if not waiting:
                 break
@@ -198,6 +216,7 @@ class Servers(ABC):
 
         `or_lost` raises where none does.
         """
+        # As if all had failed: each has to answer once before it gets a call.
         for server in self._watched:
             server.is_suspect = True
         if self._watched:
@@ -211,10 +230,13 @@ class Servers(ABC):
             ConnectionFailed: another server is there instead, or none was for too long.
         """
         began = monotonic()
+        # Every call helps to bring all servers back, since its pool may send the next one to any.
         away = [each for each in self._watched if each.is_suspect or each.needs_weights]
         if server not in away:
             return 0.0
         revivals = [self.revive(each) for each in away]
+        # Only then is there nobody else to ask. The deadline of the rollout stands still
+        # meanwhile: a server that is away is not the model's doing (design/0014).
         if len(away) == len(self._watched):
             episode = current_episode()
             with nullcontext() if episode is None else episode.clock.postponed():
@@ -244,6 +266,7 @@ class Servers(ABC):
         lost = asyncio.create_task(self._lost.wait())
         try:
             await asyncio.wait([task, lost], return_when=asyncio.FIRST_COMPLETED)
+            # First: `work` may have ended with an error that only follows from this one.
             if self._failure is not None:
                 raise self._failure
             return task.result()
@@ -254,6 +277,7 @@ class Servers(ABC):
 
     def announce_kept_weights(self) -> None:
         """Tell the user at the end of a run that the servers keep the trained weights."""
+        # Version 0 is the model as it was before training.
         if self.version > 0:
             model = getattr(self._clients[0], "model", "the model")
             self.notify(
@@ -299,6 +323,7 @@ class Servers(ABC):
                     self._lose(error)
                     return
             else:
+                # Refusals count in a row. The process that comes back may be another one.
                 num_refused = 0
                 self._note_away(server)
                 if self._away_s() >= self._patience_s:
@@ -311,11 +336,13 @@ class Servers(ABC):
                     )
                     return
             wait_s = _WAITS.wait_s(number, None)
+            # No longer than until the limit, so that the run ends when its notice said it would.
             await asyncio.sleep(min(wait_s, max(self._patience_s - self._away_s(), 0.01)))
             number += 1
 
     async def _renew(self, server: TrainedServer) -> None:
         """Give a server that answers the published weights if it has others."""
+        # The optimizer writes under the same lock, so a half-written model is never sent.
         async with self._lock:
             await self._note_restart(server)
             if server.needs_weights:
@@ -324,6 +351,7 @@ class Servers(ABC):
 
     async def _note_restart(self, server: TrainedServer) -> None:
         """Ask a server for its version, and take note of one that it should not have."""
+        # Nothing was published yet, so no label can be wrong.
         if not self.labels:
             return
         try:
@@ -333,6 +361,7 @@ class Servers(ABC):
             raise
         if label in self.labels:
             return
+        # Answers that are under way may come from these weights: their callers compare the epoch.
         server.epoch += 1
         server.needs_weights = True
         self._forget(server)
@@ -379,6 +408,7 @@ class Servers(ABC):
         """Return for how long no server has answered."""
         since_s = [each.away_since_s for each in self._watched]
         known = [each for each in since_s if each is not None]
+        # The time counts from when the last server went away.
         return monotonic() - max(known) if len(known) == len(since_s) else 0.0
 
     def _names(self) -> str:
@@ -420,6 +450,7 @@ class ServerTarget(Servers):
         await publish_weights(clients, self._path(version), version, method=self._method)
 
     async def _tidy(self) -> None:
+        # The current version stays, for servers that come back.
         for old in self._folder.glob("version-*"):
             if old != self._path(self.version):
                 await asyncio.to_thread(shutil.rmtree, old)
@@ -479,6 +510,7 @@ def check_served_names(model: Any, way_out: str) -> None:
     Raises:
         ConfigError: naming the way out.
     """
+    # transformers notes here how it renamed or fused tensors on reading.
     if getattr(model, "_weight_conversions", None):
         raise ConfigError(
             f"the tensors of {type(model).__name__} were renamed or fused when its checkpoint "

@@ -33,6 +33,7 @@ class TokenRecord:
     def __init__(self, results: Sequence[RolloutResult], credit: CreditReport) -> None:
         self._states = credit.trained
         self._advantages = credit.advantages
+        # By identity: states are dicts, which have no hash.
         self._names = {
             id(state): (result.request.request_id, index)
             for result in results
@@ -48,11 +49,15 @@ class TokenRecord:
         """Return a row for each trained rollout of step `step`."""
         sampled = [self._num_sampled(state) for state in self._states]
         counts = np.array([n for calls in sampled for n in calls], np.int64)
+        # `[_C + 1]`, where the sampled tokens of each call begin in the columns; `first_call` is
+        # `[num_rollouts + 1]`, the number of each rollout's first call.
         starts = np.cumsum([0, *counts])
         first_call = np.array([*accumulate(map(len, sampled), initial=0)], np.int64)
         size = int(starts[-1])
         given = np.concatenate([_NONE, *self._advantages], dtype=np.float32)
         columns: dict[str, FloatColumn] = {
+            # Every sampled token has its call's advantage, also one that trains nothing: its
+            # weight is 0, and what the trainer would say of it is NaN.
             "advantage": np.repeat(given, counts),
             "weight": np.zeros(size, np.float32),
             "logprob": np.full(size, np.nan, np.float32),
@@ -64,6 +69,8 @@ class TokenRecord:
             return found
 
         for counted, computed, stats in self._seen:
+            # `counted` has more records than were computed: those of rollouts without an advantage
+            # count in the normalizers.
             at = place(counted)
             columns["advantage"][at] = counted.advantage
             columns["weight"][at] = counted.weight
@@ -72,6 +79,7 @@ class TokenRecord:
                 columns["weight"][at] *= stats.factor
             known = {"logprob": stats.logprob, "entropy": stats.entropy}
             known |= {"reference": stats.reference} if stats.reference is not None else {}
+            # With the reference's logprob the KL of a token can be computed.
             known |= {"kl": stats.kl} if stats.kl is not None and stats.reference is None else {}
             for name, values in known.items():
                 column = columns.setdefault(name, np.full(size, np.nan, np.float32))

@@ -59,6 +59,7 @@ def tensorboard(run: TrackedRun) -> Sink:
     _package("tensorboard")
     from torch.utils.tensorboard import SummaryWriter
 
+    # TensorBoard then hides what an earlier start wrote of the steps that are sent again.
     writer: Any = SummaryWriter(str(run.path / "tensorboard"), purge_step=run.first_step)
 
     def log(values: Mapping[str, float], step: int) -> None:
@@ -85,6 +86,7 @@ def wandb(run: TrackedRun) -> Sink:
         settings=package.Settings(x_disable_meta=True) if hides else None,
         project=run.project,
         name=run.name,
+        # Two runs of one name stay two; a run that is continued stays one.
         id=f"{run.name}-{run.key}",
         resume="allow",
         dir=str(run.path),
@@ -128,12 +130,14 @@ def mlflow(run: TrackedRun) -> Sink:
     package = _package("mlflow")
     where = os.environ.get("MLFLOW_TRACKING_URI")
     if not where:
+        # Only if the user has not said otherwise.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         where = (run.path / "mlruns").resolve().as_uri()
     client = package.MlflowClient(where)
     from mlflow.entities import Metric
 
     note = run.path / "mlflow-run-id"
+    # In a run directory of somebody else it could be a pipe or a link.
     if odd_kind(note) is None and note.exists():
         identity = read_regular(note, 1024).decode().strip()
         client.update_run(identity, status="RUNNING")
@@ -143,7 +147,9 @@ def mlflow(run: TrackedRun) -> Sink:
         identity = client.create_run(experiment, run_name=run.name).info.run_id
         for section, values in run.config.items():
             for key, value in values.items():
+                # Some versions of MLflow refuse longer values.
                 client.log_param(identity, f"{section}.{key}", str(value)[:500])
+        # Last, so that a run which is continued there has its parameters.
         write_whole(note, identity + "\n", follow=False)
 
     def log(values: Mapping[str, float], step: int) -> None:
@@ -217,6 +223,7 @@ class Trackers:
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Send numbers."""
+        # A copy: a tracker that fails is taken out meanwhile.
         for tracker, sink in list(self._sinks.items()):
             with self._survived(tracker):
                 sink.log(values, step)
@@ -227,6 +234,8 @@ class Trackers:
         is_shown = step is None or (step - 1) % section.transcripts_every == 0
         return section.transcripts if self._sinks and is_shown else 0
 
+    # `read` is called in the guarded block, and only if there is a tracker: what it raises ends no
+    # run.
     def show(self, name: str, read: Callable[[], Sequence[Transcript]], step: int) -> None:
         """Send the transcripts that `read` returns."""
         for tracker, sink in list(self._sinks.items()):

@@ -54,6 +54,7 @@ class LocalClient(TokenClient):
         Raises:
             ModelError: as `EngineThread.generate`; `UnsupportedSetting` for another model's name.
         """
+        # There is one model here, whatever a call names.
         check_model(request.model, self._model)
         output = await self.engine.generate(request, on_token)
         stopped = output.finish_reason == FinishReason.STOP
@@ -103,6 +104,7 @@ def local_client(
     )
     engine = LocalEngine(
         model,
+        # The template may end turns with tokens that the model's folder does not name.
         eos_token_ids=sorted({*ends, *renderer.end_ids}),
         # Fast tokenizers refuse to be used by two threads at once; this one is the engine's own.
         decode_text=copy.deepcopy(tokenizer).decode,

@@ -86,8 +86,10 @@ class Handlers:
         """`POST /v1/chat/completions`."""
         body = await json_body(request)
         given = check_fields(body, CHAT_FIELDS, self._served.name)
+        # Parsed before the prompt is rendered: a wrong field costs nothing.
         parsed = parse_request(given, chat=True, body=body, request_id=_request_id(request))
         messages = messages_of(given.get("messages"))
+        # In a thread, since templates and tokenizers would hold the event loop.
         prompt = await self._served.run(lambda: self._served.chat_prompt(messages, parsed.tools))
         return await self._complete(request, parsed, [prompt])
 
@@ -112,6 +114,7 @@ class Handlers:
                 media_type="text/event-stream",
                 headers={"Cache-Control": "no-cache"},
             )
+        # A client that hangs up frees its place in the batch.
         outputs = await while_connected(request, served.sample(prompts, parsed.sampling, parsed.n))
         responses = Responses(served, parsed)
         return await served.run(lambda: json_response(responses.whole(prompts, outputs)))
@@ -140,6 +143,7 @@ class Handlers:
             served,
             prompt,
             outputs,
+            # The client's own name, by which it tells whose answer it gets.
             request_id=_request_id_in(given) or _request_id(request) or secrets.token_hex(12),
             logprobs="logprobs" in params,
             prompt_ids=bool(given.get("return_token_ids")),
@@ -208,6 +212,7 @@ class WeightHandlers:
             ("POST", "/update_weights"): self.update_weights,
             ("POST", "/finish_weight_update"): self.finish_weight_update,
         }
+        # What only looks may be asked with the ordinary token.
         self.admin_paths = [path for method, path in self.paths if method == "POST"]
 
     async def health(self, request: Request) -> Response:
@@ -266,12 +271,14 @@ class WeightHandlers:
 
     async def reset_prefix_cache(self, request: Request) -> Response:
         """Forget the keys of earlier prompts."""
+        # Without a new version: the same weights' keys are dropped.
         await self._served.set_version()
         return json_response({"success": True})
 
     async def update_weight_version(self, request: Request) -> Response:
         """Give the weights a version: `{"new_version": "3"}`, a whole number as text."""
         version: Any = (await json_body(request)).get("new_version")
+        # Checked before `int`, which takes other alphabets' digits and any length.
         is_short = isinstance(version, str) and len(version) <= 10 and version.isascii()
         if not (is_short and version.isdecimal() and int(version) < 2**31):
             raise RequestError(
@@ -293,6 +300,7 @@ class WeightHandlers:
     async def init_weight_transfer(self, request: Request) -> Response:
         """Meet a trainer: `{"init_info": ...}`, as `WeightTransfer` sends it."""
         info = await _object_in(request, "init_info")
+        # This blocks until the trainer is there.
         await asyncio.to_thread(self._receiver().meet, info)
         return json_response({"message": "met"})
 
@@ -468,6 +476,7 @@ def serve(
     admin_token = options.admin_token
     if admin_token is None and is_loopback(options.host):
         admin_token = secrets.token_urlsafe(24)
+    # Before the application: with port 0 the URL is known only then.
     listener = listen(options.host, options.port)
     port = listener.getsockname()[1]
     name = f"[{options.host}]" if ":" in options.host else options.host
