@@ -333,7 +333,7 @@ class _Worker:
 
 
 def _cpu_s(pid: int) -> float | None:
-    """Return the CPU seconds that a process has used, or None where the system does not say."""
+    """Return the CPU seconds that a process has used, or None if the system does not say."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             # The name, in parentheses, may hold anything.

@@ -8,7 +8,7 @@ import torch
 from loop_kit import make_config, start
 from training_kit import LetterSource
 
-from rolltree.errors import ConfigError
+from rolltree.errors import ConfigError, TrainingError
 from rolltree.rollouts import RolloutEngine
 from rolltree.store import Run
 from rolltree.testing import ScriptedClient
@@ -54,13 +54,13 @@ class Fixed(LetterSource):
         return [state]
 
 
-def feed_of(source, run, said=None, clock=None):
+def feed_of(source, run, said=None, clock=None, config=CONFIG):
     said = [] if said is None else said
     warning = NoSignalWarning(said.append, clock=clock or (lambda: 0.0))
     engine = RolloutEngine(source, ScriptedClient(["x"]), max_concurrent=4)
     progress = []
     feed = SyncFeed(
-        CONFIG,
+        config,
         engine,
         run,
         warning=warning,
@@ -120,6 +120,50 @@ class TestSyncFeed:
         found = await feed.next(1)
         assert found.trained == found.sampled
         assert found.metrics["dynamic/num_replaced"] == 0
+
+
+class FailingReplacements(Fixed):
+    """Three of the five rollouts of every replacement fail, until the cause is gone."""
+
+    is_broken = True
+
+    async def run_request(self, request, client):
+        group = request.group_id.rpartition("/")[2]
+        if self.is_broken and group[0] == "x" and request.index_in_group > 1:
+            self.fail.add(request.request_id)
+        else:
+            self.fail.discard(request.request_id)
+        return await super().run_request(request, client)
+
+
+class TestFailedReplacements:
+    WIDE = load_train_config(
+        {"algorithm": {"group_size": 5, "groups_per_step": 2, "dynamic_sampling_max": 4}}
+    )
+
+    async def test_they_count_in_the_share_that_stops_a_step(self, run):
+        source = FailingReplacements(useful=("x00", "x01"))
+        feed, _ = feed_of(source, run, config=self.WIDE)
+        with pytest.raises(TrainingError, match=r"6 of 10 rollouts of step 1 failed, 6 of them"):
+            await feed.next(1)
+        source.is_broken, source.played = False, []
+        feed, _ = feed_of(source, run, config=self.WIDE)
+        found = await feed.next(1)  # the cause is gone: what failed is played again, nothing else
+        assert sorted(source.played) == sorted(
+            f"train/000001/x0{group}/{member}" for group in range(2) for member in (2, 3, 4)
+        )
+        assert names(found.trained) == ["x00", "x01"]
+
+    async def test_a_bad_group_beside_a_good_one_is_trained_also_after_a_kill(self, run):
+        source = FailingReplacements(useful=("g00", "x00"))
+        feed, _ = feed_of(source, run, config=self.WIDE)
+        first = await feed.next(1)
+        assert names(first.trained) == ["g00", "x00"]
+        source.is_broken, source.played = False, []
+        feed, _ = feed_of(source, run, config=self.WIDE)
+        again = await feed.next(1)
+        assert source.played == []
+        assert [r.error for r in again.trained] == [r.error for r in first.trained]
 
 
 class TestReplacements:

@@ -154,9 +154,29 @@ class SyncFeed:
             def progress(done: int, before: int = before, total: int = total) -> None:
                 self._on_progress(step, before + done, total)
 
-            found = await gather(requests, self._rollouts, self._run, progress)
+            # With what is trained already: one bad group beside seven good ones is no reason to
+            # stop, and the same question after a kill gets the same answer (design/0016).
+            beside = joined([each.results for each in useful])
+
+            async def again(
+                requests: Sequence[RolloutRequest] = requests,
+                progress: Callable[[int], None] = progress,
+                beside: Group = beside,
+            ) -> Group:
+                share = config.train.max_failed_share
+                found = await gather(
+                    requests,
+                    self._rollouts,
+                    self._run,
+                    progress,
+                    max_failed_share=share,
+                    beside=beside,
+                )
+                return found.results
+
+            results = await until_enough(await again(), again, config, self._notify, beside)
             num_extra += count
-            groups = by_group(found.results)
+            groups = by_group(results)
             sampled += groups
             more, less = self._split(groups)
             useful, flat = useful + more, flat + less

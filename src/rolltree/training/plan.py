@@ -174,6 +174,7 @@ async def gather(
     on_progress: Callable[[int], None] = lambda num_done: None,
     *,
     max_failed_share: float | None = None,
+    beside: Sequence[RolloutResult] = (),
 ) -> Collected:
     """Return the results of `requests`, whole groups of one step, running those not stored.
 
@@ -188,12 +189,14 @@ async def gather(
         on_progress: gets the number of results that are there.
         max_failed_share: when all are stored and a larger share failed, all failed ones are run
             again, whatever they failed with: the cause may be gone.
+        beside: results that count in that share, too, and are not run again.
     """
     found = stored_results(requests, run)
     again = lost_rollouts(found.values(), engine.source)
     if max_failed_share is not None and len(found) == len(requests):
         failed = {name for name, result in found.items() if result.error is not None}
-        if too_many(len(failed), len(requests), max_failed_share):
+        num_failed = len(failed) + sum(result.error is not None for result in beside)
+        if too_many(num_failed, len(requests) + len(beside), max_failed_share):
             again |= _whole_groups(failed, found.values(), engine.source)
     num_reused = len(found) - len(again)
     # Whose stored rows may be overwritten, even if they did not fail: in a group that is compared,
@@ -260,24 +263,27 @@ async def until_enough(
     again: Callable[[], Awaitable[tuple[RolloutResult, ...]]],
     config: TrainConfig,
     notify: Callable[[str], None],
+    beside: Sequence[RolloutResult] = (),
 ) -> tuple[RolloutResult, ...]:
-    """Return results of a step of which at most `train.max_failed_share` failed.
+    """Return results of a step of which, with those `beside`, a small enough share failed.
 
-    While those that a server or a sandbox failed are too many, it waits, longer and longer, and
-    calls `again`, which runs them again and returns the results of the step.
+    That is at most `train.max_failed_share`. While those that a server or a sandbox failed are too
+    many, it waits, longer and longer, and calls `again`, which runs them again and returns their
+    results.
 
     Raises:
         TrainingError: other failures are too many, or `engine.away_limit_s` passed.
     """
     began = monotonic()
     for number in itertools.count():
-        problem = _why_not(results, config.train.max_failed_share)
+        step = (*beside, *results)
+        problem = _why_not(step, config.train.max_failed_share)
         if problem is None:
             return results
         num_lost = sum(r.error is not None and r.error.type in INFRASTRUCTURE for r in results)
-        num_failed = sum(result.error is not None for result in results)
+        num_failed = sum(result.error is not None for result in step)
         # Even if every lost rollout works in the end, the other failures stop the step.
-        hopeless = too_many(num_failed - num_lost, len(results), config.train.max_failed_share)
+        hopeless = too_many(num_failed - num_lost, len(step), config.train.max_failed_share)
         limit_s = config.engine.away_limit_s
         if not num_lost or hopeless or monotonic() - began >= limit_s:
             raise TrainingError(problem)
