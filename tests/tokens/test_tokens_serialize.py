@@ -219,3 +219,20 @@ def test_unknown_array_types_are_refused_both_ways() -> None:
     broken[-1] = 0xFF
     with pytest.raises(TokenError, match="UTF-8"):
         Reader(memoryview(bytes(broken))).text()
+
+
+def test_a_call_may_be_labelled_after_its_piece_was_saved():
+    tree = TokenTree()
+    tree.insert([1, 2], [3])
+    first = tree.to_bytes()
+    tree.label(0, agent="a")
+    tree.insert([1, 2, 4], [5], agent="b")
+    tree.insert([1, 2, 3, 4], [5], agent="a", parent=0)
+    pieces = first + tree.to_bytes(since=1)
+    tree.label(1, agent="c")
+    tree.insert([9], [9], agent="c")
+    read = TokenTree.from_bytes(pieces + tree.to_bytes(since=3))
+    assert [read.agent(call) for call in range(4)] == ["", "b", "a", "c"]
+    read.label(0, agent="a")  # as whoever saved the pieces has to
+    read.label(1, agent="c")
+    assert read.to_bytes() == tree.to_bytes()

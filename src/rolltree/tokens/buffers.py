@@ -119,7 +119,9 @@ def check_labels(agent: object, turn: object) -> None:
         check_label(agent, "agent")
     if turn is not None and not (
         # `True` is an integer to Python.
-        isinstance(turn, int | np.integer) and turn is not True and 0 <= turn <= _INT32_MAX
+        isinstance(turn, int | np.integer)
+        and not isinstance(turn, bool)
+        and 0 <= turn <= _INT32_MAX
     ):
         raise TokenError(
             f"turn is {turn!r}; a turn is a number from 0 on, by which samples are grouped. Give "

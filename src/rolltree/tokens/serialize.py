@@ -261,10 +261,9 @@ def save(tree: TokenTree, since: int) -> bytes:
     out.ints(arena.run_parent[num_runs:])
     for name in _SAVED_COLUMNS:
         out.ints(getattr(calls, name)[since:])
-    # Agents are numbered by their first call.
-    known_agents = max(calls.agent[:since], default=-1) + 1
-    out.number(len(tree.agents) - known_agents)
-    for agent in tree.agents[known_agents:]:
+    # All of them, not only new ones: a call of an earlier piece may have been labelled since.
+    out.number(len(tree.agents))
+    for agent in tree.agents:
         out.text(agent)
     for stream in tree.sampled.values():
         _save_sampled(out, stream, since)
@@ -356,7 +355,10 @@ def _load_chunk(tree: TokenTree, reader: Reader) -> None:
     starts = reader.numbers()
     _load_runs(tree, ids, starts, reader.numbers(len(starts)))
     columns = [reader.numbers(count) for _ in _SAVED_COLUMNS]
-    tree.agents.extend(reader.text() for _ in range(reader.number()))
+    agents = [reader.text() for _ in range(reader.number())]
+    # Pieces of earlier versions have the new ones only.
+    known = len(tree.agents)
+    tree.agents += agents[known:] if agents[:known] == tree.agents else agents
     if len(set(tree.agents)) < len(tree.agents):
         raise damaged_tokens("two agents have one name")
     for row in zip(*columns, strict=True):

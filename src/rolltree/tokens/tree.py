@@ -359,7 +359,8 @@ class TokenTree:
     def to_bytes(self, since: int | None = None) -> bytes:
         """Return the tree as compact bytes, or only what calls `since`, `since + 1`, ... added.
 
-        Pieces concatenate: `to_bytes()` after 3 calls plus `to_bytes(since=3)` is the whole.
+        Pieces concatenate: `to_bytes()` after 3 calls plus `to_bytes(since=3)` is the whole. A
+        call that is labelled after its piece was saved has its old label there.
         """
         return save(self, 0 if since is None else since)
 
