@@ -74,7 +74,7 @@ def extract_tokens(
     choice = first_choice(response)
     logprobs = read(choice, "logprobs")
     completion = _ids(choice, "token_ids")
-    if completion is None or _names_ids(logprobs):
+    if completion is None or names_ids(logprobs):
         texts = sampled_entries(logprobs, message_type, "token", "tokens") or []
         if completion is None:
             completion = spelled_ids(texts)
@@ -435,7 +435,7 @@ def first_choice(response: object) -> object:
     return choices[0]
 
 
-def _names_ids(logprobs: object) -> bool:
+def names_ids(logprobs: object) -> bool:
     """Whether the first token's text is its id, as on vLLM's token-in endpoint."""
     tokens, content = read(logprobs, "tokens"), read(logprobs, "content")
     first = tokens[0] if isinstance(tokens, list) and tokens else None
