@@ -380,3 +380,24 @@ async def test_a_program_that_asks_in_another_form_than_its_row(prompt, asked, c
         s.state.prompt = prompt
         await s.complete(asked)
     assert s.state["completion"] == completion
+
+
+async def test_the_trajectory_takes_over_the_tree_of_the_calls():
+    async with session(ScriptedClient(echo)) as s:
+        assert s.summary()["num_unique_tokens"] == 0  # as opening it over HTTP says
+        await s.complete(call(user("a")))
+        assert s._client._memory._calls.tree is s.trajectory.tree
+        assert s.summary()["num_unique_tokens"] == s.trajectory.tree.num_tokens > 0
+
+
+async def test_histories_of_two_agents_keep_each_message_once():
+    async with session(ScriptedClient(echo)) as s:
+        for _ in range(3):
+            await s.complete(call(user("a"), said("A"), user("b")))
+            await s.complete(call(user("c"), said("C"), user("b")))
+        prompts = [step["prompt"] for step in s.trajectory]
+        assert prompts[0] == [user("a"), said("A"), user("b")]
+        assert {id(message) for prompt in prompts for message in prompt} == {
+            id(message) for prompt in prompts[:2] for message in prompt
+        }
+        assert len({id(message) for prompt in prompts for message in prompt}) == 5

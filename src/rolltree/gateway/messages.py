@@ -98,6 +98,10 @@ def chat_messages(value: object, where: str = "messages") -> list[ChatMessage]:
 
 
 def _message(value: object, where: str) -> ChatMessage:
+    if type(value) is dict and len(value) == 2:  # by far the most frequent
+        role, content = value.get("role"), value.get("content")
+        if type(content) is str and type(role) is str and role in _ROLES and role != "tool":
+            return {"role": _ROLES[role], "content": content}
     if not isinstance(value, Mapping) or value.get("role") not in _ROLES:
         role = value.get("role") if isinstance(value, Mapping) else value
         raise RequestError(

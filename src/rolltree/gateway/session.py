@@ -156,6 +156,7 @@ class GatewaySession:
         self._seeds = None if seed is None else CallSeeds(seed)
         self.journal, self._on_close = journal, on_close
         self._messages: dict[bytes, ChatMessage] = {}
+        self._last_prompt: list[ChatMessage] = []
         self._options: dict[bytes, Any] = {}
         self._flights: dict[str, _Flight] = {}
         self._by_key: dict[str, _Flight] = {}
@@ -530,9 +531,16 @@ class GatewaySession:
 
     def _interned(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
         """Return the messages, those that were seen before as the same objects."""
-        # Agents send their whole history with every call, and it must not be kept every time.
-        known = self._messages
-        return [known.setdefault(_content_digest(message), message) for message in messages]
+        # Agents send their whole history with every call, and it must not be kept every time. Most
+        # of it is that of the call before, which is compared faster than digested.
+        known, before = self._messages, self._last_prompt
+        num_same = next(
+            (at for at, pair in enumerate(zip(before, messages, strict=False)) if pair[0] != pair[1]),
+            min(len(before), len(messages)),
+        )
+        new = (known.setdefault(_content_digest(each), each) for each in messages[num_same:])
+        self._last_prompt = [*before[:num_same], *new]
+        return self._last_prompt
 
     def _interned_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return options whose values, those that were seen before, are the same objects."""

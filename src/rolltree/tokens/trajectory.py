@@ -144,7 +144,8 @@ class Trajectory(list[TrajectoryStep]):
         streams: Mapping[str, Any] | None,
     ) -> int:
         """Return the call's handle: the one that it has in this tree already, or a new one."""
-        if self._tree is None and response.call == 0:
+        # Whoever looked at the tree before the first call has made an empty one.
+        if response.call == 0 and (self._tree is None or not self._tree.num_calls):
             self._tree = response.tree
         if response.tree is not self.tree or response.call_id in self._handles:
             return self._insert(response, agent, turn, streams)
