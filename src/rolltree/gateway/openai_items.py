@@ -6,7 +6,7 @@ The items of one assistant turn (reasoning, text, function calls) are one messag
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from reprlib import repr as shown
 from typing import Any
@@ -270,6 +270,34 @@ def call_item(answer_id: str, index: int, call: ChatMessage, status: str) -> dic
         "name": call["function"]["name"],
         "arguments": call["function"]["arguments"],
     }
+
+
+def input_items(messages: Sequence[ChatMessage], answer_id: str) -> list[dict[str, Any]]:
+    """Return the items of the messages before an answer, with ids that no other item has."""
+    items: list[dict[str, Any]] = []
+
+    def add(prefix: str, kind: str, **values: Any) -> None:
+        item_id = f"{prefix}_in_{answer_id}_{len(items)}"
+        items.append({"id": item_id, "type": kind, "status": "completed", **values})
+
+    for message in messages:
+        role, text = message["role"], str(message.get("content") or "")
+        if role == "tool":
+            call_id = message["tool_call_id"]
+            add("fco", "function_call_output", call_id=call_id, output=text)
+            continue
+        if reasoning := message.get("reasoning_content"):
+            add("rs", "reasoning", summary=[], content=[REASONING_ITEM.part(reasoning)])
+        calls = message.get("tool_calls") or ()
+        if role == "assistant" and (text or not calls):
+            add("msg", "message", role=role, content=[MESSAGE_ITEM.part(text)])
+        elif role != "assistant":
+            add("msg", "message", role=role, content=[{"type": "input_text", "text": text}])
+        for call in calls:
+            function = call["function"]
+            named = {"name": function["name"], "arguments": function["arguments"]}
+            add("fc", "function_call", call_id=call["id"], **named)
+    return items
 
 
 CUT_REASONS = {

@@ -33,6 +33,7 @@ from rolltree.gateway.openai_items import (
     ItemHistory,
     TextItem,
     call_item,
+    input_items,
     last_status,
     output_items,
     reasoning_item_kind,
@@ -461,6 +462,44 @@ async def retrieve_response(
     return _finished(answer, answer.options)
 
 
+async def list_input_items(
+    session: SessionView, body: Mapping[str, Any], params: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return the input of an earlier response, with what it continued, a page of it at a time."""
+    answer = _earlier_answer(session, params["id"], "id")
+    _check_page(params)
+    *said, _ = session.conversation(answer.head.id)
+    items = input_items(said[answer.options["instructions"] is not None :], answer.head.id)
+    if params.get("order", "desc") == "desc":
+        items.reverse()
+    if "after" in params:
+        at = next((i for i, item in enumerate(items) if item["id"] == params["after"]), None)
+        if at is None:
+            what = f"the input has no item {shown(params['after'])}."
+            raise RequestError(what, status=404, param="after")
+        items = items[at + 1 :]
+    page = items[: int(params.get("limit", 20))]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": len(page) < len(items),
+    }
+
+
+def _check_page(params: Mapping[str, str]) -> None:
+    known = ("session", "agent", "id", "after", "order", "limit", "include", "include[]")
+    for name in params:
+        if name not in known:
+            raise unknown_field(name, known)
+    if params.get("order", "desc") not in ("asc", "desc"):
+        raise _disobeyed("order", params["order"], "known are asc and desc")
+    limit = params.get("limit", "20")
+    if not (limit.isdecimal() and len(limit) < 4 and 1 <= int(limit) <= 100):
+        raise _disobeyed("limit", limit, "it is a number from 1 to 100")
+
+
 async def count_input_tokens(
     session: SessionView, body: Mapping[str, Any], params: Mapping[str, str]
 ) -> dict[str, Any]:
@@ -487,6 +526,7 @@ RESPONSES = WireProtocol(
     ResponseEvents,
     sides={
         ("GET", "/responses/{id}"): retrieve_response,
+        ("GET", "/responses/{id}/input_items"): list_input_items,
         ("DELETE", "/responses/{id}"): _refusing(
             "a response is a recorded call of the session and is deleted with it, not alone."
         ),
