@@ -12,7 +12,7 @@ from reprlib import repr as shown
 from typing import Any
 
 from rolltree.gateway.calls import AgentAnswer
-from rolltree.gateway.messages import assistant, joined_text, tool_call
+from rolltree.gateway.messages import assistant, joined_text, text_at, tool_call
 from rolltree.gateway.protocol import SessionView
 from rolltree.inference.server.requests import RequestError, unknown_field
 from rolltree.types import ChatMessage, FinishReason
@@ -119,18 +119,21 @@ class ItemHistory:
         self._turn_of(item, "reasoning").reasoning += text
 
     def _add_call(self, item: Mapping[str, Any], where: str) -> None:
-        name, call_id = _text_in(item, "name", where), _text_in(item, "call_id", where)
-        made = tool_call(call_id, name, _text_in(item, "arguments", where))
+        name, call_id = (
+            text_at(item.get("name"), f"{where}.name"),
+            text_at(item.get("call_id"), f"{where}.call_id"),
+        )
+        made = tool_call(call_id, name, text_at(item.get("arguments"), f"{where}.arguments"))
         self._turn_of(item, "call").calls.append(made)
 
     def _add_output(self, item: Mapping[str, Any], where: str) -> None:
         text = joined_text(item.get("output"), f"{where}.output")
-        call_id = _text_in(item, "call_id", where)
+        call_id = text_at(item.get("call_id"), f"{where}.call_id")
         self._parts.append({"role": "tool", "content": text, "tool_call_id": call_id})
         self._has_output = True
 
     def _add_reference(self, item: Mapping[str, Any], where: str) -> None:
-        item_id = _text_in(item, "id", where)
+        item_id = text_at(item.get("id"), f"{where}.id")
         answer_id = _answer_id(item_id)
         if answer_id is not None:
             answer = self._session.answer(answer_id)
@@ -201,14 +204,6 @@ def _spelled(parts: object, kind: str, where: str) -> str:
             case _:
                 raise RequestError(f"{where} is not a list of {kind}.", param=where)
     return "".join(texts)
-
-
-def _text_in(item: Mapping[str, Any], name: str, where: str) -> str:
-    value = item.get(name)
-    if not isinstance(value, str):
-        where = f"{where}.{name}"
-        raise RequestError(f"{where} has {shown(value)} where text belongs.", param=where)
-    return value
 
 
 # -- of an answer --------------------------------------------------------------------------------
