@@ -18,7 +18,8 @@ ADD = {
 
 
 def openai_agent(session, **options):
-    options = {"api_key": session.api_key, "max_retries": 0, **options}
+    # On a busy machine a hundred connections take longer than the client waits by default.
+    options = {"api_key": session.api_key, "max_retries": 0, "timeout": 300.0, **options}
     return openai.AsyncOpenAI(base_url=session.base_url, **options)
 
 

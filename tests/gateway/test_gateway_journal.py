@@ -229,7 +229,7 @@ async def run_agent(made, number, num_turns):
     """A program that goes on until it has all of its answers, whatever happens to the gateway."""
     messages = []
     async with openai.AsyncOpenAI(
-        base_url=made["base_url"], api_key=made["api_key"], max_retries=1000, timeout=30.0
+        base_url=made["base_url"], api_key=made["api_key"], max_retries=100_000, timeout=30.0
     ) as agent:
         agent._calculate_retry_timeout = lambda *_: 0.02
         for turn in range(num_turns):

@@ -891,3 +891,44 @@ async def test_what_is_kept_is_neither_deleted_nor_streamed_again():
             await client.responses.retrieve(response.id, stream=True)
         assert caught.value.param == "stream"
         assert await client.responses.retrieve(response.id) == response
+
+
+async def test_the_input_of_a_response_is_listed_page_by_page():
+    async with rt.gateway(thinking(adder)) as g, g.session() as s, openai_agent(s) as agent:
+        asked = {"instructions": "Be brief.", "tools": [ADD], "model": "m"}
+        first = await agent.responses.create(input="2+3", **asked)
+        calls = [item for item in first.output if item.type == "function_call"]
+        outputs = [
+            {"type": "function_call_output", "call_id": call.call_id, "output": "5"}
+            for call in calls
+        ]
+        last = await agent.responses.create(input=outputs, previous_response_id=first.id, **asked)
+        page = await agent.responses.input_items.list(last.id, order="asc")
+        kinds = [item.type for item in page.data]
+        assert kinds == [
+            *("message", "reasoning", "message", "function_call", "function_call"),
+            *("function_call_output", "function_call_output"),
+        ]
+        assert page.data[0].content[0].text == "2+3"
+        assert [item.call_id for item in page.data[3:]] == 2 * [call.call_id for call in calls]
+        assert page.has_more is False
+        # The default is the newest first; pages follow each other.
+        newest = [item.id async for item in agent.responses.input_items.list(last.id, limit=2)]
+        assert newest == [item.id for item in reversed(page.data)]
+        assert (await agent.responses.input_items.list(first.id)).data[0].role == "user"
+        for wrong, named in [({"limit": 0}, "limit"), ({"order": "up"}, "order")]:
+            with pytest.raises(openai.BadRequestError, match=named):
+                await agent.responses.input_items.list(last.id, **wrong)
+        with pytest.raises(openai.NotFoundError):
+            await agent.responses.input_items.list("resp_" + "0" * 24)
+        # Sent back, they are what was said, not items of the answer that they were input of.
+        again = [item.to_dict() for item in page.data]
+        await agent.responses.create(input=again, **asked)
+        assert is_one_path_but_last(s)
+
+
+def is_one_path_but_last(session):
+    """Whether the last call's prompt is the one before's: the same history in other words."""
+    tree = session.trajectory.tree
+    prompts = [step["response"].prompt_ids.tolist() for step in session.trajectory]
+    return prompts[-1] == prompts[-2] and tree.num_calls == len(prompts)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from gateway_kit import ADD, calling
 
+import rolltree as rt
 from rolltree.errors import ConfigError, ConnectionFailed
 from rolltree.gateway.calls import AgentAnswer, AgentCall, AnswerDelta, AnswerHead, CallOrigin
 from rolltree.gateway.session import GatewaySession, SessionLimits
@@ -380,3 +382,53 @@ async def test_a_program_that_asks_in_another_form_than_its_row(prompt, asked, c
         s.state.prompt = prompt
         await s.complete(asked)
     assert s.state["completion"] == completion
+
+
+async def test_the_trajectory_takes_over_the_tree_of_the_calls():
+    async with session(ScriptedClient(echo)) as s:
+        assert s.summary()["num_unique_tokens"] == 0  # as opening it over HTTP says
+        await s.complete(call(user("a")))
+        assert s._client._memory._calls.tree is s.trajectory.tree
+        assert s.summary()["num_unique_tokens"] == s.trajectory.tree.num_tokens > 0
+
+
+async def test_histories_of_two_agents_keep_each_message_once():
+    async with session(ScriptedClient(echo)) as s:
+        for _ in range(3):
+            await s.complete(call(user("a"), said("A"), user("b")))
+            await s.complete(call(user("c"), said("C"), user("b")))
+        prompts = [step["prompt"] for step in s.trajectory]
+        assert prompts[0] == [user("a"), said("A"), user("b")]
+        assert {id(message) for prompt in prompts for message in prompt} == {
+            id(message) for prompt in prompts[:2] for message in prompt
+        }
+        assert len({id(message) for prompt in prompts for message in prompt}) == 5
+
+
+async def test_equal_tool_calls_have_ids_of_their_own(tmp_path):
+    def adder(messages):
+        return calling("add", '{"a": 1}') if messages[-1]["role"] == "user" else "done"
+
+    history, ids = [user("go")], []
+    async with rt.gateway(ScriptedClient(adder), directory=tmp_path) as g:
+        s = g.session("one")
+        for _ in range(3):
+            answer = await s.complete(call(*history, tools=(ADD,)))
+            (made,) = answer.tool_calls
+            ids.append(made["id"])
+            assert s.answer(answer.head.id).tool_calls == answer.tool_calls
+            tool = {"role": "tool", "content": "1", "tool_call_id": made["id"]}
+            history += [answer.message, tool]
+            done = await s.complete(call(*history, tools=(ADD,)))
+            history += [done.message, user("again")]
+        assert len(set(ids)) == 3
+        assert all(len(each) == 9 and each.isalnum() for each in ids)
+        assert s.breaks == ()
+        # The record has the message that the agent got, and the tree its tokens once.
+        assert s.trajectory[2]["completion"][0]["tool_calls"][0]["id"] == ids[1]
+        assert s._client._memory._calls.tree is s.trajectory.tree
+    async with rt.gateway(ScriptedClient(adder), directory=tmp_path) as g:
+        s = g.sessions["one"]
+        answer = await s.complete(call(*history, tools=(ADD,)))
+        assert answer.tool_calls[0]["id"] not in ids
+        assert s.breaks == ()

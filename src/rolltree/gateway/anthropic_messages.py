@@ -18,14 +18,23 @@ from rolltree.gateway.fields import (
     NO_EFFECT,
     READ,
     Field,
+    disobeyed,
     each,
+    model_in,
     only,
     passed,
     read_fields,
     sampling,
     settings,
+    tools_in,
 )
-from rolltree.gateway.messages import assistant, joined_text, tool_call, unsupported_part
+from rolltree.gateway.messages import (
+    assistant,
+    joined_text,
+    text_at,
+    tool_call,
+    unsupported_part,
+)
 from rolltree.gateway.protocol import SessionView, WireProtocol, data_event
 from rolltree.inference.server.requests import Failure, RequestError, flag
 from rolltree.types import ChatMessage, FinishReason, SamplingParams, ToolSchema
@@ -125,9 +134,6 @@ _ERROR_TYPES = {
 def read_messages(body: Mapping[str, Any], session: SessionView) -> AgentCall:
     """Return the call that a body of `messages` asks for."""
     given, asked = read_fields(body, FIELDS)
-    model = given.get("model", "")
-    if not isinstance(model, str):
-        raise RequestError("model is not a name.", param="model")
     _check_context(given.get("context_management", {}))
     tools, choice = _tools_and_choice(given)
     messages = _history(given.get("messages"))
@@ -136,7 +142,7 @@ def read_messages(body: Mapping[str, Any], session: SessionView) -> AgentCall:
     return AgentCall(
         messages,
         replace(asked, extra={**asked.extra, **_output(given).extra, **choice}),
-        model=model,
+        model=model_in(given),
         tools=tools,
         stream=flag(given, "stream"),
         options={"thinking": _thinking(given.get("thinking", {"type": "disabled"}))},
@@ -197,21 +203,14 @@ def _check_context(value: object) -> None:
         raise RequestError(f"{where} is not a list.", param=where)
     for index, edit in enumerate(edits):
         if edit not in _NO_EDITS:
-            raise RequestError(
-                f"{where}[{index}] = {shown(edit)} cannot be obeyed: {_WHOLE_HISTORY}. Leave it "
-                "out.",
-                param=f"{where}[{index}]",
-            )
+            raise disobeyed(f"{where}[{index}]", edit, _WHOLE_HISTORY)
 
 
 def _tools_and_choice(
     given: Mapping[str, Any],
 ) -> tuple[tuple[ToolSchema, ...], dict[str, Any]]:
     """Return the tools that the model is told of, and the settings with a forced choice, if any."""
-    tools = given.get("tools", [])
-    if not isinstance(tools, list):
-        raise RequestError("tools is not a list.", param="tools")
-    found = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+    found = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools_in(given))]
     choice, _ = _read_part(given.get("tool_choice", {"type": "auto"}), _CHOICE, "tool_choice")
     kind, forced = choice.get("type"), dict[str, Any]()
     if kind == "none":
@@ -233,9 +232,9 @@ def _tools_and_choice(
 
 def _tool(value: object, where: str) -> ToolSchema:
     tool, _ = _read_part(value, _TOOL, where)
-    function: dict[str, Any] = {"name": _text(tool.get("name"), f"{where}.name")}
+    function: dict[str, Any] = {"name": text_at(tool.get("name"), f"{where}.name")}
     if tool.get("description"):
-        function["description"] = _text(tool["description"], f"{where}.description")
+        function["description"] = text_at(tool["description"], f"{where}.description")
     function["parameters"] = tool.get("input_schema", {"type": "object", "properties": {}})
     return {"type": "function", "function": function}
 
@@ -287,7 +286,7 @@ def _user_turn(content: object, where: str) -> Iterable[ChatMessage]:
     for index, (kind, block) in enumerate(blocks):
         at = f"{where}[{index}]"
         if kind == "text":
-            texts.append(_text(block.get("text"), f"{at}.text"))
+            texts.append(text_at(block.get("text"), f"{at}.text"))
             continue
         if texts:
             yield {"role": "user", "content": "".join(texts)}
@@ -296,7 +295,7 @@ def _user_turn(content: object, where: str) -> Iterable[ChatMessage]:
         yield {
             "role": "tool",
             "content": result or ("error" if flag(block, "is_error") else ""),
-            "tool_call_id": _own_id(_text(block.get("tool_use_id"), f"{at}.tool_use_id")),
+            "tool_call_id": _own_id(text_at(block.get("tool_use_id"), f"{at}.tool_use_id")),
         }
     if texts or not blocks:
         yield {"role": "user", "content": "".join(texts)}
@@ -310,9 +309,9 @@ def _add_assistant(said: list[ChatMessage], content: object, where: str) -> None
     for index, (kind, block) in enumerate(_blocks(content, _ASSISTANT_BLOCKS, where)):
         at = f"{where}[{index}]"
         if kind in texts:
-            texts[kind].append(_text(block.get(kind), f"{at}.{kind}"))
+            texts[kind].append(text_at(block.get(kind), f"{at}.{kind}"))
         elif kind == "tool_use":
-            name, call_id = _text(block.get("name"), f"{at}.name"), _text(block.get("id"), at)
+            name, call_id = text_at(block.get("name"), f"{at}.name"), text_at(block.get("id"), at)
             arguments = _arguments(block.get("input", {}), f"{at}.input")
             calls.append(tool_call(_own_id(call_id), name, arguments))
     said.append(assistant("".join(texts["text"]), calls, "".join(texts["thinking"])))
@@ -331,12 +330,6 @@ def _blocks(
         if not isinstance(kind, str) or kind not in known:
             raise unsupported_part(kind, f"{where}[{index}]")
         yield kind, _read_part(block, known[kind], f"{where}[{index}]")[0]
-
-
-def _text(value: object, where: str) -> str:
-    if not isinstance(value, str):
-        raise RequestError(f"{where} has {shown(value)} where text belongs.", param=where)
-    return value
 
 
 # -- answers -------------------------------------------------------------------------------------

@@ -17,16 +17,14 @@ import re
 from collections.abc import AsyncGenerator, Collection, Iterable
 from contextlib import aclosing
 from datetime import UTC, datetime
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from starlette.applications import Starlette
+import msgspec
 from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from rolltree.errors import CallTimeout, ConnectionFailed, ModelError, ServerError, StoreError
 from rolltree.gateway.calls import AgentAnswer, AgentCall, AnswerDelta, AnswerHead, CallOrigin
@@ -36,10 +34,10 @@ from rolltree.gateway.session import GatewaySession, digest_of
 from rolltree.inference.server.http import (
     Handler,
     foreign_request,
+    has_left,
     json_response,
     object_in,
     request_body,
-    unknown_path,
     while_connected,
 )
 from rolltree.inference.server.requests import (
@@ -57,7 +55,7 @@ logger = logging.getLogger("rolltree.gateway")
 PING_S = 15.0
 """A stream in which nothing was said for so long gets an event that says nothing."""
 _SESSION = "rolltree.session"
-_AGENT_PATH = re.compile(r"/s/([^/]+)/")
+_AGENT_PATH = re.compile(r"/s/([^/]+)(?:/agents/([^/]+))?/v1(/.+)|/s/([^/]+)/.*", re.DOTALL)
 _STATUS_OF_MODEL = (
     (CallTimeout, 504, "upstream_timeout"),
     (ConnectionFailed, 503, "upstream_unavailable"),
@@ -65,31 +63,114 @@ _STATUS_OF_MODEL = (
 )
 
 
-def create_gateway_app(gateway: Gateway, hosts: Collection[str]) -> Starlette:
-    """Return the application; `hosts` are the `Host` headers that are answered."""
-    agents = [
-        Route(f"{prefix}{path}", handler, methods=[method])
-        for prefix in ("/s/{session}/v1", "/s/{session}/agents/{agent}/v1")
-        for method, path, handler in _agent_routes()
-    ]
-    admin = SessionHandlers(gateway)
-    app = Starlette(
-        routes=[
-            *agents,
-            Route("/health", _health),
-            Route("/sessions", _answering(admin.open), methods=["POST"]),
-            Route("/sessions", _answering(admin.list), methods=["GET"]),
-            Route("/sessions/{session}", _answering(admin.show), methods=["GET"]),
-            Route("/sessions/{session}", _answering(admin.drop), methods=["DELETE"]),
-            Route("/sessions/{session}/close", _answering(admin.close), methods=["POST"]),
-        ],
-        middleware=[Middleware(Gate, gateway=gateway, hosts=hosts)],
-        exception_handlers={HTTPException: unknown_path},
-    )
-    app.router.redirect_slashes = False
-    app.state.read_timeout_s = gateway.read_timeout_s
-    app.state.write_timeout_s = gateway.write_timeout_s
-    return app
+class Paths:
+    """Which handler answers which request. `{name}` in a path is a part of it, `{name:path}` all.
+
+    A dictionary and not a router's list: every call passes here.
+    """
+
+    def __init__(self, routes: Iterable[tuple[str, str, Handler]]) -> None:
+        self._exact: dict[str, dict[str, Handler]] = {}
+        self._patterns: list[tuple[re.Pattern[str], str, Handler]] = []
+        for method, path, handler in routes:
+            if "{" not in path:
+                self._exact.setdefault(path, {})[method] = handler
+                continue
+            pattern = re.sub(r"{(\w+):path}", r"(?P<\1>.+)", path)
+            pattern = re.sub(r"{(\w+)}", r"(?P<\1>[^/]+)", pattern)
+            self._patterns.append((re.compile(pattern), method, handler))
+
+    def find(self, method: str, path: str) -> tuple[Handler, dict[str, str]]:
+        """Return the handler of a request, and the named parts of its path.
+
+        Raises:
+            RequestError: nothing is served there, or not by this method.
+        """
+        method = "GET" if method == "HEAD" else method
+        known = self._exact.get(path, {})
+        if method in known:
+            return known[method], {}
+        is_known = bool(known)
+        for pattern, other, handler in self._patterns:
+            found = pattern.fullmatch(path)
+            if found is not None and other == method:
+                return handler, found.groupdict()
+            is_known = is_known or found is not None
+        what = f"{method} {path} is not served here"
+        raise RequestError(what, status=405 if is_known else 404)
+
+
+class GatewayApp:
+    """The ASGI application; `hosts` are the `Host` headers that are answered.
+
+    It refuses what has no business here before anything of the body is read. A foreign `Host` is
+    answered 421, an `Origin` 403. An unknown session and a wrong secret are the same 401: nobody
+    learns which sessions there are.
+    """
+
+    def __init__(self, gateway: Gateway, hosts: Collection[str]) -> None:
+        self._gateway, self._hosts = gateway, frozenset(hosts)
+        self._admin_key = digest_of(gateway.admin_key)
+        self.state = SimpleNamespace(
+            read_timeout_s=gateway.read_timeout_s, write_timeout_s=gateway.write_timeout_s
+        )
+        admin = SessionHandlers(gateway)
+        self._agents = Paths(_agent_routes())
+        self._others = Paths(
+            [
+                ("GET", "/health", _health),
+                ("POST", "/sessions", _answering(admin.open)),
+                ("GET", "/sessions", _answering(admin.list)),
+                ("GET", "/sessions/{session}", _answering(admin.show)),
+                ("DELETE", "/sessions/{session}", _answering(admin.drop)),
+                ("POST", "/sessions/{session}/close", _answering(admin.close)),
+            ]
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        if scope["type"] != "http":
+            return
+        scope["app"] = self
+        try:
+            handler = self._admitted(scope)
+        except RequestError as error:
+            headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
+            response = _failed(error, _protocol_at(scope["path"]), headers)
+        else:
+            response = await handler(Request(scope, receive, send))
+        await response(scope, receive, send)
+
+    def _admitted(self, scope: Scope) -> Handler:
+        """Return what answers a request, or raise `RequestError`."""
+        headers, path = Headers(scope=scope), scope["path"]
+        # A socket of the file system has no name to be rebound.
+        if scope.get("server", (None, None))[1] is not None:
+            refusal = foreign_request(headers, self._hosts, frozenset())
+            if refusal is not None:
+                raise RequestError(refusal[1], status=refusal[0])
+        found, paths = _AGENT_PATH.fullmatch(path), self._others
+        if found is not None:
+            session = self._gateway.sessions.get(found[1] or found[4])
+            if session is None or not session.has_key(_secret_in(headers)):
+                raise RequestError(
+                    "no open session has this address and this key. Send the session's own key, as "
+                    "a bearer token or as x-api-key.",
+                    status=401,
+                )
+            scope[_SESSION] = session
+            paths, path = self._agents, found[3] or path
+        elif path != "/health" and digest_of(_secret_in(headers)) != self._admin_key:
+            raise RequestError(
+                "the request has no valid admin key. Send the one that the gateway was started "
+                "with as a bearer token.",
+                status=401,
+            )
+        handler, named = paths.find(scope["method"], path)
+        if found is not None and found[2]:
+            named["agent"] = found[2]
+        scope["path_params"] = named
+        return handler
 
 
 def _agent_routes() -> Iterable[tuple[str, str, Handler]]:
@@ -99,62 +180,6 @@ def _agent_routes() -> Iterable[tuple[str, str, Handler]]:
         yield "POST", protocol.path, _answering(_asking(protocol), protocol)
         for (method, path), side in protocol.sides.items():
             yield method, path, _answering(_beside(side), protocol)
-
-
-class Gate:
-    """Refuses what has no business here, before anything of its body is read.
-
-    A foreign `Host` is answered 421, an `Origin` 403. An unknown session and a wrong secret are the
-    same 401: nobody learns which sessions there are.
-    """
-
-    def __init__(self, app: ASGIApp, gateway: Gateway, hosts: Collection[str]) -> None:
-        self._app, self._gateway = app, gateway
-        self._hosts = frozenset(hosts)
-        self._admin = digest_of(gateway.admin_key)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or refuse it."""
-        if scope["type"] == "http":
-            refusal = self._refusal(scope)
-            if refusal is not None:
-                headers = {"WWW-Authenticate": "Bearer"} if refusal.status == 401 else {}
-                response = _failed(refusal, _protocol_at(scope["path"]), headers)
-                await response(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-    def _refusal(self, scope: Scope) -> RequestError | None:
-        headers, path = Headers(scope=scope), scope["path"]
-        # A socket of the file system has no name to be rebound.
-        refusal = (
-            None
-            if scope.get("server", (None, None))[1] is None
-            else foreign_request(headers, self._hosts, frozenset())
-        )
-        if refusal is not None:
-            return RequestError(refusal[1], status=refusal[0])
-        if path == "/health":
-            return None
-        given = _secret_in(headers)
-        found = _AGENT_PATH.match(path)
-        if found is None:
-            if digest_of(given) == self._admin:
-                return None
-            return RequestError(
-                "the request has no valid admin key. Send the one that the gateway was started "
-                "with as a bearer token.",
-                status=401,
-            )
-        session = self._gateway.sessions.get(found[1])
-        if session is None or not session.has_key(given):
-            return RequestError(
-                "no open session has this address and this key. Send the session's own key, as a "
-                "bearer token or as x-api-key.",
-                status=401,
-            )
-        scope[_SESSION] = session
-        return None
 
 
 def _protocol_at(path: str) -> WireProtocol | None:
@@ -227,14 +252,13 @@ class AnswerResponse(Response):
     def __init__(
         self, request: Request, body: Any, session: GatewaySession, answers: list[AgentAnswer]
     ) -> None:
-        made = json_response(body)
-        super().__init__(made.body, media_type="application/json")
+        super().__init__(msgspec.json.encode(body), media_type="application/json")
         self._request, self._session, self._answers = request, session, answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send them, unless the client has left."""
         # Asked before: of a response that is complete, uvicorn always says that the client left.
-        if await self._request.is_disconnected():
+        if has_left(receive):
             return
         async with asyncio.timeout(self._request.app.state.write_timeout_s):
             await super().__call__(scope, receive, send)

@@ -83,7 +83,28 @@ def read_fields(
         elif field.use == "sampling" or (field.use == "passed" and value not in field.values):
             asked[field.name or name] = value
         elif field.use == "only" and value not in field.values:
-            raise RequestError(
-                f"{name} = {shown(value)} cannot be obeyed: {field.why}. Leave it out.", param=name
-            )
+            raise disobeyed(name, value, field.why)
     return given, sampling_of(asked, asked)
+
+
+def disobeyed(name: str, value: object, why: str) -> RequestError:
+    """Return the error for a value that would not be obeyed."""
+    return RequestError(
+        f"{name} = {shown(value)} cannot be obeyed: {why}. Leave it out.", param=name
+    )
+
+
+def model_in(given: Mapping[str, Any]) -> str:
+    """Return the name of the model that is asked; empty if none is named."""
+    model = given.get("model", "")
+    if not isinstance(model, str):
+        raise RequestError("model is not a name.", param="model")
+    return model
+
+
+def tools_in(given: Mapping[str, Any]) -> list[Any]:
+    """Return the list of tools, as they came."""
+    tools = given.get("tools", [])
+    if not isinstance(tools, list):
+        raise RequestError("tools is not a list.", param="tools")
+    return tools

@@ -98,6 +98,10 @@ def chat_messages(value: object, where: str = "messages") -> list[ChatMessage]:
 
 
 def _message(value: object, where: str) -> ChatMessage:
+    if type(value) is dict and len(value) == 2:  # by far the most frequent
+        role, content = value.get("role"), value.get("content")
+        if type(content) is str and type(role) is str and role in _ROLES and role != "tool":
+            return {"role": _ROLES[role], "content": content}
     if not isinstance(value, Mapping) or value.get("role") not in _ROLES:
         role = value.get("role") if isinstance(value, Mapping) else value
         raise RequestError(
@@ -121,9 +125,9 @@ def _message(value: object, where: str) -> ChatMessage:
     else:
         message = {"role": role, "content": content}
         if role == "tool":
-            message["tool_call_id"] = _text(value.get("tool_call_id") or "", where)
+            message["tool_call_id"] = text_at(value.get("tool_call_id") or "", where)
     if value.get("name"):
-        message["name"] = _text(value["name"], where)
+        message["name"] = text_at(value["name"], where)
     return message
 
 
@@ -131,11 +135,12 @@ def _call(value: object, where: str) -> ChatMessage:
     function = value.get("function") if isinstance(value, Mapping) else None
     if not isinstance(value, Mapping) or not isinstance(function, Mapping):
         raise RequestError(f"{where} is not a function call.", param=where)
-    name = _text(function.get("name"), f"{where}.function.name")
-    return tool_call(_text(value.get("id") or "", where), name, function.get("arguments") or "")
+    name = text_at(function.get("name"), f"{where}.function.name")
+    return tool_call(text_at(value.get("id") or "", where), name, function.get("arguments") or "")
 
 
-def _text(value: object, where: str) -> str:
+def text_at(value: object, where: str) -> str:
+    """Return a text of the request; raises `RequestError` for anything else."""
     if not isinstance(value, str):
         raise RequestError(f"{where} has {shown(value)} where text belongs.", param=where)
     return value

@@ -19,10 +19,12 @@ from rolltree.gateway.fields import (
     READ,
     Field,
     each,
+    model_in,
     only,
     passed,
     read_fields,
     settings,
+    tools_in,
 )
 from rolltree.gateway.messages import chat_messages
 from rolltree.gateway.protocol import SessionView, WireProtocol, data_event
@@ -32,6 +34,7 @@ from rolltree.inference.server.requests import (
     Failure,
     RequestError,
     flag,
+    includes_usage,
     is_tool,
     num_choices,
     openai_error,
@@ -104,26 +107,17 @@ def read_text(body: Mapping[str, Any], session: SessionView) -> AgentCall:
 
 
 def _call(given: Mapping[str, Any], call: AgentCall) -> AgentCall:
-    options = given.get("stream_options", {})
-    if not isinstance(options, dict) or options.keys() - {"include_usage", "include_obfuscation"}:
-        raise RequestError(
-            f"stream_options = {shown(options)} has something other than include_usage, which "
-            "would be ignored.",
-            param="stream_options",
-        )
-    stream, n, model = flag(given, "stream"), num_choices(given), given.get("model", "")
+    stream, n = flag(given, "stream"), num_choices(given)
     if stream and n > 1:
         raise RequestError("n above 1 is not streamed. Ask without stream, or n times.", param="n")
-    if not isinstance(model, str):
-        raise RequestError("model is not a name.", param="model")
     logprobs = given.get("logprobs", False)
     return replace(
         call,
         stream=stream,
         n=n,
-        model=model,
+        model=model_in(given),
         options={
-            "include_usage": bool(options.get("include_usage")),
+            "include_usage": includes_usage(given),
             "logprobs": logprobs is True or type(logprobs) is int,
         },
     )
@@ -139,9 +133,7 @@ def tools_and_choice(
     Raises:
         RequestError: they are not a list of function tools; it names the first that is not.
     """
-    tools, choice = given.get("tools", []), given.get("tool_choice", "auto")
-    if not isinstance(tools, list):
-        raise RequestError("tools is not a list.", param="tools")
+    tools, choice = tools_in(given), given.get("tool_choice", "auto")
     for index, tool in enumerate(tools):
         if not is_tool(tool) or tool.get("type", "function") != "function":
             kind = tool.get("type") if isinstance(tool, dict) else tool

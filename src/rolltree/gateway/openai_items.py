@@ -6,13 +6,13 @@ The items of one assistant turn (reasoning, text, function calls) are one messag
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from reprlib import repr as shown
 from typing import Any
 
 from rolltree.gateway.calls import AgentAnswer
-from rolltree.gateway.messages import assistant, joined_text, tool_call
+from rolltree.gateway.messages import assistant, joined_text, text_at, tool_call
 from rolltree.gateway.protocol import SessionView
 from rolltree.inference.server.requests import RequestError, unknown_field
 from rolltree.types import ChatMessage, FinishReason
@@ -119,18 +119,21 @@ class ItemHistory:
         self._turn_of(item, "reasoning").reasoning += text
 
     def _add_call(self, item: Mapping[str, Any], where: str) -> None:
-        name, call_id = _text_in(item, "name", where), _text_in(item, "call_id", where)
-        made = tool_call(call_id, name, _text_in(item, "arguments", where))
+        name, call_id = (
+            text_at(item.get("name"), f"{where}.name"),
+            text_at(item.get("call_id"), f"{where}.call_id"),
+        )
+        made = tool_call(call_id, name, text_at(item.get("arguments"), f"{where}.arguments"))
         self._turn_of(item, "call").calls.append(made)
 
     def _add_output(self, item: Mapping[str, Any], where: str) -> None:
         text = joined_text(item.get("output"), f"{where}.output")
-        call_id = _text_in(item, "call_id", where)
+        call_id = text_at(item.get("call_id"), f"{where}.call_id")
         self._parts.append({"role": "tool", "content": text, "tool_call_id": call_id})
         self._has_output = True
 
     def _add_reference(self, item: Mapping[str, Any], where: str) -> None:
-        item_id = _text_in(item, "id", where)
+        item_id = text_at(item.get("id"), f"{where}.id")
         answer_id = _answer_id(item_id)
         if answer_id is not None:
             answer = self._session.answer(answer_id)
@@ -203,14 +206,6 @@ def _spelled(parts: object, kind: str, where: str) -> str:
     return "".join(texts)
 
 
-def _text_in(item: Mapping[str, Any], name: str, where: str) -> str:
-    value = item.get(name)
-    if not isinstance(value, str):
-        where = f"{where}.{name}"
-        raise RequestError(f"{where} has {shown(value)} where text belongs.", param=where)
-    return value
-
-
 # -- of an answer --------------------------------------------------------------------------------
 
 
@@ -270,6 +265,34 @@ def call_item(answer_id: str, index: int, call: ChatMessage, status: str) -> dic
         "name": call["function"]["name"],
         "arguments": call["function"]["arguments"],
     }
+
+
+def input_items(messages: Sequence[ChatMessage], answer_id: str) -> list[dict[str, Any]]:
+    """Return the items of the messages before an answer, with ids that no other item has."""
+    items: list[dict[str, Any]] = []
+
+    def add(prefix: str, kind: str, **values: Any) -> None:
+        item_id = f"{prefix}_in_{answer_id}_{len(items)}"
+        items.append({"id": item_id, "type": kind, "status": "completed", **values})
+
+    for message in messages:
+        role, text = message["role"], str(message.get("content") or "")
+        if role == "tool":
+            call_id = message["tool_call_id"]
+            add("fco", "function_call_output", call_id=call_id, output=text)
+            continue
+        if reasoning := message.get("reasoning_content"):
+            add("rs", "reasoning", summary=[], content=[REASONING_ITEM.part(reasoning)])
+        calls = message.get("tool_calls") or ()
+        if role == "assistant" and (text or not calls):
+            add("msg", "message", role=role, content=[MESSAGE_ITEM.part(text)])
+        elif role != "assistant":
+            add("msg", "message", role=role, content=[{"type": "input_text", "text": text}])
+        for call in calls:
+            function = call["function"]
+            named = {"name": function["name"], "arguments": function["arguments"]}
+            add("fc", "function_call", call_id=call["id"], **named)
+    return items
 
 
 CUT_REASONS = {

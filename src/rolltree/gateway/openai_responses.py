@@ -17,12 +17,15 @@ from rolltree.gateway.fields import (
     NO_EFFECT,
     READ,
     Field,
+    disobeyed,
     each,
+    model_in,
     only,
     passed,
     read_fields,
     sampling,
     settings,
+    tools_in,
 )
 from rolltree.gateway.openai_chat import tools_and_choice
 from rolltree.gateway.openai_items import (
@@ -33,6 +36,7 @@ from rolltree.gateway.openai_items import (
     ItemHistory,
     TextItem,
     call_item,
+    input_items,
     last_status,
     output_items,
     reasoning_item_kind,
@@ -107,13 +111,10 @@ def read_responses(body: Mapping[str, Any], session: SessionView) -> AgentCall:
     _check_rest(given)
     history = ItemHistory(session, _earlier(given, session))
     history.add_input(given.get("input"), is_continued="previous_response_id" in given)
-    model = given.get("model", "")
-    if not isinstance(model, str):
-        raise RequestError("model is not a name.", param="model")
     return AgentCall(
         history.messages(),
         asked,
-        model=model,
+        model=model_in(given),
         tools=tools,
         stream=flag(given, "stream"),
         options=_options(body, given),
@@ -149,7 +150,7 @@ def _read_reasoning(given: Mapping[str, Any]) -> dict[str, Any]:
         ("mode", ("standard",), "the gateway has one mode"),
     ):
         if asked.get(name) is not None and asked[name] not in values:
-            raise _disobeyed(f"reasoning.{name}", asked[name], why)
+            raise disobeyed(f"reasoning.{name}", asked[name], why)
     effort = asked.get("effort")
     return {} if effort is None else {"reasoning_effort": effort}
 
@@ -167,15 +168,13 @@ def _read_text(given: Mapping[str, Any]) -> dict[str, Any]:
         case {"type": "json_schema", **schema}:
             found["response_format"] = {"type": "json_schema", "json_schema": schema}
         case other:
-            raise _disobeyed("text.format", other, "known are text, json_object and json_schema")
+            raise disobeyed("text.format", other, "known are text, json_object and json_schema")
     return found
 
 
 def _chat_tools(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return `tools` and `tool_choice` as chat completions have them."""
-    tools, choice = given.get("tools", []), given.get("tool_choice", "auto")
-    if not isinstance(tools, list):
-        raise RequestError("tools is not a list.", param="tools")
+    choice = given.get("tool_choice", "auto")
     match choice:
         case "auto" | "none" | "required":
             pass
@@ -187,7 +186,7 @@ def _chat_tools(given: Mapping[str, Any]) -> dict[str, Any]:
             choice = {"type": "allowed_tools", "allowed_tools": allowance}
         case _:
             raise _unknown_choice(choice)
-    converted = [_chat_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+    converted = [_chat_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools_in(given))]
     return {"tools": converted, "tool_choice": choice}
 
 
@@ -199,7 +198,7 @@ def _chat_choice(value: object, choice: object) -> dict[str, Any]:
 
 
 def _unknown_choice(choice: object) -> RequestError:
-    return _disobeyed("tool_choice", choice, "only functions that the agent runs can be chosen")
+    return disobeyed("tool_choice", choice, "only functions that the agent runs can be chosen")
 
 
 def _chat_tool(tool: object, where: str) -> object:
@@ -219,12 +218,12 @@ def _check_rest(given: Mapping[str, Any]) -> None:
     cache = _object(given, "prompt_cache_options", _CACHE_FIELDS)
     if cache.get("prewarm"):
         why = "a request is answered; nothing is read ahead of it"
-        raise _disobeyed("prompt_cache_options.prewarm", True, why)
+        raise disobeyed("prompt_cache_options.prewarm", True, why)
     include = given.get("include", [])
     for name in include if isinstance(include, list) else [include]:
         if not isinstance(include, list) or name not in _INCLUDABLE:
             why = "known are " + ", ".join(_INCLUDABLE)
-            raise _disobeyed("include", name, why)
+            raise disobeyed("include", name, why)
     metadata = given.get("metadata", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise RequestError("metadata is not an object of strings.", param="metadata")
@@ -245,12 +244,6 @@ def _object(
         if key not in known and value[key] is not None:
             raise unknown_field(f"{path}.{key}", [f"{path}.{one}" for one in known])
     return {key: part for key, part in value.items() if part is not None}
-
-
-def _disobeyed(name: str, value: object, why: str) -> RequestError:
-    return RequestError(
-        f"{name} = {shown(value)} cannot be obeyed: {why}. Leave it out.", param=name
-    )
 
 
 def _earlier(given: Mapping[str, Any], session: SessionView) -> list[ChatMessage]:
@@ -456,9 +449,47 @@ async def retrieve_response(
     """Return an earlier response."""
     for name in params.keys() - {"session", "agent", "id", "include_obfuscation"}:
         if (name, params[name]) != ("stream", "false"):
-            raise _disobeyed(name, params[name], "a response is given whole, as it was created")
+            raise disobeyed(name, params[name], "a response is given whole, as it was created")
     answer = _earlier_answer(session, params["id"], "id")
     return _finished(answer, answer.options)
+
+
+async def list_input_items(
+    session: SessionView, body: Mapping[str, Any], params: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return the input of an earlier response, with what it continued, a page of it at a time."""
+    answer = _earlier_answer(session, params["id"], "id")
+    _check_page(params)
+    *said, _ = session.conversation(answer.head.id)
+    items = input_items(said[answer.options["instructions"] is not None :], answer.head.id)
+    if params.get("order", "desc") == "desc":
+        items.reverse()
+    if "after" in params:
+        at = next((i for i, item in enumerate(items) if item["id"] == params["after"]), None)
+        if at is None:
+            what = f"the input has no item {shown(params['after'])}."
+            raise RequestError(what, status=404, param="after")
+        items = items[at + 1 :]
+    page = items[: int(params.get("limit", 20))]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": len(page) < len(items),
+    }
+
+
+def _check_page(params: Mapping[str, str]) -> None:
+    known = ("session", "agent", "id", "after", "order", "limit", "include", "include[]")
+    for name in params:
+        if name not in known:
+            raise unknown_field(name, known)
+    if params.get("order", "desc") not in ("asc", "desc"):
+        raise disobeyed("order", params["order"], "known are asc and desc")
+    limit = params.get("limit", "20")
+    if not (limit.isdecimal() and len(limit) < 4 and 1 <= int(limit) <= 100):
+        raise disobeyed("limit", limit, "it is a number from 1 to 100")
 
 
 async def count_input_tokens(
@@ -487,6 +518,7 @@ RESPONSES = WireProtocol(
     ResponseEvents,
     sides={
         ("GET", "/responses/{id}"): retrieve_response,
+        ("GET", "/responses/{id}/input_items"): list_input_items,
         ("DELETE", "/responses/{id}"): _refusing(
             "a response is a recorded call of the session and is deleted with it, not alone."
         ),

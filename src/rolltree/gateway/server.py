@@ -16,7 +16,7 @@ import msgspec
 import uvicorn
 
 from rolltree.errors import ConfigError, refuse_unknown
-from rolltree.gateway.app import create_gateway_app
+from rolltree.gateway.app import GatewayApp
 from rolltree.gateway.journal import Journal, KeptSession
 from rolltree.gateway.session import NO_LIMITS, GatewaySession, SessionLimits
 from rolltree.inference.client import as_client
@@ -153,12 +153,14 @@ class Gateway:
                 self._restore(session_id, kept)
         hosts = {f"{name}:{port}", f"127.0.0.1:{port}", f"localhost:{port}", *self._allowed_hosts}
         config = uvicorn.Config(
-            create_gateway_app(self, hosts),
+            GatewayApp(self, hosts),
             http=protocol_with_head_timeout(self.read_timeout_s),
             lifespan="off",
             log_level="warning",
             access_log=False,
             server_header=False,
+            date_header=False,
+            proxy_headers=False,
             timeout_graceful_shutdown=1,
             ws="none",
         )

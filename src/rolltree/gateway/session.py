@@ -156,6 +156,9 @@ class GatewaySession:
         self._seeds = None if seed is None else CallSeeds(seed)
         self.journal, self._on_close = journal, on_close
         self._messages: dict[bytes, ChatMessage] = {}
+        self._last_prompt: list[ChatMessage] = []
+        # Which answer has a tool call of this id.
+        self._tool_calls: dict[str, str] = {}
         self._options: dict[bytes, Any] = {}
         self._flights: dict[str, _Flight] = {}
         self._by_key: dict[str, _Flight] = {}
@@ -509,7 +512,7 @@ class GatewaySession:
             now,
             on_delta=listen if call.stream else None,
         )
-        response = await asked.to(self._client)
+        response = self._with_own_ids(await asked.to(self._client), flight.head.id)
         # From here on it cannot be cancelled: what was sampled is recorded, whoever still waits.
         flight.is_sampled = True
         return await self._keep(flight, call, prompt, response)
@@ -528,11 +531,46 @@ class GatewaySession:
             seed = self._seeds.next(mixed)
         return replace(merged, max_tokens=min(known, default=None), seed=seed)
 
+    def _with_own_ids(self, response: ModelResponse, answer_id: str) -> ModelResponse:
+        """Return a response whose tool calls have ids that no earlier answer's have.
+
+        Two equal calls that a model sampled get equal ids from its text, and agents could not tell
+        whose output is whose.
+        """
+        calls = response.message.get("tool_calls") or ()
+        if not any(self._tool_calls.get(call["id"], answer_id) != answer_id for call in calls):
+            self._note_calls(response, answer_id)
+            return response
+        # Nine letters and digits, which some templates insist on.
+        made = [
+            {**call, "id": hashlib.blake2b(f"{answer_id}:{index}".encode()).hexdigest()[:9]}
+            for index, call in enumerate(calls)
+        ]
+        place = None if response.call is None else (response.tree, response.call)
+        changed = response.at(place, message={**response.message, "tool_calls": made})
+        self._note_calls(changed, answer_id)
+        return changed
+
+    def _note_calls(self, response: ModelResponse, answer_id: str) -> None:
+        for call in response.message.get("tool_calls") or ():
+            self._tool_calls.setdefault(call["id"], answer_id)
+
     def _interned(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
         """Return the messages, those that were seen before as the same objects."""
-        # Agents send their whole history with every call, and it must not be kept every time.
-        known = self._messages
-        return [known.setdefault(_content_digest(message), message) for message in messages]
+        # Agents send their whole history with every call, and it must not be kept every time. Most
+        # of it is that of the call before, which is compared faster than digested.
+        known, before = self._messages, self._last_prompt
+        num_same = next(
+            (
+                at
+                for at, pair in enumerate(zip(before, messages, strict=False))
+                if pair[0] != pair[1]
+            ),
+            min(len(before), len(messages)),
+        )
+        new = (known.setdefault(_content_digest(each), each) for each in messages[num_same:])
+        self._last_prompt = [*before[:num_same], *new]
+        return self._last_prompt
 
     def _interned_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return options whose values, those that were seen before, are the same objects."""
@@ -679,6 +717,7 @@ class GatewaySession:
                 known = remember(asked, response)
                 # Without ids it is not this model's any more; what was sampled stays.
                 response = response if known.completion_ids is None else known
+            self._note_calls(response, kept.head.id)
             number = self._record(prompt, is_chat, response, kept.agent)
             origin = CallOrigin(kept.agent, kept.key, None, kept.digest)
             flight = _Flight(kept.head, origin, self._interned_options(kept.options))

@@ -78,6 +78,21 @@ class ModelCall:
         return response
 
 
+class DeltaListener:
+    """A call's `on_delta`, and whether it was told anything, which cannot be taken back."""
+
+    __slots__ = ("_tell", "was_told")
+
+    def __init__(self, tell: Callable[[ChatMessage], None]) -> None:
+        self._tell, self.was_told = tell, False
+
+    def __call__(self, delta: ChatMessage) -> None:
+        """Pass a delta on, unless it says nothing."""
+        if delta.get("content") or delta.get("reasoning_content"):
+            self.was_told = True
+            self._tell(delta)
+
+
 @dataclass(slots=True)
 class Answer:
     """A server's or engine's answer to one call, as far as it has been parsed."""

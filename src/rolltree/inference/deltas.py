@@ -162,9 +162,10 @@ class TokenListener:
         """Take one more token."""
         # RuntimeError: the loop is closed, and nobody listens.
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._take, token.id)
+            self._loop.call_soon_threadsafe(self.take, token.id)
 
-    def _take(self, token: int) -> None:
+    def take(self, token: int) -> None:
+        """Take one more token, in the event loop."""
         text = self._text.add(token)
         if isinstance(self._deltas, MessageDeltas):
             self._tell(self._deltas.next(text))

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Mapping
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import aiohttp
 from yarl import URL
@@ -25,12 +25,13 @@ from rolltree.errors import (
 )
 from rolltree.inference.request_ids import HEADER, RequestIds
 from rolltree.inference.retry import Outcome, Retry, RetryPolicy, parse_retry_after, with_retries
-from rolltree.inference.transport import SocketTransport, Transport, proxy_of
+from rolltree.inference.transport import HttpAnswer, SocketTransport, Transport, proxy_of
 from rolltree.redact import redact_text
 from rolltree.tasks import yield_fairly
 from rolltree.untrusted import encode_json
 
 ResultT = TypeVar("ResultT")
+ReadT = TypeVar("ReadT", covariant=True)
 
 MAX_ANSWER_BYTES = 64 * 2**20
 """A prompt of 128,000 ids and an answer of 32,000 tokens with logprobs have about 5 MB."""
@@ -53,6 +54,36 @@ _ADVICE = {
 }
 _ONCE = RetryPolicy(max_retries=0)
 _RETRYABLE = frozenset((408, 409, 425, 429))
+
+
+class StreamReader(Protocol[ReadT]):
+    """Reads one answer that is a stream of events."""
+
+    def feed(self, part: bytes) -> None:
+        """Take a part of the stream, cut anywhere; what it raises ends the request."""
+        ...
+
+    def result(self) -> ReadT:
+        """Return the whole answer, or raise `BadResponse` if it is not complete."""
+        ...
+
+    @property
+    def failure(self) -> tuple[int, str] | None:
+        """The status and the text of the error that came in the place of an answer's rest."""
+        ...
+
+
+class AnswerStream(Protocol[ReadT]):
+    """Makes a reader for every attempt at an answer."""
+
+    @property
+    def was_told(self) -> bool:
+        """Whether somebody was told a part of an answer: it is not asked for again then."""
+        ...
+
+    def reader(self, check: Callable[[bytes], None]) -> StreamReader[ReadT]:
+        """Return a new reader, which calls `check` with the first event."""
+        ...
 
 
 class HttpClient:
@@ -147,12 +178,14 @@ class HttpClient:
         as_admin: bool = False,
         retry: RetryPolicy | None = None,
         timeout_s: float | None = None,
+        stream: AnswerStream[ResultT] | None = None,
     ) -> Outcome[ResultT]:
         """Send `body` as JSON (GET when it is None) and return the decoded answer.
 
         `path` continues the base URL, or the root URL with `at_root`. `as_admin` sends the
         `admin_key`, if there is one. `retry` takes the place of the server's own, and so does
-        `timeout_s`, with a deadline of twice as long.
+        `timeout_s`, with a deadline of twice as long. `stream` reads an answer that is a stream of
+        events; any other is decoded as a whole.
 
         Raises:
             PromptTooLong: the server says that the prompt does not fit.
@@ -178,12 +211,23 @@ class HttpClient:
                 # A name per attempt: an answer to an earlier one, which comes late, is not this
                 # one's.
                 name = self._ids.new()
-                answer = await self._send(transport, url, content, name=name, as_admin=as_admin)
+                reader = (
+                    None
+                    if stream is None
+                    else stream.reader(lambda data: self._ids.check(name, data))
+                )
+                answer = await self._send(
+                    transport, url, content, name=name, as_admin=as_admin, reader=reader
+                )
                 await yield_fairly()  # many answers may have come at once
                 try:
+                    if reader is not None and answer.is_stream:
+                        if reader.failure is not None:
+                            raise self._error(*reader.failure, url)
+                        return reader.result()
                     # Before decoding: another request's answer could decode well.
-                    self._ids.check(name, answer)
-                    return decode(answer)
+                    self._ids.check(name, answer.body)
+                    return decode(answer.body)
                 except BadResponse as error:
                     raise Retry(error) from error
 
@@ -193,6 +237,7 @@ class HttpClient:
                 timeout_s=limit_s,
                 deadline_s=deadline_s,
                 where=url,
+                may_retry=lambda: stream is None or not stream.was_told,
             )
         return Outcome(outcome.value, outcome.num_retries, outcome.wait_s + queued_s)
 
@@ -260,14 +305,19 @@ class HttpClient:
         *,
         name: str | None = None,
         as_admin: bool = False,
-    ) -> bytes:
+        reader: StreamReader[Any] | None = None,
+    ) -> HttpAnswer:
         headers = self._get_headers if content is None else self._post_headers
         if name is not None:
             headers = {HEADER: name, **headers}
         if as_admin and self._admin_key:
             headers = {**headers, "Authorization": f"Bearer {self._admin_key}"}
         try:
-            answer = await transport.send(url, headers, content)
+            if reader is None:
+                answer = await transport.send(url, headers, content)
+            else:  # parts of a packed stream could not be read as they come
+                headers = {**headers, "Accept-Encoding": "identity"}
+                answer = await transport.send(url, headers, content, reader.feed)
         except AnswerTooLarge:
             raise  # asked again, it would hardly be smaller
         except BadResponse as error:
@@ -287,13 +337,19 @@ class HttpClient:
                 )
             ) from error
         if 200 <= answer.status < 300:
-            return answer.body
+            return answer
+        text = answer.body[:2000].decode("utf-8", "replace")
+        raise self._error(answer.status, text, url, parse_retry_after(answer.retry_after))
+
+    def _error(
+        self, status: int, text: str, url: str, after_s: float | None = None
+    ) -> Retry | ModelError:
+        """Return what to raise for an error status."""
         # Cut after the keys were taken out, or half of one could stay.
-        text = self._redacted(answer.body[:2000].decode("utf-8", "replace"))[:500]
-        error_of_status = status_error(answer.status, text, url)
-        if isinstance(error_of_status, ServerError) and error_of_status.retryable:
-            raise Retry(error_of_status, parse_retry_after(answer.retry_after))
-        raise error_of_status
+        error = status_error(status, self._redacted(text[:2000])[:500], url)
+        if isinstance(error, ServerError) and error.retryable:
+            return Retry(error, after_s)
+        return error
 
     def _redacted(self, text: str) -> str:
         return redact_text(text, tuple(filter(None, (self._api_key, self._admin_key))))

@@ -22,7 +22,6 @@ from rolltree.inference.message_session import MessageSession, send_with_token_f
 from rolltree.inference.parse import (
     begin_answer,
     extract_message,
-    finished,
     read_tokens,
 )
 from rolltree.inference.request_fields import (
@@ -38,8 +37,14 @@ from rolltree.inference.request_fields import (
 from rolltree.inference.retry import Outcome, RetryPolicy
 from rolltree.inference.session import Prompt, TokenSession, without_ids
 from rolltree.inference.spelling import check_text
+from rolltree.inference.stream import (
+    CompletionPosts,
+    CompletionStream,
+    stream_of_messages,
+    stream_of_tokens,
+)
 from rolltree.inference.transport import Transport
-from rolltree.inference.wire import Decode, Response, decode_response
+from rolltree.inference.wire import PromptReader, Response, decode_chunk, decode_response
 from rolltree.types import FinishReason, MessageType, ModelResponse, SamplingParams
 
 TokenEndpoint = Literal["auto", "generate", "completions"]
@@ -126,7 +131,8 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
         self._model = model
         self.renderer = renderer
         self.tokens = TokenFields(token_ids, logprobs_mode, self._server.base_url, vocab_size)
-        self.token_in = TokenInEndpoint(self._server, token_endpoint)
+        self._posts = CompletionPosts(self._server)
+        self.token_in = TokenInEndpoint(self._posts, token_endpoint)
         self.version = 0
         # Learned from the server's first refusal.
         self._max_tokens_field = "max_tokens"
@@ -158,7 +164,7 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
         prompt = by_token.prepare(
             call.prompt, call.tools, message_type=call.message_type, model=call.model
         )
-        return await self._respond_by_token(by_token, prompt, call, memory.reader.decode)
+        return await self._respond_by_token(by_token, prompt, call, memory.reader)
 
     def recall(
         self, call: ModelCall, response: ModelResponse, memory: OpenAIMemory
@@ -201,8 +207,9 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
         Raises:
             ModelError: as `HttpClient.post` says.
         """
-        decode = memory.reader.decode
-        return await self._ask_all(content, message_type, call.sampling, call.model, decode)
+        reader = memory.reader
+        stream = stream_of_messages(call, reader.decode_chunk, with_ids=self.tokens.wanted)
+        return await self._ask_all(content, message_type, call.sampling, call.model, reader, stream)
 
     async def _ask_all(
         self,
@@ -210,27 +217,31 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
         message_type: MessageType,
         sampling: SamplingParams,
         model: str | None,
-        decode: Decode,
+        reader: PromptReader,
+        stream: CompletionStream | None,
     ) -> Outcome[Response]:
         """Request as many tokens as fit if the call has no limit.
 
         A text completion without `max_tokens` that was cut after 16 tokens is asked again with the
-        context's limit, and later ones are asked so at once.
+        context's limit, and later ones are asked so at once. One that is streamed cannot be asked
+        again, so the limit is found out before; without one it is not streamed.
         """
         if message_type == "chat" or sampling.max_tokens is not None:
-            return await self._ask(content, message_type, sampling, model, decode)
+            return await self._ask(content, message_type, sampling, model, reader, stream)
         name, prompt, remaining = model or self._model, content["prompt"], None
-        if self._context_limit.is_needed:
+        if self._context_limit.is_needed or stream is not None:
             remaining = await self._context_limit.remaining(prompt, name)
+        if remaining is None:
+            stream = None
         limited = replace(sampling, max_tokens=remaining)
-        outcome = await self._ask(content, message_type, limited, model, decode)
+        outcome = await self._ask(content, message_type, limited, model, reader, stream)
         # The cut answer is dropped and not extended: one answer is one sample.
         if remaining is None and cut_by_default(outcome.value):
             self._context_limit.is_needed = True
             remaining = await self._context_limit.remaining(prompt, name)
             if remaining is not None and remaining > DEFAULT_MAX_TOKENS:
                 limited = replace(sampling, max_tokens=remaining)
-                return await self._ask(content, message_type, limited, model, decode)
+                return await self._ask(content, message_type, limited, model, reader)
         return outcome
 
     async def _ask(
@@ -239,7 +250,8 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
         message_type: MessageType,
         sampling: SamplingParams,
         model: str | None,
-        decode: Decode,
+        reader: PromptReader,
+        stream: CompletionStream | None = None,
     ) -> Outcome[Response]:
         async def send(with_tokens: bool) -> Outcome[Response]:
             body = {
@@ -253,7 +265,9 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
             body |= extension_fields(sampling) | extra_fields(sampling)
             if "max_tokens" in body and self._max_tokens_field != "max_tokens":
                 body[self._max_tokens_field] = body.pop("max_tokens")
-            return await self._server.post(_PATHS[message_type], body, finished(decode))
+            if stream is not None:
+                stream.with_ids = with_tokens and self.tokens.wanted
+            return await self._posts.post(_PATHS[message_type], body, reader.decode, stream)
 
         try:
             return await send_with_token_fields(self.tokens, send)
@@ -264,7 +278,7 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
             return await send_with_token_fields(self.tokens, send)
 
     async def _respond_by_token(
-        self, session: TokenSession, prompt: Prompt, call: ModelCall, decode: Decode
+        self, session: TokenSession, prompt: Prompt, call: ModelCall, reader: PromptReader
     ) -> ModelResponse:
         # As it is before sending: no sampled token is older.
         version, sampling = self.version, call.sampling
@@ -272,13 +286,16 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
         # others.
         asked = _with_ends(sampling, session.renderer.end_ids)
         sent = prompt.ids.tolist()
+        stream = stream_of_tokens(call, session.renderer, decode_chunk)
         outcome = None
         kind: MessageType = "chat"  # the shape of the token-in endpoint's logprobs
         if self.token_in.takes(sampling):
-            outcome = await self.token_in.ask(sent, asked, prompt.model or self.model)
+            outcome = await self.token_in.ask(sent, asked, prompt.model or self.model, stream)
         if outcome is None:
             content = {"prompt": sent}
-            outcome = await self._ask_all(content, "completion", asked, prompt.model, decode)
+            outcome = await self._ask_all(
+                content, "completion", asked, prompt.model, reader, stream
+            )
             kind = "completion"
         response = outcome.value
         answer = begin_answer(response)
@@ -308,9 +325,9 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
 class TokenInEndpoint:
     """The token-in endpoint of one server, used while it is there."""
 
-    def __init__(self, server: HttpClient, mode: TokenEndpoint) -> None:
+    def __init__(self, posts: CompletionPosts, mode: TokenEndpoint) -> None:
         check_choice("token_endpoint", mode, ("auto", "generate", "completions"))
-        self._server, self._mode = server, mode
+        self._posts, self._mode = posts, mode
         self._known = mode == "generate"
         self.is_absent = mode == "completions"
 
@@ -319,7 +336,11 @@ class TokenInEndpoint:
         return not (self.is_absent or sampling.stop or any(sampling.extra.values()))
 
     async def ask(
-        self, prompt_ids: list[int], sampling: SamplingParams, model: str
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        model: str,
+        stream: CompletionStream | None = None,
     ) -> Outcome[Response] | None:
         """Send ids; None if the server has no such endpoint.
 
@@ -332,8 +353,8 @@ class TokenInEndpoint:
             "sampling_params": token_in_fields(sampling),
         }
         try:
-            outcome = await self._server.post(
-                _TOKEN_IN_PATH, body, finished(decode_response), at_root=True
+            outcome = await self._posts.post(
+                _TOKEN_IN_PATH, body, decode_response, stream, at_root=True
             )
         except ServerError as error:
             # Once it has answered it is there, and a 404 is about something else.

@@ -76,7 +76,7 @@ def extract_tokens(
     completion = _ids(choice, "token_ids")
     # vLLM may spell ids in the texts of its logprobs, with `token_ids` or instead of them. Both
     # have to agree.
-    if completion is None or _names_ids(logprobs):
+    if completion is None or names_ids(logprobs):
         texts = sampled_entries(logprobs, message_type, "token", "tokens") or []
         if completion is None:
             completion = spelled_ids(texts)
@@ -448,7 +448,7 @@ def first_choice(response: object) -> object:
     return choices[0]
 
 
-def _names_ids(logprobs: object) -> bool:
+def names_ids(logprobs: object) -> bool:
     """Whether the first token's text is its id, as on vLLM's token-in endpoint."""
     tokens, content = read(logprobs, "tokens"), read(logprobs, "content")
     first = tokens[0] if isinstance(tokens, list) and tokens else None

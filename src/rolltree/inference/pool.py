@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from time import monotonic
 from typing import Any, Protocol, runtime_checkable
@@ -28,7 +28,7 @@ from rolltree.errors import (
     ServerError,
     TokenError,
 )
-from rolltree.inference.call import ModelCall
+from rolltree.inference.call import DeltaListener, ModelCall
 from rolltree.inference.client import ModelClient, policy_version
 from rolltree.inference.client_base import ClientBase
 from rolltree.inference.openai_client import OpenAIClient
@@ -235,6 +235,9 @@ class PooledSession(ClientBase):
         """Make the call where this rollout is at home, or on the next best server."""
         key, failed = self._key_of(call), list[str]()
         began = monotonic()
+        listener = None if call.on_delta is None else DeltaListener(call.on_delta)
+        if listener is not None:
+            call = replace(call, on_delta=listener)
         wrong = set[str]()  # servers whose tokens contradict themselves
 
         async def attempt() -> tuple[ModelResponse, Endpoint]:
@@ -270,7 +273,11 @@ class PooledSession(ClientBase):
             endpoint.num_failures = 0
             return answer, endpoint
 
-        outcome = await with_retries(self._pool.retry, attempt)
+        outcome = await with_retries(
+            self._pool.retry,
+            attempt,
+            may_retry=lambda: listener is None or not listener.was_told,
+        )
         answer, endpoint = outcome.value
         info: dict[str, Any] = {"endpoint": endpoint.name}
         if failed:

@@ -72,11 +72,13 @@ async def with_retries(
     timeout_s: float | None = None,
     deadline_s: float | None = None,
     where: str = "the server",
+    may_retry: Callable[[], bool] = lambda: True,
 ) -> Outcome[ResultT]:
     """Make `attempt` until it succeeds, the policy is exhausted or `deadline_s` have passed.
 
     An attempt that takes more than `timeout_s` has failed and may be made again. `where` is what
-    was asked, for the messages.
+    was asked, for the messages. `may_retry` is asked after a failed attempt: one that has said
+    something already cannot be made again.
 
     Raises:
         CallTimeout: the deadline passed, or would pass before the next attempt.
@@ -110,7 +112,7 @@ async def with_retries(
         # Before the count of retries: that the time is over is the better message.
         if deadline_s is not None and now - start >= deadline_s:
             break
-        if number == policy.max_retries or too_long:
+        if number == policy.max_retries or too_long or not may_retry():
             last.error.add_note(
                 f"{number + 1} attempts in {now - start:.1f} s"
                 + (f"; the server asks to wait {last.after_s:g} s" if too_long else "")

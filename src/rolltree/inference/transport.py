@@ -10,7 +10,7 @@ import io
 import os
 import ssl
 import zlib
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -30,18 +30,31 @@ _LARGE_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True)
 class HttpAnswer:
-    """A server's response: a status, the decompressed body, and its `Retry-After`."""
+    """A server's response: a status, the decompressed body, and its `Retry-After`.
+
+    `is_stream`: the body was passed on while it came, and is empty here.
+    """
 
     status: int
     body: bytes
     retry_after: str | None = None
+    is_stream: bool = False
 
 
 class Transport(Protocol):
     """Sends one request and returns the whole answer; used on one event loop."""
 
-    async def send(self, url: str, headers: Mapping[str, str], content: bytes | None) -> HttpAnswer:
+    async def send(
+        self,
+        url: str,
+        headers: Mapping[str, str],
+        content: bytes | None,
+        on_part: Callable[[bytes], None] | None = None,
+    ) -> HttpAnswer:
         """POST `content`, or GET where it is None.
+
+        If the answer is a stream of events, `on_part` gets each part of it as it comes. What it
+        raises ends the request.
 
         Raises:
             OSError: no connection, or none that lasted.
@@ -89,8 +102,14 @@ class SocketTransport:
         )
         self._life = _life(self._session)
 
-    async def send(self, url: str, headers: Mapping[str, str], content: bytes | None) -> HttpAnswer:
-        """POST `content`, or GET where it is None.
+    async def send(
+        self,
+        url: str,
+        headers: Mapping[str, str],
+        content: bytes | None,
+        on_part: Callable[[bytes], None] | None = None,
+    ) -> HttpAnswer:
+        """POST `content`, or GET where it is None; see `Transport.send`.
 
         Raises:
             OSError: no connection, or none that lasted.
@@ -112,17 +131,43 @@ class SocketTransport:
             headers=headers,
             allow_redirects=False,
         )
+        packing = response.headers.get("Content-Encoding")
+        is_stream = on_part is not None and is_event_stream(
+            response.status, response.headers.get("Content-Type")
+        )
         try:
-            body = await self._read(response)
+            if is_stream and not packing:
+                assert on_part is not None
+                await self._pass_on(response.content, on_part)
+                body = b""
+            else:
+                body = await self._read(response)
         except BaseException:
             # The rest of the answer is unread, so the connection cannot be used again.
             response.close()
             raise
         response.release()
-        packing = response.headers.get("Content-Encoding")
         if packing:
             body = unpacked(body, packing.strip().lower(), self._max_bytes)
-        return HttpAnswer(response.status, body, response.headers.get("Retry-After"))
+            if is_stream:  # from a proxy that packs what it was asked to leave as it is
+                assert on_part is not None
+                on_part(body)
+        return HttpAnswer(
+            response.status,
+            b"" if is_stream else body,
+            response.headers.get("Retry-After"),
+            is_stream,
+        )
+
+    async def _pass_on(
+        self, content: aiohttp.StreamReader, on_part: Callable[[bytes], None]
+    ) -> None:
+        left = self._max_bytes
+        while part := await content.readany():
+            left -= len(part)
+            if left < 0:
+                raise too_large(self._max_bytes)
+            on_part(part)
 
     async def _read(self, response: aiohttp.ClientResponse) -> bytes:
         if (response.content_length or 0) > self._max_bytes:
@@ -206,6 +251,12 @@ def unpacked(body: bytes, packing: str, max_bytes: int) -> bytes:
     if len(found) > max_bytes:
         raise too_large(max_bytes)
     return found
+
+
+def is_event_stream(status: int, content_type: str | None) -> bool:
+    """Whether an answer of this status and `Content-Type` is a stream of events."""
+    kind = (content_type or "").partition(";")[0].strip().lower()
+    return status == 200 and kind == "text/event-stream"
 
 
 def too_large(max_bytes: int) -> AnswerTooLarge:

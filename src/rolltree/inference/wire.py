@@ -1,4 +1,4 @@
-"""The JSON of OpenAI-compatible completions, as structs that msgspec decodes in one pass.
+"""The JSON of OpenAI-compatible completions, whole or in chunks, as structs that msgspec decodes.
 
 Only fields that rolltree reads are here; all others are skipped without being built. A server
 repeats the whole prompt's ids in every turn: `PromptReader` compares those it knows as bytes and
@@ -8,7 +8,7 @@ decodes the rest.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -96,11 +96,55 @@ class Response(msgspec.Struct):
     prompt_token_ids: list[int] | None = None
 
 
+class FunctionPart(msgspec.Struct):
+    """A part of a tool call's function: the name comes once, the arguments in pieces."""
+
+    name: str | None = None
+    arguments: str | None = None
+
+
+class ToolCallPart(msgspec.Struct):
+    """What a chunk adds to tool call number `index`."""
+
+    index: int = 0
+    id: str | None = None
+    function: FunctionPart | None = None
+
+
+class Delta(msgspec.Struct):
+    """What a chunk adds to the message."""
+
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCallPart] | None = None
+
+
+class ChunkChoice(Choice):
+    """What a chunk adds to a completion: ids and logprobs are those of its tokens only."""
+
+    delta: Delta | None = None
+
+
+class Chunk(msgspec.Struct):
+    """One event of a streamed completion; `error` takes the place of the rest."""
+
+    choices: list[ChunkChoice] = []
+    id: str | None = None
+    model: str | None = None
+    usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None
+    error: Any = None
+
+
+AnyResponse = TypeVar("AnyResponse", Response, Chunk)
 Decode: TypeAlias = Callable[[bytes], Response]
+DecodeChunk: TypeAlias = Callable[[bytes], Chunk]
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """Exceptions of decoding bytes that are not JSON of this shape, or too deeply nested."""
 
 _DECODER = msgspec.json.Decoder(Response)
+_CHUNK_DECODER = msgspec.json.Decoder(Chunk)
 
 
 def decode_response(body: bytes) -> Response:
@@ -109,8 +153,17 @@ def decode_response(body: bytes) -> Response:
     Raises:
         BadResponse: it is not JSON, or not of this shape.
     """
+    return _decoded(_DECODER, body)
+
+
+def decode_chunk(data: bytes) -> Chunk:
+    """Decode one event of a streamed completion; raises as `decode_response`."""
+    return _decoded(_CHUNK_DECODER, data)
+
+
+def _decoded(decoder: msgspec.json.Decoder[AnyResponse], body: bytes) -> AnyResponse:
     try:
-        return _DECODER.decode(body)
+        return decoder.decode(body)
     except UNREADABLE as error:
         start = body[:80].decode("utf-8", "replace")
         raise BadResponse(
@@ -149,9 +202,16 @@ class PromptReader:
         Raises:
             BadResponse: it is not JSON, or not of this shape.
         """
+        return self._decode(_DECODER, body)
+
+    def decode_chunk(self, data: bytes) -> Chunk:
+        """Decode one event of a streamed completion; raises as `decode`."""
+        return self._decode(_CHUNK_DECODER, data)
+
+    def _decode(self, decoder: msgspec.json.Decoder[AnyResponse], body: bytes) -> AnyResponse:
         start = body.rfind(_KEY) + len(_KEY)
         if start < len(_KEY) or body.startswith(b"]", start):
-            return decode_response(body)
+            return _decoded(decoder, body)
         # The mark takes the place of the known ids. Finding it as the first decoded id proves that
         # these bytes were the field and not, say, text that looks like it.
         text, known = self._text, self._ids
@@ -162,15 +222,15 @@ class PromptReader:
             known = _NO_IDS
             marked = b"%b-1,%b" % (body[:start], body[start:])
         try:
-            response = _DECODER.decode(marked)
+            response = decoder.decode(marked)
             holder = _prompt_holder(response)
             ids = np.array(holder.prompt_token_ids or (0,), np.int32)
         # Decoded in full, it is either readable or has an error that is about the server's bytes.
         except (*UNREADABLE, OverflowError):
-            return decode_response(body)
+            return _decoded(decoder, body)
         new = ids[1:]
         if ids[0] != _MARK or (len(new) and np.minimum.reduce(new) < 0):
-            return decode_response(body)
+            return _decoded(decoder, body)
         self._ids = np.concatenate((known, new))
         # Records of several calls share it.
         self._ids.flags.writeable = False
@@ -179,7 +239,7 @@ class PromptReader:
         return response
 
 
-def _prompt_holder(response: Response) -> Response | Choice:
+def _prompt_holder(response: Response | Chunk) -> Response | Chunk | Choice:
     """Return what has the prompt's ids: the response for chat, its choice for text."""
     if response.prompt_token_ids is None and response.choices:
         return response.choices[0]

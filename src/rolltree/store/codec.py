@@ -145,14 +145,15 @@ def _is_numpy(value: Any) -> bool:
 
 
 def _pack(value: Any, depth: int) -> Any:
-    if value is None or value is True or value is False:
+    # Most of what a record holds is text.
+    if type(value) is str or value is None or value is True or value is False:
         return value
     if isinstance(value, int):
         return (
             int(value) if value.bit_length() <= MAX_BITS else _opaque("int of more than 8192 bits")
         )
     if isinstance(value, str):
-        return value if type(value) is str else str.__str__(value)
+        return str.__str__(value)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {TAG: "float", "v": repr(float(value))}
     if depth > MAX_DEPTH:
@@ -179,7 +180,10 @@ def _opaque(name: str) -> dict[str, str]:
 
 def _pack_dict(value: dict[Any, Any], depth: int) -> Any:
     if all(type(key) is str for key in value) and TAG not in value:
-        return {key: _pack(item, depth + 1) for key, item in value.items()}
+        return {
+            key: item if type(item) is str else _pack(item, depth + 1)
+            for key, item in value.items()
+        }
     pairs = [[_pack(key, depth + 1), _pack(item, depth + 1)] for key, item in value.items()]
     return {TAG: "dict", "v": pairs}
 

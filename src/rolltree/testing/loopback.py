@@ -16,7 +16,7 @@ from http import HTTPStatus
 from types import TracebackType
 from urllib.parse import urlsplit
 
-from rolltree.inference.transport import HttpAnswer
+from rolltree.inference.transport import HttpAnswer, is_event_stream
 
 _MAX_BODY_BYTES = 64 * 2**20
 
@@ -69,7 +69,13 @@ class DirectTransport:
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
 
-    async def send(self, url: str, headers: Mapping[str, str], content: bytes | None) -> HttpAnswer:
+    async def send(
+        self,
+        url: str,
+        headers: Mapping[str, str],
+        content: bytes | None,
+        on_part: Callable[[bytes], None] | None = None,
+    ) -> HttpAnswer:
         """Return the handler's reply; `reset` and a body cut short are a lost connection."""
         where = urlsplit(url)
         reply = await self._handler(
@@ -85,6 +91,9 @@ class DirectTransport:
         broken = reply.reset or reply.gone or reply.raw is not None
         if broken or reply.num_sent_bytes is not None:
             raise ConnectionResetError("the reply was cut short")
+        if on_part is not None and is_event_stream(reply.status, reply.headers.get("Content-Type")):
+            on_part(reply.body)
+            return HttpAnswer(reply.status, b"", is_stream=True)
         return HttpAnswer(reply.status, reply.body, reply.headers.get("Retry-After"))
 
     async def aclose(self) -> None:

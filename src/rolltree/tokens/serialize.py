@@ -81,6 +81,9 @@ class Writer:
 
     def array(self, values: NDArray[Any]) -> None:
         """Write an array of any listed dtype, as it is."""
+        if not values.size and values.ndim == 1 and values.dtype.str in STORED_CODES:
+            self._parts.append(struct.pack("<BBI", STORED_CODES[values.dtype.str], 1, 0))
+            return
         # Machines may have another byte order; files have one.
         little = np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("<"))
         check_stored(little, "an array")
@@ -112,6 +115,14 @@ class Writer:
                 )
                 return
         self.array(np.array(values, np.int64))
+
+    def floats(self, values: Sequence[float]) -> None:
+        """Write float64 numbers."""
+        if 0 < len(values) <= _FEW:
+            head = STORED_CODES[_FLOAT64.str], 1, len(values)
+            self._parts.append(struct.pack(f"<BBI{len(values)}d", *head, *values))
+        else:
+            self.array(np.array(values, np.float64))
 
     def chunk(self) -> bytes:
         """Return everything written, framed."""
@@ -282,7 +293,7 @@ def _save_sampled(out: Writer, stream: SampledStream, since: int) -> None:
         stored = offsets[offsets >= 0]
         first = int(stored[0]) if len(stored) else stream.buffer.size
         out.ints(np.where(offsets >= 0, offsets - first, offsets))
-    out.array(np.array(stream.constant[since:], dtype=np.float64))
+    out.floats(stream.constant[since:])
     out.array(stream.buffer.view(first, stream.buffer.size))
 
 

@@ -152,7 +152,8 @@ class Trajectory(list[TrajectoryStep]):
     ) -> int:
         """Return the call's handle: the one that it has in this tree already, or a new one."""
         # Only at a session's first call: later, its tree has calls that are not in this trajectory.
-        if self._tree is None and response.call == 0:
+        # Whoever looked at the tree before the first call has made an empty one.
+        if response.call == 0 and (self._tree is None or not self._tree.num_calls):
             self._tree = response.tree
         # A response that is recorded again is another call with the same tokens.
         if response.tree is not self.tree or response.call_id in self._handles:

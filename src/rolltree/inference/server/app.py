@@ -52,13 +52,20 @@ from rolltree.inference.server.requests import (
     ParsedRequest,
     RequestError,
     check_fields,
+    flag,
+    includes_usage,
     messages_of,
     num_choices,
     parse_request,
     sampling_of,
     tools_of,
 )
-from rolltree.inference.server.responses import Responses, ResponseStream, generate_response
+from rolltree.inference.server.responses import (
+    GenerateStream,
+    Responses,
+    ResponseStream,
+    generate_response,
+)
 from rolltree.inference.server.weights import WeightReceiver
 from rolltree.types import IntArray
 
@@ -109,11 +116,7 @@ class Handlers:
     ) -> Response:
         served = self._served
         if parsed.stream:
-            return StreamingResponse(
-                ResponseStream(served, parsed, prompts).events(),
-                media_type="text/event-stream",
-                headers={"Cache-Control": "no-cache"},
-            )
+            return _streaming(ResponseStream(served, parsed, prompts))
         # A client that hangs up frees its place in the batch.
         outputs = await while_connected(request, served.sample(prompts, parsed.sampling, parsed.n))
         responses = Responses(served, parsed)
@@ -126,10 +129,6 @@ class Handlers:
         params = given.get("sampling_params", {})
         if not isinstance(params, dict):
             raise RequestError("sampling_params is not an object.", param="sampling_params")
-        if given.get("stream"):
-            raise RequestError(
-                "this endpoint does not stream here; /v1/completions does.", param="stream"
-            )
         if not isinstance(given.get("token_ids"), list):
             raise RequestError("token_ids is not a list of ids.", param="token_ids")
         params = check_fields(params, SAMPLING_PARAMS_FIELDS, served.name)
@@ -137,18 +136,22 @@ class Handlers:
             raise RequestError("only logprobs of sampled tokens are supported. Use 0 or 1.")
         # Ids need no tokenizer, so no thread either.
         prompt = served.text_prompt(given["token_ids"])
-        sampling = served.sample([prompt], sampling_of(params), num_choices(params))
-        outputs = await while_connected(request, sampling)
-        answer = generate_response(
-            served,
-            prompt,
-            outputs,
+        asked = ParsedRequest(
+            sampling_of(params),
+            chat=False,
+            n=num_choices(params),
+            stream=flag(given, "stream"),
+            include_usage=includes_usage(given),
+            logprobs="logprobs" in params,
+            token_ids=flag(given, "return_token_ids"),
             # The client's own name, by which it tells whose answer it gets.
             request_id=_request_id_in(given) or _request_id(request) or secrets.token_hex(12),
-            logprobs="logprobs" in params,
-            prompt_ids=bool(given.get("return_token_ids")),
         )
-        return json_response(answer)
+        if asked.stream:
+            return _streaming(GenerateStream(served, asked, prompt))
+        sampling = served.sample([prompt], asked.sampling, asked.n)
+        outputs = await while_connected(request, sampling)
+        return json_response(generate_response(served, asked, prompt, outputs))
 
     async def tokenize(self, request: Request) -> Response:
         """`POST /tokenize`: a string, or the prompt of a conversation, as ids."""
@@ -187,6 +190,11 @@ class Handlers:
                 {"prompt": served.renderer.decode(served.text_prompt(given["tokens"]))}
             )
         )
+
+
+def _streaming(stream: ResponseStream) -> Response:
+    headers = {"Cache-Control": "no-cache"}
+    return StreamingResponse(stream.events(), media_type="text/event-stream", headers=headers)
 
 
 class WeightHandlers:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import ipaddress
 import logging
@@ -131,21 +130,26 @@ async def request_body(request: Request) -> bytes:
         RequestError: it is larger than `MAX_BODY_BYTES`, or did not come in time.
     """
     limit_s = request.app.state.read_timeout_s
-    content = bytearray()
+    parts, size, receive, is_whole = list[bytes](), 0, request.receive, False
     try:
         async with asyncio.timeout(limit_s):
-            async for part in request.stream():
+            while not is_whole:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnect
+                is_whole = not message.get("more_body", False)
                 # The rest is read too: a client that is still writing would not read the answer.
-                if len(content) <= MAX_BODY_BYTES:
-                    content += part
+                if size <= MAX_BODY_BYTES:
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
     except TimeoutError as error:
-        if len(content) <= MAX_BODY_BYTES:
+        if size <= MAX_BODY_BYTES:
             raise RequestError(
                 f"the body did not arrive within {limit_s:g} s.", status=408
             ) from error
-    if len(content) > MAX_BODY_BYTES:
+    if size > MAX_BODY_BYTES:
         raise RequestError(f"the body is larger than {MAX_BODY_BYTES} bytes.", status=413)
-    return bytes(content)
+    return b"".join(parts)
 
 
 def object_in(content: bytes) -> dict[str, Any]:
@@ -198,26 +202,43 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, ResultT]) 
     Raises:
         ClientDisconnect: the client left.
     """
-    doing = asyncio.ensure_future(work)
+    task, has_left = asyncio.current_task(), False
+    assert task is not None
+
+    def leave(_: object) -> None:
+        nonlocal has_left
+        has_left = True
+        task.cancel()
+
     # Nobody reads the answer of a client that hung up; its requests would hold their slots.
-    leaving = asyncio.ensure_future(_left(request))
+    leaving = asyncio.ensure_future(_left(request.receive))
+    leaving.add_done_callback(leave)
     try:
-        await asyncio.wait((doing, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if doing.done():
-            return doing.result()
-        raise ClientDisconnect
+        return await work
+    except asyncio.CancelledError:
+        # Cancelled by the client's leaving and by nobody else besides.
+        if has_left and task.uncancel() == 0:
+            raise ClientDisconnect from None
+        raise
     finally:
-        for task in (doing, leaving):
-            if not task.done():
-                task.cancel()
-                # Awaited, so that nothing of the request is left when the handler returns.
-                with contextlib.suppress(asyncio.CancelledError):
-                    await task
+        leaving.remove_done_callback(leave)
+        leaving.cancel()
 
 
-async def _left(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def has_left(receive: Receive) -> bool:
+    """Whether the client has left, as far as it is known now. The body must have been read."""
+    coming = _left(receive)
+    try:
+        coming.send(None)
+    except StopIteration:
+        return True
+    coming.close()
+    return False
 
 
 def protocol_with_head_timeout(limit_s: float) -> type[asyncio.Protocol]:

@@ -131,7 +131,7 @@ CHAT_FIELDS = _COMMON | _ANSWER | {"messages", "tools", "tool_choice"}
 TEXT_FIELDS = _COMMON | _ANSWER | {"prompt"}
 SAMPLING_PARAMS_FIELDS = _COMMON - {"model"} | {"logprobs"}
 GENERATE_FIELDS = _HARMLESS | _names(
-    "token_ids sampling_params model return_token_ids stream priority"
+    "token_ids sampling_params model return_token_ids stream stream_options priority"
 )
 TOKENIZE_FIELDS = _names(
     "model prompt messages tools tool_choice add_generation_prompt return_token_strs "
@@ -224,13 +224,7 @@ def parse_request(
             + ("true." if chat else "0 or 1."),
             param="logprobs",
         )
-    options = given.get("stream_options", {})
-    if not isinstance(options, dict) or options.keys() - {"include_usage", "include_obfuscation"}:
-        raise RequestError(
-            f"stream_options = {shown(options)} has something other than include_usage, which "
-            "would be ignored.",
-            param="stream_options",
-        )
+    include_usage = includes_usage(given)
     sampling = sampling_of(given)
     # Null is a request for no limit here, so this asks for the key, not the value.
     if not chat and not {"max_tokens", "max_completion_tokens"} & body.keys():
@@ -241,12 +235,28 @@ def parse_request(
         tools=tools_of(given) if chat else None,
         n=num_choices(given),
         stream=flag(given, "stream"),
-        include_usage=bool(options.get("include_usage")),
+        include_usage=include_usage,
         logprobs=bool(logprobs) if chat else "logprobs" in given and logprobs is not False,
         token_ids=flag(given, "return_token_ids"),
         tokens_as_ids=flag(given, "return_tokens_as_token_ids"),
         request_id=request_id or secrets.token_hex(12),
     )
+
+
+def includes_usage(given: Mapping[str, Any]) -> bool:
+    """Return whether `stream_options` ask for the usage at a stream's end.
+
+    Raises:
+        RequestError: they ask for something else.
+    """
+    options = given.get("stream_options", {})
+    if not isinstance(options, dict) or options.keys() - {"include_usage", "include_obfuscation"}:
+        raise RequestError(
+            f"stream_options = {shown(options)} has something other than include_usage, which "
+            "would be ignored.",
+            param="stream_options",
+        )
+    return bool(options.get("include_usage"))
 
 
 def sampling_of(given: Mapping[str, Any], names: Collection[str] = _SAMPLING) -> SamplingParams:

@@ -121,42 +121,45 @@ def token_usage(prompts: Sequence[IntArray], outputs: Sequence[EngineOutput]) ->
 
 
 def generate_response(
-    served: ServedModel,
-    prompt: IntArray,
-    outputs: Sequence[EngineOutput],
-    *,
-    request_id: str,
-    logprobs: bool,
-    prompt_ids: bool,
+    served: ServedModel, request: ParsedRequest, prompt: IntArray, outputs: Sequence[EngineOutput]
 ) -> dict[str, Any]:
     """Return the answer of vLLM's token-in endpoint: ids, logprobs, and spans of versions."""
     choices = []
     for index, output in enumerate(outputs):
-        choice: dict[str, Any] = {
-            "index": index,
-            "finish_reason": output.finish_reason.value,
-            "stop_reason": output.stop,
-            "token_ids": output.completion_ids.tolist(),
-            "logprobs": None,
-            "weight_versions": version_spans(output.versions),
-            **routing(output),
-        }
-        if logprobs:
-            pairs = zip(choice["token_ids"], served.logprobs_of(output).tolist(), strict=True)
-            content = [
-                {"token": f"token_id:{i}", "token_id": i, "logprob": value, "top_logprobs": []}
-                for i, value in pairs
-            ]
-            choice["logprobs"] = {"content": content}
-        choices.append(choice)
+        values = served.logprobs_of(output) if request.logprobs else None
+        choices.append(
+            {"index": index, **_ending(output), **_sampled(output.completion_ids, values)}
+        )
     answer = {
-        "request_id": request_id,
+        "request_id": request.request_id,
         "model": served.name,
         "created": int(time.time()),
         "choices": choices,
         "usage": token_usage([prompt], outputs),
     }
-    return answer | {"prompt_token_ids": prompt.tolist()} if prompt_ids else answer
+    return answer | {"prompt_token_ids": prompt.tolist()} if request.token_ids else answer
+
+
+def _ending(output: EngineOutput) -> dict[str, Any]:
+    """Return the fields of a token-in choice that are known when it ends."""
+    return {
+        "finish_reason": output.finish_reason.value,
+        "stop_reason": output.stop,
+        "weight_versions": version_spans(output.versions),
+        **routing(output),
+    }
+
+
+def _sampled(ids: IntArray, values: FloatArray | None) -> dict[str, Any]:
+    """Return the fields of sampled tokens int32 `[_T]` on the token-in endpoint."""
+    listed = ids.tolist()
+    if values is None:
+        return {"token_ids": listed, "logprobs": None}
+    content = [
+        {"token": f"token_id:{i}", "token_id": i, "logprob": value, "top_logprobs": []}
+        for i, value in zip(listed, values.tolist(), strict=True)
+    ]
+    return {"token_ids": listed, "logprobs": {"content": content}}
 
 
 def routing(output: EngineOutput) -> dict[str, str]:
@@ -302,6 +305,36 @@ class ResponseStream:
         if self._request.token_ids and first:
             holder = chunk if self._request.chat else part
             holder["prompt_token_ids"] = choice.prompt.tolist()
+        return chunk
+
+
+class GenerateStream(ResponseStream):
+    """The chunks of vLLM's token-in endpoint: ids and logprobs, no text."""
+
+    def __init__(self, served: ServedModel, request: ParsedRequest, prompt: IntArray) -> None:
+        super().__init__(served, request, [prompt])
+        self._responses.head = {"request_id": request.request_id}
+
+    def _chunk(self, choice: _Choice, token: SampledToken) -> dict[str, Any]:
+        is_first = not choice.ids
+        choice.ids.append(token.id)
+        values = self._served.logprobs_of(token)
+        return self._ids_chunk(choice, np.array([token.id], np.int32), values, {}, is_first)
+
+    def _last_chunk(self, choice: _Choice, output: EngineOutput) -> dict[str, Any]:
+        new = slice(len(choice.ids), None)
+        values = self._served.logprobs_of(output)[new]
+        ending = _ending(output)
+        return self._ids_chunk(choice, output.completion_ids[new], values, ending, not choice.ids)
+
+    def _ids_chunk(
+        self, choice: _Choice, ids: IntArray, values: FloatArray, new: dict[str, Any], first: bool
+    ) -> dict[str, Any]:
+        sampled = _sampled(ids, values if self._request.logprobs else None)
+        part = {"index": choice.index, "finish_reason": None, **new, **sampled}
+        chunk = {**self._responses.head, "choices": [part]}
+        if self._request.token_ids and first:
+            chunk["prompt_token_ids"] = choice.prompt.tolist()
         return chunk
 
 
