@@ -154,8 +154,8 @@ class SyncFeed:
             def progress(done: int, before: int = before, total: int = total) -> None:
                 self._on_progress(step, before + done, total)
 
-            # With what is trained already: one bad group beside seven good ones is no reason to
-            # stop, and the same question after a kill gets the same answer (design/0016).
+            # With what is trained already: one bad group beside seven good ones does not stop
+            # the step, and the same question after a kill gets the same answer (design/0016).
             beside = joined([each.results for each in useful])
 
             async def again(
