@@ -22,6 +22,7 @@ from rolltree.gateway.calls import AgentCall, AnswerHead, CallOrigin
 from rolltree.gateway.journal import Journal, KeptCall, read_session
 from rolltree.gateway.session import SessionLimits, new_state
 from rolltree.testing import ScriptedClient
+from rolltree.tokens import Trajectory
 
 ASKED = {"model": "m", "messages": [{"role": "user", "content": "hello there"}]}
 
@@ -306,3 +307,28 @@ async def test_a_gateway_that_is_killed_loses_and_doubles_nothing(tmp_path, num_
         assert answers == [question.upper() for question in asked]
         final = kept.calls[-1][1]["tokens"].tree
         assert final.num_tokens == final.path_len(final.num_calls - 1)
+
+
+def test_a_call_that_overlaps_is_labelled_after_its_tokens_were_written(tmp_path):
+    """A call's tokens enter the tree before the session records it; another may end between."""
+    client = ScriptedClient(["one", "two", "three", "four"])
+    made = client.session()
+    answers = [asyncio.run(made.chat([{"role": "user", "content": content}])) for content in "abcd"]
+    trajectory, journal = Trajectory(), Journal(tmp_path)
+    file = journal.create("one", {})
+    for number, (which, agent) in enumerate([(0, ""), (2, "ann"), (1, "bob"), (3, "bob")]):
+        trajectory.append_call(
+            prompt=[], completion=[], response=answers[which], agent=agent, turn=number
+        )
+        file.append_now(trajectory, number, KeptCall(AnswerHead(f"id{number}", "m", 1), agent))
+    file.publish()
+    file.close()
+    assert trajectory.tree is answers[3].tree
+    kept = read_session(next(tmp_path.glob("one*")))
+    read = [step for _, step in kept.calls]
+    assert [step["extras"]["agent"] for step in read] == ["", "ann", "bob", "bob"]
+    trees = {id(step["response"].tree): step["response"].tree for step in read}
+    (read_tree,) = trees.values()
+    assert [read_tree.agent(call) for call in range(4)] == ["", "bob", "ann", "bob"]
+    assert [read_tree.turn(call) for call in range(4)] == [0, 2, 1, 3]
+    journal.close()

@@ -210,6 +210,10 @@ class JournalFile:
         size = self._table.size
         data: dict[str, Any] = {"step": step_data(trajectory, index, self._table, self._prompts)}
         tree, tokens = trajectory.tree, b""
+        call = trajectory.call_of(index)
+        if call is not None and call < self._num_calls:
+            # A call that overlapped has brought its tokens, before its agent and turn were known.
+            data["label"] = [call, tree.agent(call), tree.turn(call)]
         if tree.num_calls > self._num_calls:
             tokens, self._num_calls = tree.to_bytes(since=self._num_calls), tree.num_calls
         if kept.tools not in self._tools:  # agents offer a few sets of tools, call after call
@@ -271,6 +275,10 @@ def read_session(path: Path) -> KeptSession | None:
         parts = [(loads(text), tokens) for text, tokens in frames[1:]]
         tree_bytes = b"".join(tokens for _, tokens in parts)
         tree = TokenTree.from_bytes(tree_bytes) if tree_bytes else TokenTree()
+        for data, _ in parts:
+            if "label" in data:
+                call, agent, turn = data["label"]
+                tree.label(call, agent=agent, turn=turn)
         table: dict[str, list[Any]] = {"messages": [], "nodes": [], "pieces": []}
         tools, option_values = list[tuple[ToolSchema, ...]](), list[Any]()
         for data, _ in parts:
