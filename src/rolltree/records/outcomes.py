@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
+from itertools import zip_longest
 from typing import Any
 
 from rolltree.records.recorded import Difference, RecordedRollout, ReplaySession
 from rolltree.rollouts.decode import decode_rollout
 from rolltree.rollouts.record import encode_result
 from rolltree.tokens import peek
-from rolltree.types import ErrorRecord, Messages, RolloutResult, State
+from rolltree.types import ErrorRecord, RolloutResult, State
 
 ENDING = ("is_completed", "stop_condition", "terminated", "truncated", "truncation_reason")
 
@@ -27,7 +28,8 @@ def outcome_difference(
         for index in rollout.unused()[:1]:
             recorded = peek(rollout.steps[index], "prompt")
             asked = recorded[-1] if isinstance(recorded, list) and recorded else recorded
-            return _at(rollout, "missing call", index, "the model is not asked again", asked, None)
+            where = "the model is not asked again"
+            return rollout.difference("missing call", index, where, asked, None)
     # Through the codec, as the recording went: tuples, objects and floats are what storing makes
     # of them on both sides.
     states = [state for row in encode_result(live) for state in decode_rollout(row).states]
@@ -36,79 +38,59 @@ def outcome_difference(
         return Difference("rollouts", "", 0, None, "how many rollouts the episode has", *num)
     pairs = list(zip(session.rollouts, states, strict=True))
     for rollout, state in pairs:
-        if rollout.agent != str(state.get("agent") or ""):
-            return _at(rollout, "rollouts", None, "whose it is", rollout.agent, state.get("agent"))
+        agent = str(state.get("agent") or "")
+        if rollout.agent != agent:
+            return rollout.difference("rollouts", None, "whose it is", rollout.agent, agent)
     # The cause before its effects: another answer of the world explains another reward.
-    for compare in (_said, _world, _ended, _scored if score else _nothing):
+    for compare in (_said, _world, _ended, *((_scored,) if score else ())):
         for rollout, state in pairs:
             for found in compare(session, rollout, state):
                 return found
     return None
 
 
-def _at(
-    rollout: RecordedRollout, kind: str, call: int | None, where: str, recorded: Any, live: Any
-) -> Difference:
-    return Difference(kind, rollout.agent, rollout.index, call, where, recorded, live)
-
-
-def _nothing(
-    session: ReplaySession, rollout: RecordedRollout, state: State
-) -> Iterator[Difference]:
-    yield from ()
-
-
 def _said(session: ReplaySession, rollout: RecordedRollout, state: State) -> Iterator[Difference]:
-    recorded: Messages | None = rollout.state.get("completion")
-    live: Messages | None = state.get("completion")
-    if session.is_same(recorded, live):
-        return
-    where = "the completion"
-    one: Any = recorded
-    other: Any = live
-    if isinstance(recorded, list) and isinstance(live, list):
-        at, one, other = session.first_message(recorded, live)
-        role = (other or one or {}).get("role", "?")
-        where = f"message {at} of the completion ({role})"
-    yield _at(rollout, "completion", None, where, one, other)
+    recorded, live = rollout.state.get("completion"), state.get("completion")
+    if not session.is_same(recorded, live):
+        yield session.in_messages("completion", rollout, None, recorded, live)
 
 
 def _world(session: ReplaySession, rollout: RecordedRollout, state: State) -> Iterator[Difference]:
-    recorded: Sequence[Mapping[str, Any]] = rollout.state.get("environment_steps") or ()
-    live: Sequence[Mapping[str, Any]] = state.get("environment_steps") or ()
-    for number in range(max(len(recorded), len(live))):
-        one = recorded[number] if number < len(recorded) else None
-        other = live[number] if number < len(live) else None
+    sides = [each.get("environment_steps") or () for each in (rollout.state, state)]
+    for number, (one, other) in enumerate(zip_longest(*sides)):
         if one is None or other is None:
-            yield _at(rollout, "world", None, f"step {number} of the world", one, other)
+            yield rollout.difference("world", None, f"step {number} of the world", one, other)
             return
         for name in one:
             if not _equal(session, one[name], other.get(name)):
                 where = f"{name} of the world's step {number}"
-                yield _at(rollout, "world", None, where, one[name], other.get(name))
+                yield rollout.difference("world", None, where, one[name], other.get(name))
 
 
 def _ended(session: ReplaySession, rollout: RecordedRollout, state: State) -> Iterator[Difference]:
     errors = [_failure(each.get("error")) for each in (rollout.state, state)]
     if not session.is_same(*errors):
-        yield _at(rollout, "error", None, "how the rollout failed", *errors)
+        yield rollout.difference("error", None, "how the rollout failed", *errors)
     for name in ENDING:
-        if rollout.state.get(name) != state.get(name):
-            yield _at(rollout, "ending", None, name, rollout.state.get(name), state.get(name))
+        one, other = rollout.state.get(name), state.get(name)
+        if one != other:
+            yield rollout.difference("ending", None, name, one, other)
 
 
 def _scored(session: ReplaySession, rollout: RecordedRollout, state: State) -> Iterator[Difference]:
     recorded, live = rollout.state.get("metrics") or {}, state.get("metrics") or {}
-    for name in dict.fromkeys((*recorded, *live)):
-        if not _equal(session, recorded.get(name), live.get(name)):
-            yield _at(rollout, "metric", None, name, recorded.get(name), live.get(name))
-    one, other = rollout.state.get("reward"), state.get("reward")
-    if not _equal(session, one, other):
-        yield _at(rollout, "reward", None, "reward", one, other)
-    for index, (step, again) in enumerate(zip(rollout.steps, state["trajectory"], strict=False)):
-        one, other = step.get("reward"), again.get("reward")
+    values: list[tuple[str, int | None, str, Any, Any]] = [
+        ("metric", None, name, recorded.get(name), live.get(name))
+        for name in dict.fromkeys((*recorded, *live))
+    ]
+    values.append(("reward", None, "reward", rollout.state.get("reward"), state.get("reward")))
+    values += [
+        ("reward", index, f"reward of call {index}", step.get("reward"), again.get("reward"))
+        for index, (step, again) in enumerate(zip(rollout.steps, state["trajectory"], strict=False))
+    ]
+    for *place, one, other in values:
         if not _equal(session, one, other):
-            yield _at(rollout, "reward", index, f"reward of call {index}", one, other)
+            yield rollout.difference(*place, one, other)
 
 
 def _failure(error: Any) -> str | None:

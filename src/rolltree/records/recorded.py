@@ -10,6 +10,7 @@ import asyncio
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -91,6 +92,12 @@ class RecordedRollout:
         """Return the calls that have not been made again, in order."""
         return [index for index, used in enumerate(self.is_used) if not used]
 
+    def difference(
+        self, kind: str, call: int | None, where: str, recorded: Any, live: Any
+    ) -> Difference:
+        """Return a difference that is found in this rollout."""
+        return Difference(kind, self.agent, self.index, call, where, recorded, live)
+
 
 @dataclass(slots=True)
 class ReplaySession:
@@ -160,7 +167,7 @@ class ReplaySession:
                 if self._is_call(each.steps[index], call):
                     return self._found(each, index, call)
         if not in_session and any(each.has_session for each in rollouts):
-            self._end("", Difference("extra call", "", 0, None, ASIDE, None, _last(call.prompt)))
+            self._end("", _aside(call))
             return None
         silent = next((t for t in rollouts if rollout is None and _was_asked(t, call)), None)
         if silent is not None:
@@ -171,7 +178,8 @@ class ReplaySession:
             self._past_the_end(rollouts, call, is_own=rollout is not None)
             return None
         each, index = waiting[0]
-        self._end("", self._prompt_difference(each, index, call))
+        asked = peek(each.steps[index], "prompt")
+        self._end("", self.in_messages("prompt", each, index, asked, call.prompt))
         return None
 
     def _found(
@@ -185,8 +193,7 @@ class ReplaySession:
                 names = [_names(tools), _names(given)]
                 sides = names if names[0] != names[1] else [tools, given]
                 where = "the tools that the model is offered"
-                found = Difference("tools", rollout.agent, rollout.index, index, where, *sides)
-                self._end("", found)
+                self._end("", rollout.difference("tools", index, where, *sides))
                 return None
         if self.until is not None and self.num_answered >= self.until:
             self._end("")
@@ -217,17 +224,13 @@ class ReplaySession:
                 raise PromptTooLong("this prompt did not fit the model when it was recorded")
         if not self.rollouts and self.recorded.error is not None:
             return self._end(f"the recording has no calls: {self.recorded.error.message}")
-        last = _last(call.prompt)
         if self.goes_on:
             return self._end("")
-        if is_own:
-            rollout, where = rollouts[0], "the model is asked once more"
-            found = Difference(
-                "extra call", rollout.agent, rollout.index, len(rollout.is_used), where, None, last
-            )
-        else:
-            found = Difference("extra call", "", 0, None, ASIDE, None, last)
-        return self._end("", found)
+        if not is_own:
+            return self._end("", _aside(call))
+        own, where = rollouts[0], "the model is asked once more"
+        last = _last(call.prompt)
+        return self._end("", own.difference("extra call", len(own.is_used), where, None, last))
 
     def _end(self, why: str, difference: Difference | None = None) -> None:
         self.difference = self.difference or difference
@@ -244,31 +247,23 @@ class ReplaySession:
             return tokens is not None and np.array_equal(tokens["prompt_ids"], call.prompt)
         return self.is_same(peek(step, "prompt"), call.prompt)
 
-    def _prompt_difference(
-        self, rollout: RecordedRollout, index: int, call: ModelCall
+    def in_messages(
+        self, kind: str, rollout: RecordedRollout, call: int | None, recorded: Any, live: Any
     ) -> Difference:
-        recorded: Any = peek(rollout.steps[index], "prompt")
-        live: Any = call.prompt
-        where = "the prompt"
+        """Return how a prompt or a completion, which `kind` says, differs: by its first message."""
+        where = f"the {kind}"
         if isinstance(recorded, list) and isinstance(live, list):
-            at, recorded, live = self.first_message(recorded, live)
-            role = (live or recorded or {}).get("role", "?")
-            where = f"message {at} of the prompt ({role})"
+            pairs = enumerate(zip_longest(recorded, live))
+            differing = ((at, *pair) for at, pair in pairs if not self.is_same(*pair))
+            at, recorded, live = next(differing, (len(live), None, None))
+            where = f"message {at} of the {kind} ({(live or recorded or {}).get('role', '?')})"
         elif isinstance(live, np.ndarray):
             live = live.tolist()
-        return Difference("prompt", rollout.agent, rollout.index, index, where, recorded, live)
+        return rollout.difference(kind, call, where, recorded, live)
 
-    def first_message(
-        self, recorded: list[ChatMessage], live: list[ChatMessage]
-    ) -> tuple[int, ChatMessage | None, ChatMessage | None]:
-        """Return the index of the first message that differs, and the message on both sides."""
-        at = 0
-        for pair in zip(recorded, live, strict=False):
-            if not self.is_same(*pair):
-                break
-            at += 1
-        one, other = (side[at] if at < len(side) else None for side in (recorded, live))
-        return at, one, other
+
+def _aside(call: ModelCall) -> Difference:
+    return Difference("extra call", "", 0, None, ASIDE, None, _last(call.prompt))
 
 
 def _names(tools: Sequence[Any]) -> list[str]:

@@ -32,11 +32,10 @@ from rolltree.evaluation.runner import ProgressCounts
 from rolltree.inference.call import ModelCall
 from rolltree.inference.client import sampling_to_args
 from rolltree.inference.client_base import ClientBase
-from rolltree.records.player import play_recorded
 from rolltree.records.rescored import RescoreReport, rescore_report
-from rolltree.rollouts import current_episode
+from rolltree.rollouts import RolloutEngine, current_episode
 from rolltree.rollouts.decode import decode_results
-from rolltree.rollouts.record import encode_result
+from rolltree.rollouts.record import encode_result, run_stored
 from rolltree.rubrics import PerAgentRubric, Rubric, as_rubric, reset_scores
 from rolltree.store import Run
 from rolltree.store.weights import note_weights
@@ -383,10 +382,10 @@ async def _score_all(
             scorer.stored = {r.request.request_id: r for r in batch if r.states}
             requests = [result.request for result in scorer.stored.values()]
             _count(counts, empty)
-            played = play_recorded(scorer, client, requests, into=target, replaced=again, **limits)
-            async with aclosing(played) as stored:
+            engine = RolloutEngine(scorer, client, **limits)
+            async with aclosing(run_stored(engine, requests, target, replaced=again)) as stored:
                 async for ready in stored:
-                    _count(counts, ready)
+                    _count(counts, [result for result, _ in ready])
                     if on_progress is not None:
                         on_progress(counts.progress())
     finally:
