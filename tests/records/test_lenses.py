@@ -196,7 +196,7 @@ def test_the_lens_has_the_numbers_of_the_table(tmp_path):
         if r["is_sampled"]:
             for name in ("logprob", "advantage", "trainer_logprob", "entropy", "version"):
                 assert found[name][index] == r[name]
-            assert found["weight"][index] == r["loss_weight"]
+            assert found["loss_weight"][index] == r["loss_weight"]
 
 
 def test_breaks_show_both_sides(run):

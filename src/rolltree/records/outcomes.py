@@ -42,7 +42,8 @@ def outcome_difference(
         if rollout.agent != agent:
             return rollout.difference("rollouts", None, "whose it is", rollout.agent, agent)
     # The cause before its effects: another answer of the world explains another reward.
-    for compare in (_said, _world, _ended, *((_scored,) if score else ())):
+    compared = (_said, _world, _ended, _scored)
+    for compare in compared if score else compared[:-1]:
         for rollout, state in pairs:
             for found in compare(session, rollout, state):
                 return found
@@ -88,9 +89,9 @@ def _scored(session: ReplaySession, rollout: RecordedRollout, state: State) -> I
         ("reward", index, f"reward of call {index}", step.get("reward"), again.get("reward"))
         for index, (step, again) in enumerate(zip(rollout.steps, state["trajectory"], strict=False))
     ]
-    for *place, one, other in values:
+    for kind, call, where, one, other in values:
         if not _equal(session, one, other):
-            yield rollout.difference(*place, one, other)
+            yield rollout.difference(kind, call, where, one, other)
 
 
 def _failure(error: Any) -> str | None:

@@ -6,14 +6,15 @@ contexts, so a rollout of T turns has O(unique tokens) rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from rolltree.errors import StoreError
 from rolltree.records.columns import BREAKS, CALLS, TOKENS
-from rolltree.records.table import Batch
+from rolltree.records.table import Batch, Column
 from rolltree.rollouts.decode import decode_rollout
 from rolltree.samples.build import trajectory_breaks
 from rolltree.samples.resolve import ResolvedRollout, ResolvedStep, resolve_rollout
@@ -34,17 +35,13 @@ def state_of(row: StoredRollout) -> State | None:
 # -- calls -----------------------------------------------------------------------------------------
 
 
-def call_rows(row: StoredRollout, state: State) -> list[dict[str, Any]]:
-    """Return the rows of table `calls` of one rollout, without its name."""
-    return list(_call_rows(row, state))
-
-
 def call_batches(rows: Iterable[StoredRollout]) -> Iterator[Batch]:
     """Yield the rows of table `calls`."""
-    yield from _row_batches(rows, [column.name for column in CALLS], _call_rows)
+    yield from _row_batches(rows, CALLS, call_rows)
 
 
-def _call_rows(row: StoredRollout, state: State) -> Iterator[dict[str, Any]]:
+def call_rows(state: State) -> Iterator[dict[str, Any]]:
+    """Yield the rows of table `calls` of one rollout, without its name."""
     rollout = resolve_rollout(0, state)
     shown = _Shown(rollout.tree)
     for step, source in zip(rollout.steps, state["trajectory"], strict=True):
@@ -105,13 +102,9 @@ def _real(value: Any) -> float | None:
 
 def break_batches(rows: Iterable[StoredRollout], decode: Decoder | None) -> Iterator[Batch]:
     """Yield the rows of table `breaks`; with a decoder (ids to text) their texts too."""
-
-    def read(row: StoredRollout, state: State) -> Iterator[dict[str, Any]]:
-        yield from break_rows(state, decode)
-
     # One call cannot break off from another: most rollouts need not be decoded.
     several = (row for row in rows if row.num_calls > 1)
-    yield from _row_batches(several, [column.name for column in BREAKS], read)
+    yield from _row_batches(several, BREAKS, partial(break_rows, decode=decode))
 
 
 def break_rows(state: State, decode: Decoder | None) -> list[dict[str, Any]]:
@@ -132,18 +125,22 @@ def break_rows(state: State, decode: Decoder | None) -> list[dict[str, Any]]:
     ]
 
 
-def _row_batches(rows: Iterable[StoredRollout], names: list[str], read: Any) -> Iterator[Batch]:
+def _row_batches(
+    rows: Iterable[StoredRollout],
+    columns: Sequence[Column],
+    read: Callable[[State], Iterable[dict[str, Any]]],
+) -> Iterator[Batch]:
     """Yield what `read` makes of each rollout as columns."""
-    batch: dict[str, list[Any]] = {name: [] for name in names}
+    batch: dict[str, list[Any]] = {column.name: [] for column in columns}
     for row in rows:
         state = state_of(row)
-        for found in () if state is None else read(row, state):
+        for found in () if state is None else read(state):
             found |= {"request_id": row.request_id, "trajectory_index": row.trajectory_index}
             for name, values in batch.items():
                 values.append(found[name])
         if len(batch["call"]) >= BATCH_ROWS // 8:
             yield batch
-            batch = {name: [] for name in names}
+            batch = {name: [] for name in batch}
     if batch["call"]:
         yield batch
 
@@ -202,6 +199,8 @@ _TRAINED = {
     "kl": "kl",
 }
 """Column to the array of `TrainedRollout`."""
+FACTS = ("logprob", "version", "mask", "trained_step", *_TRAINED)
+"""The columns of what is known of sampled tokens."""
 
 
 def trained_tokens(run: Run, row: StoredRollout) -> TrainedRollout | None:
@@ -210,10 +209,7 @@ def trained_tokens(run: Run, row: StoredRollout) -> TrainedRollout | None:
         return None
     found = run.trained(request_id=row.request_id, trajectory_index=row.trajectory_index)
     # A rollout is trained by two steps only if something is wrong; `audit` says so.
-    last = None
-    for last in found:  # noqa: B007
-        pass
-    return last
+    return max(found, key=lambda trained: trained.step, default=None)
 
 
 def _token_parts(

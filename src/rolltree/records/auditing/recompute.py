@@ -82,7 +82,7 @@ def recompute_logprobs(run: Run, ledger: Ledger, number: int) -> Mapping[str, fl
     # Not `>`: NaN differs, too.
     wrong = [item for item in chosen if not item.size <= limit]
     for item in wrong:
-        ledger.find(_explain(item, weights, limit))
+        ledger.keep(_explain(item, weights, limit))
     values = np.concatenate([item.difference for item in chosen if item.difference is not None])
     return {
         "num_rollouts": float(len(chosen)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 CHECKS: dict[str, str] = {
     "storage": "checksums, counts, sums of each phase",
@@ -24,6 +24,9 @@ CHECKS: dict[str, str] = {
 }
 """The checks, in the order of the table."""
 
+Place: TypeAlias = tuple[str | None, int]
+"""A rollout: the name of its request, and which of its trajectories it is."""
+_RUN: Place = (None, 0)
 # Of each check that a report keeps; `CheckResult.num_problems` counts all.
 MAX_FINDINGS = 100
 
@@ -104,7 +107,13 @@ class Ledger:
         """Note that a check looked at `number` more things."""
         self.checked[check] += number
 
-    def find(self, finding: Finding) -> None:
+    def find(
+        self, check: str, cause: str, message: str, place: Place = _RUN, step: int | None = None
+    ) -> None:
+        """Keep a finding, and count it; `place` names its rollout, if it is about one."""
+        self.keep(Finding(check, cause, message, *place, step))
+
+    def keep(self, finding: Finding) -> None:
         """Keep a finding, and count it."""
         self.problems[finding.check] += 1
         if self.problems[finding.check] <= MAX_FINDINGS:
@@ -124,7 +133,7 @@ class Ledger:
         # A ledger keeps `MAX_FINDINGS` of a check and counts them all: count the dropped ones too.
         hidden = other.problems - Counter(finding.check for finding in other.findings)
         for finding in other.findings:
-            self.find(finding)
+            self.keep(finding)
         self.problems.update(hidden)
 
     def results(self) -> tuple[CheckResult, ...]:

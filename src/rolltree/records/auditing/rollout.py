@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from rolltree.errors import RolltreeError
-from rolltree.records.auditing.report import Finding, Ledger
+from rolltree.records.auditing.report import Ledger, Place
 from rolltree.records.auditing.text import TextCheck
 from rolltree.records.credit_states import credit_state
 from rolltree.rollouts.decode import UNREADABLE, decode_rollout
@@ -113,6 +113,11 @@ class RolloutFacts:
     state: dict[str, Any] | None = None  # what credit reads; None if nothing trains it
     trained: list[TrainedFacts] = field(default_factory=list)
 
+    @property
+    def place(self) -> Place:
+        """The rollout's name."""
+        return self.request_id, self.trajectory_index
+
 
 _OF_ROW = (
     *("request_id", "trajectory_index", "num_trajectories", "group_id", "phase", "train_step"),
@@ -136,9 +141,7 @@ class RolloutAudit:
 
     def find(self, check: str, cause: str, message: str) -> None:
         """Keep a finding of this rollout."""
-        row = self.row
-        place = row.request_id, row.trajectory_index, row.train_step
-        self.ledger.find(Finding(check, cause, message, *place))
+        self.ledger.find(check, cause, message, self.facts.place, self.row.train_step)
 
     def run(self) -> None:
         """Check the row; `facts` has what the checks of the whole run need then."""
