@@ -20,8 +20,12 @@ from rolltree.environments.batch_runner import UnscoredSource
 from rolltree.environments.code import META, code_hashes
 from rolltree.errors import ConfigError, did_you_mean
 from rolltree.inference.client import ModelClient, as_client
-from rolltree.records.outcomes import outcome_difference
-from rolltree.records.recorded import Difference, ReplayClient, ReplaySession
+from rolltree.records.recorded import (
+    Difference,
+    ReplayClient,
+    ReplaySession,
+    outcome_difference,
+)
 from rolltree.rollouts import GroupScorer, RolloutEngine, RolloutSource, derive_seed
 from rolltree.rollouts.decode import decode_results
 from rolltree.rollouts.record import run_stored
