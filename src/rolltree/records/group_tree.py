@@ -197,14 +197,6 @@ class _CommonTree:
         pieces = [{"author": author, "text": _text(part, tokenizer)} for author, part in parts]
         return {"authors": authors, "pieces": pieces}
 
-    def parting(self, inside: list[list[int]]) -> int | None:
-        """Return the first segment behind which its members go different ways."""
-        ways: dict[int, set[tuple[int, ...]]] = {}
-        for parent, members in zip(self.parent.tolist(), inside, strict=True):
-            ways.setdefault(parent, set()).add(tuple(members))
-        several = (at for at, members in enumerate(inside) if len(members) > 1)
-        return next((at for at in several if len(ways.get(at, ())) > 1), None)
-
     @property
     def reuse_factor(self) -> float | None:
         """Tokens of all calls over tokens of the tree."""
@@ -246,8 +238,6 @@ def group_tree(run: Run, group_id: str, *, agent: str | None = None) -> dict[str
         for segment in path:
             inside[segment].append(index)
     lengths = (found.end - found.start).tolist()
-    # Delegated rollouts are compared with others of their subtask, not with the group.
-    middle = _mean([row.reward for row in rows if row.parent_rollout is None])
     first = rows[0]
     return {
         "group_id": group_id,
@@ -259,9 +249,9 @@ def group_tree(run: Run, group_id: str, *, agent: str | None = None) -> dict[str
             "example_id": None if first.example_id is None else str(first.example_id),
         },
         "agents": agents,
-        "has_tokenizer": shown is not None,
         "is_trained": any(member.trained is not None for member in found.members),
-        "reward": middle,
+        # Delegated rollouts are compared with others of their subtask, not with the group.
+        "reward": _mean([row.reward for row in rows if row.parent_rollout is None]),
         # Parents first. `authors` are `[author, tokens]` in order, `pieces` the `author` and `text`
         # of each: None without a tokenizer (`ids` then), of long ones the middle is left out.
         "segments": [
@@ -283,11 +273,6 @@ def group_tree(run: Run, group_id: str, *, agent: str | None = None) -> dict[str
             {
                 **member.name,
                 **{name: getattr(row, name) for name in _OF_MEMBER},
-                # Its reward minus the mean of the group's own rollouts; None for a delegated one,
-                # which is compared with others.
-                "above_mean": None
-                if row.reward is None or middle is None or row.parent_rollout is not None
-                else row.reward - middle,
                 "advantage": member.advantage,
                 # Its segments in the order in which its calls reach them.
                 "path": path,
@@ -295,12 +280,10 @@ def group_tree(run: Run, group_id: str, *, agent: str | None = None) -> dict[str
             }
             for member, row, path in zip(found.members, rows, paths, strict=True)
         ],
-        # How many tokens all members begin with, and the segment behind which they part: None if
-        # they do not.
+        # How many tokens all members begin with.
         "shared_tokens": sum(
             size for size, members in zip(lengths, inside, strict=True) if len(members) == len(rows)
         ),
-        "first_parting": found.parting(inside),
         "num_tokens": found.tree.num_tokens,
         "reuse_factor": found.reuse_factor,
     }

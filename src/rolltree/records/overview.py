@@ -36,7 +36,7 @@ def _overview(run: Run, found: RunSummary, now: float) -> dict[str, Any]:
         # Steps, or the requests of the phase that is not whole.
         "progress": _progress(found),
         "envs": list(found.env_ids),
-        "model": _model(found.config),
+        "model": run.model_name or None,
         "num_steps": found.num_steps,
         "num_rollouts": sum(phase.num_rollouts for phase in phases),
         "num_failed": sum(phase.num_errors for phase in phases),
@@ -57,7 +57,6 @@ def _overview(run: Run, found: RunSummary, now: float) -> dict[str, Any]:
 def run_summary(run: Run, *, now: float | None = None) -> dict[str, Any]:
     """Return what a run holds: its row of the list, its settings, phases, evaluations, notices."""
     found = summarize(run)
-    events = run.events()
     return {
         **_overview(run, found, time.time() if now is None else now),
         "config": redact(to_plain(found.config)),
@@ -73,10 +72,9 @@ def run_summary(run: Run, *, now: float | None = None) -> dict[str, Any]:
                 "kind": event.kind,
                 "data": to_plain(event.data),
             }
-            for event in events
+            for event in run.events()
             if event.kind in _NOTICES
         ],
-        "num_events": len(events),
     }
 
 
@@ -104,12 +102,6 @@ def _failures(run: Run, summary: RunSummary) -> dict[str, int]:
 
 _ESTIMATE = ("mean", "low", "high")
 _NOTICES = ("notice", "retried", "truncated", "resumed", "ended")
-
-
-def _model(config: Mapping[str, Any]) -> str | None:
-    model = config.get("model")
-    name = model.get("name") if isinstance(model, Mapping) else model
-    return None if name is None else str(name)
 
 
 def _progress(found: RunSummary) -> dict[str, Any] | None:

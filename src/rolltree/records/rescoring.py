@@ -104,8 +104,9 @@ async def rescore_async(
         if not plan.groups:
             what = "no rollouts" if phase is None else f"no rollouts of the phase {phase!r}"
             raise ConfigError(f"{source_dir} holds {what}, so there is nothing to score.")
-        scorer.model = _model_name(source)
-        config = {"model": scorer.model, "rescored": _settings(source, phase, scorer)}
+        scorer.model = source.model_name
+        rescored = {"run": str(source.path.resolve()), "phase": phase, **scorer.settings}
+        config = {"model": scorer.model, "rescored": rescored}
         with Run.open_or_create(target_dir, config=config, kind="rescore") as target:
             note_weights(scorer, target)
             changed = changed_code(scorer, target)
@@ -124,10 +125,6 @@ async def rescore_async(
             return await asyncio.to_thread(
                 rescore_report, source, target, scorer.name, where, time.monotonic() - began
             )
-
-
-def _settings(source: Run, phase: str | None, scorer: _Scorer) -> dict[str, Any]:
-    return {"run": str(source.path.resolve()), "phase": phase, **scorer.settings}
 
 
 def _directories(run: str | Path, run_dir: str | Path | None) -> tuple[Path, Path]:
@@ -398,9 +395,3 @@ def _count(counts: ProgressCounts, results: Sequence[RolloutResult]) -> None:
         first = result.states[0] if result.states else State()
         failed, truncated = result.error is not None, bool(first.truncated)
         counts.add(failed=failed, truncated=truncated, reward=first.reward)
-
-
-def _model_name(run: Run) -> str:
-    """Return the model's name in the settings of an evaluation or of a training run."""
-    model = run.config.get("model")
-    return str((model.get("name") if isinstance(model, Mapping) else model) or "")

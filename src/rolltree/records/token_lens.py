@@ -89,7 +89,6 @@ def token_lens(
         "num_tokens": length,
         "num_prompt_tokens": tree.prompt_len(handle),
         "offset": offset,
-        "has_tokenizer": tokenizer is not None,
         "ids": ids.tolist(),
         "texts": texts,
         # In hexadecimal: a token may hold a part of a character.

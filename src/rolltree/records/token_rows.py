@@ -179,9 +179,9 @@ def token_batches(run: Run, rows: Iterable[StoredRollout], *, full: bool) -> Ite
         state = state_of(row)
         if state is None:
             continue
+        name = {"request_id": row.request_id, "trajectory_index": row.trajectory_index}
         for part in _token_parts(resolve_rollout(0, state), full, trained_tokens(run, row)):
-            parts.append({**part, "request_id": row.request_id})
-            parts[-1]["trajectory_index"] = row.trajectory_index
+            parts.append({**name, **part})
             num_rows += len(part["token_id"])
         if num_rows >= BATCH_ROWS:
             yield _joined(parts)
@@ -215,7 +215,10 @@ def trained_tokens(run: Run, row: StoredRollout) -> TrainedRollout | None:
 def _token_parts(
     rollout: ResolvedRollout, full: bool, trained: TrainedRollout | None
 ) -> Iterator[dict[str, Any]]:
-    """Yield one part per call: name to one value for all of its rows, or an array."""
+    """Yield one part per call: name to one value for all of its rows, or an array of `[num rows]`.
+
+    `facts` are arrays of `[num sampled]`, or None.
+    """
     tree = rollout.tree
     shown = _Shown(tree)
     # By arena index: which call sampled a token first, -1 for what came from the environment.
@@ -228,7 +231,15 @@ def _token_parts(
         at = places(tree, call, length - start)
         new = at[prompt_len - start :]
         sampler[new] = np.where(sampler[new] < 0, step.index, sampler[new])
-        yield _call_part(tree, step, start, at, sampler[at], sampled_facts(tree, step, trained))
+        yield {
+            "call": step.index,
+            "agent": step.agent,
+            "position": np.arange(start, length, dtype=np.int32),
+            "token_id": tree.arena.ids[at],
+            "is_sampled": np.arange(start, length) >= prompt_len,
+            "sampled_in": sampler[at],
+            "facts": sampled_facts(tree, step, trained),
+        }
 
 
 def sampled_facts(
@@ -271,32 +282,6 @@ def places(tree: TokenTree, call: int, count: int) -> IntArray:
     if not parts:
         return np.empty(0, np.int32)
     return np.concatenate([np.arange(low, high, dtype=np.int32) for low, high in parts])
-
-
-def _call_part(
-    tree: TokenTree,
-    step: ResolvedStep,
-    start: int,
-    at: IntArray,
-    sampled_in: IntArray,
-    facts: dict[str, Any],
-) -> dict[str, Any]:
-    """Return the columns of one call: one value for all rows, an array, or `facts` of its samples.
-
-    Arrays are `[num rows]`, those in `facts` `[num sampled]` or None.
-    """
-    call, length = step.handle, len(at)
-    is_sampled = np.zeros(length, bool)
-    is_sampled[length - tree.num_sampled(call) :] = True
-    return {
-        "call": step.index,
-        "agent": step.agent,
-        "position": np.arange(start, start + length, dtype=np.int32),
-        "token_id": tree.arena.ids[at],
-        "is_sampled": is_sampled,
-        "sampled_in": sampled_in,
-        "facts": facts,
-    }
 
 
 def _joined(parts: list[dict[str, Any]]) -> Batch:

@@ -110,10 +110,9 @@ def found_tokenizer(run: StoredRun) -> RunTokenizer | None:
     Raises:
         ConfigError: there is one, and it cannot be read.
     """
-    model = run.config.get("model")
-    name = model.get("name") if isinstance(model, Mapping) else model
-    named = found_model(name) if isinstance(name, str) else None
-    moved = _moved(run, name) if isinstance(name, str) and name else None
+    name = run.model_name
+    named = found_model(name) if name else None
+    moved = _moved(run, name) if name else None
     # What lies with the run comes first: the model of this name here may be another one.
     for folder in (run.path / "model", moved, named):
         if folder is not None and (file := folder / "tokenizer.json").is_file():

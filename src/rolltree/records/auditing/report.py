@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from statistics import median
 from typing import Any, TypeAlias
 
 CHECKS: dict[str, str] = {
@@ -147,6 +148,16 @@ class Ledger:
         """Return the findings in the order of the checks."""
         names = list(CHECKS)
         return tuple(sorted(self.findings, key=lambda finding: names.index(finding.check)))
+
+
+def tolerance(sizes: Iterable[float], most: float) -> tuple[float, float]:
+    """Return how far logprobs of two sources are apart in most rollouts, and how far they may be.
+
+    How much 16-bit engines differ depends on model and length. Most rollouts of a run are sound, so
+    20 times their median is the measure, between 0.001 and `most`.
+    """
+    noise = median(sizes)
+    return noise, min(max(1e-3, 20.0 * noise), most)
 
 
 def some(names: Iterable[object], most: int = 3) -> str:

@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
@@ -22,6 +22,7 @@ from rolltree.records.auditing.rollout import Expected, RolloutAudit, RolloutFac
 from rolltree.records.auditing.text import TextCheck
 from rolltree.records.auditing.training import TrainingAudit
 from rolltree.records.tokenizer import RunTokenizer, found_tokenizer
+from rolltree.records.trends import group_estimate
 from rolltree.store import Run, StoredRollout
 from rolltree.training.config import load_train_config
 from rolltree.workers import WorkerCallError, WorkerPool
@@ -339,15 +340,20 @@ class _Audit:
                 )
                 continue
             reward = metrics.get("reward") or {}
-            mean = _mean_of_means(groups.values())
-            if mean is None or not isinstance(reward, Mapping) or reward.get("mean") is None:
+            found = group_estimate(
+                [
+                    [item.reward for item in items if item.reward is not None]
+                    for items in groups.values()
+                ]
+            )
+            if found is None or not isinstance(reward, Mapping) or reward.get("mean") is None:
                 continue
             self.ledger.count("rewards")
-            if not math.isclose(float(reward["mean"]), mean, rel_tol=1e-6, abs_tol=1e-9):
+            if not math.isclose(float(reward["mean"]), found.mean, rel_tol=1e-6, abs_tol=1e-9):
                 self.ledger.find(
                     *("rewards", "evaluation_differs"),
                     f"the evaluation {phase} reported the mean reward {reward['mean']:g}, and its "
-                    f"rollouts give {mean:g}: a reward was changed",
+                    f"rollouts give {found.mean:g}: a reward was changed",
                     step=event.step,
                 )
 
@@ -376,13 +382,3 @@ class _Audit:
                         f"its group is {right:g}",
                         item.place,
                     )
-
-
-def _mean_of_means(groups: Iterable[Sequence[RolloutFacts]]) -> float | None:
-    """Return the mean over examples of the mean reward of their scored rollouts."""
-    means = [
-        fmean(rewards)
-        for items in groups
-        if (rewards := [item.reward for item in items if item.reward is not None])
-    ]
-    return fmean(means) if means else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, median, pstdev
+from statistics import fmean, pstdev
 from types import SimpleNamespace
 from typing import Any, TypeAlias, cast
 
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rolltree.errors import RolltreeError
-from rolltree.records.auditing.report import Ledger, Place, some
+from rolltree.records.auditing.report import Ledger, Place, some, tolerance
 from rolltree.records.auditing.rollout import Call, RolloutFacts, TrainedFacts
 from rolltree.store import Run, StepRow
 from rolltree.store.trained import TrainedRollout
@@ -24,8 +24,6 @@ from rolltree.types import RolloutResult
 
 # The kind of event in which asynchronous training keeps which groups a step takes.
 LEDGER = "batch"
-_LEAST_TOLERANCE = 1e-3
-_NOISE = 20.0
 _AVERAGE = "credit/average/"
 _Where: TypeAlias = tuple[Place, int]
 """A rollout, and the step that trained it."""
@@ -324,9 +322,7 @@ class TrainingAudit:
         ]
         if not sizes:
             return
-        # Half precision differs more than float32: what is usual in this run is the measure.
-        noise = median(size for size, _, _ in sizes)
-        limit = min(max(_LEAST_TOLERANCE, _NOISE * noise), self.config.train.max_mismatch)
+        noise, limit = tolerance((size for size, _, _ in sizes), self.config.train.max_mismatch)
         for size, item, step in sizes:
             if size > limit:
                 self.ledger.find(
