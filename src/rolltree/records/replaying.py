@@ -127,8 +127,7 @@ async def replay_async(
         )
     if until is not None and until < 0:
         raise ConfigError(f"until is {until}; it counts answered calls. Use 0 or more.")
-    async with AsyncExitStack() as stack:
-        replayer = await _opened(stack, run, env, options)
+    async with _opened(run, env, options) as replayer:
         replayer.session_settings |= {"until": until, "goes_on": client is not None}
         recorded = replayer.recorded(rollout)
         if client is None:
@@ -162,8 +161,7 @@ async def replay_many_async(
     Raises:
         ConfigError: there is nothing to play, or no environment to play it.
     """
-    async with AsyncExitStack() as stack:
-        replayer = await _opened(stack, run, env, options)
+    async with _opened(run, env, options) as replayer:
         chosen = replayer.whole_groups(where or {}, num)
         found = decode_results(replayer.run.rollouts(**chosen))
         num = num if chosen == (where or {}) else None
@@ -176,15 +174,17 @@ async def replay_many_async(
         raise ConfigError(f"{replayer.run.path} has no rollouts to replay with {where or {}}.")
 
 
+@asynccontextmanager
 async def _opened(
-    stack: AsyncExitStack, run: str | Path | Run, env: Any, options: dict[str, Any]
-) -> _Replayer:
+    run: str | Path | Run, env: Any, options: dict[str, Any]
+) -> AsyncIterator[_Replayer]:
     known = ("env_args", "compat", "score", "ignore", "on_answer")
     unknown = [name for name in options if name not in known]
     if unknown:
         raise ConfigError(f"replay takes no {unknown[0]!r}.{did_you_mean(unknown[0], known)}")
     found = opened_environment(run, env, options.get("env_args"), options.get("compat", False))
-    return _Replayer(*await stack.enter_async_context(found), options)
+    async with found as (stored, source):
+        yield _Replayer(stored, source, options)
 
 
 @asynccontextmanager

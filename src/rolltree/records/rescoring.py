@@ -15,7 +15,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from rolltree.environments import (
     EnvGroup,
@@ -100,8 +100,8 @@ async def rescore_async(
     began = time.monotonic()
     with Run.open(source_dir, "r") as source:
         where = {} if phase is None else {"phase": phase}
-        plan = await asyncio.to_thread(_Plan.of, source, where)
-        if not plan.groups:
+        plan = await asyncio.to_thread(_plan, source, where)
+        if not plan:
             what = "no rollouts" if phase is None else f"no rollouts of the phase {phase!r}"
             raise ConfigError(f"{source_dir} holds {what}, so there is nothing to score.")
         scorer.model = source.model_name
@@ -289,25 +289,15 @@ class _NoModel(ClientBase):
 # -- what is scored ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """The requests of each group, and how many model calls a request made."""
+_Plan: TypeAlias = Mapping[str, Mapping[str, int]]
+"""The requests of each group, and how many model calls each made."""
 
-    groups: dict[str, list[str]]
-    num_calls: dict[str, int]
 
-    @classmethod
-    def of(cls, run: Run, where: Mapping[str, Any]) -> _Plan:
-        """Read which requests a run holds."""
-        num_calls: Counter[str] = Counter()
-        groups: dict[str, list[str]] = {}
-        for group, request_id, calls in run.columns(
-            ("group_id", "request_id", "num_calls"), **where
-        ):
-            if request_id not in num_calls:
-                groups.setdefault(group, []).append(request_id)
-            num_calls[request_id] += max(1, calls)
-        return cls(groups, num_calls)
+def _plan(run: Run, where: Mapping[str, Any]) -> _Plan:
+    plan: dict[str, Counter[str]] = {}
+    for group, request_id, calls in run.columns(("group_id", "request_id", "num_calls"), **where):
+        plan.setdefault(group, Counter())[request_id] += max(1, calls)
+    return plan
 
 
 def _finished(target: Run, plan: _Plan, whole_groups: bool) -> tuple[set[str], set[str]]:
@@ -324,7 +314,7 @@ def _finished(target: Run, plan: _Plan, whole_groups: bool) -> tuple[set[str], s
         if kind in INFRASTRUCTURE and phase == "scoring":
             again.add(request_id)
     if whole_groups:
-        for members in plan.groups.values():
+        for members in plan.values():
             if any(member in again or member not in done for member in members):
                 again.update(done.intersection(members))
     return done - again, again
@@ -334,10 +324,10 @@ def _batches(source: Run, plan: _Plan, done: set[str]) -> Iterator[list[RolloutR
     """Yield stored results that are left to score, whole groups, a bounded number at a time."""
     batch: list[str] = []
     size = 0
-    for members in plan.groups.values():
-        missing = [member for member in members if member not in done]
+    for members in plan.values():
+        missing = {member: calls for member, calls in members.items() if member not in done}
         batch += missing
-        size += sum(plan.num_calls[member] for member in missing)
+        size += sum(missing.values())
         if size >= _BATCH_CALLS:
             yield list(_read(source, batch))
             batch, size = [], 0
@@ -363,7 +353,7 @@ async def _score_all(
 ) -> None:
     """Score what is missing in `target`, and store it there."""
     done, again = await asyncio.to_thread(_finished, target, plan, scorer.has_group_rewards)
-    num_total = sum(len(members) for members in plan.groups.values())
+    num_total = sum(map(len, plan.values()))
     counts = ProgressCounts(num_total, num_resumed=len(done), num_done=len(done))
     client = _NoModel(scorer.model)
     batches = _batches(source, plan, done)
