@@ -95,3 +95,9 @@ def number_of(value: Any) -> float | None:
         return None
     # Neither NaN nor an infinity minus itself is 0.
     return found if found - found == 0.0 else None
+
+
+def finite_numbers(values: Mapping[Any, Any]) -> dict[str, float]:
+    """Return the values that are finite numbers, by their names."""
+    found = {str(name): number_of(value) for name, value in values.items()}
+    return {name: value for name, value in found.items() if value is not None}
