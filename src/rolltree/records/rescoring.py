@@ -165,34 +165,25 @@ def _scorer(
             "rollout is worth. Pass environment=... (--env NAME) or rubric=... (--rubric "
             "module:name)."
         )
-    if rubric is not None:
-        if env_args or compat:
-            raise ConfigError(
-                "env_args and compat are for an environment that is loaded by name, and a rubric "
-                "was given, so they would be ignored. Leave them out."
-            )
-        name = rubric if isinstance(rubric, str) else _name_of(rubric)
-        found = _given_rubric(load_object(rubric) if isinstance(rubric, str) else rubric)
-        knows = isinstance(found, PerAgentRubric)
-        return _Scorer(found, name, {"rubric": name}, knows_agents=knows)
-    if isinstance(environment, str):
-        args = dict(env_args or {})
-        loaded = load_environment(environment, compat=compat, **args)
-        settings = {"env": environment, "env_args": args, "compat": compat}
-        return _of_environment(loaded, environment, settings)
-    assert environment is not None, "checked above"
-    if env_args or compat:
+    if (env_args or compat) and not isinstance(environment, str):
         raise ConfigError(
-            "env_args and compat are for an environment that is loaded by name; this one is made "
-            "already, so they would be ignored. Leave them out, or pass its name."
+            "env_args and compat are for an environment that is loaded by name, so they would be "
+            "ignored. Leave them out, or name an environment."
         )
-    settings = {"env": environment.env_id, "env_args": dict(environment.env_args)}
-    return _of_environment(environment, environment.env_id, settings)
-
-
-def _of_environment(environment: Environment, name: str, settings: dict[str, Any]) -> _Scorer:
+    if rubric is not None:
+        name = rubric if isinstance(rubric, str) else _name_of(rubric)
+        given = _given_rubric(load_object(rubric) if isinstance(rubric, str) else rubric)
+        knows = isinstance(given, PerAgentRubric)
+        return _Scorer(given, name, {"rubric": name}, knows_agents=knows)
+    assert environment is not None, "checked above"
+    settings: dict[str, Any]
+    if isinstance(environment, str):
+        settings = {"env": environment, "env_args": dict(env_args or {}), "compat": compat}
+        environment = load_environment(environment, compat=compat, **settings["env_args"])
+    else:
+        settings = {"env": environment.env_id, "env_args": dict(environment.env_args)}
     knows = isinstance(environment, ProtocolEnvironment | EnvGroup)
-    return _Scorer(environment.rubric, name, settings, environment.loaded_by, knows)
+    return _Scorer(environment.rubric, settings["env"], settings, environment.loaded_by, knows)
 
 
 def _name_of(rubric: object) -> str:
