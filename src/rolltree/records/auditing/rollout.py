@@ -25,6 +25,7 @@ from rolltree.samples.build import trajectory_breaks
 from rolltree.seeds import derive_seed
 from rolltree.store import StoredRollout
 from rolltree.tokens import RecordedStep, StepTokens, peek
+from rolltree.training.plan import group_seed
 from rolltree.training.sampled import not_the_models_own
 from rolltree.types import RolloutRequest, State
 
@@ -429,8 +430,7 @@ class RolloutAudit:
 @lru_cache(maxsize=64)  # the members of a group follow each other
 def _group_seeds(seed: int, step: int, group: str) -> tuple[int, int]:
     """Return the world's seed of a group, and the one that its members' sampling comes from."""
-    parts: tuple[str | int, ...] = ("replacement",) if group[0] == "x" else ()
-    world = derive_seed(seed, "train", step, *parts, int(group[1:]))
+    world = group_seed(seed, step, group)
     return world, derive_seed(world, "sampling")
 
 

@@ -20,6 +20,7 @@ from rolltree.store.trained import TrainedRollout
 from rolltree.training.advantages import credit_group, join_credit
 from rolltree.training.batches import staleness_limit
 from rolltree.training.config import TrainConfig
+from rolltree.training.plan import group_name
 from rolltree.types import RolloutResult
 
 # The kind of event in which asynchronous training keeps which groups a step takes.
@@ -200,7 +201,7 @@ class TrainingAudit:
             named = dict.fromkeys(item.group_id for item in planned)
             names = sorted(name for name in named if _number(name, "g") is not None)
             others = sorted(set(named) - set(names))
-            wanted = [f"train/{row.step:06d}/g{n:02d}" for n in range(section.groups_per_step)]
+            wanted = [group_name(row.step, f"g{n:02d}") for n in range(section.groups_per_step)]
             names = list(dict.fromkeys((*wanted, *names)))
         self._members(row.step, names, by_group)
         groups = [[*by_group.get(name, ())] for name in (*names, *others)]
