@@ -25,9 +25,9 @@ from rolltree.records.tokenizer import RunTokenizer, found_tokenizer
 from rolltree.records.trends import group_estimate
 from rolltree.store import Run, StoredRollout
 from rolltree.training.config import load_train_config
+from rolltree.training.plan import PHASE
 from rolltree.workers import WorkerCallError, WorkerPool
 
-PHASE = "train"
 # Rollouts that are worth another process: about 2 s of work, and half a second to start it.
 LEAST_PART = 2_500
 _PAGE_ROWS = 64
