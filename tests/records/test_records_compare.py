@@ -68,6 +68,14 @@ def trained(tmp_path):
 
 
 class TestArms:
+    def test_a_report_names_the_model_of_a_training_run(self, tmp_path):
+        path, config = tmp_path / "run", {"model": {"name": "tiny", "dtype": "float32"}}
+        with Run.create(path, config=config, kind="train") as run:
+            for phase in ("before", "after"):
+                run.add_rollouts(rollout(phase, 0, 1.0))
+        found = rt.compare(f"{path}:before", f"{path}:after")
+        assert [arm.reports[0].model for arm in found.arms] == ["tiny", "tiny"]
+
     def test_one_run_is_compared_with_itself(self, trained):
         found = rt.compare(trained)
         assert [arm.name for arm in found.arms] == ["step 0", "step 28"]

@@ -28,7 +28,7 @@ def addresses(page, run):
     base = f"#/run/{part(run)}"
     found = [base, f"{base}/rollouts", f"{base}/rollouts?by=group", f"{base}/rollout/{name}"]
     found += [f"{base}/tokens/{name}/0", f"{base}/tree/{name}"]
-    colours = ("logprob", "advantage", "entropy", "difference", "version", "weight")
+    colours = ("logprob", "advantage", "entropy", "difference", "version", "loss_weight")
     found += [f"{base}/tokens/{name}/0?colour={colour}" for colour in colours]
     groups = rows(page, run, "groups", limit=1)
     if groups:

@@ -146,10 +146,7 @@ def stored_report(
     Without `outcomes` the report has aggregates only. Then the rollouts are not read if the
     evaluation ended with the same settings and nothing of its phase has changed since.
     """
-    model = run.config.get("model", "")
-    # Of a training run.
-    name = model.get("name", "") if isinstance(model, Mapping) else model
-    options = {"model": str(name), "run_path": str(run.path), **options}
+    options = {"model": run.model_name, "run_path": str(run.path), **options}
     if not outcomes:
         kept = _kept(run, phase, options)
         # Without outcomes in either case: what is returned must not depend on whether a report was

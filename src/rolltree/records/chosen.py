@@ -119,18 +119,14 @@ def _telling(
 
     for sentence in sentences:
         evidence = sentence["evidence"]
+        names: Sequence[str] = ()
         if "request_id" in evidence:
-            yield "the story points to", [name for name, _ in evidence["rollouts"][:3]]
+            names = [name for name, _ in evidence["rollouts"][:3]]
         elif "where" in evidence:
-            yield (
-                "the story points to",
-                first(2, phase=evidence["phase"], where=evidence["where"]),
-            )
+            names = first(2, phase=evidence["phase"], where=evidence["where"])
         elif evidence["view"] == "groups":
-            yield (
-                "the story points to",
-                first(2, phase=evidence["phase"], train_step=evidence["step"]),
-            )
+            names = first(2, phase=evidence["phase"], train_step=evidence["step"])
+        yield "the story points to", names
     for order in ("DESC", "ASC"):
         yield "of whole groups", _widest_group(run, order)
     # The last phases: a run of a hundred evaluations ends with those that one asks about.

@@ -11,7 +11,7 @@ import numpy as np
 from rolltree.records.columns import SFT
 from rolltree.records.table import MESSAGE_TEXTS, Batch
 from rolltree.records.token_rows import state_of
-from rolltree.records.values import clean_text, json_text, rollout_values, stored_names
+from rolltree.records.values import clean_text, json_text, values_of_rows
 from rolltree.rollouts.decode import decode_rollout
 from rolltree.samples import build_samples
 from rolltree.store import Run, StoredRollout
@@ -49,18 +49,22 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**found, "extra": json_text(rest)} if rest else found
 
 
-def _tool_call(call: Any) -> dict[str, Any]:
+def tool_call_parts(call: Any) -> dict[str, str | None]:
+    """Return the id, the name and the arguments (JSON as the model wrote it) of a tool call."""
     plain = call if isinstance(call, Mapping) else getattr(call, "model_dump", dict)()
-    function = plain.get("function") or {}
-    arguments = function.get("arguments")
+    function = plain.get("function")
+    about = function if isinstance(function, Mapping) else plain
+    arguments = about.get("arguments")
     return {
-        "id": _text(plain.get("id")),
-        "type": _text(plain.get("type") or "function"),
-        "function": {
-            "name": _text(function.get("name")),
-            "arguments": arguments if isinstance(arguments, str) else json_text(arguments),
-        },
+        **{name: _text(each.get(name)) for name, each in (("id", plain), ("name", about))},
+        "arguments": arguments if isinstance(arguments, str) else json_text(arguments),
     }
+
+
+def _tool_call(call: Any) -> dict[str, Any]:
+    found = tool_call_parts(call)
+    kind = call.get("type") if isinstance(call, Mapping) else None
+    return {"id": found.pop("id"), "type": _text(kind or "function"), "function": found}
 
 
 def _text(value: Any) -> str | None:
@@ -70,11 +74,8 @@ def _text(value: Any) -> str | None:
 def conversation_batches(rows: Iterator[StoredRollout], names: Sequence[str]) -> Iterator[Batch]:
     """Yield the rows of table `conversations`."""
     light = [name for name in names if name not in ("prompt", "completion")]
-    stored = stored_names(light)
     while page := list(islice(rows, _BATCH_ROWS)):
-        found = {name: [getattr(row, name) for row in page] for name in stored}
-        batch = rollout_values(light, found)
-        batch["prompt"], batch["completion"] = [], []
+        batch = values_of_rows(light, page) | {"prompt": [], "completion": []}
         for row in page:
             result = decode_rollout(row, tokens=False)
             state = result.states[0] if result.states else None

@@ -7,9 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rolltree.environments import Environment
-from rolltree.records.replaying import ReplayReport, environment_of, replay_async
-from rolltree.store import Run
+from rolltree.records.replaying import ReplayReport, opened_environment, replay_async
 from rolltree.tasks import run_sync
 
 _NAME = "rolltree"
@@ -78,26 +76,24 @@ def replay_with_debugger(
     functions that run in threads are not stepped through. Without a difference it does not open.
     `debugger` is for other terminals; the other arguments are `replay`'s.
     """
-    args = {name: options.pop(name) for name in ("env_args", "compat") if name in options}
+    env_args, compat = options.pop("env_args", None), options.pop("compat", False)
 
     async def play() -> ReplayReport:
-        with Run.open(run, mode="r") as stored:
-            compat = args.get("compat", False)
-            source, is_own = environment_of(stored, env, args.get("env_args"), compat=compat)
+        async with opened_environment(run, env, env_args, compat) as (stored, source):
+            # Played twice: the first time to learn where it differs, the second to stop before.
+            stop = until
+            if stop is None:
+                first = await replay_async(stored, rollout, source, **options)
+                if first.is_equal:
+                    return first
+                stop = first.num_replayed
+            opened = debugger or EnvironmentDebugger(source)
+
+            def on_answer(_: object, number: int) -> None:
+                if number == stop - 1:
+                    opened.open_soon()
+
             try:
-                # Played twice: the first time to learn where it differs, the second to stop before.
-                stop = until
-                if stop is None:
-                    first = await replay_async(stored, rollout, source, **options)
-                    if first.is_equal:
-                        return first
-                    stop = first.num_replayed
-                opened = debugger or EnvironmentDebugger(source)
-
-                def on_answer(_: object, number: int) -> None:
-                    if number == stop - 1:
-                        opened.open_soon()
-
                 if stop == 0:
                     opened.open_soon()
                 return await replay_async(
@@ -105,7 +101,5 @@ def replay_with_debugger(
                 )
             finally:
                 sys.settrace(None)
-                if is_own and isinstance(source, Environment):
-                    await source.aclose()
 
     return run_sync(play())

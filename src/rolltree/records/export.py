@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,24 +102,11 @@ def _phase_of(run: Run, filters: dict[str, Any]) -> str:
     return str(phase)
 
 
-def _dataset(data: RunData, target: Path, filters: dict[str, Any]) -> int:
-    return _write_dataset(data, data.conversations(**filters), target)
-
-
-def _sft(data: RunData, target: Path, filters: dict[str, Any]) -> int:
-    return _write_dataset(data, data.sft(**filters), target)
-
-
-EXPORT_KINDS: dict[str, Callable[[RunData, Path, dict[str, Any]], int]] = {
-    "rollouts": _rollouts,
-    "results": _results,
-    "dataset": _dataset,
-    "sft": _sft,
-}
-
-
-def _write_dataset(data: RunData, table: Table, target: Path) -> int:
+def _dataset(
+    data: RunData, target: Path, filters: dict[str, Any], *, kind: str = "conversations"
+) -> int:
     """Write a table as one file, or as a folder that `datasets.load_dataset` reads."""
+    table: Table = getattr(data, kind)(**filters)
     if target.suffix.lower() in TABLE_SUFFIXES:
         return table.write(target)
     # Says that pyarrow is missing before anything is written.
@@ -148,3 +136,11 @@ def _card(data: RunData, table: Table, number: int) -> str:
         f"{number} rows of the run `{data.run.path.name}` (environment: {envs}), written by "
         f"rolltree.\n\n| column | type | what it holds |\n|---|---|---|\n{columns}"
     )
+
+
+EXPORT_KINDS: dict[str, Callable[[RunData, Path, dict[str, Any]], int]] = {
+    "rollouts": _rollouts,
+    "results": _results,
+    "dataset": _dataset,
+    "sft": partial(_dataset, kind="sft"),
+}

@@ -31,6 +31,10 @@ from rolltree.types import IntArray
 
 # Of a longer segment only the text of its beginning and of its end is given.
 MAX_SHOWN_TOKENS = 2_000
+_OF_MEMBER = (
+    *("index_in_group", "reward", "status", "error_type", "truncated", "stop_condition"),
+    "num_completion_tokens",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +42,11 @@ class _Member:
     """One rollout of the tree."""
 
     row: StoredRollout
-    rollout: ResolvedRollout | None
     trained: TrainedRollout | None
-    # Its calls in the common tree, in the order of `rollout.calls`.
-    handles: tuple[int, ...]
+    # None if it failed before its first call.
+    rollout: ResolvedRollout | None
+    # Its calls, each with its handle in the common tree.
+    calls: tuple[tuple[ResolvedStep, int], ...]
 
     @property
     def name(self) -> dict[str, Any]:
@@ -51,19 +56,164 @@ class _Member:
             "agent": self.row.agent,
         }
 
+    @property
+    def advantage(self) -> float | None:
+        """The mean over its sampled tokens; None if training did not record them."""
+        if self.trained is None or not self.trained.num_tokens:
+            return None
+        return float(self.trained.advantage.astype(np.float64).mean())
 
-@dataclass(frozen=True, slots=True)
-class _Segments:
-    """Pieces of a tree: from `start` to `end` in the arena."""
 
-    start: IntArray
-    end: IntArray
-    # The segment above; -1 for the root.
-    parent: IntArray
-    # How many tokens stand above a piece.
-    start_depth: IntArray
-    # The segment of each token of the arena.
-    of: IntArray
+class _CommonTree:
+    """The calls of several rollouts in one tree, cut into segments.
+
+    Attributes:
+        start, end: int32 `[_S]`, the pieces of the arena that are the segments, parents first.
+        parent: int32 `[_S]`, the segment above; -1 for the root.
+        depth: int32 `[_S]`, how many tokens stand above.
+        of: int32 `[_T]`, the segment of each token of the arena.
+        by_model: bool `[_T]`, which tokens a model wrote.
+        advantages: the mean over each segment's sampled tokens; None if there is none.
+    """
+
+    def __init__(self, run: Run, rows: Sequence[StoredRollout], *, trained: bool = True) -> None:
+        # Merging puts equal prefixes of different rollouts in one place: that is the alignment.
+        self.tree = TokenTree()
+        self.members = [self._add(run, row, trained) for row in rows]
+        self._cut()
+        self._mark_sampled()
+
+    def _add(self, run: Run, row: StoredRollout, trained: bool) -> _Member:
+        state = state_of(row)
+        if state is None:
+            return _Member(row, None, None, ())
+        rollout = resolve_rollout(0, state)
+        first = self.tree.merge(rollout.tree)
+        calls = tuple((step, first + step.handle) for step in rollout.calls)
+        return _Member(row, trained_tokens(run, row) if trained else None, rollout, calls)
+
+    def _cut(self) -> None:
+        """Cut the tree where runs begin, where branches leave, and where calls end."""
+        arena = self.tree.arena
+        parents = np.array(arena.run_parent, np.int32)
+        starts = np.array(arena.run_start, np.int32)
+        ends = np.array(self.tree.calls.end_token, np.int32)
+        # One cell more than tokens: a cut behind the last token is past the end, and dropped below.
+        cut = np.zeros(arena.num_tokens + 1, bool)
+        cut[starts] = True
+        cut[parents[parents >= 0] + 1] = True
+        cut[ends[ends >= 0] + 1] = True
+        cut = cut[: arena.num_tokens]
+        self.start = start = np.flatnonzero(cut).astype(np.int32)
+        self.end = np.append(start[1:], arena.num_tokens).astype(np.int32)[: len(start)]
+        self.of = (np.cumsum(cut) - 1).astype(np.int32)
+        run_of = np.searchsorted(starts, start, side="right") - 1
+        is_head = starts[run_of] == start
+        above = np.where(is_head, parents[run_of], start - 1)
+        self.parent = np.where(above >= 0, self.of[above], -1).astype(np.int32)
+        depth = np.array(arena.run_depth, np.int32)[run_of] + start - starts[run_of]
+        self.depth = depth.astype(np.int32)
+
+    def _mark_sampled(self) -> None:
+        self.by_model = np.zeros(self.tree.num_tokens, bool)
+        total, count = np.zeros(self.tree.num_tokens), np.zeros(self.tree.num_tokens, np.int64)
+        for member in self.members:
+            for step, handle in member.calls:
+                at = places(self.tree, handle, self.tree.num_sampled(handle))
+                self.by_model[at] = True
+                if member.rollout is not None and member.trained is not None:
+                    facts = sampled_facts(member.rollout.tree, step, member.trained)
+                    total[at] += facts["advantage"]
+                    count[at] += 1
+        pairs = zip(self._sums(total).tolist(), self._sums(count).tolist(), strict=True)
+        self.advantages = [value / number if number else None for value, number in pairs]
+
+    def _sums(self, values: NDArray[Any]) -> NDArray[Any]:
+        # `reduceat` of no segments is an error.
+        return np.add.reduceat(values, self.start) if len(self.start) else values
+
+    def num_sampled(self) -> list[int]:
+        """Return how many tokens of each segment a model wrote."""
+        return [int(number) for number in self._sums(self.by_model.astype(np.int64))]
+
+    def ends(self, member: _Member) -> list[tuple[ResolvedStep, int, int]]:
+        """Return a member's calls with their handles and the segments they end in (-1: none)."""
+        found = [(step, handle, self.tree.calls.end_token[handle]) for step, handle in member.calls]
+        return [(step, at, int(self.of[token]) if token >= 0 else -1) for step, at, token in found]
+
+    def path(self, member: _Member) -> list[int]:
+        """Return the segments of all calls of a rollout, each once, in the order of the calls."""
+        path: dict[int, None] = {}
+        for _, _, at in self.ends(member):
+            new: list[int] = []
+            while at >= 0 and at not in path:
+                new.append(at)
+                at = int(self.parent[at])
+            path |= dict.fromkeys(reversed(new))
+        return list(path)
+
+    def passing(self) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return how many calls go through each segment, and the first: its member and its call."""
+        count = [0] * len(self.start)
+        first = [(len(self.members), 0)] * len(self.start)  # never
+        for index, member in enumerate(self.members):
+            for step, _, at in self.ends(member):
+                if at >= 0:
+                    count[at] += 1
+                    first[at] = min(first[at], (index, step.index))
+        for at in range(len(count) - 1, 0, -1):  # a parent stands before its children
+            above = int(self.parent[at])
+            if above >= 0:
+                count[above] += count[at]
+                first[above] = min(first[above], first[at])
+        return count, first
+
+    def calls(self, member: _Member) -> list[dict[str, Any]]:
+        """Return the calls of a member with the segments that they end in."""
+        return [
+            {
+                "call": step.index,
+                "agent": step.agent,
+                "segment": at if at >= 0 else None,
+                "num_prompt_tokens": self.tree.prompt_len(handle),
+                "num_completion_tokens": self.tree.num_sampled(handle),
+                "finish_reason": step.finish_reason,
+            }
+            for step, handle, at in self.ends(member)
+        ]
+
+    def words(self, at: int, tokenizer: RunTokenizer | None) -> dict[str, Any]:
+        """Return who wrote a segment, as `[author, how many tokens]` in order, and its texts."""
+        start, end = int(self.start[at]), int(self.end[at])
+        ids, by_model = self.tree.arena.ids[start:end], self.by_model[start:end]
+        cuts = [0, *(np.flatnonzero(np.diff(by_model)) + 1).tolist(), end - start]
+        parts = [
+            ("model" if by_model[low] else "environment", ids[low:high])
+            for low, high in pairwise(cuts)
+        ]
+        authors = [[author, len(part)] for author, part in parts]
+        if tokenizer is None:
+            return {"authors": authors, "pieces": None, "ids": ids[:MAX_SHOWN_TOKENS].tolist()}
+        pieces = [{"author": author, "text": _text(part, tokenizer)} for author, part in parts]
+        return {"authors": authors, "pieces": pieces}
+
+    @property
+    def reuse_factor(self) -> float | None:
+        """Tokens of all calls over tokens of the tree."""
+        total = sum(self.tree.path_len(call) for call in range(self.tree.num_calls))
+        return total / self.tree.num_tokens if self.tree.num_tokens else None
+
+
+def _group(run: Run, group_id: str) -> list[StoredRollout]:
+    """Return the rollouts of a group.
+
+    Raises:
+        UnknownName: the run has no such group.
+    """
+    rows = list(run.rollouts(group_id=group_id))
+    if not rows:
+        raise UnknownName(f"{run.path} has no group {group_id!r}.")
+    return rows
 
 
 def group_tree(run: Run, group_id: str, *, agent: str | None = None) -> dict[str, Any]:
@@ -75,26 +225,19 @@ def group_tree(run: Run, group_id: str, *, agent: str | None = None) -> dict[str
         UnknownName: the run has no such group, or the group no such agent.
     """
     every = sorted(
-        run.rollouts(group_id=group_id), key=lambda row: (row.index_in_group, row.trajectory_index)
+        _group(run, group_id), key=lambda row: (row.index_in_group, row.trajectory_index)
     )
-    if not every:
-        raise UnknownName(f"{run.path} has no group {group_id!r}.")
     agents = list(dict.fromkeys(row.agent for row in every))
     rows = [row for row in every if agent is None or row.agent == agent]
     if not rows:
         raise UnknownName(f"the group {group_id!r} has no agent {agent!r}.")
-    tree, members = _common_tree(run, rows)
-    segments, shown = _segments(tree), shown_tokenizer(run)
-    paths = [_path(tree, segments, member) for member in members]
-    inside: list[list[int]] = [[] for _ in segments.start]
+    found, shown = _CommonTree(run, rows), shown_tokenizer(run)
+    paths = [found.path(member) for member in found.members]
+    inside: list[list[int]] = [[] for _ in found.start]
     for index, path in enumerate(paths):
         for segment in path:
             inside[segment].append(index)
-    rewards = [member.row.reward for member in members]
-    by_model, paid = _sampled(tree, members, segments)
-    own = [member.row.parent_rollout is None for member in members]
-    # Delegated rollouts are compared with others of their subtask, not with the group.
-    middle = _mean([reward for reward, is_own in zip(rewards, own, strict=True) if is_own])
+    lengths = (found.end - found.start).tolist()
     first = rows[0]
     return {
         "group_id": group_id,
@@ -106,54 +249,43 @@ def group_tree(run: Run, group_id: str, *, agent: str | None = None) -> dict[str
             "example_id": None if first.example_id is None else str(first.example_id),
         },
         "agents": agents,
-        "has_tokenizer": shown is not None,
-        "is_trained": any(member.trained is not None for member in members),
-        "reward": middle,
+        "is_trained": any(member.trained is not None for member in found.members),
+        # Delegated rollouts are compared with others of their subtask, not with the group.
+        "reward": _mean([row.reward for row in rows if row.parent_rollout is None]),
         # Parents first. `authors` are `[author, tokens]` in order, `pieces` the `author` and `text`
         # of each: None without a tokenizer (`ids` then), of long ones the middle is left out.
         "segments": [
             {
-                "parent": int(segments.parent[at]),
+                "parent": int(found.parent[at]),
                 # Tokens above it.
-                "start": int(segments.start_depth[at]),
-                "num_tokens": int(segments.end[at] - segments.start[at]),
-                **_said(tree, by_model, segments, at, shown),
+                "start": int(found.depth[at]),
+                "num_tokens": lengths[at],
+                **found.words(at, shown),
                 # Which members go through it, and the mean over the scored ones.
-                "members": inside[at],
-                "reward": _mean([rewards[index] for index in inside[at]]),
+                "members": members,
+                "reward": _mean([rows[index].reward for index in members]),
                 # The mean over its sampled tokens as they were trained; None if there is none.
-                "advantage": paid[at],
+                "advantage": found.advantages[at],
             }
-            for at in range(len(segments.start))
+            for at, members in enumerate(inside)
         ],
         "members": [
             {
                 **member.name,
-                "index_in_group": member.row.index_in_group,
-                "reward": member.row.reward,
-                # Its reward minus the mean of the group's own rollouts; None for a delegated one,
-                # which is compared with others.
-                "above_mean": _above(member.row.reward, middle) if is_own else None,
-                # The mean over its sampled tokens; None if training did not record them.
-                "advantage": _member_advantage(member.trained),
-                "status": member.row.status,
-                "error_type": member.row.error_type,
-                "truncated": member.row.truncated,
-                "stop_condition": member.row.stop_condition,
-                "num_completion_tokens": member.row.num_completion_tokens,
+                **{name: getattr(row, name) for name in _OF_MEMBER},
+                "advantage": member.advantage,
                 # Its segments in the order in which its calls reach them.
                 "path": path,
-                "calls": _calls(tree, segments, member),
+                "calls": found.calls(member),
             }
-            for member, path, is_own in zip(members, paths, own, strict=True)
+            for member, row, path in zip(found.members, rows, paths, strict=True)
         ],
-        # How many tokens all members begin with, and the segment behind which they part: None if
-        # they do not.
-        "shared_tokens": _shared(segments, inside, len(members)),
-        "first_parting": _parting(segments, inside),
-        "num_tokens": tree.num_tokens,
-        # Tokens of all calls over tokens of the tree.
-        "reuse_factor": _reuse_factor(tree),
+        # How many tokens all members begin with.
+        "shared_tokens": sum(
+            size for size, members in zip(lengths, inside, strict=True) if len(members) == len(rows)
+        ),
+        "num_tokens": found.tree.num_tokens,
+        "reuse_factor": found.reuse_factor,
     }
 
 
@@ -170,178 +302,30 @@ def tree_picture(
         UnknownName: the run has no such rollout or group.
     """
     if group_id is not None:
-        rows = list(run.rollouts(group_id=group_id))
+        rows = _group(run, group_id)
     else:
         rows = [one_rollout(run, str(request_id), trajectory_index)]
-    if not rows:
-        raise UnknownName(f"{run.path} has no group {group_id!r}.")
-    tree, members = _common_tree(run, rows, trained=False)
-    segments = _segments(tree)
-    by_model, _ = _sampled(tree, members, segments)
-    count, first = _passing(tree, segments, members)
-    sampled = np.add.reduceat(by_model.astype(np.int64), segments.start) if len(count) else count
+    found = _CommonTree(run, rows, trained=False)
+    num_calls, first = found.passing()
     return {
-        "members": [member.name for member in members],
+        "members": [member.name for member in found.members],
         "segments": [
             {
-                "parent": int(segments.parent[index]),
-                "start_depth": int(segments.start_depth[index]),
-                "length": int(segments.end[index] - segments.start[index]),
+                "parent": int(found.parent[index]),
+                "start_depth": int(found.depth[index]),
+                "length": int(found.end[index] - found.start[index]),
                 # How many of its tokens the model wrote, and how many calls go through it.
-                "sampled": int(sampled[index]),
-                "calls": int(count[index]),
+                "sampled": sampled,
+                "calls": num_calls[index],
                 # Member, call and the position of its first token there, for the token lens.
-                "at": [*first[index], int(segments.start_depth[index])],
+                "at": [*first[index], int(found.depth[index])],
             }
-            for index in range(len(segments.start))
+            for index, sampled in enumerate(found.num_sampled())
         ],
-        "num_tokens": tree.num_tokens,
-        "num_calls": tree.num_calls,
-        "reuse_factor": _reuse_factor(tree),
+        "num_tokens": found.tree.num_tokens,
+        "num_calls": found.tree.num_calls,
+        "reuse_factor": found.reuse_factor,
     }
-
-
-def _common_tree(
-    run: Run, rows: Sequence[StoredRollout], *, trained: bool = True
-) -> tuple[TokenTree, list[_Member]]:
-    """Return one tree with the calls of all rows, and whose calls they are."""
-    # Merging puts equal prefixes of different rollouts in one place: that is the alignment.
-    tree = TokenTree()
-    members: list[_Member] = []
-    for row in rows:
-        state = state_of(row)
-        rollout = None if state is None else resolve_rollout(0, state)
-        if rollout is None:
-            members.append(_Member(row, None, None, ()))
-            continue
-        first = tree.merge(rollout.tree)
-        handles = tuple(first + step.handle for step in rollout.calls)
-        members.append(
-            _Member(row, rollout, trained_tokens(run, row) if trained else None, handles)
-        )
-    return tree, members
-
-
-def _segments(tree: TokenTree) -> _Segments:
-    """Cut a tree where runs begin, where branches leave, and where calls end."""
-    arena = tree.arena
-    parents = np.array(arena.run_parent, np.int32)
-    starts = np.array(arena.run_start, np.int32)
-    ends = np.array(tree.calls.end_token, np.int32)
-    # One cell more than tokens: a cut behind the last token is past the end, and dropped below.
-    cut = np.zeros(arena.num_tokens + 1, bool)
-    cut[starts] = True
-    cut[parents[parents >= 0] + 1] = True
-    cut[ends[ends >= 0] + 1] = True
-    cut = cut[: arena.num_tokens]
-    start = np.flatnonzero(cut).astype(np.int32)
-    end = np.append(start[1:], arena.num_tokens).astype(np.int32) if len(start) else start
-    of = (np.cumsum(cut) - 1).astype(np.int32)
-    run_of = np.searchsorted(starts, start, side="right") - 1
-    is_head = starts[run_of] == start
-    above = np.where(is_head, parents[run_of], start - 1)
-    parent = np.where(above >= 0, of[above], -1).astype(np.int32)
-    depth = np.array(arena.run_depth, np.int32)[run_of] + start - starts[run_of]
-    return _Segments(start, end, parent, depth.astype(np.int32), of)
-
-
-def _ends(
-    tree: TokenTree, segments: _Segments, member: _Member
-) -> list[tuple[ResolvedStep, int, int]]:
-    """Return each call of a member with its handle and the segment it ends in (-1: no tokens)."""
-    steps = () if member.rollout is None else member.rollout.calls
-    tokens = [tree.calls.end_token[handle] for handle in member.handles]
-    ends = [int(segments.of[token]) if token >= 0 else -1 for token in tokens]
-    return list(zip(steps, member.handles, ends, strict=True))
-
-
-def _path(tree: TokenTree, segments: _Segments, member: _Member) -> list[int]:
-    """Return the segments of all calls of a rollout, each once, in the order they are reached."""
-    path: dict[int, None] = {}
-    for _, _, at in _ends(tree, segments, member):
-        new: list[int] = []
-        while at >= 0 and at not in path:
-            new.append(at)
-            at = int(segments.parent[at])
-        path |= dict.fromkeys(reversed(new))
-    return list(path)
-
-
-def _passing(
-    tree: TokenTree, segments: _Segments, members: Sequence[_Member]
-) -> tuple[NDArray[np.int64], list[tuple[int, int]]]:
-    """Return how many calls go through each segment, and the first: its member and its call."""
-    never = (len(members), 0)
-    count = np.zeros(len(segments.start), np.int64)
-    first = [never] * len(count)
-    for index, member in enumerate(members):
-        for step, _, at in _ends(tree, segments, member):
-            if at >= 0:
-                count[at] += 1
-                first[at] = min(first[at], (index, step.index))
-    for at in range(len(count) - 1, 0, -1):  # a parent stands before its children
-        above = int(segments.parent[at])
-        if above >= 0:
-            count[above] += count[at]
-            first[above] = min(first[above], first[at])
-    return count, first
-
-
-def _calls(tree: TokenTree, segments: _Segments, member: _Member) -> list[dict[str, Any]]:
-    return [
-        {
-            "call": step.index,
-            "agent": step.agent,
-            "segment": at if at >= 0 else None,
-            "num_prompt_tokens": tree.prompt_len(handle),
-            "num_completion_tokens": tree.num_sampled(handle),
-            "finish_reason": step.finish_reason,
-        }
-        for step, handle, at in _ends(tree, segments, member)
-    ]
-
-
-def _sampled(
-    tree: TokenTree, members: Sequence[_Member], segments: _Segments
-) -> tuple[NDArray[np.bool_], list[float | None]]:
-    """Return which tokens a model wrote, and the mean advantage of each segment's sampled ones."""
-    by_model = np.zeros(tree.num_tokens, bool)
-    total, count = np.zeros(tree.num_tokens), np.zeros(tree.num_tokens, np.int64)
-    for member in members:
-        steps = () if member.rollout is None else member.rollout.calls
-        for step, handle in zip(steps, member.handles, strict=True):
-            at = places(tree, handle, tree.num_sampled(handle))
-            by_model[at] = True
-            if member.rollout is None or member.trained is None:
-                continue
-            paid = sampled_facts(member.rollout.tree, step, member.trained)["advantage"]
-            total[at] += paid
-            count[at] += 1
-    # `reduceat` of no segments is an error.
-    if not len(segments.start):
-        return by_model, []
-    sums = np.add.reduceat(total, segments.start)
-    counts = np.add.reduceat(count, segments.start)
-    pairs = zip(sums.tolist(), counts.tolist(), strict=True)
-    return by_model, [value / number if number else None for value, number in pairs]
-
-
-def _said(
-    tree: TokenTree,
-    by_model: NDArray[np.bool_],
-    segments: _Segments,
-    at: int,
-    tokenizer: RunTokenizer | None,
-) -> dict[str, Any]:
-    start, end = int(segments.start[at]), int(segments.end[at])
-    ids, authors = tree.arena.ids[start:end], _authors(by_model[start:end])
-    if tokenizer is None:
-        return {"authors": authors, "pieces": None, "ids": ids[:MAX_SHOWN_TOKENS].tolist()}
-    pieces, done = [], 0
-    for author, size in authors:
-        pieces.append({"author": author, "text": _text(ids[done : done + size], tokenizer)})
-        done += size
-    return {"authors": authors, "pieces": pieces}
 
 
 def _text(ids: IntArray, tokenizer: RunTokenizer) -> str:
@@ -353,46 +337,6 @@ def _text(ids: IntArray, tokenizer: RunTokenizer) -> str:
     return f"{first}\n… {left_out:,} tokens …\n{last}"
 
 
-def _authors(by_model: NDArray[np.bool_]) -> list[list[Any]]:
-    """Return who wrote a segment, as `[author, how many tokens]` in order."""
-    cuts = [0, *(np.flatnonzero(np.diff(by_model)) + 1).tolist(), len(by_model)]
-    names = ("environment", "model")
-    return [[names[int(by_model[low])], high - low] for low, high in pairwise(cuts)]
-
-
-def _shared(segments: _Segments, inside: list[list[int]], num_members: int) -> int:
-    """Return how many tokens all members begin with."""
-    lengths = segments.end - segments.start
-    return int(sum(lengths[at] for at, members in enumerate(inside) if len(members) == num_members))
-
-
-def _parting(segments: _Segments, inside: list[list[int]]) -> int | None:
-    """Return the first segment behind which its members go different ways."""
-    after: dict[int, list[int]] = {}
-    for at, parent in enumerate(segments.parent.tolist()):
-        after.setdefault(parent, []).append(at)
-    for at, members in enumerate(inside):
-        ways = {tuple(inside[child]) for child in after.get(at, ())}
-        if len(members) > 1 and len(ways) > 1:
-            return at
-    return None
-
-
-def _member_advantage(trained: TrainedRollout | None) -> float | None:
-    if trained is None or not trained.num_tokens:
-        return None
-    return float(trained.advantage.astype(np.float64).mean())
-
-
-def _above(reward: float | None, middle: float | None) -> float | None:
-    return None if reward is None or middle is None else reward - middle
-
-
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return fmean(known) if known else None
-
-
-def _reuse_factor(tree: TokenTree) -> float | None:
-    total = sum(tree.path_len(call) for call in range(tree.num_calls))
-    return total / tree.num_tokens if tree.num_tokens else None

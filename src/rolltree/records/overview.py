@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 from rolltree.records.values import number_of
 from rolltree.redact import redact
-from rolltree.store import Run, RunSummary, summarize, to_plain
-from rolltree.store.rows import StoredEvaluation
+from rolltree.store import Run, RunSummary, StoredEvaluation, summarize, to_plain
 
 
 def run_overview(run: Run, *, now: float | None = None) -> dict[str, Any]:
@@ -36,7 +34,7 @@ def _overview(run: Run, found: RunSummary, now: float) -> dict[str, Any]:
         # Steps, or the requests of the phase that is not whole.
         "progress": _progress(found),
         "envs": list(found.env_ids),
-        "model": _model(found.config),
+        "model": run.model_name or None,
         "num_steps": found.num_steps,
         "num_rollouts": sum(phase.num_rollouts for phase in phases),
         "num_failed": sum(phase.num_errors for phase in phases),
@@ -57,13 +55,12 @@ def _overview(run: Run, found: RunSummary, now: float) -> dict[str, Any]:
 def run_summary(run: Run, *, now: float | None = None) -> dict[str, Any]:
     """Return what a run holds: its row of the list, its settings, phases, evaluations, notices."""
     found = summarize(run)
-    events = run.events()
     return {
         **_overview(run, found, time.time() if now is None else now),
         "config": redact(to_plain(found.config)),
         "phases": [asdict(phase) for phase in found.phases],
         "evaluations": [
-            {"step": done.step, "phase": done.phase, "reward": _estimate(done.metrics)}
+            {"step": done.step, "phase": done.phase, "reward": _estimate(done)}
             for done in run.evaluations()
         ],
         "notices": [
@@ -73,10 +70,9 @@ def run_summary(run: Run, *, now: float | None = None) -> dict[str, Any]:
                 "kind": event.kind,
                 "data": to_plain(event.data),
             }
-            for event in events
+            for event in run.events()
             if event.kind in _NOTICES
         ],
-        "num_events": len(events),
     }
 
 
@@ -102,14 +98,7 @@ def _failures(run: Run, summary: RunSummary) -> dict[str, int]:
     return dict(counted)
 
 
-_ESTIMATE = ("mean", "low", "high")
 _NOTICES = ("notice", "retried", "truncated", "resumed", "ended")
-
-
-def _model(config: Mapping[str, Any]) -> str | None:
-    model = config.get("model")
-    name = model.get("name") if isinstance(model, Mapping) else model
-    return None if name is None else str(name)
 
 
 def _progress(found: RunSummary) -> dict[str, Any] | None:
@@ -122,15 +111,15 @@ def _progress(found: RunSummary) -> dict[str, Any] | None:
 
 
 def _reward(run: Run, found: RunSummary) -> dict[str, Any] | None:
-    evaluations = [StoredEvaluation.of(event) for event in run.events("evaluation")]
-    for done in sorted(evaluations, reverse=True):
-        estimate = _estimate(done.metrics)
+    for done in reversed(run.evaluations()):
+        estimate = _estimate(done)
         if estimate is not None:
             return {**estimate, "of": done.phase}
     newest = run.newest_step()
     if newest is not None and number_of(newest.metrics.get("reward/mean")) is not None:
-        ends = _numbers({end: newest.metrics.get(f"reward/{end}") for end in _ESTIMATE})
-        return {**ends, "of": f"step {newest.step}"}
+        names = ("mean", "low", "high")
+        estimate = {name: number_of(newest.metrics.get(f"reward/{name}")) for name in names}
+        return {**estimate, "of": f"step {newest.step}"}
     for phase in reversed(found.phases):
         if phase.mean_reward is not None:
             ends = {"low": phase.low, "high": phase.high}
@@ -138,12 +127,8 @@ def _reward(run: Run, found: RunSummary) -> dict[str, Any] | None:
     return None
 
 
-def _estimate(metrics: Mapping[str, Any]) -> dict[str, Any] | None:
-    reward = metrics.get("reward")
-    if not isinstance(reward, Mapping) or number_of(reward.get("mean")) is None:
+def _estimate(done: StoredEvaluation) -> dict[str, Any] | None:
+    if done.reward is None:
         return None
-    return _numbers({name: reward.get(name) for name in _ESTIMATE})
-
-
-def _numbers(found: Mapping[str, Any]) -> dict[str, float | None]:
-    return {name: number_of(value) for name, value in found.items()}
+    low, high = done.interval or (None, None)
+    return {"mean": done.reward, "low": low, "high": high}

@@ -11,7 +11,7 @@ from statistics import mean, pstdev
 from typing import Any, Literal, TypeAlias
 
 from rolltree.records.columns import ROLLOUTS
-from rolltree.records.values import number_of, rollout_values, stored_names
+from rolltree.records.values import finite_numbers, rollout_values, stored_names
 from rolltree.store import Run, to_plain
 from rolltree.store.filters import where_clause
 
@@ -91,7 +91,7 @@ def _counted(run: Run, what: str, *values: Any) -> list[tuple[str, int | None, i
 def _rows(found: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
     columns = rollout_values(COLUMNS, found)
     return [
-        {**{name: columns[name][at] for name in COLUMNS}, "metrics": _numbers(metrics)}
+        {**{name: columns[name][at] for name in COLUMNS}, "metrics": finite_numbers(metrics)}
         for at, metrics in enumerate(found["metrics"])
     ]
 
@@ -178,8 +178,3 @@ def _group(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "num_truncated": sum(row["truncated"] for row in rows),
         "num_completion_tokens": sum(row["num_completion_tokens"] for row in rows),
     }
-
-
-def _numbers(metrics: Any) -> dict[str, float]:
-    found = {str(name): number_of(value) for name, value in metrics.items()}
-    return {name: value for name, value in found.items() if value is not None}

@@ -1,15 +1,18 @@
 """A recorded rollout as a model client: it gives the recorded answers, call after call.
 
 Every call is compared with the recorded one first, so the first thing that an environment says
-differently is found where it is said.
+differently is found where it is said. What became of the episode after its last call is compared
+then.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -19,6 +22,8 @@ from rolltree.inference.call import ModelCall
 from rolltree.inference.client import ModelClient
 from rolltree.inference.client_base import ClientBase, Session
 from rolltree.rollouts import current_episode
+from rolltree.rollouts.decode import decode_rollout
+from rolltree.rollouts.record import encode_result
 from rolltree.store import dumps
 from rolltree.tokens import StepTokens, peek
 from rolltree.tokens.routing import recorded_routing
@@ -39,6 +44,7 @@ ASIDE = (
     "conversation are not stored, so they cannot be replayed"
 )
 _CUT_BY_TIME = ("timeout", "cancelled")
+ENDING = ("is_completed", "stop_condition", "terminated", "truncated", "truncation_reason")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +96,12 @@ class RecordedRollout:
     def unused(self) -> list[int]:
         """Return the calls that have not been made again, in order."""
         return [index for index, used in enumerate(self.is_used) if not used]
+
+    def difference(
+        self, kind: str, call: int | None, where: str, recorded: Any, live: Any
+    ) -> Difference:
+        """Return a difference that is found in this rollout."""
+        return Difference(kind, self.agent, self.index, call, where, recorded, live)
 
 
 @dataclass(slots=True)
@@ -160,7 +172,7 @@ class ReplaySession:
                 if self._is_call(each.steps[index], call):
                     return self._found(each, index, call)
         if not in_session and any(each.has_session for each in rollouts):
-            self._end("", Difference("extra call", "", 0, None, ASIDE, None, _last(call.prompt)))
+            self._end("", _aside(call))
             return None
         silent = next((t for t in rollouts if rollout is None and _was_asked(t, call)), None)
         if silent is not None:
@@ -171,7 +183,8 @@ class ReplaySession:
             self._past_the_end(rollouts, call, is_own=rollout is not None)
             return None
         each, index = waiting[0]
-        self._end("", self._prompt_difference(each, index, call))
+        asked = peek(each.steps[index], "prompt")
+        self._end("", self.in_messages("prompt", each, index, asked, call.prompt))
         return None
 
     def _found(
@@ -185,8 +198,7 @@ class ReplaySession:
                 names = [_names(tools), _names(given)]
                 sides = names if names[0] != names[1] else [tools, given]
                 where = "the tools that the model is offered"
-                found = Difference("tools", rollout.agent, rollout.index, index, where, *sides)
-                self._end("", found)
+                self._end("", rollout.difference("tools", index, where, *sides))
                 return None
         if self.until is not None and self.num_answered >= self.until:
             self._end("")
@@ -217,17 +229,13 @@ class ReplaySession:
                 raise PromptTooLong("this prompt did not fit the model when it was recorded")
         if not self.rollouts and self.recorded.error is not None:
             return self._end(f"the recording has no calls: {self.recorded.error.message}")
-        last = _last(call.prompt)
         if self.goes_on:
             return self._end("")
-        if is_own:
-            rollout, where = rollouts[0], "the model is asked once more"
-            found = Difference(
-                "extra call", rollout.agent, rollout.index, len(rollout.is_used), where, None, last
-            )
-        else:
-            found = Difference("extra call", "", 0, None, ASIDE, None, last)
-        return self._end("", found)
+        if not is_own:
+            return self._end("", _aside(call))
+        own, where = rollouts[0], "the model is asked once more"
+        last = _last(call.prompt)
+        return self._end("", own.difference("extra call", len(own.is_used), where, None, last))
 
     def _end(self, why: str, difference: Difference | None = None) -> None:
         self.difference = self.difference or difference
@@ -244,31 +252,23 @@ class ReplaySession:
             return tokens is not None and np.array_equal(tokens["prompt_ids"], call.prompt)
         return self.is_same(peek(step, "prompt"), call.prompt)
 
-    def _prompt_difference(
-        self, rollout: RecordedRollout, index: int, call: ModelCall
+    def in_messages(
+        self, kind: str, rollout: RecordedRollout, call: int | None, recorded: Any, live: Any
     ) -> Difference:
-        recorded: Any = peek(rollout.steps[index], "prompt")
-        live: Any = call.prompt
-        where = "the prompt"
+        """Return how a prompt or a completion, which `kind` says, differs: by its first message."""
+        where = f"the {kind}"
         if isinstance(recorded, list) and isinstance(live, list):
-            at, recorded, live = self.first_message(recorded, live)
-            role = (live or recorded or {}).get("role", "?")
-            where = f"message {at} of the prompt ({role})"
+            pairs = enumerate(zip_longest(recorded, live))
+            differing = ((at, *pair) for at, pair in pairs if not self.is_same(*pair))
+            at, recorded, live = next(differing, (len(live), None, None))
+            where = f"message {at} of the {kind} ({(live or recorded or {}).get('role', '?')})"
         elif isinstance(live, np.ndarray):
             live = live.tolist()
-        return Difference("prompt", rollout.agent, rollout.index, index, where, recorded, live)
+        return rollout.difference(kind, call, where, recorded, live)
 
-    def first_message(
-        self, recorded: list[ChatMessage], live: list[ChatMessage]
-    ) -> tuple[int, ChatMessage | None, ChatMessage | None]:
-        """Return the index of the first message that differs, and the message on both sides."""
-        at = 0
-        for pair in zip(recorded, live, strict=False):
-            if not self.is_same(*pair):
-                break
-            at += 1
-        one, other = (side[at] if at < len(side) else None for side in (recorded, live))
-        return at, one, other
+
+def _aside(call: ModelCall) -> Difference:
+    return Difference("extra call", "", 0, None, ASIDE, None, _last(call.prompt))
 
 
 def _names(tools: Sequence[Any]) -> list[str]:
@@ -331,6 +331,106 @@ def _said(completion: Messages) -> tuple[ChatMessage, str]:
     message = completion[-1] if completion else {"role": "assistant", "content": ""}
     content = message.get("content")
     return message, content if isinstance(content, str) else ""
+
+
+# -- the same calls, and then ----------------------------------------------------------------------
+
+
+def outcome_difference(
+    session: ReplaySession, live: RolloutResult, *, score: bool
+) -> Difference | None:
+    """Return the first difference of two episodes that made the same calls, if there is one.
+
+    Both are compared as they are stored. In order: calls that were not made again, what was said
+    after the last call, the world's steps, how each rollout ended, its rewards and metrics.
+    """
+    for rollout in session.rollouts:
+        for index in rollout.unused()[:1]:
+            recorded = peek(rollout.steps[index], "prompt")
+            asked = recorded[-1] if isinstance(recorded, list) and recorded else recorded
+            where = "the model is not asked again"
+            return rollout.difference("missing call", index, where, asked, None)
+    # Through the codec, as the recording went: tuples, objects and floats are what storing makes
+    # of them on both sides.
+    states = [state for row in encode_result(live) for state in decode_rollout(row).states]
+    if len(states) != len(session.rollouts):
+        num = (len(session.rollouts), len(states))
+        return Difference("rollouts", "", 0, None, "how many rollouts the episode has", *num)
+    pairs = list(zip(session.rollouts, states, strict=True))
+    for rollout, state in pairs:
+        agent = str(state.get("agent") or "")
+        if rollout.agent != agent:
+            return rollout.difference("rollouts", None, "whose it is", rollout.agent, agent)
+    # The cause before its effects: another answer of the world explains another reward.
+    compared = (_completed, _world, _ended, _scored)
+    for compare in compared if score else compared[:-1]:
+        for rollout, state in pairs:
+            for found in compare(session, rollout, state):
+                return found
+    return None
+
+
+def _completed(
+    session: ReplaySession, rollout: RecordedRollout, state: State
+) -> Iterator[Difference]:
+    recorded, live = rollout.state.get("completion"), state.get("completion")
+    if not session.is_same(recorded, live):
+        yield session.in_messages("completion", rollout, None, recorded, live)
+
+
+def _world(session: ReplaySession, rollout: RecordedRollout, state: State) -> Iterator[Difference]:
+    sides = [each.get("environment_steps") or () for each in (rollout.state, state)]
+    for number, (one, other) in enumerate(zip_longest(*sides)):
+        if one is None or other is None:
+            yield rollout.difference("world", None, f"step {number} of the world", one, other)
+            return
+        for name in one:
+            if not _equal(session, one[name], other.get(name)):
+                where = f"{name} of the world's step {number}"
+                yield rollout.difference("world", None, where, one[name], other.get(name))
+
+
+def _ended(session: ReplaySession, rollout: RecordedRollout, state: State) -> Iterator[Difference]:
+    errors = [_error_text(each.get("error")) for each in (rollout.state, state)]
+    if not session.is_same(*errors):
+        yield rollout.difference("error", None, "how the rollout failed", *errors)
+    for name in ENDING:
+        one, other = rollout.state.get(name), state.get(name)
+        if one != other:
+            yield rollout.difference("ending", None, name, one, other)
+
+
+def _scored(session: ReplaySession, rollout: RecordedRollout, state: State) -> Iterator[Difference]:
+    recorded, live = rollout.state.get("metrics") or {}, state.get("metrics") or {}
+    values: list[tuple[str, int | None, str, Any, Any]] = [
+        ("metric", None, name, recorded.get(name), live.get(name))
+        for name in dict.fromkeys((*recorded, *live))
+    ]
+    values.append(("reward", None, "reward", rollout.state.get("reward"), state.get("reward")))
+    values += [
+        ("reward", index, f"reward of call {index}", step.get("reward"), again.get("reward"))
+        for index, (step, again) in enumerate(zip(rollout.steps, state["trajectory"], strict=False))
+    ]
+    for kind, call, where, one, other in values:
+        if not _equal(session, one, other):
+            yield rollout.difference(kind, call, where, one, other)
+
+
+def _error_text(error: Any) -> str | None:
+    """Return type and message; messages may name times and addresses, which `ignore` takes out."""
+    if isinstance(error, ErrorRecord):
+        return f"{error.type}: {error.message}"
+    return None if error is None else str(error)
+
+
+def _equal(session: ReplaySession, one: Any, other: Any) -> bool:
+    # Rewards are sums: another order of addition is not another reward.
+    if isinstance(one, float) and isinstance(other, float | int):
+        return math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-12) or one == other
+    return session.is_same(one, other)
+
+
+# -- the client ------------------------------------------------------------------------------------
 
 
 class ReplayClient(ClientBase):

@@ -7,9 +7,9 @@ model goes on from where the recorded part ends, and the branches are rollouts o
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack, aclosing
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -19,12 +19,16 @@ from rolltree.environments import Environment, load_environment
 from rolltree.environments.batch_runner import UnscoredSource
 from rolltree.environments.code import META, code_hashes
 from rolltree.errors import ConfigError, did_you_mean
-from rolltree.inference.client import as_client
-from rolltree.records.outcomes import outcome_difference
-from rolltree.records.player import play_recorded
-from rolltree.records.recorded import Difference, ReplayClient, ReplaySession
-from rolltree.rollouts import GroupScorer, RolloutSource, derive_seed
+from rolltree.inference.client import ModelClient, as_client
+from rolltree.records.recorded import (
+    Difference,
+    ReplayClient,
+    ReplaySession,
+    outcome_difference,
+)
+from rolltree.rollouts import GroupScorer, RolloutEngine, RolloutSource, derive_seed
 from rolltree.rollouts.decode import decode_results
+from rolltree.rollouts.record import run_stored
 from rolltree.store import Opaque, Run, to_plain
 from rolltree.tasks import run_sync
 from rolltree.types import INPUT_FIELDS, RolloutInput, RolloutRequest, RolloutResult
@@ -59,14 +63,11 @@ class ReplayReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Return what is not an episode, as plain data."""
-        names = [*("request_id", "num_calls", "num_replayed", "num_continued", "stopped", "notes")]
-        names.append("branch_rewards")
-        found = {name: getattr(self, name) for name in names}
-        differing = self.difference
-        if differing is not None:
-            fields = Difference.__dataclass_fields__
-            found["difference"] = {name: getattr(differing, name) for name in fields}
-        plain: dict[str, Any] = to_plain({"is_equal": self.is_equal, "difference": None, **found})
+        found = {name: getattr(self, name) for name in self.__slots__}
+        del found["recorded"], found["live"]
+        if self.difference is not None:
+            found["difference"] = asdict(self.difference)
+        plain: dict[str, Any] = to_plain({"is_equal": self.is_equal, **found})
         return plain
 
 
@@ -126,8 +127,7 @@ async def replay_async(
         )
     if until is not None and until < 0:
         raise ConfigError(f"until is {until}; it counts answered calls. Use 0 or more.")
-    async with AsyncExitStack() as stack:
-        replayer = await _opened(stack, run, env, options)
+    async with _opened(run, env, options) as replayer:
         replayer.session_settings |= {"until": until, "goes_on": client is not None}
         recorded = replayer.recorded(rollout)
         if client is None:
@@ -161,8 +161,7 @@ async def replay_many_async(
     Raises:
         ConfigError: there is nothing to play, or no environment to play it.
     """
-    async with AsyncExitStack() as stack:
-        replayer = await _opened(stack, run, env, options)
+    async with _opened(run, env, options) as replayer:
         chosen = replayer.whole_groups(where or {}, num)
         found = decode_results(replayer.run.rollouts(**chosen))
         num = num if chosen == (where or {}) else None
@@ -175,22 +174,31 @@ async def replay_many_async(
         raise ConfigError(f"{replayer.run.path} has no rollouts to replay with {where or {}}.")
 
 
+@asynccontextmanager
 async def _opened(
-    stack: AsyncExitStack, run: str | Path | Run, env: Any, options: dict[str, Any]
-) -> _Replayer:
+    run: str | Path | Run, env: Any, options: dict[str, Any]
+) -> AsyncIterator[_Replayer]:
     known = ("env_args", "compat", "score", "ignore", "on_answer")
     unknown = [name for name in options if name not in known]
     if unknown:
         raise ConfigError(f"replay takes no {unknown[0]!r}.{did_you_mean(unknown[0], known)}")
-    if not isinstance(run, Run):
-        stored = stack.enter_context(ExitStack())
-        run = stored.enter_context(Run.open(run, mode="r"))
-    source, is_own = environment_of(
-        run, env, options.get("env_args"), compat=options.get("compat", False)
-    )
-    if is_own and isinstance(source, Environment):
-        await stack.enter_async_context(source)
-    return _Replayer(run, source, options)
+    found = opened_environment(run, env, options.get("env_args"), options.get("compat", False))
+    async with found as (stored, source):
+        yield _Replayer(stored, source, options)
+
+
+@asynccontextmanager
+async def opened_environment(
+    run: str | Path | Run, env: Any, env_args: Mapping[str, Any] | None, compat: bool
+) -> AsyncIterator[tuple[Run, RolloutSource]]:
+    """Open a run and the environment to replay it with; what was given open stays open."""
+    async with AsyncExitStack() as stack:
+        if not isinstance(run, Run):
+            run = stack.enter_context(Run.open(run, mode="r"))
+        source, is_own = environment_of(run, env, env_args, compat=compat)
+        if is_own and isinstance(source, Environment):
+            await stack.enter_async_context(source)
+        yield run, source
 
 
 def environment_of(
@@ -312,23 +320,34 @@ class _Replayer:
             groups[group_id] = None
         return {**where, "group_id": list(groups)}
 
-    async def reports(
-        self, recorded: Iterable[RolloutResult]
-    ) -> AsyncGenerator[ReplayReport, None]:
+    def reports(self, recorded: Iterable[RolloutResult]) -> AsyncGenerator[ReplayReport, None]:
         """Play rollouts and yield their reports, as they finish."""
+        return self._play((playable(result.request), result) for result in recorded)
+
+    async def _play(
+        self,
+        played: Iterable[tuple[RolloutRequest, RolloutResult]],
+        then: ModelClient | None = None,
+        into: Run | None = None,
+    ) -> AsyncGenerator[ReplayReport, None]:
+        """Play requests, each answered from a recording, and yield reports, as they finish.
+
+        The engine is that of evaluation and training, so concurrency, deadlines and failures are
+        the same.
+        """
         sessions: dict[str, ReplaySession] = {}
 
         def requests() -> Iterator[RolloutRequest]:
-            for result in recorded:
-                request = playable(result.request)
+            for request, result in played:
                 sessions[request.request_id] = ReplaySession(result, **self.session_settings)
                 yield request
 
-        client = ReplayClient(sessions)
-        played = play_recorded(self.source, client, requests(), max_concurrent=MAX_CONCURRENT)
-        async with aclosing(played) as batches:
+        client = ReplayClient(sessions, then)
+        engine = RolloutEngine(self.source, client, max_concurrent=MAX_CONCURRENT)
+        # A branch is reported once it is stored, so that a killed command never counts it twice.
+        async with aclosing(run_stored(engine, requests(), into)) as batches:
             async for batch in batches:
-                for live in batch:
+                for live, _ in batch:
                     yield self._report(sessions.pop(live.request.request_id), live)
 
     async def branches(
@@ -337,33 +356,21 @@ class _Replayer:
         """Play one rollout `num` times, each with a model from where the recorded part ends."""
         done = set() if into is None else into.finished_ids(BRANCH_PHASE)
         every = branch_requests(playable(recorded.request), self.session_settings["until"], num)
-        sessions = {
-            request.request_id: ReplaySession(recorded, **self.session_settings)
-            for request in every
-            if request.request_id not in done
-        }
-        if not sessions:
+        left = [request for request in every if request.request_id not in done]
+        if not left:
             raise ConfigError(
                 f"all {num} branches are in {into and into.path} already. Ask for more of them, or "
                 "for another rollout or step."
             )
-        requests = [request for request in every if request.request_id in sessions]
-        replayed = ReplayClient(sessions, as_client(client))
-        played = play_recorded(
-            self.source, replayed, requests, into=into, max_concurrent=MAX_CONCURRENT
-        )
-        reports = {}
-        async with aclosing(played) as batches:
-            async for batch in batches:
-                for live in batch:
-                    request_id = live.request.request_id
-                    reports[request_id] = self._report(sessions[request_id], live)
-        ordered = [reports[request.request_id] for request in requests]
+        played = self._play(((request, recorded) for request in left), as_client(client), into)
+        async with aclosing(played) as reports:
+            found = {report.live.request.request_id: report async for report in reports}
+        ordered = [found[request.request_id] for request in left]
         rewards = tuple(next((s.get("reward") for s in r.live.states), None) for r in ordered)
         return replace(ordered[0], branch_rewards=rewards)
 
     def _report(self, session: ReplaySession, live: RolloutResult) -> ReplayReport:
-        difference, notes = session.difference, list(self.notes)
+        difference = session.difference
         cut = session.until is not None and session.num_answered >= session.until
         # What came after a stop was not played: comparing it would find what nobody changed.
         if difference is None and not session.stopped and not session.is_live:
@@ -380,7 +387,7 @@ class _Replayer:
             num_continued=session.num_continued,
             difference=difference,
             stopped=stopped,
-            notes=tuple(notes),
+            notes=self.notes,
             recorded=session.recorded,
             live=live,
         )

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import count
 from typing import Any, TypeAlias
 
@@ -38,6 +39,11 @@ class RolloutChange:
     after: float | None
     advantage_before: float | None = None
     advantage_after: float | None = None
+
+    @property
+    def place(self) -> Place:
+        """The rollout's name."""
+        return self.request_id, self.trajectory_index
 
     @property
     def difference(self) -> float:
@@ -106,22 +112,17 @@ def rescore_report(
         (request_id, index): (phase, agent, reward)
         for request_id, index, phase, agent, reward in source.columns(_REWARDS, **where)
     }
-    phases: dict[str, tuple[int, int, int, int]] = {}
+    phases: dict[str, Counter[str]] = {}
     kept: list[tuple[float, int, RolloutChange]] = []
     numbers = count()
-    num_rollouts = num_changed = 0
     for request_id, index, phase, agent, reward in target.columns(_REWARDS, **where):
         old = before[request_id, index][2]
         changed = not _equal(old, reward)
-        num, num_other, num_lost, num_gained = phases.get(phase, (0, 0, 0, 0))
-        phases[phase] = (
-            num + 1,
-            num_other + changed,
-            num_lost + (old is not None and reward is None),
-            num_gained + (old is None and reward is not None),
-        )
-        num_rollouts += 1
-        num_changed += changed
+        counts = phases.setdefault(phase, Counter())
+        counts["num_rollouts"] += 1
+        counts["num_changed"] += changed
+        counts["num_lost"] += old is not None and reward is None
+        counts["num_gained"] += old is None and reward is not None
         if changed:
             change = RolloutChange(request_id, index, phase, agent, old, reward)
             # A heap of the largest changes: 100,000 of them need not be in memory. The number keeps
@@ -134,23 +135,25 @@ def rescore_report(
         if errors
     ]
     changes = [change for _, _, change in sorted(kept, reverse=True, key=lambda entry: entry[:2])]
-    credit, advantages = _credit_change(
-        source, target, where, {(change.request_id, change.trajectory_index) for change in changes}
-    )
+    credit, advantages = _credit_change(source, target, where, {each.place for each in changes})
+    pairs = [advantages.get(change.place, (None, None)) for change in changes]
     return RescoreReport(
         source=str(source.path),
         run=str(target.path),
         scored_by=scored_by,
-        num_rollouts=num_rollouts,
-        num_changed=num_changed,
+        num_rollouts=sum(counts["num_rollouts"] for counts in phases.values()),
+        num_changed=sum(counts["num_changed"] for counts in phases.values()),
         num_failed=len(failures),
         failure=failures[0] if failures else None,
         phases=tuple(
-            PhaseChange(phase, *counts, rewards=_compared(source, target, phase))
+            PhaseChange(phase, **counts, rewards=_compared(source, target, phase))
             for phase, counts in phases.items()
         ),
         credit=credit,
-        changes=tuple(_with_advantages(change, advantages) for change in changes),
+        changes=tuple(
+            replace(change, advantage_before=before, advantage_after=after)
+            for change, (before, after) in zip(changes, pairs, strict=True)
+        ),
         elapsed_s=elapsed_s,
     )
 
@@ -169,14 +172,6 @@ def _compared(source: Run, target: Run, phase: str) -> Comparison | None:
         return compare_reports(stored_report(source, phase), stored_report(target, phase))
     except ConfigError:  # nothing was scored in both
         return None
-
-
-def _with_advantages(
-    change: RolloutChange, advantages: Mapping[Place, tuple[float | None, float | None]]
-) -> RolloutChange:
-    before, after = advantages.get((change.request_id, change.trajectory_index), (None, None))
-    values = {name: getattr(change, name) for name in RolloutChange.__slots__}
-    return RolloutChange(**{**values, "advantage_before": before, "advantage_after": after})
 
 
 # -- advantages ----------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from rolltree.environments import (
     EnvGroup,
@@ -32,11 +32,10 @@ from rolltree.evaluation.runner import ProgressCounts
 from rolltree.inference.call import ModelCall
 from rolltree.inference.client import sampling_to_args
 from rolltree.inference.client_base import ClientBase
-from rolltree.records.player import play_recorded
 from rolltree.records.rescored import RescoreReport, rescore_report
-from rolltree.rollouts import current_episode
+from rolltree.rollouts import RolloutEngine, current_episode
 from rolltree.rollouts.decode import decode_results
-from rolltree.rollouts.record import encode_result
+from rolltree.rollouts.record import encode_result, run_stored
 from rolltree.rubrics import PerAgentRubric, Rubric, as_rubric, reset_scores
 from rolltree.store import Run
 from rolltree.store.weights import note_weights
@@ -101,12 +100,13 @@ async def rescore_async(
     began = time.monotonic()
     with Run.open(source_dir, "r") as source:
         where = {} if phase is None else {"phase": phase}
-        plan = await asyncio.to_thread(_Plan.of, source, where)
-        if not plan.groups:
+        plan = await asyncio.to_thread(_plan, source, where)
+        if not plan:
             what = "no rollouts" if phase is None else f"no rollouts of the phase {phase!r}"
             raise ConfigError(f"{source_dir} holds {what}, so there is nothing to score.")
-        scorer.model = _model_name(source)
-        config = {"model": scorer.model, "rescored": _settings(source, phase, scorer)}
+        scorer.model = source.model_name
+        rescored = {"run": str(source.path.resolve()), "phase": phase, **scorer.settings}
+        config = {"model": scorer.model, "rescored": rescored}
         with Run.open_or_create(target_dir, config=config, kind="rescore") as target:
             note_weights(scorer, target)
             changed = changed_code(scorer, target)
@@ -125,10 +125,6 @@ async def rescore_async(
             return await asyncio.to_thread(
                 rescore_report, source, target, scorer.name, where, time.monotonic() - began
             )
-
-
-def _settings(source: Run, phase: str | None, scorer: _Scorer) -> dict[str, Any]:
-    return {"run": str(source.path.resolve()), "phase": phase, **scorer.settings}
 
 
 def _directories(run: str | Path, run_dir: str | Path | None) -> tuple[Path, Path]:
@@ -169,34 +165,25 @@ def _scorer(
             "rollout is worth. Pass environment=... (--env NAME) or rubric=... (--rubric "
             "module:name)."
         )
-    if rubric is not None:
-        if env_args or compat:
-            raise ConfigError(
-                "env_args and compat are for an environment that is loaded by name, and a rubric "
-                "was given, so they would be ignored. Leave them out."
-            )
-        name = rubric if isinstance(rubric, str) else _name_of(rubric)
-        found = _given_rubric(load_object(rubric) if isinstance(rubric, str) else rubric)
-        knows = isinstance(found, PerAgentRubric)
-        return _Scorer(found, name, {"rubric": name}, knows_agents=knows)
-    if isinstance(environment, str):
-        args = dict(env_args or {})
-        loaded = load_environment(environment, compat=compat, **args)
-        settings = {"env": environment, "env_args": args, "compat": compat}
-        return _of_environment(loaded, environment, settings)
-    assert environment is not None, "checked above"
-    if env_args or compat:
+    if (env_args or compat) and not isinstance(environment, str):
         raise ConfigError(
-            "env_args and compat are for an environment that is loaded by name; this one is made "
-            "already, so they would be ignored. Leave them out, or pass its name."
+            "env_args and compat are for an environment that is loaded by name, so they would be "
+            "ignored. Leave them out, or name an environment."
         )
-    settings = {"env": environment.env_id, "env_args": dict(environment.env_args)}
-    return _of_environment(environment, environment.env_id, settings)
-
-
-def _of_environment(environment: Environment, name: str, settings: dict[str, Any]) -> _Scorer:
+    if rubric is not None:
+        name = rubric if isinstance(rubric, str) else _name_of(rubric)
+        given = _given_rubric(load_object(rubric) if isinstance(rubric, str) else rubric)
+        knows = isinstance(given, PerAgentRubric)
+        return _Scorer(given, name, {"rubric": name}, knows_agents=knows)
+    assert environment is not None, "checked above"
+    settings: dict[str, Any]
+    if isinstance(environment, str):
+        settings = {"env": environment, "env_args": dict(env_args or {}), "compat": compat}
+        environment = load_environment(environment, compat=compat, **settings["env_args"])
+    else:
+        settings = {"env": environment.env_id, "env_args": dict(environment.env_args)}
     knows = isinstance(environment, ProtocolEnvironment | EnvGroup)
-    return _Scorer(environment.rubric, name, settings, environment.loaded_by, knows)
+    return _Scorer(environment.rubric, settings["env"], settings, environment.loaded_by, knows)
 
 
 def _name_of(rubric: object) -> str:
@@ -293,25 +280,15 @@ class _NoModel(ClientBase):
 # -- what is scored ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """The requests of each group, and how many model calls a request made."""
+_Plan: TypeAlias = Mapping[str, Mapping[str, int]]
+"""The requests of each group, and how many model calls each made."""
 
-    groups: dict[str, list[str]]
-    num_calls: dict[str, int]
 
-    @classmethod
-    def of(cls, run: Run, where: Mapping[str, Any]) -> _Plan:
-        """Read which requests a run holds."""
-        num_calls: Counter[str] = Counter()
-        groups: dict[str, list[str]] = {}
-        for group, request_id, calls in run.columns(
-            ("group_id", "request_id", "num_calls"), **where
-        ):
-            if request_id not in num_calls:
-                groups.setdefault(group, []).append(request_id)
-            num_calls[request_id] += max(1, calls)
-        return cls(groups, num_calls)
+def _plan(run: Run, where: Mapping[str, Any]) -> _Plan:
+    plan: dict[str, Counter[str]] = {}
+    for group, request_id, calls in run.columns(("group_id", "request_id", "num_calls"), **where):
+        plan.setdefault(group, Counter())[request_id] += max(1, calls)
+    return plan
 
 
 def _finished(target: Run, plan: _Plan, whole_groups: bool) -> tuple[set[str], set[str]]:
@@ -328,7 +305,7 @@ def _finished(target: Run, plan: _Plan, whole_groups: bool) -> tuple[set[str], s
         if kind in INFRASTRUCTURE and phase == "scoring":
             again.add(request_id)
     if whole_groups:
-        for members in plan.groups.values():
+        for members in plan.values():
             if any(member in again or member not in done for member in members):
                 again.update(done.intersection(members))
     return done - again, again
@@ -338,10 +315,10 @@ def _batches(source: Run, plan: _Plan, done: set[str]) -> Iterator[list[RolloutR
     """Yield stored results that are left to score, whole groups, a bounded number at a time."""
     batch: list[str] = []
     size = 0
-    for members in plan.groups.values():
-        missing = [member for member in members if member not in done]
+    for members in plan.values():
+        missing = {member: calls for member, calls in members.items() if member not in done}
         batch += missing
-        size += sum(plan.num_calls[member] for member in missing)
+        size += sum(missing.values())
         if size >= _BATCH_CALLS:
             yield list(_read(source, batch))
             batch, size = [], 0
@@ -367,7 +344,7 @@ async def _score_all(
 ) -> None:
     """Score what is missing in `target`, and store it there."""
     done, again = await asyncio.to_thread(_finished, target, plan, scorer.has_group_rewards)
-    num_total = sum(len(members) for members in plan.groups.values())
+    num_total = sum(map(len, plan.values()))
     counts = ProgressCounts(num_total, num_resumed=len(done), num_done=len(done))
     client = _NoModel(scorer.model)
     batches = _batches(source, plan, done)
@@ -383,10 +360,10 @@ async def _score_all(
             scorer.stored = {r.request.request_id: r for r in batch if r.states}
             requests = [result.request for result in scorer.stored.values()]
             _count(counts, empty)
-            played = play_recorded(scorer, client, requests, into=target, replaced=again, **limits)
-            async with aclosing(played) as stored:
+            engine = RolloutEngine(scorer, client, **limits)
+            async with aclosing(run_stored(engine, requests, target, replaced=again)) as stored:
                 async for ready in stored:
-                    _count(counts, ready)
+                    _count(counts, [result for result, _ in ready])
                     if on_progress is not None:
                         on_progress(counts.progress())
     finally:
@@ -399,9 +376,3 @@ def _count(counts: ProgressCounts, results: Sequence[RolloutResult]) -> None:
         first = result.states[0] if result.states else State()
         failed, truncated = result.error is not None, bool(first.truncated)
         counts.add(failed=failed, truncated=truncated, reward=first.reward)
-
-
-def _model_name(run: Run) -> str:
-    """Return the model's name in the settings of an evaluation or of a training run."""
-    model = run.config.get("model")
-    return str((model.get("name") if isinstance(model, Mapping) else model) or "")

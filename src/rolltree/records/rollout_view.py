@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rolltree.records.columns import ROLLOUTS
+from rolltree.records.conversations import tool_call_parts
+from rolltree.records.pages import COLUMNS
 from rolltree.records.rewards import reward_parts
 from rolltree.records.token_lens import one_rollout, rollout_breaks
 from rolltree.records.token_rows import call_rows, state_of
 from rolltree.records.tokenizer import shown_tokenizer
-from rolltree.records.values import json_text, rollout_values, stored_names
+from rolltree.records.values import values_of_rows
 from rolltree.rollouts.conversation import conversation_of
 from rolltree.state import tool_errors
 from rolltree.store import Run, StoredRollout, to_plain
 from rolltree.types import State
-
-_COLUMNS = tuple(column.name for column in ROLLOUTS if column.name not in ("input", "errors"))
 
 
 def rollout_view(run: Run, request_id: str, trajectory_index: int = 0) -> dict[str, Any]:
@@ -27,10 +26,10 @@ def rollout_view(run: Run, request_id: str, trajectory_index: int = 0) -> dict[s
     """
     row = one_rollout(run, request_id, trajectory_index)
     state = state_of(row)
-    calls = [] if state is None else _timed(call_rows(row, state))
+    calls = [] if state is None else _timed(list(call_rows(state)))
     return {
         # Its columns of table `rollouts`, and its dataset row without the prompt.
-        "rollout": _columns(row),
+        "rollout": {name: values[0] for name, values in values_of_rows(COLUMNS, [row]).items()},
         "input": to_plain(dict(row.input)),
         "messages": [] if state is None else _messages(state),
         # Rows of table `calls`, with `own_ms`: how long environment and tools took after the call
@@ -52,11 +51,6 @@ def rollout_view(run: Run, request_id: str, trajectory_index: int = 0) -> dict[s
             if index != trajectory_index
         ],
     }
-
-
-def _columns(row: StoredRollout) -> dict[str, Any]:
-    found = {name: [getattr(row, name)] for name in stored_names(_COLUMNS)}
-    return {name: values[0] for name, values in rollout_values(_COLUMNS, found).items()}
 
 
 def _messages(state: State) -> list[dict[str, Any]]:
@@ -87,25 +81,12 @@ def _message(message: Mapping[str, Any], is_prompt: bool, call: int | None) -> d
         # A text, or parts.
         "content": content if isinstance(content, str) else to_plain(content),
         "reasoning": message.get("reasoning_content") or message.get("reasoning"),
-        "tool_calls": [_tool_call(each) for each in message.get("tool_calls") or ()],
+        "tool_calls": [tool_call_parts(each) for each in message.get("tool_calls") or ()],
         "tool_call_id": message.get("tool_call_id"),
         "name": message.get("name"),
         "is_prompt": is_prompt,
         # Which model call said it.
         "call": call,
-    }
-
-
-def _tool_call(call: Any) -> dict[str, Any]:
-    """Return id, name and arguments (JSON as the model wrote it) of a tool call."""
-    known = call if isinstance(call, Mapping) else {}
-    function = known.get("function")
-    about = function if isinstance(function, Mapping) else known
-    arguments = about.get("arguments")
-    return {
-        "id": known.get("id"),
-        "name": str(about.get("name") or ""),
-        "arguments": arguments if isinstance(arguments, str) else json_text(arguments),
     }
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
-from rolltree.records import story_policy, story_rollouts
+from rolltree.records import story_conditions as conditions
 from rolltree.records.story_facts import Facts, read_facts
 from rolltree.store import Run
 
@@ -84,14 +84,14 @@ _ONE_ROLLOUT = ("request_id", "trajectory_index", "rollouts")
 
 DETECTORS: Mapping[str, Detector] = {
     "ended": Detector(
-        condition=story_policy.ended,
+        condition=conditions.ended,
         sentence="The run ended with an error: {error}",
         severity="error",
         view="curves",
         link={"series": "reward/mean"},
     ),
     "zero_variance": Detector(
-        condition=story_rollouts.zero_variance,
+        condition=conditions.zero_variance,
         sentence="No group had reward variance in {span}, {so}{rewards}.",
         severity=_as_found,
         view="groups",
@@ -99,7 +99,7 @@ DETECTORS: Mapping[str, Detector] = {
         link={"series": "train/frac_reward_zero_std"},
     ),
     "drift": Detector(
-        condition=story_policy.drift,
+        condition=conditions.drift,
         sentence="The engine's logprobs drift from the trainer's since step {first}: they differ "
         "by {size:.2g} nats per token{before}. What is trained is not what was sampled.",
         severity="error",
@@ -107,7 +107,7 @@ DETECTORS: Mapping[str, Detector] = {
         shows=("series", "steps"),
     ),
     "kl": Detector(
-        condition=story_policy.kl,
+        condition=conditions.kl,
         sentence="{text}",
         severity=_as_found,
         view="curves",
@@ -115,7 +115,7 @@ DETECTORS: Mapping[str, Detector] = {
         link={"series": "train/kl"},
     ),
     "entropy": Detector(
-        condition=story_policy.entropy,
+        condition=conditions.entropy,
         sentence="The policy hardly varies since step {first}: its entropy is {after:.2g} nats per "
         "token ({before:.2g} at first), so little else is tried.{rewards}",
         severity="warning",
@@ -123,7 +123,7 @@ DETECTORS: Mapping[str, Detector] = {
         shows=("series", "steps"),
     ),
     "empty_answers": Detector(
-        condition=story_rollouts.empty_answers,
+        condition=conditions.empty_answers,
         sentence="Empty answers earn reward: of {num_read} rollouts that were looked at, {num} say "
         "nothing, and their mean reward is {mean:.3g} (all: {mean_of_all:.3g}).",
         severity="error",
@@ -131,7 +131,7 @@ DETECTORS: Mapping[str, Detector] = {
         shows=(*_ONE_ROLLOUT, "phase"),
     ),
     "timeouts": Detector(
-        condition=story_rollouts.timeouts,
+        condition=conditions.timeouts,
         sentence="{text}",
         severity=_above(0.1),
         view="rollout",
@@ -139,10 +139,10 @@ DETECTORS: Mapping[str, Detector] = {
     ),
     "failures": Detector(
         condition=partial(
-            story_rollouts.share_of,
-            story_rollouts.failed,
+            conditions.share_of,
+            conditions.failed,
             where="status = error",
-            words=story_rollouts.kinds_of_failures,
+            words=conditions.kinds_of_failures,
         ),
         sentence="{percent} of rollouts failed{since}{words}.",
         severity=_above(0.1),
@@ -150,7 +150,7 @@ DETECTORS: Mapping[str, Detector] = {
         shows=_ROLLOUTS,
     ),
     "scoring": Detector(
-        condition=story_rollouts.scoring,
+        condition=conditions.scoring,
         sentence="The reward function {function} raised in {num} of {num_read} rollouts that were "
         "looked at, the first time {message}.",
         severity=_above(0.1),
@@ -158,7 +158,7 @@ DETECTORS: Mapping[str, Detector] = {
         shows=(*_ONE_ROLLOUT, "phase"),
     ),
     "breaks": Detector(
-        condition=story_rollouts.breaks,
+        condition=conditions.breaks,
         sentence="In {percent} of later calls the prompt does not extend the call before, because "
         "{why}; what follows is computed again.",
         severity=lambda case: "info" if case["cause"] == "compaction" else "warning",
@@ -167,11 +167,11 @@ DETECTORS: Mapping[str, Detector] = {
     ),
     "max_tokens": Detector(
         condition=partial(
-            story_rollouts.share_of,
-            story_rollouts.hit_max_tokens,
+            conditions.share_of,
+            conditions.hit_max_tokens,
             where="finish_reason = length",
-            least=story_rollouts.LEAST_SHARE,
-            words=story_rollouts.limit_of_tokens,
+            least=conditions.LEAST_SHARE,
+            words=conditions.limit_of_tokens,
         ),
         sentence="{percent} of rollouts hit max_tokens{words}{since}.",
         severity="error",
@@ -179,14 +179,14 @@ DETECTORS: Mapping[str, Detector] = {
         shows=_ROLLOUTS,
     ),
     "truncated": Detector(
-        condition=story_rollouts.truncated,
+        condition=conditions.truncated,
         sentence="{percent} of rollouts were cut by {reason}{since}.",
         severity="warning",
         view="rollouts",
         shows=_ROLLOUTS,
     ),
     "reward": Detector(
-        condition=story_rollouts.reward_trend,
+        condition=conditions.reward_trend,
         sentence="The reward {trend}: {began} in {first_steps}, {ended} in {last_steps}.{now}",
         severity=_as_found,
         view="curves",
@@ -194,14 +194,14 @@ DETECTORS: Mapping[str, Detector] = {
         link={"series": "reward/mean"},
     ),
     "held_out": Detector(
-        condition=story_policy.held_out_change,
+        condition=conditions.held_out_change,
         sentence="Held out, the reward {verb}: {began} after {first} steps, {ended} after {last}.",
         severity=_as_found,
         view="curves",
         link={"series": "eval/reward"},
     ),
     "staleness": Detector(
-        condition=story_policy.staleness,
+        condition=conditions.staleness,
         sentence="Tokens are trained {lag:.2g} versions after they were sampled on average{most}"
         "{stale}.",
         severity=lambda case: "warning" if case["share"] >= 0.05 else "info",
@@ -209,7 +209,7 @@ DETECTORS: Mapping[str, Detector] = {
         link={"series": "train/lag_mean"},
     ),
     "sampled": Detector(
-        condition=story_rollouts.sampled,
+        condition=conditions.sampled,
         sentence="This is told from {num:,} of {num_of:,} rollouts, spread over the run, without "
         "their tokens; `rolltree view` reads all.",
         severity="info",

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from rolltree.errors import StoreError
-from rolltree.records.values import number_of
+from rolltree.records.values import finite_numbers
 from rolltree.rollouts.conversation import conversation_of
 from rolltree.rollouts.decode import decode_rollout
 from rolltree.state import tool_errors
@@ -115,14 +115,7 @@ def read_facts(run: Run, *, quick: bool = False) -> Facts:
     limit = sampling.get("max_tokens") if isinstance(sampling, Mapping) else None
     return Facts(
         phase=phase,
-        steps={
-            step.step: {
-                name: number
-                for name, value in step.metrics.items()
-                if (number := number_of(value)) is not None
-            }
-            for step in run.steps()
-        },
+        steps={step.step: finite_numbers(step.metrics) for step in run.steps()},
         rollouts=rollouts,
         looked=list(_look(run, chosen(rollouts)[:: 4 if is_sampled else 1], not is_sampled)),
         evaluations=run.evaluations(),

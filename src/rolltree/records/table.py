@@ -10,6 +10,7 @@ import csv
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -191,52 +192,38 @@ class Table:
             ) from error
 
 
-def json_line(row: Mapping[str, Any]) -> str:
-    """Return a row as one line of strict JSON."""
-    text = json.dumps(row, ensure_ascii=False, separators=(", ", ": "))
-    return clean_text(text)
-
-
 def _write_jsonl(table: Table, path: Path) -> int:
     number = 0
     with path.open("w", encoding="utf-8") as file:
-        for row in table.rows():
-            file.write(json_line(row) + "\n")
-            number += 1
-    return number
-
-
-def write_csv(table: Table, file: Any) -> int:
-    """Write a header and the rows to an open text file; a missing value is an empty field."""
-    out, number = csv.writer(file, lineterminator="\n"), 0
-    out.writerow(table.column_names)
-    for row in table.rows():
-        out.writerow(row.values())
-        number += 1
+        for number, row in enumerate(table.rows(), 1):  # noqa: B007
+            file.write(clean_text(json.dumps(row, ensure_ascii=False)) + "\n")
     return number
 
 
 def _write_csv(table: Table, path: Path) -> int:
+    number = 0
     with path.open("w", encoding="utf-8", newline="") as file:
-        return write_csv(table, file)
+        out = csv.writer(file, lineterminator="\n")
+        out.writerow(table.column_names)
+        for number, row in enumerate(table.rows(), 1):  # noqa: B007
+            out.writerow(row.values())  # a missing value is an empty field
+    return number
 
 
 def _write_parquet(table: Table, path: Path) -> int:
     _pyarrow()
     import pyarrow.parquet as pq
 
-    number, reader = 0, table.to_reader()
-    with pq.ParquetWriter(path, reader.schema, compression="zstd") as out:
-        for batch in reader:
-            out.write_batch(batch)
-            number += batch.num_rows
-    return number
+    return _write_batches(table, partial(pq.ParquetWriter, path, compression="zstd"))
 
 
 def _write_arrow(table: Table, path: Path) -> int:
-    pa = _pyarrow()
+    return _write_batches(table, partial(_pyarrow().ipc.new_file, str(path)))
+
+
+def _write_batches(table: Table, opened: Callable[[Any], Any]) -> int:
     number, reader = 0, table.to_reader()
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, reader.schema) as out:
+    with opened(reader.schema) as out:
         for batch in reader:
             out.write_batch(batch)
             number += batch.num_rows

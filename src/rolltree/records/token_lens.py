@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from rolltree.errors import UnknownName
 from rolltree.records.token_rows import (
+    FACTS,
     break_rows,
     places,
     sampled_facts,
@@ -20,27 +21,13 @@ from rolltree.records.token_rows import (
     trained_tokens,
 )
 from rolltree.records.tokenizer import RunTokenizer, shown_tokenizer
-from rolltree.samples.resolve import ResolvedRollout, ResolvedStep, resolve_rollout
+from rolltree.samples.resolve import ResolvedRollout, resolve_rollout
 from rolltree.store import Run, StoredRollout, TrainedRollout
-from rolltree.tokens import TokenTree
 from rolltree.tokens.breaks import NEIGHBOURHOOD_TOKENS
 from rolltree.types import IntArray, State
 
-# What is known of a sampled token: the lens's name to the column of table `tokens`.
-VALUES = {
-    "logprob": "logprob",
-    "version": "version",
-    "mask": "mask",
-    "advantage": "advantage",
-    "weight": "loss_weight",
-    "trainer_logprob": "trainer_logprob",
-    "entropy": "entropy",
-    "reference_logprob": "reference_logprob",
-    "kl": "kl",
-    "trained_step": "trained_step",
-}
 # The lens's columns: a value per token, or None if nothing is known of any.
-COLUMNS = ("ids", "texts", "bytes", "author", "is_sampled", "sampled_in", *VALUES, "difference")
+COLUMNS = ("ids", "texts", "bytes", "author", "is_sampled", "sampled_in", *FACTS, "difference")
 _WHOLE = ("version", "trained_step")
 
 
@@ -102,7 +89,6 @@ def token_lens(
         "num_tokens": length,
         "num_prompt_tokens": tree.prompt_len(handle),
         "offset": offset,
-        "has_tokenizer": tokenizer is not None,
         "ids": ids.tolist(),
         "texts": texts,
         # In hexadecimal: a token may hold a part of a character.
@@ -110,7 +96,7 @@ def token_lens(
         "author": np.where(by >= 0, "model", "environment").tolist(),
         "is_sampled": (np.arange(offset, offset + len(at)) >= tree.prompt_len(handle)).tolist(),
         "sampled_in": _listed(by, by < 0),
-        **{name: _values(name, found.get(name)) for name in VALUES},
+        **{name: _values(name, found.get(name)) for name in FACTS},
         # Trainer minus engine logprob.
         "difference": _difference(found),
         # Where this call's prompt does not extend what came before, with both sides.
@@ -174,19 +160,12 @@ def _known(
         is_first = (known < 0) | (step.index < known)
         sampled_in[at[is_first]] = step.index
         wanted = np.ones(len(at), bool) if step in own else is_first
-        for name, column in _facts_of(tree, step, trained).items():
+        for name, column in sampled_facts(tree, step, trained).items():
             if column is not None:
                 if name not in values:
                     values[name] = np.full(tree.num_tokens, np.nan)
                 values[name][at[wanted]] = column[wanted]
     return sampled_in, values
-
-
-def _facts_of(
-    tree: TokenTree, step: ResolvedStep, trained: TrainedRollout | None
-) -> dict[str, Any]:
-    facts = sampled_facts(tree, step, trained)
-    return {name: facts[column] for name, column in VALUES.items()}
 
 
 def _difference(found: dict[str, NDArray[np.float64]]) -> list[float | None] | None:

@@ -6,14 +6,15 @@ contexts, so a rollout of T turns has O(unique tokens) rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from rolltree.errors import StoreError
 from rolltree.records.columns import BREAKS, CALLS, TOKENS
-from rolltree.records.table import Batch
+from rolltree.records.table import Batch, Column
 from rolltree.rollouts.decode import decode_rollout
 from rolltree.samples.build import trajectory_breaks
 from rolltree.samples.resolve import ResolvedRollout, ResolvedStep, resolve_rollout
@@ -34,17 +35,13 @@ def state_of(row: StoredRollout) -> State | None:
 # -- calls -----------------------------------------------------------------------------------------
 
 
-def call_rows(row: StoredRollout, state: State) -> list[dict[str, Any]]:
-    """Return the rows of table `calls` of one rollout, without its name."""
-    return list(_call_rows(row, state))
-
-
 def call_batches(rows: Iterable[StoredRollout]) -> Iterator[Batch]:
     """Yield the rows of table `calls`."""
-    yield from _row_batches(rows, [column.name for column in CALLS], _call_rows)
+    yield from _row_batches(rows, CALLS, call_rows)
 
 
-def _call_rows(row: StoredRollout, state: State) -> Iterator[dict[str, Any]]:
+def call_rows(state: State) -> Iterator[dict[str, Any]]:
+    """Yield the rows of table `calls` of one rollout, without its name."""
     rollout = resolve_rollout(0, state)
     shown = _Shown(rollout.tree)
     for step, source in zip(rollout.steps, state["trajectory"], strict=True):
@@ -105,13 +102,9 @@ def _real(value: Any) -> float | None:
 
 def break_batches(rows: Iterable[StoredRollout], decode: Decoder | None) -> Iterator[Batch]:
     """Yield the rows of table `breaks`; with a decoder (ids to text) their texts too."""
-
-    def read(row: StoredRollout, state: State) -> Iterator[dict[str, Any]]:
-        yield from break_rows(state, decode)
-
     # One call cannot break off from another: most rollouts need not be decoded.
     several = (row for row in rows if row.num_calls > 1)
-    yield from _row_batches(several, [column.name for column in BREAKS], read)
+    yield from _row_batches(several, BREAKS, partial(break_rows, decode=decode))
 
 
 def break_rows(state: State, decode: Decoder | None) -> list[dict[str, Any]]:
@@ -132,18 +125,22 @@ def break_rows(state: State, decode: Decoder | None) -> list[dict[str, Any]]:
     ]
 
 
-def _row_batches(rows: Iterable[StoredRollout], names: list[str], read: Any) -> Iterator[Batch]:
+def _row_batches(
+    rows: Iterable[StoredRollout],
+    columns: Sequence[Column],
+    read: Callable[[State], Iterable[dict[str, Any]]],
+) -> Iterator[Batch]:
     """Yield what `read` makes of each rollout as columns."""
-    batch: dict[str, list[Any]] = {name: [] for name in names}
+    batch: dict[str, list[Any]] = {column.name: [] for column in columns}
     for row in rows:
         state = state_of(row)
-        for found in () if state is None else read(row, state):
+        for found in () if state is None else read(state):
             found |= {"request_id": row.request_id, "trajectory_index": row.trajectory_index}
             for name, values in batch.items():
                 values.append(found[name])
         if len(batch["call"]) >= BATCH_ROWS // 8:
             yield batch
-            batch = {name: [] for name in names}
+            batch = {name: [] for name in batch}
     if batch["call"]:
         yield batch
 
@@ -182,9 +179,9 @@ def token_batches(run: Run, rows: Iterable[StoredRollout], *, full: bool) -> Ite
         state = state_of(row)
         if state is None:
             continue
+        name = {"request_id": row.request_id, "trajectory_index": row.trajectory_index}
         for part in _token_parts(resolve_rollout(0, state), full, trained_tokens(run, row)):
-            parts.append({**part, "request_id": row.request_id})
-            parts[-1]["trajectory_index"] = row.trajectory_index
+            parts.append({**name, **part})
             num_rows += len(part["token_id"])
         if num_rows >= BATCH_ROWS:
             yield _joined(parts)
@@ -202,6 +199,8 @@ _TRAINED = {
     "kl": "kl",
 }
 """Column to the array of `TrainedRollout`."""
+FACTS = ("logprob", "version", "mask", "trained_step", *_TRAINED)
+"""The columns of what is known of sampled tokens."""
 
 
 def trained_tokens(run: Run, row: StoredRollout) -> TrainedRollout | None:
@@ -210,16 +209,16 @@ def trained_tokens(run: Run, row: StoredRollout) -> TrainedRollout | None:
         return None
     found = run.trained(request_id=row.request_id, trajectory_index=row.trajectory_index)
     # A rollout is trained by two steps only if something is wrong; `audit` says so.
-    last = None
-    for last in found:  # noqa: B007
-        pass
-    return last
+    return max(found, key=lambda trained: trained.step, default=None)
 
 
 def _token_parts(
     rollout: ResolvedRollout, full: bool, trained: TrainedRollout | None
 ) -> Iterator[dict[str, Any]]:
-    """Yield one part per call: name to one value for all of its rows, or an array."""
+    """Yield one part per call: name to one value for all of its rows, or an array of `[num rows]`.
+
+    `facts` are arrays of `[num sampled]`, or None.
+    """
     tree = rollout.tree
     shown = _Shown(tree)
     # By arena index: which call sampled a token first, -1 for what came from the environment.
@@ -232,7 +231,15 @@ def _token_parts(
         at = places(tree, call, length - start)
         new = at[prompt_len - start :]
         sampler[new] = np.where(sampler[new] < 0, step.index, sampler[new])
-        yield _call_part(tree, step, start, at, sampler[at], sampled_facts(tree, step, trained))
+        yield {
+            "call": step.index,
+            "agent": step.agent,
+            "position": np.arange(start, length, dtype=np.int32),
+            "token_id": tree.arena.ids[at],
+            "is_sampled": np.arange(start, length) >= prompt_len,
+            "sampled_in": sampler[at],
+            "facts": sampled_facts(tree, step, trained),
+        }
 
 
 def sampled_facts(
@@ -275,32 +282,6 @@ def places(tree: TokenTree, call: int, count: int) -> IntArray:
     if not parts:
         return np.empty(0, np.int32)
     return np.concatenate([np.arange(low, high, dtype=np.int32) for low, high in parts])
-
-
-def _call_part(
-    tree: TokenTree,
-    step: ResolvedStep,
-    start: int,
-    at: IntArray,
-    sampled_in: IntArray,
-    facts: dict[str, Any],
-) -> dict[str, Any]:
-    """Return the columns of one call: one value for all rows, an array, or `facts` of its samples.
-
-    Arrays are `[num rows]`, those in `facts` `[num sampled]` or None.
-    """
-    call, length = step.handle, len(at)
-    is_sampled = np.zeros(length, bool)
-    is_sampled[length - tree.num_sampled(call) :] = True
-    return {
-        "call": step.index,
-        "agent": step.agent,
-        "position": np.arange(start, start + length, dtype=np.int32),
-        "token_id": tree.arena.ids[at],
-        "is_sampled": is_sampled,
-        "sampled_in": sampled_in,
-        "facts": facts,
-    }
 
 
 def _joined(parts: list[dict[str, Any]]) -> Batch:

@@ -57,7 +57,8 @@ class RunTokenizer:
         self.end_ids = _end_ids(folder, self._tokenizer)
         self._added = set(self._tokenizer.get_added_tokens_decoder())
         self._is_byte_level = "ByteLevel" in repr(self._tokenizer.decoder)
-        self._known: dict[int, bytes] = {}
+        # What one token adds to the text; nothing for an id that the tokenizer lacks.
+        self.bytes_of = cache(self._bytes_of)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`, special tokens spelled out."""
@@ -66,13 +67,6 @@ class RunTokenizer:
     def decode_plain(self, ids: Sequence[int]) -> str:
         """Return the text of `ids` without special tokens."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
-
-    def bytes_of(self, token_id: int) -> bytes:
-        """Return what one token adds to the text; nothing for an id that the tokenizer lacks."""
-        found = self._known.get(token_id)
-        if found is None:
-            found = self._known[token_id] = self._bytes_of(token_id)
-        return found
 
     def _bytes_of(self, token_id: int) -> bytes:
         piece = self._tokenizer.id_to_token(token_id)
@@ -110,10 +104,9 @@ def found_tokenizer(run: StoredRun) -> RunTokenizer | None:
     Raises:
         ConfigError: there is one, and it cannot be read.
     """
-    model = run.config.get("model")
-    name = model.get("name") if isinstance(model, Mapping) else model
-    named = found_model(name) if isinstance(name, str) else None
-    moved = _moved(run, name) if isinstance(name, str) and name else None
+    name = run.model_name
+    named = found_model(name) if name else None
+    moved = _moved(run, name) if name else None
     # What lies with the run comes first: the model of this name here may be another one.
     for folder in (run.path / "model", moved, named):
         if folder is not None and (file := folder / "tokenizer.json").is_file():

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from rolltree.store import to_plain
+from rolltree.store import StoredRollout, to_plain
 from rolltree.store.filters import METRIC
 
 
@@ -24,6 +24,12 @@ def rollout_values(names: Sequence[str], found: Mapping[str, list[Any]]) -> dict
         source, read = _source(name)
         values[name] = found[source] if read is None else [read(each) for each in found[source]]
     return values
+
+
+def values_of_rows(names: Sequence[str], rows: Sequence[StoredRollout]) -> dict[str, list[Any]]:
+    """Return columns of `rollouts` from stored rows."""
+    found = {name: [getattr(row, name) for row in rows] for name in stored_names(names)}
+    return rollout_values(names, found)
 
 
 def _source(name: str) -> tuple[str, Callable[[Any], Any] | None]:
@@ -89,3 +95,9 @@ def number_of(value: Any) -> float | None:
         return None
     # Neither NaN nor an infinity minus itself is 0.
     return found if found - found == 0.0 else None
+
+
+def finite_numbers(values: Mapping[Any, Any]) -> dict[str, float]:
+    """Return the values that are finite numbers, by their names."""
+    found = {str(name): number_of(value) for name, value in values.items()}
+    return {name: value for name, value in found.items() if value is not None}

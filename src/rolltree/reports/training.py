@@ -107,9 +107,9 @@ def _curve(run: Run) -> list[RenderableType]:
 
 def _held_out(run: Run) -> list[RenderableType]:
     """Return the first and the last evaluation, compared if both have rewards."""
-    found, model = evaluations(run), (run.config.get("model") or {}).get("name", "")
+    found = evaluations(run)
     reports = [
-        stored_report(run, phase, model=f"{model}, {phase}")
+        stored_report(run, phase, model=f"{run.model_name}, {phase}")
         for _, phase in found[:1] + found[1:][-1:]
     ]
     if len(reports) < 2 or any(report.reward is None for report in reports):

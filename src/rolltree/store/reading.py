@@ -66,6 +66,12 @@ class StoredRun:
         """The redacted config that the run was made with."""
         return dict(self.meta.get("config") or {})
 
+    @property
+    def model_name(self) -> str:
+        """The model's name in the settings of an evaluation or of a training run, "" without."""
+        model = self.config.get("model")
+        return str((model.get("name") if isinstance(model, Mapping) else model) or "")
+
     def kept_report(self, phase: str) -> Any:
         """Return the report that was stored last, None when the phase has changed since."""
         return self.meta.get(report_key(phase))

@@ -100,7 +100,7 @@ def step_requests(config: TrainConfig, source: RolloutSource, step: int) -> list
     num_examples = _num_examples(source)
     indices = task_indices(config.run.seed, step, config.algorithm.groups_per_step, num_examples)
     # Seeded by the place in the step and not by the example, which comes again in another epoch.
-    groups = {f"g{group:02d}": (index, (group,)) for group, index in enumerate(indices)}
+    groups = {f"g{group:02d}": index for group, index in enumerate(indices)}
     return _requests(config, source, step, groups)
 
 
@@ -117,11 +117,19 @@ def replacement_requests(
     # Sorted, because the order of a set is not part of a seed.
     others = sorted(set(range(num_examples)) - set(planned)) or list(range(num_examples))
     order = np.random.default_rng(derive_seed(seed, "replacement", step)).permutation(others)
-    groups = {
-        f"x{n:02d}": (int(order[n % len(order)]), ("replacement", n))
-        for n in range(first, first + count)
-    }
+    groups = {f"x{n:02d}": int(order[n % len(order)]) for n in range(first, first + count)}
     return _requests(config, source, step, groups)
+
+
+def group_name(step: int, label: str) -> str:
+    """Return the id of a group of a step: `g03` is its fourth task, `x00` its first replacement."""
+    return f"{PHASE}/{step:06d}/{label}"
+
+
+def group_seed(run_seed: int, step: int, label: str) -> int:
+    """Return the seed of the world that a group of a step faces."""
+    parts = ("replacement",) if label[0] == "x" else ()
+    return derive_seed(run_seed, PHASE, step, *parts, int(label[1:]))
 
 
 def _num_examples(source: RolloutSource) -> int:
@@ -138,24 +146,22 @@ def _requests(
     config: TrainConfig,
     source: RolloutSource,
     step: int,
-    chosen: Mapping[str, tuple[int, tuple[str | int, ...]]],
+    chosen: Mapping[str, int],
 ) -> list[RolloutRequest]:
-    """Return the requests of the groups of one step: label -> (example, what its seed is of)."""
+    """Return the requests of the groups of one step: label -> example."""
     sampling = training_sampling(config, source)
-    groups = []
-    for label, (index, parts) in chosen.items():
-        name = f"{PHASE}/{step:06d}/{label}"
-        groups.append(
-            example_request(
-                source.env_id,
-                source.example("train", index),
-                group_id=name,
-                seed=derive_seed(config.run.seed, PHASE, step, *parts),
-                sampling=sampling,
-                phase=PHASE,
-                train_step=step,
-            )
+    groups = [
+        example_request(
+            source.env_id,
+            source.example("train", index),
+            group_id=group_name(step, label),
+            seed=group_seed(config.run.seed, step, label),
+            sampling=sampling,
+            phase=PHASE,
+            train_step=step,
         )
+        for label, index in chosen.items()
+    ]
     return GroupStrategy(config.algorithm.group_size).expand(groups)
 
 

@@ -28,7 +28,7 @@ from starlette.responses import Response
 
 from rolltree.errors import ConfigError, RolltreeError, StoreError, UnknownName, did_you_mean
 from rolltree.records import compare
-from rolltree.records.arms import RunPhase
+from rolltree.records.comparison import RunPhase
 from rolltree.records.curves import run_curves
 from rolltree.records.group_tree import group_tree, tree_picture
 from rolltree.records.overview import run_overview, run_summary

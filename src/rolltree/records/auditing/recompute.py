@@ -11,24 +11,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
 
 from rolltree.errors import ConfigError, TrainingError
 from rolltree.models.load import found_model, load_model
-from rolltree.records.auditing.report import Finding, Ledger, some
+from rolltree.records.auditing.report import Finding, Ledger, some, tolerance
 from rolltree.rollouts.decode import decode_rollout
 from rolltree.samples import build_samples
 from rolltree.store import Run
 from rolltree.training.config import TrainConfig, load_train_config
 from rolltree.types import FloatArray, Sample
 
-# A rollout differs if its mean absolute difference is above `NOISE` times the median of all, within
-# these bounds; the upper one is `train.max_mismatch`'s default.
-LEAST_TOLERANCE = 1e-3
-NOISE = 20.0
+# The default of `train.max_mismatch`.
 MOST_TOLERANCE = 0.1
 
 
@@ -75,14 +71,11 @@ def recompute_logprobs(run: Run, ledger: Ledger, number: int) -> Mapping[str, fl
             if item.version == version:
                 item.difference = item.engine - compute(item.samples)
                 ledger.count("logprobs")
-    # How far 16-bit engines are off depends on model and length: most rollouts of a run are sound,
-    # so their median is the measure.
-    noise = median(item.size for item in chosen)
-    limit = min(max(LEAST_TOLERANCE, NOISE * noise), MOST_TOLERANCE)
+    _, limit = tolerance((item.size for item in chosen), MOST_TOLERANCE)
     # Not `>`: NaN differs, too.
     wrong = [item for item in chosen if not item.size <= limit]
     for item in wrong:
-        ledger.find(_explain(item, weights, limit))
+        ledger.keep(_explain(item, weights, limit))
     values = np.concatenate([item.difference for item in chosen if item.difference is not None])
     return {
         "num_rollouts": float(len(chosen)),

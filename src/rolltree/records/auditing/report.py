@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from statistics import median
+from typing import Any, TypeAlias
 
 CHECKS: dict[str, str] = {
     "storage": "checksums, counts, sums of each phase",
@@ -24,6 +25,9 @@ CHECKS: dict[str, str] = {
 }
 """The checks, in the order of the table."""
 
+Place: TypeAlias = tuple[str | None, int]
+"""A rollout: the name of its request, and which of its trajectories it is."""
+_RUN: Place = (None, 0)
 # Of each check that a report keeps; `CheckResult.num_problems` counts all.
 MAX_FINDINGS = 100
 
@@ -104,7 +108,13 @@ class Ledger:
         """Note that a check looked at `number` more things."""
         self.checked[check] += number
 
-    def find(self, finding: Finding) -> None:
+    def find(
+        self, check: str, cause: str, message: str, place: Place = _RUN, step: int | None = None
+    ) -> None:
+        """Keep a finding, and count it; `place` names its rollout, if it is about one."""
+        self.keep(Finding(check, cause, message, *place, step))
+
+    def keep(self, finding: Finding) -> None:
         """Keep a finding, and count it."""
         self.problems[finding.check] += 1
         if self.problems[finding.check] <= MAX_FINDINGS:
@@ -124,7 +134,7 @@ class Ledger:
         # A ledger keeps `MAX_FINDINGS` of a check and counts them all: count the dropped ones too.
         hidden = other.problems - Counter(finding.check for finding in other.findings)
         for finding in other.findings:
-            self.find(finding)
+            self.keep(finding)
         self.problems.update(hidden)
 
     def results(self) -> tuple[CheckResult, ...]:
@@ -138,6 +148,16 @@ class Ledger:
         """Return the findings in the order of the checks."""
         names = list(CHECKS)
         return tuple(sorted(self.findings, key=lambda finding: names.index(finding.check)))
+
+
+def tolerance(sizes: Iterable[float], most: float) -> tuple[float, float]:
+    """Return how far logprobs of two sources are apart in most rollouts, and how far they may be.
+
+    How much 16-bit engines differ depends on model and length. Most rollouts of a run are sound, so
+    20 times their median is the measure, between 0.001 and `most`.
+    """
+    noise = median(sizes)
+    return noise, min(max(1e-3, 20.0 * noise), most)
 
 
 def some(names: Iterable[object], most: int = 3) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from rolltree.errors import RolltreeError
-from rolltree.records.auditing.report import Finding, Ledger
+from rolltree.records.auditing.report import Ledger, Place
 from rolltree.records.auditing.text import TextCheck
 from rolltree.records.credit_states import credit_state
 from rolltree.rollouts.decode import UNREADABLE, decode_rollout
@@ -25,6 +25,7 @@ from rolltree.samples.build import trajectory_breaks
 from rolltree.seeds import derive_seed
 from rolltree.store import StoredRollout
 from rolltree.tokens import RecordedStep, StepTokens, peek
+from rolltree.training.plan import group_seed
 from rolltree.training.sampled import not_the_models_own
 from rolltree.types import RolloutRequest, State
 
@@ -113,6 +114,11 @@ class RolloutFacts:
     state: dict[str, Any] | None = None  # what credit reads; None if nothing trains it
     trained: list[TrainedFacts] = field(default_factory=list)
 
+    @property
+    def place(self) -> Place:
+        """The rollout's name."""
+        return self.request_id, self.trajectory_index
+
 
 _OF_ROW = (
     *("request_id", "trajectory_index", "num_trajectories", "group_id", "phase", "train_step"),
@@ -136,9 +142,7 @@ class RolloutAudit:
 
     def find(self, check: str, cause: str, message: str) -> None:
         """Keep a finding of this rollout."""
-        row = self.row
-        place = row.request_id, row.trajectory_index, row.train_step
-        self.ledger.find(Finding(check, cause, message, *place))
+        self.ledger.find(check, cause, message, self.facts.place, self.row.train_step)
 
     def run(self) -> None:
         """Check the row; `facts` has what the checks of the whole run need then."""
@@ -426,8 +430,7 @@ class RolloutAudit:
 @lru_cache(maxsize=64)  # the members of a group follow each other
 def _group_seeds(seed: int, step: int, group: str) -> tuple[int, int]:
     """Return the world's seed of a group, and the one that its members' sampling comes from."""
-    parts: tuple[str | int, ...] = ("replacement",) if group[0] == "x" else ()
-    world = derive_seed(seed, "train", step, *parts, int(group[1:]))
+    world = group_seed(seed, step, group)
     return world, derive_seed(world, "sampling")
 
 

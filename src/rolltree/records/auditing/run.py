@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
@@ -17,16 +17,17 @@ from typing import Any
 import msgspec
 
 from rolltree.errors import ConfigError, StoreError
-from rolltree.records.auditing.report import CHECKS, AuditReport, Finding, Ledger, some
+from rolltree.records.auditing.report import CHECKS, AuditReport, Ledger, Place, some
 from rolltree.records.auditing.rollout import Expected, RolloutAudit, RolloutFacts
 from rolltree.records.auditing.text import TextCheck
 from rolltree.records.auditing.training import TrainingAudit
 from rolltree.records.tokenizer import RunTokenizer, found_tokenizer
+from rolltree.records.trends import group_estimate
 from rolltree.store import Run, StoredRollout
 from rolltree.training.config import load_train_config
+from rolltree.training.plan import PHASE
 from rolltree.workers import WorkerCallError, WorkerPool
 
-PHASE = "train"
 # Rollouts that are worth another process: about 2 s of work, and half a second to start it.
 LEAST_PART = 2_500
 _PAGE_ROWS = 64
@@ -79,7 +80,7 @@ def audit(
                 recomputed = recompute_logprobs(run, ledger, recompute)
         except StoreError as error:
             # Without the whole file nothing else can be believed, what was found so far included.
-            ledger.find(Finding("storage", "damaged", str(error)))
+            ledger.find("storage", "damaged", str(error))
             for name in CHECKS:
                 ledger.skip(name, "the file is damaged")
         return AuditReport(
@@ -194,9 +195,6 @@ class _Audit:
         config = self.training.config
         return Expected(versions, config.run.seed, True, config.train.async_steps > 0, ends)
 
-    def find(self, check: str, cause: str, message: str, **where: Any) -> None:
-        self.ledger.find(Finding(check, cause, message, **where))
-
     # -- every rollout on its own ------------------------------------------------------------------
 
     def check_rollouts(self, num_processes: int | None) -> None:
@@ -218,14 +216,14 @@ class _Audit:
             for row in page:
                 one = RolloutAudit(self.expected, self.ledger, self.text, row)
                 one.run()
-                found = trained.get((row.request_id, row.trajectory_index))
+                found = trained.get(one.facts.place)
                 if found and self.training is not None:
                     self.training.check_trained(one.facts, one.calls, found)
                 self.facts.append(one.facts)
 
-    def _trained(self, page: Sequence[StoredRollout]) -> dict[tuple[str, int], list[Any]]:
+    def _trained(self, page: Sequence[StoredRollout]) -> dict[Place, list[Any]]:
         """Return what the table `trained` has of some rollouts."""
-        found: dict[tuple[str, int], list[Any]] = {}
+        found: dict[Place, list[Any]] = {}
         if self.training is not None and self.training.records_tokens:
             # One query for a page: a query for each rollout took a tenth of an audit.
             named = dict.fromkeys(row.request_id for row in page if row.phase == PHASE)
@@ -274,7 +272,7 @@ class _Audit:
             for name in _SUMS:
                 one, other = getattr(stored, name), getattr(summed, name)
                 if not math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-6):
-                    self.find(
+                    self.ledger.find(
                         *("storage", "sums_differ"),
                         f"the sums of phase {stored.phase} say {name} = {one:g}, and its "
                         f"rollouts give {other:g}",
@@ -291,20 +289,19 @@ class _Audit:
             there = {item.trajectory_index for item in items}
             missing = sorted(set(range(wanted)) - there)
             if missing:
-                self.find(
+                self.ledger.find(
                     *("counted_once", "missing_trajectory"),
                     f"trajectory {some(missing)} of its {wanted} is not there",
-                    request_id=request_id,
+                    (request_id, 0),
                 )
                 continue
             names = {item.rollout_id for item in items if item.rollout_id is not None}
             for item in items:
                 if item.parent_rollout is not None and item.parent_rollout not in names:
-                    self.find(
+                    self.ledger.find(
                         *("counted_once", "unknown_parent"),
                         f"its parent {item.parent_rollout!r} is not a rollout of the episode",
-                        request_id=request_id,
-                        trajectory_index=item.trajectory_index,
+                        item.place,
                     )
 
     def _copies(self) -> None:
@@ -315,12 +312,11 @@ class _Audit:
             # Trajectories of one request share a clock; another request never does.
             first = known.setdefault(item.fingerprint, item)
             if first is not item and first.request_id != item.request_id:
-                self.find(
+                self.ledger.find(
                     *("counted_once", "duplicate_rollout"),
                     f"it is a copy of {first.request_id}: begun at the same moment, with the same "
                     "time in the engine",
-                    request_id=item.request_id,
-                    trajectory_index=item.trajectory_index,
+                    item.place,
                 )
 
     def _evaluations(self) -> None:
@@ -336,7 +332,7 @@ class _Audit:
             self.ledger.count("counted_once")
             number = metrics.get("num_rollouts")
             if number is not None and number != len(requests):
-                self.find(
+                self.ledger.find(
                     *("counted_once", "evaluation_differs"),
                     f"the evaluation {phase} reported {number} rollouts and {len(requests)} are "
                     "there",
@@ -344,15 +340,20 @@ class _Audit:
                 )
                 continue
             reward = metrics.get("reward") or {}
-            mean = _mean_of_means(groups.values())
-            if mean is None or not isinstance(reward, Mapping) or reward.get("mean") is None:
+            found = group_estimate(
+                [
+                    [item.reward for item in items if item.reward is not None]
+                    for items in groups.values()
+                ]
+            )
+            if found is None or not isinstance(reward, Mapping) or reward.get("mean") is None:
                 continue
             self.ledger.count("rewards")
-            if not math.isclose(float(reward["mean"]), mean, rel_tol=1e-6, abs_tol=1e-9):
-                self.find(
+            if not math.isclose(float(reward["mean"]), found.mean, rel_tol=1e-6, abs_tol=1e-9):
+                self.ledger.find(
                     *("rewards", "evaluation_differs"),
                     f"the evaluation {phase} reported the mean reward {reward['mean']:g}, and its "
-                    f"rollouts give {mean:g}: a reward was changed",
+                    f"rollouts give {found.mean:g}: a reward was changed",
                     step=event.step,
                 )
 
@@ -375,20 +376,9 @@ class _Audit:
                 if not math.isclose(
                     float(item.advantage or 0.0), right, rel_tol=1e-6, abs_tol=1e-6
                 ):
-                    self.find(
+                    self.ledger.find(
                         *("advantages", "advantage_differs"),
                         f"its advantage is {item.advantage:g}, and its reward minus the mean of "
                         f"its group is {right:g}",
-                        request_id=item.request_id,
-                        trajectory_index=item.trajectory_index,
+                        item.place,
                     )
-
-
-def _mean_of_means(groups: Iterable[Sequence[RolloutFacts]]) -> float | None:
-    """Return the mean over examples of the mean reward of their scored rollouts."""
-    means = [
-        fmean(rewards)
-        for items in groups
-        if (rewards := [item.reward for item in items if item.reward is not None])
-    ]
-    return fmean(means) if means else None

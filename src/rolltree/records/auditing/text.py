@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from rolltree.records.tokenizer import RunTokenizer
 from rolltree.tokens import peek
@@ -22,19 +25,12 @@ class TextCheck:
     def __init__(self, tokenizer: RunTokenizer) -> None:
         self.tokenizer = tokenizer
         self.folder, self.end_ids = tokenizer.folder, tokenizer.end_ids
-        self._known: dict[bytes, str] = {}
-
-    def _plain(self, ids: Any) -> str:
-        """Return the text of an int32 array without spaces; that of a prompt is remembered."""
         # Later calls of a group repeat the same prompt, and decoding it is what takes the time.
-        key = ids.tobytes()
-        text = self._known.get(key)
-        if text is None:
-            text = _squeezed(self.tokenizer.decode(ids.tolist()))
-            if len(self._known) >= _REMEMBERED:
-                self._known.clear()
-            self._known[key] = text
-        return text
+        self._prompt_text = lru_cache(_REMEMBERED)(self._decoded)
+
+    def _decoded(self, ids: bytes) -> str:
+        """Return the text of the bytes of an int32 array, without spaces."""
+        return _squeezed(self.tokenizer.decode(np.frombuffer(ids, np.int32).tolist()))
 
     def check(self, audit: RolloutAudit, stop: Sequence[str]) -> None:
         """Compare every call of a rollout with its messages."""
@@ -81,7 +77,7 @@ class TextCheck:
         return _squeezed(self.tokenizer.decode_plain(ids.tolist()))
 
     def _prompt(self, audit: RolloutAudit, call: Call) -> None:
-        shown = self._plain(call.tokens.tree.prompt_ids(call.handle))
+        shown = self._prompt_text(call.tokens.tree.prompt_ids(call.handle).tobytes())
         prompt = peek(call.step, "prompt")
         # Templates may drop or rewrite what the assistant said, never what others did.
         parts = (

@@ -5,28 +5,29 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, median, pstdev
+from statistics import fmean, pstdev
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rolltree.errors import RolltreeError
-from rolltree.records.auditing.report import Finding, Ledger, some
+from rolltree.records.auditing.report import Ledger, Place, some, tolerance
 from rolltree.records.auditing.rollout import Call, RolloutFacts, TrainedFacts
 from rolltree.store import Run, StepRow
 from rolltree.store.trained import TrainedRollout
 from rolltree.training.advantages import credit_group, join_credit
 from rolltree.training.batches import staleness_limit
 from rolltree.training.config import TrainConfig
+from rolltree.training.plan import group_name
 from rolltree.types import RolloutResult
 
 # The kind of event in which asynchronous training keeps which groups a step takes.
 LEDGER = "batch"
-_LEAST_TOLERANCE = 1e-3
-_NOISE = 20.0
 _AVERAGE = "credit/average/"
+_Where: TypeAlias = tuple[Place, int]
+"""A rollout, and the step that trained it."""
 
 
 @dataclass(slots=True)
@@ -48,10 +49,6 @@ class TrainingAudit:
         self.taken = {event.step: event.data for event in events if event.step is not None}
         self.records_tokens = any(True for _ in self.run.trained())
 
-    def find(self, check: str, cause: str, message: str, **where: Any) -> None:
-        """Keep a finding."""
-        self.ledger.find(Finding(check, cause, message, **where))
-
     # -- one rollout and what the table `trained` has of it ----------------------------------------
 
     def check_trained(
@@ -61,19 +58,15 @@ class TrainingAudit:
         sizes = [call.num_sampled for call in calls]
         for row in rows:
             self.ledger.count("advantages")
-            where: dict[str, Any] = {
-                "request_id": facts.request_id,
-                "trajectory_index": facts.trajectory_index,
-                "step": row.step,
-            }
+            where = facts.place, row.step
             known = TrainedFacts(row.step, [])
             facts.trained.append(known)
             if [n for n in row.num_sampled.tolist() if n] != [n for n in sizes if n]:
-                self.find(
+                self.ledger.find(
                     *("advantages", "tokens_differ"),
                     f"step {row.step} trained {row.num_tokens} tokens of its calls and they "
                     f"sampled {sum(sizes)}",
-                    **where,
+                    *where,
                 )
                 continue
             known.advantages = self._of_calls(row, where)
@@ -82,7 +75,7 @@ class TrainingAudit:
                 fresh = self._fresh(row, calls, where)
                 known.mismatch = self._mismatch(row, fresh, calls)
 
-    def _of_calls(self, row: TrainedRollout, where: Mapping[str, Any]) -> list[float | None]:
+    def _of_calls(self, row: TrainedRollout, where: _Where) -> list[float | None]:
         """Return the advantage of each call; credit gives all tokens of a call the same."""
         advantages: list[float | None] = []
         at = 0
@@ -91,28 +84,28 @@ class TrainingAudit:
             at += size
             advantages.append(float(part[0]) if size else None)
             if size > 1 and not (part == part[0]).all():
-                self.find(
+                self.ledger.find(
                     *("advantages", "advantage_differs"),
                     f"the tokens of call {index} were trained with advantages from "
                     f"{part.min():g} to {part.max():g}; credit gives a call one",
-                    **where,
+                    *where,
                 )
         return advantages
 
-    def _masks(self, row: TrainedRollout, calls: Sequence[Call], where: Mapping[str, Any]) -> None:
+    def _masks(self, row: TrainedRollout, calls: Sequence[Call], where: _Where) -> None:
         if all(all(call.value_range("weight") or ()) for call in calls):
             return
         mask = np.concatenate([call.tokens.tree.mask(call.handle) for call in calls])
         wrong = (row.weight != 0) & (mask == 0)
         if wrong.any():
-            self.find(
+            self.ledger.find(
                 *("alignment", "masked_token_trained"),
                 f"{int(wrong.sum())} tokens have mask 0 and were trained",
-                **where,
+                *where,
             )
 
     def _fresh(
-        self, row: TrainedRollout, calls: Sequence[Call], where: Mapping[str, Any]
+        self, row: TrainedRollout, calls: Sequence[Call], where: _Where
     ) -> NDArray[np.bool_] | None:
         """Return which tokens the version that trained them sampled, bool `[_T]`; None: all."""
         # The weights before step n are version n - 1: a token of version v has the lag n - 1 - v.
@@ -122,18 +115,18 @@ class TrainingAudit:
         versions = np.concatenate([call.versions for call in calls])
         lag, used = row.step - 1 - versions, row.weight != 0
         if (used & (lag < 0)).any():
-            self.find(
+            self.ledger.find(
                 *("versions", "too_new"),
                 f"step {row.step} trained tokens that say version {int(versions.max())} sampled "
                 f"them, and there were {row.step - 1} then",
-                **where,
+                *where,
             )
         if (used & (lag > staleness_limit(self.config))).any() and self.config.train.async_steps:
-            self.find(
+            self.ledger.find(
                 *("versions", "stale_token_trained"),
                 f"step {row.step} trained tokens of version {int(versions[used].min())}, older "
                 f"than train.max_lag allows",
-                **where,
+                *where,
             )
         fresh: NDArray[np.bool_] = lag == 0
         return fresh
@@ -182,12 +175,14 @@ class TrainingAudit:
         missing = sorted(set(range(1, last + 1)) - {row.step for row in steps})
         self.ledger.count("steps", len(steps))
         for step in missing:
-            self.find("steps", "missing_step", f"step {step} of {last} has no metrics", step=step)
+            self.ledger.find(
+                "steps", "missing_step", f"step {step} of {last} has no metrics", step=step
+            )
         for row in steps:
             version = row.metrics.get("policy/version", row.step)
             if version != row.step:
                 said = f"step {row.step} says that its weights are version {version:g}"
-                self.find("steps", "wrong_version", said, step=row.step)
+                self.ledger.find("steps", "wrong_version", said, step=row.step)
 
     def _check_step(
         self,
@@ -206,7 +201,7 @@ class TrainingAudit:
             named = dict.fromkeys(item.group_id for item in planned)
             names = sorted(name for name in named if _number(name, "g") is not None)
             others = sorted(set(named) - set(names))
-            wanted = [f"train/{row.step:06d}/g{n:02d}" for n in range(section.groups_per_step)]
+            wanted = [group_name(row.step, f"g{n:02d}") for n in range(section.groups_per_step)]
             names = list(dict.fromkeys((*wanted, *names)))
         self._members(row.step, names, by_group)
         groups = [[*by_group.get(name, ())] for name in (*names, *others)]
@@ -226,18 +221,18 @@ class TrainingAudit:
             planned = {f"{name}/{index}" for index in range(size)}
             self.ledger.count("counted_once", size)
             for request_id in sorted(planned - there):
-                self.find(
+                self.ledger.find(
                     *("counted_once", "missing_rollout"),
                     f"step {step} was to have it, and it is not there",
-                    request_id=request_id,
-                    step=step,
+                    (request_id, 0),
+                    step,
                 )
             for request_id in sorted(there - planned):
-                self.find(
+                self.ledger.find(
                     *("counted_once", "unplanned_rollout"),
                     f"group {name} has {size} members, and this is not one of them",
-                    request_id=request_id,
-                    step=step,
+                    (request_id, 0),
+                    step,
                 )
 
     def _credit(
@@ -254,7 +249,6 @@ class TrainingAudit:
         """
         section = self.config.algorithm
         policy, credit = section.policy(self.config.train.max_seq_len), section.resolve().credit
-        where = {"step": row.step}
         try:
             taken = [(group, credit_group(_results(group), credit, policy)) for group in groups]
             if num_trained is not None:
@@ -265,7 +259,7 @@ class TrainingAudit:
             results = [result for _, each in taken for result in each.results]
             report = join_credit(results, [each for _, each in taken], policy, averages)
         except RolltreeError as error:
-            self.find("advantages", "no_credit", str(error), **where)
+            self.ledger.find("advantages", "no_credit", str(error), step=row.step)
             return
         self._metrics(row, sampled, report.metrics)
         if not self.records_tokens:
@@ -276,25 +270,22 @@ class TrainingAudit:
             if item.state is None or id(item.state) not in chosen:
                 continue
             rows = [known for known in item.trained if known.step == row.step]
-            place = {**where, "request_id": item.request_id}
-            place["trajectory_index"] = item.trajectory_index
+            where = item.place, row.step
             if not rows and item.num_sampled:
                 said = f"step {row.step} was to train it, and no token of it was"
-                self.find("counted_once", "not_trained", said, **place)
+                self.ledger.find("counted_once", "not_trained", said, *where)
             for known in rows:
-                self._compare(known, chosen[id(item.state)], place)
+                self._compare(known, chosen[id(item.state)], where)
 
-    def _compare(
-        self, known: TrainedFacts, wanted: Sequence[float], place: Mapping[str, Any]
-    ) -> None:
+    def _compare(self, known: TrainedFacts, wanted: Sequence[float], where: _Where) -> None:
         for index, (got, right) in enumerate(zip(known.advantages, wanted, strict=False)):
             # Stored advantages are float32, and a step may sum a group in another order.
             if got is not None and not math.isclose(got, right, rel_tol=1e-4, abs_tol=1e-6):
-                self.find(
+                self.ledger.find(
                     *("advantages", "advantage_differs"),
                     f"call {index} was trained with the advantage {got:g}, and the group's "
                     f"rewards give {right:g}",
-                    **place,
+                    *where,
                 )
                 return
 
@@ -316,7 +307,7 @@ class TrainingAudit:
                 continue
             self.ledger.count("steps")
             if not math.isclose(float(stored), value, rel_tol=1e-6, abs_tol=1e-9):
-                self.find(
+                self.ledger.find(
                     *("steps", "metrics_differ"),
                     f"{name} of step {row.step} is {stored:g}, and its rollouts give {value:g}: "
                     "one of them was changed",
@@ -332,18 +323,15 @@ class TrainingAudit:
         ]
         if not sizes:
             return
-        # Half precision differs more than float32: what is usual in this run is the measure.
-        noise = median(size for size, _, _ in sizes)
-        limit = min(max(_LEAST_TOLERANCE, _NOISE * noise), self.config.train.max_mismatch)
+        noise, limit = tolerance((size for size, _, _ in sizes), self.config.train.max_mismatch)
         for size, item, step in sizes:
             if size > limit:
-                self.find(
+                self.ledger.find(
                     *("logprobs", "engine_differs"),
                     f"its engine logprobs differ from the trainer's by {size:.2g} on average; "
                     f"{noise:.2g} is usual in this run",
-                    request_id=item.request_id,
-                    trajectory_index=item.trajectory_index,
-                    step=step,
+                    item.place,
+                    step,
                 )
 
     def _check_taken(self, facts: Sequence[RolloutFacts]) -> None:
@@ -351,11 +339,10 @@ class TrainingAudit:
         for item in facts:
             taken = sorted({known.step for known in item.trained})
             if len(taken) > 1:
-                self.find(
+                self.ledger.find(
                     *("counted_once", "trained_twice"),
                     f"it was trained by the steps {some(taken)}",
-                    request_id=item.request_id,
-                    trajectory_index=item.trajectory_index,
+                    item.place,
                 )
         steps_of: dict[str, list[int]] = {}
         for step, data in self.taken.items():
@@ -364,15 +351,16 @@ class TrainingAudit:
         for name, taken in steps_of.items():
             if len(taken) > 1:
                 said = f"group {name} was trained by the steps {some(sorted(taken))}"
-                self.find("counted_once", "trained_twice", said, step=max(taken))
+                self.ledger.find("counted_once", "trained_twice", said, step=max(taken))
         if not self.records_tokens:
             return
-        known = {(item.request_id, item.trajectory_index) for item in facts}
+        known = {item.place for item in facts}
         sql = "SELECT DISTINCT request_id, trajectory_index FROM trained"
         for row in self.run.query(sql):
-            if tuple(row.values()) not in known:
+            place = row["request_id"], row["trajectory_index"]
+            if place not in known:
                 said = "a step trained tokens of it, and the rollout is not there"
-                self.find("counted_once", "missing_rollout", said, **row)
+                self.ledger.find("counted_once", "missing_rollout", said, place)
 
 
 def _results(facts: Sequence[RolloutFacts]) -> list[RolloutResult]:

@@ -14,7 +14,7 @@ const COLOURS = {
   difference: { label: "trainer minus engine", kind: "signed", scale: null, floor: 0.02,
     says: ["engine likes it more", "trainer likes it more"] },
   version: { label: "policy version", kind: "category" },
-  weight: { label: "loss weight", kind: "hot", scale: null, says: ["not trained", "full weight"] },
+  loss_weight: { label: "loss weight", kind: "hot", scale: null, says: ["not trained", "full weight"] },
 };
 const AUTHORS = {
   sampled: ["sampled in this call", "the model, here"],
@@ -24,7 +24,7 @@ const AUTHORS = {
 const signed = (value) => num(value, true);
 const VALUES = [
   ["logprob", "logprob", num], ["trainer", "trainer_logprob", num], ["difference", "difference", signed],
-  ["advantage", "advantage", signed], ["weight", "weight", num], ["entropy", "entropy", num],
+  ["advantage", "advantage", signed], ["weight", "loss_weight", num], ["entropy", "entropy", num],
   ["version", "version", String], ["mask", "mask", num], ["KL", "kl", num], ["trained in step", "trained_step", String],
 ];
 const blockOf = (position) => position - (position % BLOCK);
