@@ -194,7 +194,7 @@ class SandboxEnv(StatefulToolEnv):
         if self._is_hosted:
             self.sandbox_client, self.sandbox_request = _hosted(fields)
         else:
-            self.sandbox_request = self._local_request(SandboxRequest(**fields))
+            self.sandbox_request = SandboxRequest(**fields)
             self.sandbox_client = sandbox_client or SandboxClient(
                 os.environ.get(CHOICE) or "auto", timeout_per_command_seconds
             )
@@ -209,10 +209,6 @@ class SandboxEnv(StatefulToolEnv):
             reraise=True,
         ).wraps
         self.add_tool(self.bash, args_to_skip=["sandbox_id"])
-
-    def _local_request(self, request: SandboxRequest) -> SandboxRequest:
-        """Return the request for a sandbox on this machine."""
-        return request
 
     async def bash(self, command: str, sandbox_id: str) -> str:
         """Execute `command` inside persistent sandbox container."""
@@ -325,17 +321,17 @@ class PythonEnv(SandboxEnv):
 
     def __init__(self, **kwargs: Any) -> None:
         settings = {"sandbox_name": "python-env", "docker_image": DEFAULT_IMAGE, **kwargs}
-        # A hosted sandbox keeps one process alive, which reads code from a pipe.
-        settings.setdefault("start_command", start_command())
+        # Other people's sandboxes keep one process alive, which reads code from a pipe; on this
+        # machine there is none that runs all the time.
+        client = settings.get("sandbox_client")
+        is_others = hosted_is_wanted() if client is None else not isinstance(client, SandboxClient)
+        if is_others:
+            settings.setdefault("start_command", start_command())
         self._sessions: dict[str, Any] = {}
         SandboxEnv.__init__(self, **settings)
         self.add_tool(self.python, args_to_skip=["sandbox_id", "python_state"])
         # The model gets `python` alone; `bash` stays for the environment's own use.
         self.remove_tool(self.bash)
-
-    def _local_request(self, request: SandboxRequest) -> SandboxRequest:
-        # There is no process that runs all the time on this machine, and `check` refuses others.
-        return request.model_copy(update={"start_command": DEFAULT_START})
 
     async def setup_state(self, state: State, **kwargs: Any) -> State:
         """Make the rollout's sandbox; its interpreter starts with the first code."""
