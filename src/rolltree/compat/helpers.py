@@ -70,15 +70,14 @@ def concat_messages(messages_list: Sequence[Messages | ChatMessage]) -> Messages
 def strip_nones_from_content(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     """Return messages without the None values that data sets put into content parts."""
     return [
-        {**message, "content": [without_none(part) for part in message["content"]]}
+        {**message, "content": [_without_none(part) for part in message["content"]]}
         if isinstance(message.get("content"), list)
         else message
         for message in messages
     ]
 
 
-def without_none(part: Any) -> Any:
-    """Return a content part without its None values."""
+def _without_none(part: Any) -> Any:
     if not isinstance(part, dict):
         return part
     return {key: value for key, value in part.items() if value is not None}

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
-from rolltree.compat.helpers import get_overlong_prompt_dummy_response, without_none
+from rolltree.compat.helpers import get_overlong_prompt_dummy_response, strip_nones_from_content
 from rolltree.environments.openai_view import OpenAIView, openai_view
 from rolltree.errors import ConfigError, PromptTooLong
 from rolltree.inference.client import as_client, sampling_from_args
@@ -212,11 +212,9 @@ def _is_audio(part: Any) -> bool:
 
 
 def _without_nones(message: ChatMessage) -> ChatMessage:
-    content = message.get("content")
-    if isinstance(content, list):
-        content = [without_none(part) for part in content]
+    (message,) = strip_nones_from_content([message])
     # Nothing to leave out: the same dict, so that histories keep sharing messages.
-    elif all(value is not None or key == "content" for key, value in message.items()):
+    if all(value is not None or key == "content" for key, value in message.items()):
         return message
     kept = {key: value for key, value in message.items() if value is not None}
-    return {**kept, "content": content}
+    return {**kept, "content": message.get("content")}
