@@ -523,6 +523,13 @@ def test_a_sandbox_client_of_the_authors_own():
     assert Own.deleted == ["box of mine:1"]
 
 
+def test_python_in_sandboxes_of_the_authors_own_begins_with_its_worker(monkeypatch):
+    monkeypatch.setenv("ROLLTREE_SANDBOX", "local")
+    env = vf.PythonEnv(dataset=ROWS, sandbox_client=SimpleNamespace())
+    assert "python_worker" in env.sandbox_request.start_command
+    assert "python_worker" not in vf.PythonEnv(dataset=ROWS).sandbox_request.start_command
+
+
 # -- data ------------------------------------------------------------------------------------------
 
 

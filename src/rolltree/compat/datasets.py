@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rolltree.environments.dataset import Data, Row, RowFormat, Rows, hub_rows
+from rolltree.environments.dataset import (
+    Data,
+    Row,
+    RowFormat,
+    Rows,
+    datasets_package,
+    hub_rows,
+)
 from rolltree.errors import ConfigError, did_you_mean
 from rolltree.parsers import extract_boxed_answer
 from rolltree.types import ChatMessage
@@ -74,13 +81,6 @@ def with_prompts(
         return made if answer_key == "answer" else {**made, "answer": row[answer_key]}
 
     return dataset.map(add_prompt, **(map_kwargs or {}))
-
-
-def with_task(dataset: Any, task: str, map_kwargs: Mapping[str, Any] | None = None) -> Any:
-    """Return a Hugging Face data set whose rows have a task."""
-    if "task" in dataset.column_names:
-        return dataset
-    return dataset.map(lambda row: {"task": task}, **(map_kwargs or {}))
 
 
 def as_rows(data: Data, row_format: RowFormat) -> Rows:
@@ -261,20 +261,14 @@ def load_example_dataset(
 
 def _raw_rows(name: str, example: _Example, split: str) -> Any:
     """Return the rows of a split as the hub has them."""
-    try:
-        from datasets import Dataset, concatenate_datasets
-    except ImportError as error:
-        raise ConfigError(
-            f"load_example_dataset({name!r}) needs the `datasets` package. Install it with "
-            "`pip install rolltree[envs]`."
-        ) from error
+    datasets = datasets_package(f"load_example_dataset({name!r})")
     home = os.environ.get("ROLLTREE_HOME") or Path.home() / ".cache" / "rolltree"
     folder = Path(home) / "datasets"
     for ending in ("jsonl", "parquet"):
         file = folder / f"{name}-{split}.{ending}"
         if file.is_file():
             found = Rows.of(file, lambda row, index: dict(row))
-            return Dataset.from_list(found.to_list())
+            return datasets.Dataset.from_list(found.to_list())
     try:
         parts = [hub_rows(example.hub, config, split) for config in example.configs]
     except ConfigError as error:
@@ -283,4 +277,4 @@ def _raw_rows(name: str, example: _Example, split: str) -> Any:
             f"of {example.hub}, with the columns it has there, into "
             f"{folder / f'{name}-{split}.jsonl'} (or .parquet)."
         ) from error
-    return parts[0] if len(parts) == 1 else concatenate_datasets(parts)
+    return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)

@@ -94,8 +94,8 @@ class EnvGroup(Environment, rooms.EnvGroup):
         tested = [(n, e.get_eval_dataset()) for n, e in self.env_map.items()]
         Environment.__init__(
             self,
-            dataset=_joined(trained, map_kwargs) if trained else None,
-            eval_dataset=_joined(tested, map_kwargs),
+            dataset=_joined(trained) if trained else None,
+            eval_dataset=_joined(tested),
             rubric=EnvGroupRubric(self.env_map),
             oai_tools=None,
             map_kwargs=map_kwargs,
@@ -166,7 +166,7 @@ class EnvGroup(Environment, rooms.EnvGroup):
             env.set_max_seq_len(max_seq_len)
 
 
-def _joined(parts: Sequence[tuple[str, Any]], map_kwargs: dict[str, Any]) -> Any:
+def _joined(parts: Sequence[tuple[str, Any]]) -> Any:
     """Return the rows of all parts one after the other, each with its part's name as the task."""
     if not all(is_hub_dataset(rows) for _, rows in parts):
         return [{**row, "task": name} for name, rows in parts for row in rows]

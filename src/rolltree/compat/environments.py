@@ -18,13 +18,7 @@ from typing import Any, ClassVar, cast
 
 from rolltree import environments as rooms
 from rolltree.compat.batches import Batches, args_of_rollout, as_sent, current_batch, note_failure
-from rolltree.compat.datasets import (
-    as_rows,
-    is_hub_dataset,
-    with_example_ids,
-    with_prompts,
-    with_task,
-)
+from rolltree.compat.datasets import as_rows, is_hub_dataset, with_example_ids, with_prompts
 from rolltree.compat.helpers import (
     NullAsyncContext,
     WrongResponse,
@@ -241,7 +235,11 @@ class Environment(OwnNames, Batches, rooms.Environment):
         return with_prompts(dataset, system_prompt, few_shot, question_key, answer_key, map_kwargs)
 
     def _ensure_task(self, dataset: Any, map_kwargs: dict[str, Any] = {}) -> Any:  # noqa: B006
-        return with_task(dataset, self.env_id or "default", map_kwargs)
+        if "task" in dataset.column_names:
+            return dataset
+        # `map` hashes the function with all that it refers to, so not `self`.
+        task = self.env_id or "default"
+        return dataset.map(lambda row: {"task": task}, **map_kwargs)
 
     def get_dataset(self, n: int = -1, seed: int | None = None) -> Any:
         """Return `n` training rows (-1: all), shuffled by `seed` when there is one.

@@ -9,7 +9,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rolltree.errors import BadResponse
 from rolltree.inference.parse import extract_message, read, sampled_entries, spelled_ids
@@ -23,6 +23,9 @@ from rolltree.types import (
     MessageType,
     ModelResponse,
 )
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 
 class WrongResponse(BadResponse, AssertionError):
@@ -67,15 +70,14 @@ def concat_messages(messages_list: Sequence[Messages | ChatMessage]) -> Messages
 def strip_nones_from_content(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     """Return messages without the None values that data sets put into content parts."""
     return [
-        {**message, "content": [without_none(part) for part in message["content"]]}
+        {**message, "content": [_without_none(part) for part in message["content"]]}
         if isinstance(message.get("content"), list)
         else message
         for message in messages
     ]
 
 
-def without_none(part: Any) -> Any:
-    """Return a content part without its None values."""
+def _without_none(part: Any) -> Any:
     if not isinstance(part, dict):
         return part
     return {key: value for key, value in part.items() if value is not None}
@@ -275,44 +277,44 @@ def print_prompt_completions_sample(
     table.add_column("Reward", style="bold cyan", justify="right")
     for index in range(min(num_samples, len(prompts))):
         reward = rewards[index] if index < len(rewards) else 0.0
-        said = [_shown(prompts[index]), _shown(completions[index]), Text(f"{reward:.2f}")]
-        table.add_row(*said, end_section=True)
+        said = [messages_as_text(prompts[index]), messages_as_text(completions[index])]
+        table.add_row(*said, Text(f"{reward:.2f}"), end_section=True)
     title = f"Step {step}"
     SafeConsole().print(Panel(table, expand=False, title=title, border_style="bold white"))
 
 
-def _shown(messages: Messages) -> Any:
+def messages_as_text(messages: Any) -> Text:
+    """Return messages, or a string, as text with styles; tool calls follow their message."""
     from rich.text import Text
 
     from rolltree.reports.formatting import safe_text
 
-    if isinstance(messages, str):
-        return safe_text(messages)
+    if not isinstance(messages, list):
+        return safe_text(str(messages))
     text = Text()
     for index, message in enumerate(messages):
-        role = str(message.get("role", ""))
+        role = str(read(message, "role", ""))
         style = "bright_cyan" if role == "assistant" else "bright_magenta"
         text.append("\n\n" * bool(index))
         text.append(f"{role}: ", style="bold")
-        text.append_text(safe_text(text_of(message), style=style))
-        for call in message.get("tool_calls") or ():
+        said = text_of(message) if isinstance(message, dict) else str(message)
+        text.append_text(safe_text(said, style=style))
+        for call in read(message, "tool_calls") or ():
             text.append("\n\n[tool call]\n", style=style)
             text.append_text(safe_text(_call(call), style=style))
     return text
 
 
 def _call(call: Any) -> str:
-    """Return a tool call, a dict or an object, as JSON."""
-    function = _field(call, "function") or call
-    arguments = _field(function, "arguments") or {}
+    """Return a tool call, a dict or an object, as JSON; saved results have it as JSON."""
+    if isinstance(call, str):
+        return call
+    function = read(call, "function") or call
+    arguments = read(function, "arguments") or {}
     if not isinstance(arguments, str):
         arguments = json.dumps(arguments, default=str)
-    told = {"name": _field(function, "name") or "", "args": arguments}
+    told = {"name": read(function, "name") or "", "args": arguments}
     return json.dumps(told, indent=2, ensure_ascii=False)
-
-
-def _field(value: Any, name: str) -> Any:
-    return value.get(name) if isinstance(value, dict) else getattr(value, name, None)
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):

@@ -323,8 +323,11 @@ class _File:
         known = _keywords(target) if inspect.isclass(target) else None
         if path[-1] in ("evaluate", "evaluate_sync", "generate", "generate_sync"):
             # By the method's name alone: the type of what it is called on is not known.
-            known = _arguments(rolltree.Environment, path[-1])
             target = rolltree.Environment
+            method = getattr(target, path[-1].removesuffix("_sync"))
+            # What `evaluate` does not know it hands to `generate`.
+            known = {*inspect.signature(method).parameters}
+            known |= {*inspect.signature(target.generate).parameters}
         for keyword in node.keywords if known is not None else ():
             if keyword.arg is None or keyword.arg in (known or ()):
                 continue
@@ -371,7 +374,7 @@ def _bound(tree: ast.AST) -> set[str]:
     return found | {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)}
 
 
-def _keywords(kind: Any) -> set[str] | None:
+def _keywords(kind: Any) -> set[str]:
     """Return the keywords of a constructor, those it hands to its bases included."""
     known: set[str] = set()
     for base in inspect.getmro(kind):
@@ -380,17 +383,7 @@ def _keywords(kind: Any) -> set[str] | None:
         parameters = inspect.signature(vars(base)["__init__"]).parameters.values()
         known |= {p.name for p in parameters}
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-            return known
-    return known
-
-
-def _arguments(kind: Any, method: str) -> set[str] | None:
-    parameters = inspect.signature(getattr(kind, method)).parameters.values()
-    if method.endswith("_sync"):
-        return _arguments(kind, method.removesuffix("_sync"))
-    known = {p.name for p in parameters}
-    if method == "evaluate":
-        known |= _arguments(kind, "generate") or set()
+            break
     return known
 
 

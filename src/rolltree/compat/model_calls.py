@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
-from rolltree.compat.helpers import get_overlong_prompt_dummy_response, without_none
+from rolltree.compat.helpers import get_overlong_prompt_dummy_response, strip_nones_from_content
 from rolltree.environments.openai_view import OpenAIView, openai_view
 from rolltree.errors import ConfigError, PromptTooLong
 from rolltree.inference.client import as_client, sampling_from_args
@@ -52,35 +51,12 @@ def _warn_of_threads() -> None:
     )
 
 
-async def answer_of(asked: Any) -> Any:
-    """Return what a `create` call gave, awaited if it can be."""
-    return await asked if inspect.isawaitable(asked) else asked
-
-
-def _attribute(wrapper: Any, wrapped: str, name: str) -> Any:
-    """Return an attribute of what is wrapped; copies are asked before they wrap anything."""
-    if wrapped not in vars(wrapper):
-        raise AttributeError(name)
-    return getattr(vars(wrapper)[wrapped], name)
-
-
 class ThreadedOpenAI:
     """A blocking client whose `chat.completions.create` and `completions.create` are awaited.
 
     Everything else is the client's own.
     """
 
-    def __init__(self, client: Any) -> None:
-        self.blocking_client = client
-        # Authors reach for `client.chat.completions.create` and await it, whatever the client is.
-        self.chat = _Chat(client.chat)
-        self.completions = _Endpoint(client.completions)
-
-    def __getattr__(self, name: str) -> Any:
-        return _attribute(self, "blocking_client", name)
-
-
-class _Endpoint:
     def __init__(self, blocking: Any) -> None:
         self._blocking = blocking
 
@@ -89,13 +65,12 @@ class _Endpoint:
         return await run_in_thread(lambda: self._blocking.create(**fields), name="openai-request")
 
     def __getattr__(self, name: str) -> Any:
-        return _attribute(self, "_blocking", name)
-
-
-class _Chat(_Endpoint):
-    @property
-    def completions(self) -> _Endpoint:
-        return _Endpoint(self._blocking.completions)
+        # Copies are asked before they wrap anything.
+        if "_blocking" not in vars(self):
+            raise AttributeError(name)
+        found = getattr(self._blocking, name)
+        # Authors reach for `client.chat.completions.create` and await it, whatever the client is.
+        return ThreadedOpenAI(found) if name in ("chat", "completions") else found
 
 
 def is_direct(client: Any) -> bool:
@@ -165,6 +140,16 @@ async def ask(
         return get_overlong_prompt_dummy_response(message_type)
 
 
+def request_fields(args: SamplingArgs, message_type: MessageType) -> SamplingArgs:
+    """Return sampling arguments as the fields of a request."""
+    # verifiers drops None, so `max_tokens: None` from the command line means the server's default.
+    fields = {key: value for key, value in args.items() if value is not None}
+    # OpenAI's newer models refuse `max_tokens` in chats.
+    if message_type == "chat" and "max_tokens" in fields:
+        fields["max_completion_tokens"] = fields.pop("max_tokens")
+    return fields
+
+
 async def _ask_directly(
     client: Any,
     model: str,
@@ -173,12 +158,8 @@ async def _ask_directly(
     args: SamplingArgs,
     message_type: MessageType,
 ) -> Any:
-    # verifiers drops None, so `max_tokens: None` from the command line means the server's default.
-    args = {key: value for key, value in args.items() if value is not None}
+    args = request_fields(args, message_type)
     if message_type == "chat":
-        # OpenAI's newer models refuse `max_tokens` in chats.
-        if "max_tokens" in args:
-            args["max_completion_tokens"] = args.pop("max_tokens")
         if tools:
             args["tools"] = tools
         call = client.chat.completions.create(model=model, messages=messages, **args)
@@ -231,11 +212,9 @@ def _is_audio(part: Any) -> bool:
 
 
 def _without_nones(message: ChatMessage) -> ChatMessage:
-    content = message.get("content")
-    if isinstance(content, list):
-        content = [without_none(part) for part in content]
+    (message,) = strip_nones_from_content([message])
     # Nothing to leave out: the same dict, so that histories keep sharing messages.
-    elif all(value is not None or key == "content" for key, value in message.items()):
+    if all(value is not None or key == "content" for key, value in message.items()):
         return message
     kept = {key: value for key, value in message.items() if value is not None}
-    return {**kept, "content": content}
+    return {**kept, "content": message.get("content")}

@@ -29,25 +29,9 @@ class Parser(rooms.Parser):
         self.logger = logging.getLogger(f"verifiers.parsers.{type(self).__name__}")
         self.extract_fn = extract_fn
 
-    def parse(self, text: str) -> Any:
-        """Return what `extract_fn` makes of `text`."""
-        return self.extract_fn(text)
-
-    def get_assistant_messages(self, completion: list[ChatMessage]) -> list[ChatMessage]:
-        """Return the messages that the model wrote."""
-        return _of(completion, "assistant")
-
-    def get_system_messages(self, completion: list[ChatMessage]) -> list[ChatMessage]:
-        """Return the system messages."""
-        return _of(completion, "system")
-
-    def get_user_messages(self, completion: list[ChatMessage]) -> list[ChatMessage]:
-        """Return the messages of the user or the environment."""
-        return _of(completion, "user")
-
-    def get_tool_messages(self, completion: list[ChatMessage]) -> list[ChatMessage]:
-        """Return the results of tool calls."""
-        return _of(completion, "tool")
+    def _by_role(self, completion: list[ChatMessage], role: str) -> list[ChatMessage]:
+        # A KeyError for a message without a role, as verifiers does.
+        return [message for message in completion if message["role"] == role]
 
     def parse_answer(self, completion: Messages) -> Any:
         """Return the answer in the last assistant message.
@@ -69,23 +53,12 @@ class Parser(rooms.Parser):
         return format_reward_func
 
 
-def _of(completion: list[ChatMessage], role: str) -> list[ChatMessage]:
-    # A KeyError for a message without a role, as verifiers does.
-    return [message for message in completion if message["role"] == role]
-
-
 class ThinkParser(Parser, rooms.ThinkParser):
     """The answer is what follows the last `</think>`; without one it is `extract_fn("")`."""
 
     def __init__(self, extract_fn: Callable[[str], Any] = identity) -> None:
         super().__init__(extract_fn)
         self.logger.warning(_THINKS_OUT_LOUD, "ThinkParser")
-
-    def parse(self, text: str) -> Any:
-        """Return `extract_fn` of the text after the reasoning."""
-        # The last tag: text between two of them is still reasoning.
-        _, found, answer = text.rpartition(CLOSE)
-        return self.extract_fn(answer.strip() if found else "")
 
     def score_format(self, text: str) -> float:
         """Return 1 for reasoning at the start, closed once, with anything after it; else 0."""
@@ -112,13 +85,6 @@ class ThinkParser(Parser, rooms.ThinkParser):
 
 class MaybeThinkParser(Parser, rooms.MaybeThinkParser):
     """The answer is what follows the last `</think>`, or the whole text; its format reward is 1."""
-
-    def __init__(self, extract_fn: Callable[[str], Any] = identity) -> None:
-        super().__init__(extract_fn)
-
-    def parse(self, text: str) -> Any:
-        """Return `extract_fn` of the text after the reasoning."""
-        return self.extract_fn(text.rpartition(CLOSE)[2].strip())
 
     def score_format(self, text: str) -> float:
         """Return 1."""
@@ -185,10 +151,6 @@ class XMLParser(Parser, rooms.XMLParser):
             if value is not None:
                 return value
         return None
-
-    def get_fields(self) -> list[str]:
-        """Return the canonical field names, in order."""
-        return [canonical for canonical, _ in self._fields]
 
     def get_format_str(self) -> str:
         """Return a template of the format, to put into a system prompt."""

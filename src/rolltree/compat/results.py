@@ -20,6 +20,7 @@ from rolltree.compat.helpers import (
     sanitize_tool_calls,
 )
 from rolltree.compat.packages import load_environment
+from rolltree.environments.dataset import datasets_package
 from rolltree.errors import ConfigError, did_you_mean
 from rolltree.files import whole_file, write_whole
 from rolltree.types import SamplingArgs, State
@@ -145,16 +146,10 @@ def make_dataset(results: Any, **kwargs: Any) -> Any:
     Raises:
         ConfigError: the `datasets` package is missing, or a column holds values of several types.
     """
-    try:
-        from datasets import Dataset
-    except ImportError as error:
-        raise ConfigError(
-            "make_dataset returns a Hugging Face Dataset, which needs the `datasets` package. "
-            "Install it with `pip install rolltree[envs]`; results.jsonl is written without it."
-        ) from error
+    datasets = datasets_package("a Hugging Face Dataset of the results")
     try:
         # pyarrow infers one type per column from its first values and raises on the others.
-        return Dataset.from_dict(result_columns(results))
+        return datasets.Dataset.from_dict(result_columns(results))
     except (TypeError, ValueError, OverflowError) as error:  # what pyarrow raises
         raise ConfigError(
             f"the results do not fit into a Dataset ({error}): each column of one must hold "
@@ -238,9 +233,6 @@ def save_rollout_results(
         name = hf_hub_dataset_name or get_hf_hub_dataset_name(results)
         dataset.push_to_hub(name)
         logger.info("results were pushed to the Hugging Face hub as %s", name)
-
-
-logger = logging.getLogger("rolltree.compat")
 
 
 def setup_client(config: Any) -> Any:

@@ -13,12 +13,17 @@ from typing import Any, TypeVar
 
 from rolltree import rubrics as rooms
 from rolltree.compat.helpers import maybe_await
-from rolltree.compat.model_calls import answer_of, async_client
+from rolltree.compat.model_calls import async_client, request_fields
 from rolltree.compat.parsers import MaybeThinkParser, Parser
 from rolltree.compat.tools import convert_func_to_oai_tool
 from rolltree.errors import ConfigError
 from rolltree.parsers import extract_boxed_answer
-from rolltree.rubrics.functions import RewardFunc, RewardFunction, scoring_error
+from rolltree.rubrics.functions import (
+    RewardFunc,
+    RewardFunction,
+    function_name,
+    scoring_error,
+)
 from rolltree.rubrics.math_rubric import boxed_answers_are_equal
 from rolltree.rubrics.rubric import Scores, write_advantages, write_scores
 from rolltree.threads import run_in_pool
@@ -103,7 +108,7 @@ class Rubric(rooms.Rubric):
         return True
 
     def _get_reward_func_names(self) -> list[str]:
-        return [_name(func) for func in self.funcs]
+        return [function_name(func) for func in self.funcs]
 
     def _get_reward_funcs(self) -> list[RewardFunc]:
         return list(self.funcs)
@@ -116,7 +121,7 @@ class Rubric(rooms.Rubric):
         return [value for value, kind in zip(values, kinds) if kind == is_group]  # noqa: B905
 
     def _get_individual_reward_func_names(self) -> list[str]:
-        return [_name(func) for func in self._get_individual_reward_funcs()]
+        return [function_name(func) for func in self._get_individual_reward_funcs()]
 
     def _get_individual_reward_funcs(self) -> list[RewardFunc]:
         return self._of_kind(self.funcs, False)
@@ -125,7 +130,7 @@ class Rubric(rooms.Rubric):
         return self._of_kind(self.weights, False)
 
     def _get_group_reward_func_names(self) -> list[str]:
-        return [_name(func) for func in self._get_group_reward_funcs()]
+        return [function_name(func) for func in self._get_group_reward_funcs()]
 
     def _get_group_reward_funcs(self) -> list[RewardFunc]:
         return self._of_kind(self.funcs, True)
@@ -194,7 +199,7 @@ class Rubric(rooms.Rubric):
         return scores
 
     def _note(self, func: RewardFunc, error: Exception, states: Sequence[State]) -> None:
-        name = _name(func)
+        name = function_name(func)
         self.logger.error("Error calling reward function %s: %s", name, error)
         # A 0.0 from a typo looks like a bad answer; `rolltree eval` and `show` print this record.
         record = scoring_error(func, name, error).as_dict()
@@ -253,19 +258,11 @@ async def _called(func: RewardFunc, known: dict[str, Any]) -> Any:
     return await maybe_await(func, **given)
 
 
-def _name(func: RewardFunc) -> str:
-    """Return a function's name; of a partial without one, that of what it calls."""
-    named = func
-    # verifiers fails on a partial only after it has scored; here it has the name of its function.
-    while not hasattr(named, "__name__") and hasattr(named, "func"):
-        named = named.func
-    return str(getattr(named, "__name__", type(named).__name__))
-
-
 def _add(scores: Scores, func: RewardFunc, weight: float, value: Any) -> None:
     """Add one score. Functions of one name share a metric, which is the last one's score."""
     # In verifiers the values of a group function stay what they are; JSON needs plain numbers.
-    scores.metrics[_name(func)] = value if type(value) in (bool, int, float) else float(value)
+    plain = value if type(value) in (bool, int, float) else float(value)
+    scores.metrics[function_name(func)] = plain
     scores.reward = (scores.reward or 0.0) + float(value) * weight
 
 
@@ -279,8 +276,8 @@ def _score_of(func: RewardFunc, values: Any, index: int) -> Any:
         return values[index]
     except (IndexError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"group function {_name(func)!r} returned {values!r}, which has no score for rollout "
-            f"{index} of the group. Return a list with one number per rollout, in order."
+            f"group function {function_name(func)!r} returned {values!r}, which has no score for "
+            f"rollout {index} of the group. Return a list with one number per rollout, in order."
         ) from error
 
 
@@ -386,7 +383,7 @@ class ToolRubric(Rubric, rooms.ToolRubric):
     def __init__(self, tools: list[Callable[..., Any]] | None = None) -> None:
         self.tools = tools or []
         self.oai_tools = [convert_func_to_oai_tool(tool) for tool in self.tools]
-        self.tool_names = [_name(tool) for tool in self.tools]
+        self.tool_names = [function_name(tool) for tool in self.tools]
         counts = [self.get_tool_call_count_func(name) for name in self.tool_names]
         super().__init__(funcs=[self.total_tool_calls, *counts], weights=[0.0] * (1 + len(counts)))
 
@@ -545,17 +542,12 @@ class JudgeRubric(Rubric, rooms.JudgeRubric):
         return reply
 
     async def _ask(self, said: str) -> str:
-        # As in a model call of verifiers: no None, and the newer name of `max_tokens`.
-        fields = {k: v for k, v in (self.judge_sampling_args or {}).items() if v is not None}
-        if "max_tokens" in fields:
-            fields["max_completion_tokens"] = fields.pop("max_tokens")
         try:
-            response = await answer_of(
-                async_client(self.judge_client).chat.completions.create(
-                    model=self.judge_model,
-                    messages=[{"role": "user", "content": said}],
-                    **fields,
-                )
+            response = await maybe_await(
+                async_client(self.judge_client).chat.completions.create,
+                model=self.judge_model,
+                messages=[{"role": "user", "content": said}],
+                **request_fields(self.judge_sampling_args or {}, "chat"),
             )
             return str(response.choices[0].message.content)
         except Exception as error:

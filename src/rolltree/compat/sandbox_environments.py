@@ -10,9 +10,8 @@ import asyncio
 import base64
 import importlib.util
 import json
+import logging
 import os
-import random
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 from rolltree.compat.environments import cleanup, teardown
@@ -28,6 +27,14 @@ from rolltree.compat.sandbox_client import (
 from rolltree.compat.tool_environments import StatefulToolEnv
 from rolltree.errors import ConfigError
 from rolltree.types import Messages, State
+
+try:
+    import tenacity
+except ImportError as _missing:
+    raise ConfigError(
+        "verifiers' sandbox environments retry with tenacity, which is missing. Install it with "
+        "`pip install 'rolltree[compat]'`."
+    ) from _missing
 
 _FOLDER = "/tmp"
 WORKER = f"{_FOLDER}/python_worker.py"
@@ -187,38 +194,21 @@ class SandboxEnv(StatefulToolEnv):
         if self._is_hosted:
             self.sandbox_client, self.sandbox_request = _hosted(fields)
         else:
-            self.sandbox_request = self._local_request(SandboxRequest(**fields))
+            self.sandbox_request = SandboxRequest(**fields)
             self.sandbox_client = sandbox_client or SandboxClient(
                 os.environ.get(CHOICE) or "auto", timeout_per_command_seconds
             )
             if isinstance(self.sandbox_client, SandboxClient):
                 self.sandbox_client.check(self.sandbox_request)
-        # The first try is one of `max_retries`, as tenacity counts, which verifiers uses.
-        waits = [
-            min(base_delay * backoff_factor**attempt, max_backoff_seconds)
-            for attempt in range(max(max_retries - 1, 0))
-        ]
-
-        def with_retry(call: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-            async def again(*args: Any, **settings: Any) -> Any:
-                for wait_s in waits:
-                    try:
-                        return await call(*args, **settings)
-                    except ConfigError:
-                        raise
-                    except Exception as error:  # noqa: BLE001  tried again
-                        self.logger.error("a sandbox call failed, trying again: %s", error)
-                        await asyncio.sleep(wait_s + random.uniform(0, jitter))
-                return await call(*args, **settings)
-
-            return again
-
-        self.with_retry = with_retry
+        self.with_retry = tenacity.AsyncRetrying(
+            stop=tenacity.stop_after_attempt(max(max_retries, 1)),
+            wait=tenacity.wait_exponential(base_delay, max_backoff_seconds, backoff_factor)
+            + tenacity.wait_random(0, jitter),
+            retry=tenacity.retry_if_not_exception_type(ConfigError),
+            before_sleep=tenacity.before_sleep_log(self.logger, logging.ERROR),
+            reraise=True,
+        ).wraps
         self.add_tool(self.bash, args_to_skip=["sandbox_id"])
-
-    def _local_request(self, request: SandboxRequest) -> SandboxRequest:
-        """Return the request for a sandbox on this machine."""
-        return request
 
     async def bash(self, command: str, sandbox_id: str) -> str:
         """Execute `command` inside persistent sandbox container."""
@@ -331,17 +321,17 @@ class PythonEnv(SandboxEnv):
 
     def __init__(self, **kwargs: Any) -> None:
         settings = {"sandbox_name": "python-env", "docker_image": DEFAULT_IMAGE, **kwargs}
-        # A hosted sandbox keeps one process alive, which reads code from a pipe.
-        settings.setdefault("start_command", start_command())
+        # Other people's sandboxes keep one process alive, which reads code from a pipe; on this
+        # machine there is none that runs all the time.
+        client = settings.get("sandbox_client")
+        is_others = hosted_is_wanted() if client is None else not isinstance(client, SandboxClient)
+        if is_others:
+            settings.setdefault("start_command", start_command())
         self._sessions: dict[str, Any] = {}
         SandboxEnv.__init__(self, **settings)
         self.add_tool(self.python, args_to_skip=["sandbox_id", "python_state"])
         # The model gets `python` alone; `bash` stays for the environment's own use.
         self.remove_tool(self.bash)
-
-    def _local_request(self, request: SandboxRequest) -> SandboxRequest:
-        # There is no process that runs all the time on this machine, and `check` refuses others.
-        return request.model_copy(update={"start_command": DEFAULT_START})
 
     async def setup_state(self, state: State, **kwargs: Any) -> State:
         """Make the rollout's sandbox; its interpreter starts with the first code."""

@@ -215,7 +215,7 @@ class Rows(Sequence[Row]):
         Raises:
             ConfigError: the `datasets` package is missing.
         """
-        return _datasets("a Hugging Face Dataset").Dataset.from_list(self.to_list())
+        return datasets_package("a Hugging Face Dataset").Dataset.from_list(self.to_list())
 
 
 class _Frozen(Sequence[Row]):
@@ -266,10 +266,15 @@ def _read_jsonl(path: Path) -> list[Row]:
 
 
 def _read_parquet(path: Path) -> Any:
-    return _datasets(f"the Parquet file {path}").Dataset.from_parquet(str(path))
+    return datasets_package(f"the Parquet file {path}").Dataset.from_parquet(str(path))
 
 
-def _datasets(what: str) -> Any:
+def datasets_package(what: str) -> Any:
+    """Return the module `datasets`, which `what` needs.
+
+    Raises:
+        ConfigError: it is missing.
+    """
     try:
         import datasets
     except ImportError as error:
@@ -286,17 +291,11 @@ def hub_rows(dataset_id: str, config: str | None = None, split: str = "train") -
     Raises:
         ConfigError: `datasets` is missing, or the data set cannot be loaded.
     """
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise ConfigError(
-            f"loading {dataset_id!r} needs the `datasets` package. Install it with "
-            "`pip install rolltree[envs]`, or pass the path of a .jsonl or .parquet file."
-        ) from error
+    datasets = datasets_package(f"loading {dataset_id!r}")
     try:
         # Without a network its client retries for most of a minute before it looks into its cache.
         with nullcontext() if _hub_answers() else _offline():
-            return load_dataset(dataset_id, config, split=split)
+            return datasets.load_dataset(dataset_id, config, split=split)
     except Exception as error:
         # It raises what its many back ends raise.
         raise ConfigError(

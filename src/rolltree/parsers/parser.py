@@ -58,19 +58,22 @@ class Parser:
 
     def get_assistant_messages(self, completion: list[ChatMessage]) -> list[ChatMessage]:
         """Return the messages that the model wrote."""
-        return _by_role(completion, "assistant")
+        return self._by_role(completion, "assistant")
 
     def get_user_messages(self, completion: list[ChatMessage]) -> list[ChatMessage]:
         """Return the messages of the user or the environment."""
-        return _by_role(completion, "user")
+        return self._by_role(completion, "user")
 
     def get_system_messages(self, completion: list[ChatMessage]) -> list[ChatMessage]:
         """Return the system messages."""
-        return _by_role(completion, "system")
+        return self._by_role(completion, "system")
 
     def get_tool_messages(self, completion: list[ChatMessage]) -> list[ChatMessage]:
         """Return the results of tool calls."""
-        return _by_role(completion, "tool")
+        return self._by_role(completion, "tool")
+
+    def _by_role(self, completion: list[ChatMessage], role: str) -> list[ChatMessage]:
+        return [message for message in completion if message.get("role") == role]
 
     def score_format(self, text: str) -> float:
         """Return how well one answer keeps the format, in [0, 1]. A plain parser has none: 1."""
@@ -91,10 +94,6 @@ class Parser:
             return sum(map(self.score_format, texts)) / len(texts) if texts else 0.0
 
         return format_reward
-
-
-def _by_role(completion: list[ChatMessage], role: str) -> list[ChatMessage]:
-    return [message for message in completion if message.get("role") == role]
 
 
 OPEN, CLOSE = "<think>", "</think>"

@@ -72,8 +72,7 @@ class RewardFunction:
         Raises:
             ConfigError: an argument can only be given by position, or the weight is not finite.
         """
-        plain = _unwrapped(func)
-        name = str(getattr(func, "__name__", getattr(plain, "__name__", type(func).__name__)))
+        name, plain = function_name(func), _unwrapped(func)
         # A NaN would turn every reward into NaN, long after the mistake.
         if not math.isfinite(weight):
             raise ConfigError(f"the weight of {name!r} is {weight}; it must be finite.")
@@ -135,6 +134,12 @@ class RewardFunction:
             f"{asked}, which neither the rollout nor the rubric has."
             f"{did_you_mean(name, {*known, *state})}"
         )
+
+
+def function_name(func: RewardFunc) -> str:
+    """Return a function's name; of a partial without one, that of what it calls."""
+    called = getattr(_unwrapped(func), "__name__", type(func).__name__)
+    return str(getattr(func, "__name__", called))
 
 
 def scoring_error(func: RewardFunc, name: str, error: Exception) -> ErrorRecord:

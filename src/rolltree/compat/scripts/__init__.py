@@ -6,42 +6,26 @@ Where the real package is installed, too, the commands of these names are its ow
 from __future__ import annotations
 
 import sys
+from functools import partial
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
-_OURS = "rolltree.compat.scripts"
 
-
-def vf_eval() -> None:
-    """Run `vf-eval`."""
-    _run("vf-eval", "eval")
-
-
-def vf_init() -> None:
-    """Run `vf-init`."""
-    _run("vf-init", "init")
-
-
-def vf_install() -> None:
-    """Run `vf-install`."""
-    _run("vf-install", "install")
-
-
-def vf_tui() -> None:
-    """Run `vf-tui`."""
-    _run("vf-tui", "tui")
-
-
-def _run(command: str, module: str) -> None:
-    """Run the real package's command of this name if it is installed, else rolltree's."""
+def _run(name: str) -> None:
+    """Run `main` of the script `name`: the real package's if it is installed, else rolltree's."""
     # With both packages installed the files `vf-*` belong to whichever came last
     # (design/0020-import-verifiers.md).
-    for point in entry_points(group="console_scripts", name=command):
+    for point in entry_points(group="console_scripts", name=f"vf-{name}"):
         if point.module.partition(".")[0] == "verifiers":
             point.load()()
             return
-    messages(lambda: import_module(f"{_OURS}.{module}").main())
+    messages(lambda: import_module(f"{__name__}.{name}").main())
+
+
+vf_eval, vf_init, vf_install, vf_tui = (
+    partial(_run, name) for name in ("eval", "init", "install", "tui")
+)
 
 
 def messages(main: Any) -> None:

@@ -19,8 +19,7 @@ from rolltree.redact import remember
 
 logger = logging.getLogger("verifiers.scripts.eval")
 
-DEFAULT_NUM_EXAMPLES = 5
-DEFAULT_ROLLOUTS_PER_EXAMPLE = 3
+DEFAULTS = {"num_examples": 5, "rollouts_per_example": 3}
 
 
 def get_env_eval_defaults(env_id: str) -> dict[str, Any]:
@@ -48,34 +47,22 @@ def main() -> None:
         print(
             "note: -H pushes what -s saves, and -s is missing; nothing is pushed", file=sys.stderr
         )
-    config = EvalConfig(
-        env_id=asked.env_id,
-        env_args=asked.env_args,
-        env_dir_path=asked.env_dir_path,
-        model=endpoint["model"],
-        client_config=ClientConfig(
+    # The flags have the names of the settings; one that is not given is the environment's own.
+    given = {name: value for name, value in vars(asked).items() if value is not None}
+    settings = {
+        **DEFAULTS,
+        **own,
+        **{name: given[name] for name in EvalConfig.model_fields if name in given},
+        "model": endpoint["model"],
+        "client_config": ClientConfig(
             api_key_var=endpoint["key"],
             api_base_url=endpoint["url"],
             extra_headers=_headers(asked.header or []),
         ),
-        sampling_args=_sampling(asked.sampling_args, asked.max_tokens, asked.temperature),
-        num_examples=_first(asked.num_examples, own.get("num_examples"), DEFAULT_NUM_EXAMPLES),
-        rollouts_per_example=_first(
-            asked.rollouts_per_example,
-            own.get("rollouts_per_example"),
-            DEFAULT_ROLLOUTS_PER_EXAMPLE,
-        ),
-        max_concurrent=asked.max_concurrent,
-        max_concurrent_generation=asked.max_concurrent_generation,
-        max_concurrent_scoring=asked.max_concurrent_scoring,
-        print_results=True,
-        verbose=asked.verbose,
-        state_columns=asked.state_columns,
-        save_results=asked.save_results,
-        save_every=asked.save_every,
-        save_to_hf_hub=asked.save_to_hf_hub,
-        hf_hub_dataset_name=asked.hf_hub_dataset_name,
-    )
+        "sampling_args": _sampling(asked.sampling_args, asked.max_tokens, asked.temperature),
+        "print_results": True,
+    }
+    config = EvalConfig(**settings)
     logger.debug("evaluation: %s", config)
     try:
         asyncio.run(run_evaluation(config))
@@ -121,10 +108,6 @@ def _parser() -> argparse.ArgumentParser:
 
 def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",")]
-
-
-def _first(*values: Any) -> Any:
-    return next(value for value in values if value is not None)
 
 
 def _sampling(

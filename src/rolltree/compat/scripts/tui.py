@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 from rich.text import Text
 
+from rolltree.compat.helpers import messages_as_text
 from rolltree.errors import ConfigError
 from rolltree.redact import shown
 
@@ -84,33 +86,7 @@ def load_run_results(run: RunInfo) -> list[dict[str, Any]]:
 
 def format_prompt_or_completion(prompt_or_completion: Any) -> Text:
     """Return messages, or a string, as text with styles; tool calls follow their message."""
-    if not isinstance(prompt_or_completion, list):
-        return Text(shown(str(prompt_or_completion)))
-    out = Text()
-    for message in prompt_or_completion:
-        if not isinstance(message, dict):
-            out.append(f"{shown(str(message))}\n\n")
-            continue
-        role = message.get("role", "")
-        title = "tool result" if role == "tool" else str(role)
-        out.append(f"{title}: ", style="bold" if role == "assistant" else "bold dim")
-        out.append(f"{shown(str(message.get('content', '')))}\n")
-        for call in message.get("tool_calls") or ():
-            out.append("\ntool call: ", style="bold")
-            out.append(f"{shown(_call_text(call))}\n")
-        out.append("\n")
-    return out
-
-
-def _call_text(call: Any) -> str:
-    # Saved results hold calls as JSON text; those of other programs as dicts.
-    if isinstance(call, str):
-        try:
-            call = json.loads(call)
-        except ValueError:
-            return str(call)
-    function = call.get("function") if isinstance(call, dict) else None
-    return f"{function.get('name')}\n{function.get('arguments')}" if function else str(call)
+    return messages_as_text(prompt_or_completion)
 
 
 _QUIT = Binding("q", "quit", "Quit")
@@ -124,18 +100,18 @@ class Panel(Container):
 
 
 class _Choice(Screen[None]):
-    """A list of lines; `open` gives the screen that follows the chosen one."""
+    """A list of lines, and for each the screen that follows when it is chosen."""
 
     BINDINGS: ClassVar[list[BindingType]] = [_QUIT, _BACK, Binding("enter", "select", "Select")]
     title_text = ""
 
-    def __init__(self, lines: Sequence[str]) -> None:
+    def __init__(self, choices: Iterable[tuple[str, Callable[[], Screen[None]]]]) -> None:
         super().__init__()
-        self.lines = lines
+        self.choices = list(choices)
 
     def compose(self) -> ComposeResult:
         """Make the parts."""
-        options = OptionList(*(Text(shown(line)) for line in self.lines))
+        options = OptionList(*(Text(shown(line)) for line, _ in self.choices))
         yield Panel(Label(Text(self.title_text, style="bold")), options)
         yield Footer()
 
@@ -146,7 +122,8 @@ class _Choice(Screen[None]):
     @on(OptionList.OptionSelected)
     def on_option_selected(self, event: OptionList.OptionSelected) -> None:
         """Open what was chosen."""
-        self.app.push_screen(self.open(event.option_index))
+        _, follow = self.choices[event.option_index]
+        self.app.push_screen(follow())
 
     def action_select(self) -> None:
         """Open the highlighted line."""
@@ -158,10 +135,6 @@ class _Choice(Screen[None]):
         if len(self.app.screen_stack) > 2:
             self.app.pop_screen()
 
-    def open(self, index: int) -> Screen[None]:
-        """Return the screen that follows line `index`."""
-        raise NotImplementedError
-
 
 class SelectEnvScreen(_Choice):
     """Choose an environment."""
@@ -169,44 +142,28 @@ class SelectEnvScreen(_Choice):
     title_text = "Environment"
 
     def __init__(self, index: Index) -> None:
-        self.index = index
-        self.env_ids = sorted(index)
-        super().__init__(self.env_ids or ["no results here: vf-eval -s writes some"])
-
-    def open(self, index: int) -> Screen[None]:
-        """Return the models of an environment."""
-        if not self.env_ids:
-            return SelectEnvScreen(self.index)
-        return SelectModelScreen(self.index, self.env_ids[index])
+        found = [(env_id, partial(SelectModelScreen, index, env_id)) for env_id in sorted(index)]
+        nothing = ("no results here: vf-eval -s writes some", partial(SelectEnvScreen, index))
+        super().__init__(found or [nothing])
 
 
 class SelectModelScreen(_Choice):
-    """Choose a model."""
+    """Choose a model of an environment."""
 
     title_text = "Model"
 
     def __init__(self, index: Index, env_id: str) -> None:
-        self.index, self.env_id = index, env_id
-        self.models = sorted(index[env_id])
-        super().__init__(self.models)
-
-    def open(self, index: int) -> Screen[None]:
-        """Return the runs of a model."""
-        return SelectRunScreen(self.index, self.env_id, self.models[index])
+        models = sorted(index[env_id])
+        super().__init__((m, partial(SelectRunScreen, index, env_id, m)) for m in models)
 
 
 class SelectRunScreen(_Choice):
-    """Choose a run."""
+    """Choose a run of a model."""
 
     title_text = "Run"
 
     def __init__(self, index: Index, env_id: str, model: str) -> None:
-        self.runs = index[env_id][model]
-        super().__init__([_line(run) for run in self.runs])
-
-    def open(self, index: int) -> Screen[None]:
-        """Return the rollouts of a run."""
-        return ViewRunScreen(self.runs[index])
+        super().__init__((_line(run), partial(ViewRunScreen, run)) for run in index[env_id][model])
 
 
 def _line(run: RunInfo) -> str:
