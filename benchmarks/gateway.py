@@ -183,7 +183,8 @@ async def measure(
     process: subprocess.Popen[str], where: list[tuple[str, str]], num_turns: int
 ) -> dict[str, float]:
     """Run one conversation per address and key; return what it cost the process."""
-    connector = aiohttp.TCPConnector(limit=0)
+    # uvicorn closes idle connections after 5 s, and a busy machine is late to notice.
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
     async with aiohttp.ClientSession(connector=connector) as http:
         await converse(http, *where[0], 1, [])
         before, began_s = cpu_s(process.pid), time.perf_counter()
