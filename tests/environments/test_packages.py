@@ -45,7 +45,10 @@ async def score(env, row, said):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.long) if n == "math" else n for n in SETTINGS],
+)
 async def test_it_keeps_its_contract(name):
     num_examples = (
         2 if name == "math" else 8

@@ -21,7 +21,7 @@ def outcomes(tmp_path_factory):
     return kill_all(tmp_path_factory.mktemp("kills"), NUM_KILLS)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(60 + 60 * NUM_KILLS)
 @pytest.mark.parametrize("name", SIGNALS)
 @pytest.mark.parametrize("kind", KINDS)

@@ -27,6 +27,7 @@ def results(folder):
     return run_worlds("checkpoint_cases", folder)
 
 
+@pytest.mark.long
 class TestResharding:
     @pytest.mark.parametrize("size", [1, 2, 3, 4])
     def test_saved_at_two_ranks_resumed_at(self, results, size):
@@ -93,6 +94,7 @@ class TestResharding:
         assert not (store.latest() / "model.safetensors").exists()
 
 
+@pytest.mark.long
 class TestKills:
     @pytest.mark.parametrize(
         ("case", "least"),
