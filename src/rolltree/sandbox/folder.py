@@ -47,7 +47,7 @@ _MOUNT = Path(__file__).with_name("mount.py")
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 # The machine's failures, which code inside cannot cause.
-_HOST_FAILURES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.EAGAIN)
+_HOST_FAILURES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO)
 # A file in each of 2,000 nested folders can make 500 MB of paths.
 _MAX_PATH_CHARACTERS = 2**14
 
@@ -397,7 +397,8 @@ def _starting(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in _HOST_FAILURES:
+        # EAGAIN is the limit on processes here. Of a file it may be a lease that code holds.
+        if error.errno not in (*_HOST_FAILURES, errno.EAGAIN):
             raise
         raise _host_failure(f"{what} could not be started", error) from error
 
