@@ -25,7 +25,8 @@ demo: $(VENV)/.train ## train a real 135M model by RL on this CPU and watch the 
 	$(BIN)/rolltree train examples/demo/demo.toml $(ARGS)
 
 test: $(VENV)/.dev ## run the tests (unit, property, crash, real model)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -rs -m "not long" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -rs -m "not long" \
+	  --ignore tests/house $(ARGS)
 
 test-long: $(VENV)/.dev ## run the long forms of some tests (kills of whole runs, every tracker, the real model)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -rs -m long $(ARGS)

@@ -44,7 +44,8 @@ def serve_upstream(port: int) -> None:
     import uvicorn
 
     answer = list(SAID.encode())
-    logprobs = {"content": [{"token": "x", "logprob": -0.5}] * (len(answer) + 1)}
+    token = {"token": "x", "logprob": -0.5, "bytes": [120], "top_logprobs": []}
+    logprobs = {"content": [token] * (len(answer) + 1)}
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -252,7 +253,11 @@ async def through_litellm(
 ) -> dict[str, float]:
     port = free_port()
     model = {"model": "openai/fake", "api_base": upstream, "api_key": "x"}
-    config = {"model_list": [{"model_name": "fake", "litellm_params": model}]}
+    key = "sk-" + "benchmark" * 4
+    config = {
+        "model_list": [{"model_name": "fake", "litellm_params": model}],
+        "general_settings": {"master_key": key},  # without one it does not start
+    }
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         json.dump(config, file)  # JSON is YAML
         file.flush()
@@ -261,7 +266,7 @@ async def through_litellm(
             async with aiohttp.ClientSession() as http:
                 await wait_for(http, f"http://127.0.0.1:{port}/health/liveliness", 120.0)
             url = f"http://127.0.0.1:{port}/v1"
-            return await measure(process, [(url, "any")] * (num_sessions + 1), num_turns)
+            return await measure(process, [(url, key)] * (num_sessions + 1), num_turns)
 
 
 async def compare(options: argparse.Namespace) -> dict[str, dict[str, dict[str, float]]]:

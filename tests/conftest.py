@@ -7,11 +7,17 @@ room's kit says so. Ctrl-C works, also where a shell's background job ignores it
 
 import os
 import signal
+from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
-    "suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    "suite",
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.register_profile(
     "long", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
@@ -20,8 +26,20 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.load_profile("long" if os.environ.get("ROLLTREE_HYPOTHESIS") == "long" else "suite")
 
 
+LONG = tuple(
+    line
+    for line in (Path(__file__).parent / "long.txt").read_text().splitlines()
+    if not line.startswith("#")
+)
+
+
+# First: pytest's own hook leaves out what `-m` does not ask for.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Several workers begin with the files that have slow tests: none waits for them at the end."""
+    """Mark what `long.txt` names. Several workers begin with the files that have slow tests."""
+    for item in items:
+        if item.nodeid.startswith(LONG):
+            item.add_marker(pytest.mark.long)
     if hasattr(config, "workerinput"):
         slow = {item.path for item in items if item.get_closest_marker("slow")}
         items.sort(key=lambda item: item.path not in slow)

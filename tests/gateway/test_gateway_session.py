@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+from contextlib import AsyncExitStack
 
 import pytest
 from gateway_kit import ADD, calling
@@ -14,6 +16,7 @@ from rolltree.gateway.session import GatewaySession, SessionLimits
 from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.server.requests import RequestError
 from rolltree.samples import build_samples
+from rolltree.tasks import ShortCollections
 from rolltree.testing import FaultyClient, ScriptedClient
 from rolltree.testing.tokenizer import ByteTokenizer
 from rolltree.types import FinishReason, SamplingParams
@@ -432,3 +435,15 @@ async def test_equal_tool_calls_have_ids_of_their_own(tmp_path):
         answer = await s.complete(call(*history, tools=(ADD,)))
         assert answer.tool_calls[0]["id"] not in ids
         assert s.breaks == ()
+
+
+async def test_many_sessions_suspend_full_garbage_collections():
+    before = gc.get_threshold()
+    async with rt.gateway(ScriptedClient(echo)) as g, AsyncExitStack() as stack:
+        for _ in range(ShortCollections.FEW - 1):
+            await stack.enter_async_context(g.session())
+        assert gc.get_threshold() == before
+        await stack.enter_async_context(g.session())
+        assert gc.get_threshold() == ShortCollections.THRESHOLDS
+    assert gc.get_threshold() == before
+    assert gc.get_freeze_count() == 0

@@ -31,7 +31,7 @@ from rolltree.inference.server.requests import RequestError
 from rolltree.rollouts.record import encode_result
 from rolltree.seeds import derive_seed
 from rolltree.store import Run
-from rolltree.tasks import allow_open_files
+from rolltree.tasks import ShortCollections, allow_open_files
 from rolltree.types import RolloutRequest, RolloutResult, SamplingArgs, SamplingParams, State
 
 WRITE_TIMEOUT_S = 120.0
@@ -124,6 +124,7 @@ class Gateway:
         """Where it listens on the network, once it is started."""
         self._server: _QuietServer | None = None
         self._serving: asyncio.Task[None] | None = None
+        self._collections: ShortCollections | None = None
 
     async def __aenter__(self) -> Gateway:
         await self.start()
@@ -250,6 +251,9 @@ class Gateway:
         if self._journal is not None:
             made.journal = self._journal.create(session_id, made.settings())
         self.sessions[session_id] = made
+        if self._collections is None and len(self.sessions) >= ShortCollections.FEW:
+            # Full collections look at all that sessions keep: an eighth of a call's time.
+            self._collections = ShortCollections(len(self.sessions)).__enter__()
         return made
 
     def _restore(self, session_id: str, kept: KeptSession) -> None:
@@ -265,6 +269,11 @@ class Gateway:
 
     def _closed(self, session: GatewaySession) -> None:
         self.sessions.pop(session.id, None)
+        if self._collections is not None:
+            self._collections.ended(1)
+            if not self.sessions:
+                self._collections.__exit__()
+                self._collections = None
 
     # -- over HTTP -------------------------------------------------------------------------------
 

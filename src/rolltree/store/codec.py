@@ -39,6 +39,7 @@ class Opaque:
     type: str
 
 
+_encode_json = msgspec.json.Encoder().encode
 # `json.dumps` makes an encoder for every value.
 _ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 
@@ -50,7 +51,15 @@ def dumps(value: Any) -> str:
     frozenset, dict with any such keys, and numpy arrays of numbers. Numpy scalars become Python
     scalars, pydantic models become their dict, everything else becomes `Opaque`.
     """
-    return _ENCODER.encode(_pack(value, 0))
+    packed = _pack(value, 0)
+    try:
+        text = _encode_json(packed)
+        if text.isascii():
+            return text.decode()
+    except (msgspec.MsgspecError, OverflowError, UnicodeEncodeError, RecursionError):
+        pass
+    # What is not ASCII is escaped; half a surrogate pair and large numbers are JSON to Python only.
+    return _ENCODER.encode(packed)
 
 
 def loads(text: str | bytes) -> Any:

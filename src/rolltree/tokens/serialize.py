@@ -42,11 +42,18 @@ MAX_SAMPLED = 2**25
 """Calls can share tokens; all calls of a tree together have at most 34 million sampled ones."""
 _NARROWING = tuple(np.dtype(name) for name in ("u1", "i1", "<u2", "<i2", "<u4", "<i4"))
 _FEW = 16
+_SEQUENCES = (list, array)
 _NARROW_CODES = tuple(
     (STORED_CODES[dtype.str], letter, int(np.iinfo(dtype).min), int(np.iinfo(dtype).max))
     for dtype, letter in zip(_NARROWING, "BbHhIi", strict=True)
 )
 """Of each narrow type: its code, its letter in `struct`, and its limits."""
+_ONE = tuple(
+    (struct.Struct(f"<BBI{letter}").pack, code, least, most)
+    for code, letter, least, most in _NARROW_CODES
+)
+_ONE_FLOAT = struct.Struct("<BBId").pack
+_EMPTY = {name: struct.pack("<BBI", code, 1, 0) for name, code in STORED_CODES.items()}
 _DTYPES = tuple(np.dtype(name) for name in STORED_DTYPES)
 _FLOAT64 = np.dtype("<f8")
 _INTEGERS = {dtype for dtype in _DTYPES if dtype.kind in "iu" and dtype != np.uint64}
@@ -81,8 +88,8 @@ class Writer:
 
     def array(self, values: NDArray[Any]) -> None:
         """Write an array of any listed dtype, as it is."""
-        if not values.size and values.ndim == 1 and values.dtype.str in STORED_CODES:
-            self._parts.append(struct.pack("<BBI", STORED_CODES[values.dtype.str], 1, 0))
+        if not values.size and values.ndim == 1 and values.dtype.str in _EMPTY:
+            self._parts.append(_EMPTY[values.dtype.str])
             return
         # Machines may have another byte order; files have one.
         little = np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("<"))
@@ -93,7 +100,7 @@ class Writer:
 
     def ints(self, values: ArrayLike) -> None:
         """Write integers in the narrowest type that holds them."""
-        if isinstance(values, list | array) and 0 < len(values) <= _FEW:
+        if isinstance(values, _SEQUENCES) and len(values) <= _FEW:
             self._few(values)
             return
         wide = np.asarray(values, dtype=np.int64)
@@ -107,6 +114,15 @@ class Writer:
     def _few(self, values: Sequence[int]) -> None:
         # The same bytes without numpy, which takes ten times as long for a few numbers: a journal
         # saves call after call.
+        if not values:
+            self._parts.append(_EMPTY["|u1"])
+            return
+        if len(values) == 1:
+            value = values[0]
+            for pack, code, least, most in _ONE:
+                if least <= value <= most:
+                    self._parts.append(pack(code, 1, 1, value))
+                    return
         low, high = min(values), max(values)
         for code, letter, least, most in _NARROW_CODES:
             if least <= low and high <= most:
@@ -118,7 +134,9 @@ class Writer:
 
     def floats(self, values: Sequence[float]) -> None:
         """Write float64 numbers."""
-        if 0 < len(values) <= _FEW:
+        if len(values) == 1:
+            self._parts.append(_ONE_FLOAT(STORED_CODES[_FLOAT64.str], 1, 1, values[0]))
+        elif len(values) <= _FEW and values:
             head = STORED_CODES[_FLOAT64.str], 1, len(values)
             self._parts.append(struct.pack(f"<BBI{len(values)}d", *head, *values))
         else:
