@@ -18,4 +18,4 @@ def test_each_line_is_a_test(line):
 
 
 def test_no_line_hides_another():
-    assert LINES == sorted(set(LINES))
+    assert sorted(set(LINES)) == LINES
