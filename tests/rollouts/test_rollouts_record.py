@@ -229,7 +229,7 @@ def without_responses(result):
     return result
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(results)
 def test_roundtrip_through_the_store(tmp_path_factory, result):
     back = stored_and_read(result, tmp_path_factory.mktemp("r"))
