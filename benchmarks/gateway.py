@@ -44,7 +44,7 @@ def serve_upstream(port: int) -> None:
     import uvicorn
 
     answer = list(SAID.encode())
-    token = {"token": "x", "logprob": -0.5}
+    token = {"token": "x", "logprob": -0.5, "bytes": [120], "top_logprobs": []}
     logprobs = {"content": [token] * (len(answer) + 1)}
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
