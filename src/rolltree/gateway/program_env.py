@@ -5,7 +5,8 @@
 The program is a command or an asynchronous function. Its model calls go through a gateway in this
 process and become the rollout's trajectory. What a model can bring about (a program that fails,
 hangs, prints without end or uses up a limit) is scored by the rubric; what it cannot is a failed
-rollout (docs/gateway.md).
+rollout (docs/gateway.md). It is long because starting, watching and ending a program are one
+subject.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Calls may overlap. Each enters the token tree by its longest exact prefix, and is on disk, where the
 session has a journal, before the answer's last byte is sent. A request that is repeated is answered
-once; one that nobody waits for any more is cancelled (design/0027-gateway.md).
+once; one that nobody waits for any more is cancelled (design/0027-gateway.md). It is long because
+one call's way, from its request to the disk, shares its state at every step.
 """
 
 from __future__ import annotations

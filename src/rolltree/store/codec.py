@@ -58,7 +58,7 @@ def dumps(value: Any) -> str:
             return text.decode()
     except (msgspec.MsgspecError, OverflowError, UnicodeEncodeError, RecursionError):
         pass
-    # What is not ASCII is escaped; half a surrogate pair and large numbers are JSON to Python only.
+    # What is not ASCII is escaped, and half a surrogate pair is JSON to Python only.
     return _ENCODER.encode(packed)
 
 
