@@ -92,6 +92,9 @@ def test_a_file_says_what_the_page_says(browser, files, start, runs, name):
         for each in (live, tab):
             each.open(place)
             each.page.wait_for_selector("main:not(:has(.story[aria-busy]))")
+            for block in each.page.query_selector_all(".block"):  # read when it is seen
+                block.scroll_into_view_if_needed()
+                each.page.wait_for_function("each => each.childElementCount", arg=block)
         if "/rollouts" not in place:
             said = live.page.locator("main").inner_text()
             shown = tab.page.locator("main").inner_text().partition("rolltree view.\n\n")
