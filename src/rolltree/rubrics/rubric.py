@@ -92,6 +92,10 @@ class Scores:
         return None
 
 
+_SCORING = ("score_rollout", "score_group", "evaluate")
+"""The methods in which a subclass may give other rewards than the weighted sum."""
+
+
 class Rubric:
     """Score rollouts with functions that name what they want.
 
@@ -189,7 +193,10 @@ class Rubric:
 
     def scored_parts(self) -> list[ScoredPart]:
         """Return whose rollouts are scored by which functions, with their weights."""
-        return [ScoredPart(tuple((each.name, each.weight) for each in self.functions))]
+        kind = type(self)
+        is_sum = all(getattr(kind, name) is getattr(Rubric, name) for name in _SCORING)
+        functions = tuple((each.name, each.weight) for each in self.functions)
+        return [ScoredPart(functions, is_sum=is_sum)]
 
     @property
     def funcs(self) -> tuple[RewardFunc, ...]:

@@ -21,12 +21,14 @@ class ScoredPart:
     """The names and weights of the functions that score rollouts of one task and one agent.
 
     `task` is that of an environment group's member, `agent` that of an agent with a rubric of its
-    own; empty: all others.
+    own; empty: all others. `is_sum`: the reward is the functions' weighted sum and nothing else, so
+    that an audit can compare it; False for a rubric with a method of scoring of its own.
     """
 
     functions: tuple[tuple[str, float], ...]
     task: str = ""
     agent: str = ""
+    is_sum: bool = False
 
 
 def note_weights(source: object, run: Run) -> None:
@@ -40,7 +42,12 @@ def note_weights(source: object, run: Run) -> None:
     env_id = str(getattr(source, "env_id", ""))
     # Functions as pairs: redaction takes the keys of a mapping for names of secrets.
     parts = [
-        {"task": p.task, "agent": p.agent, "functions": [list(pair) for pair in p.functions]}
+        {
+            "task": p.task,
+            "agent": p.agent,
+            "functions": [list(pair) for pair in p.functions],
+            "is_sum": p.is_sum,
+        }
         for p in scored_parts()
     ]
     notes = list(run.meta.get(META) or ())
@@ -57,6 +64,14 @@ def noted_weights(
 
     `notes` is what the run has under `META`; one without an environment is for all of them.
     """
+    found = noted_part(notes, env_id=env_id, task=task, agent=agent, created_at=created_at)
+    return None if found is None else dict(found.functions)
+
+
+def noted_part(
+    notes: Any, *, env_id: str, task: str, agent: str, created_at: float
+) -> ScoredPart | None:
+    """Return the functions that scored a rollout which was stored then, as `noted_weights`."""
     if not isinstance(notes, Sequence):
         return None
     # The last note that held when the rollout was stored: weights may change when a run goes on.
@@ -67,9 +82,12 @@ def noted_weights(
     for each in parts or ():
         is_task = each["task"] in ("", task) or task.startswith(f"{each['task']}/")
         if is_task and each["agent"] == agent:
-            return dict(each["functions"])
+            functions = tuple((name, weight) for name, weight in each["functions"])
+            # Runs of before this was noted do not say it.
+            is_sum = bool(each.get("is_sum"))
+            return ScoredPart(functions, each["task"], each["agent"], is_sum)
     if parts is None:
         return None
     if agent:
-        return noted_weights(notes, env_id=env_id, task=task, agent="", created_at=created_at)
-    return {}
+        return noted_part(notes, env_id=env_id, task=task, agent="", created_at=created_at)
+    return ScoredPart(())

@@ -12,32 +12,39 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 
 from rolltree.errors import RolltreeError
 from rolltree.records.auditing.report import Ledger, Place
+from rolltree.records.auditing.rules import ROLLOUT_RULES, Settings
 from rolltree.records.auditing.text import TextCheck
 from rolltree.records.credit_states import credit_state
+from rolltree.redact import REDACTED
 from rolltree.rollouts.decode import UNREADABLE, decode_rollout
 from rolltree.rollouts.record import encode_result
 from rolltree.samples.build import trajectory_breaks
 from rolltree.seeds import derive_seed
-from rolltree.store import StoredRollout
+from rolltree.store import StoredRollout, dumps
 from rolltree.tokens import RecordedStep, StepTokens, peek
 from rolltree.training.plan import group_seed
 from rolltree.training.sampled import not_the_models_own
 from rolltree.types import RolloutRequest, State
 
-# The columns that the record determines. Labels such as `agent` are left out: secrets are cut out
-# of both sides, and a cut in one need not be a cut in the other.
+# The columns that the record determines. Secrets are cut out of both sides, and a cut in a label
+# need not be a cut in the record: what was cut is not compared.
+_LABELS = ("agent", "task", "finish_reason", "error_type", "error_phase", "input")
 _COMPARED = (
     *("request_id", "group_id", "index_in_group", "phase", "train_step", "env_id"),
     *("reward", "metrics", "parent_rollout", "depth", "status", "terminated", "truncated"),
     *("truncation_reason", "stop_condition", "is_completed"),
     *("num_calls", "num_prompt_tokens", "num_completion_tokens", "num_unique_tokens"),
-    *("min_version", "max_version"),
+    *("min_version", "max_version", "example_id", "started_at"),
+    *("generation_ms", "scoring_ms", "total_ms"),
+    *_LABELS,
 )
+_NUMBERS = ("reward", "started_at", "generation_ms", "scoring_ms", "total_ms")
 _compared_of = attrgetter(*_COMPARED)
 
 
@@ -50,6 +57,7 @@ class Expected:
     is_training: bool = False  # whether rollouts of the phase `train` are trained by their own step
     is_async: bool = False
     end_ids: frozenset[int] = frozenset()
+    settings: Settings = field(default_factory=Settings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +99,17 @@ class TrainedFacts:
     step: int
     advantages: list[float | None]  # one per call, None for a call without sampled tokens
     mismatch: float | None = None  # mean distance of the engine's logprobs from the trainer's
+    # Of each call with sampled tokens: how many of them are in the loss, and between which bounds
+    # the aggregation's coefficient of its tokens is; `loss_weights` fills them in.
+    used: list[int] = field(default_factory=list)
+    least: list[float] = field(default_factory=list)
+    most: list[float] = field(default_factory=list)
+    is_weighted: bool = False  # whether those three are known
+    num_tokens: int = 0
+    num_computed: int = 0  # tokens that were in a forward pass
+    num_counted: int = 0  # tokens that count in the normalizers
+    sum_entropy: float = 0.0  # of the computed tokens
+    sum_logprob: float | None = None  # the engine's, of all tokens
 
 
 @dataclass(slots=True, kw_only=True)
@@ -108,7 +127,21 @@ class RolloutFacts:
     error_type: str | None
     failed: bool
     rollout_id: str | None = None
+    env_id: str
+    truncated: bool
+    started_at: float | None
+    created_at: float
+    depth: int
+    num_calls: int
+    num_prompt_tokens: int
+    max_version: int | None
     num_sampled: int = 0
+    # A digest of the row's question and answer, and one of the ids of its first prompt.
+    asked: int | None = None
+    first_prompt: int | None = None
+    is_as_asked: bool = False  # whether the first prompt ends with the row's question
+    parent_step: int | None = None
+    metrics: dict[str, float] = field(default_factory=dict)  # of rollouts that are trained
     advantage: float | None = None  # the rubric's; None if credit replaced it
     fingerprint: tuple[Any, ...] | None = None  # equal for two rows only if one is a copy
     state: dict[str, Any] | None = None  # what credit reads; None if nothing trains it
@@ -122,7 +155,8 @@ class RolloutFacts:
 
 _OF_ROW = (
     *("request_id", "trajectory_index", "num_trajectories", "group_id", "phase", "train_step"),
-    *("parent_rollout", "reward", "error_type"),
+    *("parent_rollout", "reward", "error_type", "env_id", "truncated", "started_at", "created_at"),
+    *("depth", "num_calls", "num_prompt_tokens", "max_version"),
 )
 
 
@@ -157,7 +191,7 @@ class RolloutAudit:
 
     def _check(self) -> None:
         row = self.row
-        for name in ("columns", "rewards"):
+        for name in ("columns", "groups", "rewards", "times"):
             self.ledger.count(name)
         result = decode_rollout(row)
         self._seeds(result.request)
@@ -168,6 +202,10 @@ class RolloutAudit:
         # auditor, which cannot drift apart.
         self._columns(encode_result(result, blobs=False)[0])
         self._failure()
+        self._asked(result.request, state)
+        for rule in ROLLOUT_RULES:
+            for words in rule.find(self, result.request):
+                self.find(rule.check, rule.cause, rule.sentence.format(**words))
         if state is None:
             return
         self._step_rewards(state)
@@ -202,12 +240,27 @@ class RolloutAudit:
                 "that was planned",
             )
 
+    def _asked(self, request: RolloutRequest, state: State | None) -> None:
+        """Keep digests of what the rollout was asked, and of what its first call was given."""
+        asked, facts = request.input, self.facts
+        # The columns of a row that an environment may change while it plays are left out.
+        question = [asked.get(name) for name in ("example_id", "task", "prompt", "answer")]
+        facts.asked = crc32(dumps(question).encode())
+        if state is None or not self.calls:
+            return
+        first = self.calls[0]
+        facts.first_prompt = crc32(first.tokens.tree.prompt_ids(first.handle).tobytes())
+        wanted, given = _last_message(asked.get("prompt")), peek(first.step, "prompt")
+        facts.is_as_asked = wanted is not None and wanted == _last_message(given)
+
     def _columns(self, again: StoredRollout) -> None:
         values = _compared_of(self.row), _compared_of(again)
         if values[0] == values[1]:
             return
         for name, column, stored in zip(_COMPARED, *values, strict=True):
-            if column == stored or (name == "reward" and _same(column, stored)):
+            if column == stored or (name in _NUMBERS and _same(column, stored)):
+                continue
+            if name in _LABELS and REDACTED in f"{column}{stored}":
                 continue
             if name == "metrics":
                 wrong = [each for each in stored if not _same(column.get(each), stored[each])]
@@ -423,8 +476,14 @@ class RolloutAudit:
         if row.started_at is not None and facts.num_sampled:
             # Two rollouts may have the same answer; two clocks do not agree to the microsecond.
             facts.fingerprint = (row.started_at, row.generation_ms, row.example_id, row.agent)
+        facts.parent_step = dict.get(state, "parent_step")
         if self.is_trained:
             facts.state = credit_state(state)
+            facts.metrics = {
+                name: float(value)
+                for name, value in row.metrics.items()
+                if isinstance(value, int | float)
+            }
 
 
 @lru_cache(maxsize=64)  # the members of a group follow each other
@@ -432,6 +491,13 @@ def _group_seeds(seed: int, step: int, group: str) -> tuple[int, int]:
     """Return the world's seed of a group, and the one that its members' sampling comes from."""
     world = group_seed(seed, step, group)
     return world, derive_seed(world, "sampling")
+
+
+def _last_message(prompt: Any) -> Any:
+    if not isinstance(prompt, list) or not prompt:
+        return prompt
+    last = prompt[-1]
+    return last.get("content") if isinstance(last, Mapping) else last
 
 
 def _repeated(values: Sequence[Any]) -> list[Any]:

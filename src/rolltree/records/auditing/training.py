@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, pstdev
 from types import SimpleNamespace
 from typing import Any, TypeAlias, cast
 
@@ -13,11 +12,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rolltree.errors import RolltreeError
+from rolltree.records.auditing.loss_weights import (
+    differing_weights,
+    note_weights_of_calls,
+    used_tokens,
+)
 from rolltree.records.auditing.report import Ledger, Place, some, tolerance
 from rolltree.records.auditing.rollout import Call, RolloutFacts, TrainedFacts
+from rolltree.records.auditing.step_metrics import FROM_REQUESTS, FROM_ROLLOUTS, FROM_TOKENS
 from rolltree.store import Run, StepRow
 from rolltree.store.trained import TrainedRollout
-from rolltree.training.advantages import credit_group, join_credit
+from rolltree.training.advantages import CreditReport, credit_group, join_credit
+from rolltree.training.algorithms import Algorithm
 from rolltree.training.batches import staleness_limit
 from rolltree.training.config import TrainConfig
 from rolltree.training.plan import group_name
@@ -26,6 +32,10 @@ from rolltree.types import RolloutResult
 # The kind of event in which asynchronous training keeps which groups a step takes.
 LEDGER = "batch"
 _AVERAGE = "credit/average/"
+# Of a model with a vocabulary of a million tokens, where the run's own is not known.
+MOST_ENTROPY = math.log(2**20)
+# A softmax in 16 bits may leave [0, 1] by this much.
+_ROUNDING = 1e-2
 _Where: TypeAlias = tuple[Place, int]
 """A rollout, and the step that trained it."""
 
@@ -43,8 +53,11 @@ class TrainingAudit:
     first: int = 0
     taken: dict[int, Mapping[str, Any]] = field(init=False)  # step -> its groups
     records_tokens: bool = field(init=False)  # whether the run stored what it trained, by token
+    most_entropy: float = MOST_ENTROPY  # of a token, in nats
+    algorithm: Algorithm = field(init=False)
 
     def __post_init__(self) -> None:
+        self.algorithm = self.config.algorithm.resolve()
         events = self.run.events(LEDGER)
         self.taken = {event.step: event.data for event in events if event.step is not None}
         self.records_tokens = any(True for _ in self.run.trained())
@@ -56,10 +69,11 @@ class TrainingAudit:
     ) -> None:
         """Compare the trained tokens of one trajectory with those that were sampled."""
         sizes = [call.num_sampled for call in calls]
+        calls = [call for call in calls if call.num_sampled]
         for row in rows:
             self.ledger.count("advantages")
             where = facts.place, row.step
-            known = TrainedFacts(row.step, [])
+            known = TrainedFacts(row.step, [], num_tokens=row.num_tokens)
             facts.trained.append(known)
             if [n for n in row.num_sampled.tolist() if n] != [n for n in sizes if n]:
                 self.ledger.find(
@@ -70,10 +84,13 @@ class TrainingAudit:
                 )
                 continue
             known.advantages = self._of_calls(row, where)
+            known.is_weighted = True
             if sum(sizes):
-                self._masks(row, calls, where)
-                fresh = self._fresh(row, calls, where)
-                known.mismatch = self._mismatch(row, fresh, calls)
+                lag = self._lag(row, calls, where)
+                engine = _engine_logprobs(calls)
+                self._impossible(row, where)
+                self._weights(known, row, calls, lag, engine, where)
+                known.mismatch = self._mismatch(row, lag, engine)
 
     def _of_calls(self, row: TrainedRollout, where: _Where) -> list[float | None]:
         """Return the advantage of each call; credit gives all tokens of a call the same."""
@@ -92,9 +109,64 @@ class TrainingAudit:
                 )
         return advantages
 
-    def _masks(self, row: TrainedRollout, calls: Sequence[Call], where: _Where) -> None:
+    def _impossible(self, row: TrainedRollout, where: _Where) -> None:
+        """Check that what the trainer said of tokens can be said of a distribution."""
+        computed = np.isfinite(row.logprob)
+        for name, values, low, high in (
+            ("logprob", row.logprob, -math.inf, _ROUNDING),
+            ("reference", row.reference, -math.inf, _ROUNDING),
+            ("entropy", row.entropy, -_ROUNDING, self.most_entropy),
+            ("kl", row.kl, -_ROUNDING, math.inf),
+            ("weight", row.weight, 0.0, math.inf),
+        ):
+            if values is None:
+                continue
+            with np.errstate(invalid="ignore"):
+                wrong = (values < low) | (values > high) | (np.isnan(values) & computed)
+            if wrong.any():
+                span = f"at most {high:.4g}" if high < math.inf else f"at least {abs(low):g}"
+                self.ledger.find(
+                    *("logprobs", "impossible"),
+                    f"step {row.step} has the {name} {values[wrong][0]:.4g} for {int(wrong.sum())} "
+                    f"of its tokens; it is {span} in any distribution",
+                    *where,
+                )
+
+    def _weights(
+        self,
+        known: TrainedFacts,
+        row: TrainedRollout,
+        calls: Sequence[Call],
+        lag: NDArray[Any] | None,
+        engine: NDArray[np.float64] | None,
+        where: _Where,
+    ) -> None:
+        section = self.config.train
+        tokens = used_tokens(
+            row,
+            calls,
+            lag if section.async_steps else None,
+            staleness_limit(self.config),
+            section.max_seq_len,
+        )
+        computed = np.isfinite(row.logprob)
+        known.num_computed = int(computed.sum())
+        known.sum_entropy = float(row.entropy[computed].sum(dtype=np.float64))
+        known.sum_logprob = None if engine is None else float(engine.sum())
+        masked = self._masked(row, calls, where)
+        if tokens.is_known and not masked and (wrong := ~tokens.used & (row.weight != 0)).any():
+            self.ledger.find(
+                *("alignment", "unused_token_trained"),
+                f"{int(wrong.sum())} tokens are older or further back than the run's settings "
+                "train, and were trained",
+                *where,
+            )
+        note_weights_of_calls(known, row, tokens, engine, self.config, self.algorithm)
+
+    def _masked(self, row: TrainedRollout, calls: Sequence[Call], where: _Where) -> bool:
+        """Whether tokens with mask 0 were trained, which is a finding."""
         if all(all(call.value_range("weight") or ()) for call in calls):
-            return
+            return False
         mask = np.concatenate([call.tokens.tree.mask(call.handle) for call in calls])
         wrong = (row.weight != 0) & (mask == 0)
         if wrong.any():
@@ -103,16 +175,17 @@ class TrainingAudit:
                 f"{int(wrong.sum())} tokens have mask 0 and were trained",
                 *where,
             )
+        return bool(wrong.any())
 
-    def _fresh(
+    def _lag(
         self, row: TrainedRollout, calls: Sequence[Call], where: _Where
-    ) -> NDArray[np.bool_] | None:
-        """Return which tokens the version that trained them sampled, bool `[_T]`; None: all."""
+    ) -> NDArray[np.int64] | None:
+        """Return how many versions old each token was, int64 `[_T]`; None: none was."""
         # The weights before step n are version n - 1: a token of version v has the lag n - 1 - v.
         ranges = [call.value_range("version") for call in calls]
         if all(each in (None, (row.step - 1, row.step - 1)) for each in ranges):
             return None
-        versions = np.concatenate([call.versions for call in calls])
+        versions = np.concatenate([call.versions for call in calls]).astype(np.int64)
         lag, used = row.step - 1 - versions, row.weight != 0
         if (used & (lag < 0)).any():
             self.ledger.find(
@@ -128,20 +201,20 @@ class TrainingAudit:
                 f"than train.max_lag allows",
                 *where,
             )
-        fresh: NDArray[np.bool_] = lag == 0
-        return fresh
+        return lag
 
     def _mismatch(
-        self, row: TrainedRollout, fresh: NDArray[np.bool_] | None, calls: Sequence[Call]
+        self,
+        row: TrainedRollout,
+        lag: NDArray[np.int64] | None,
+        engine: NDArray[np.float64] | None,
     ) -> float | None:
         """Return how far the engine's logprobs are from the trainer's; None if unknown."""
-        logprobs: list[Any] = [call.tokens.tree.logprobs(call.handle) for call in calls]
         # Only tokens of the version that trained them: older weights gave other logprobs rightly.
-        known = np.isfinite(row.logprob) if fresh is None else np.isfinite(row.logprob) & fresh
-        if any(each is None for each in logprobs) or not known.any():
+        known = np.isfinite(row.logprob) if lag is None else np.isfinite(row.logprob) & (lag == 0)
+        if engine is None or not known.any():
             return None
         self.ledger.count("logprobs")
-        engine = np.concatenate(logprobs).astype(np.float64)
         return float(np.abs(row.logprob[known] - engine[known]).mean())
 
     # -- all rollouts of a step -----------------------------------------------------
@@ -264,6 +337,7 @@ class TrainingAudit:
         self._metrics(row, sampled, report.metrics)
         if not self.records_tokens:
             return
+        self._tokens_of_step(row, [item for group, _ in taken for item in group], report)
         pairs = zip(report.trained, report.advantages, strict=True)
         chosen = {id(state): values.tolist() for state, values in pairs}
         for item in (item for group, _ in taken for item in group):
@@ -292,27 +366,79 @@ class TrainingAudit:
     def _metrics(
         self, row: StepRow, sampled: Sequence[RolloutFacts], credit: Mapping[str, float]
     ) -> None:
-        rewards = [
-            item.reward
-            for item in sampled
-            if item.parent_rollout is None and item.state is not None and item.reward is not None
+        played = [item for item in sampled if item.state is not None]
+        families = [
+            *((family, played) for family in FROM_ROLLOUTS if played),
+            *((family, sampled) for family in FROM_REQUESTS),
         ]
-        right = {"rollout/total_sampled_tokens": float(sum(item.num_sampled for item in sampled))}
-        right |= dict(credit)
-        if rewards:
-            right |= {"reward/mean": fmean(rewards), "reward/std": pstdev(rewards)}
+        right, prefixes = dict(credit), list[str]()
+        for family, items in families:
+            right |= family.compute(items)
+            prefixes += family.names
         for name, value in right.items():
-            stored = row.metrics.get(name)
-            if stored is None:
-                continue
-            self.ledger.count("steps")
-            if not math.isclose(float(stored), value, rel_tol=1e-6, abs_tol=1e-9):
+            self._metric(row, name, value)
+        for name in row.metrics:
+            if name.startswith(tuple(prefixes)) and name not in right:
                 self.ledger.find(
                     *("steps", "metrics_differ"),
-                    f"{name} of step {row.step} is {stored:g}, and its rollouts give {value:g}: "
-                    "one of them was changed",
+                    f"{name} of step {row.step} is {row.metrics[name]}, and no rollout of it has "
+                    "such a value: one of them was changed",
                     step=row.step,
                 )
+
+    def _metric(self, row: StepRow, name: str, value: float, relative: float = 1e-6) -> None:
+        stored = row.metrics.get(name)
+        if stored is None:
+            return
+        self.ledger.count("steps")
+        if not math.isclose(
+            float(stored), value, rel_tol=relative, abs_tol=max(1e-9, relative / 10)
+        ):
+            self.ledger.find(
+                *("steps", "metrics_differ"),
+                f"{name} of step {row.step} is {stored:g}, and its rollouts give {value:g}: "
+                "one of them was changed",
+                step=row.step,
+            )
+
+    def _tokens_of_step(
+        self, row: StepRow, items: Sequence[RolloutFacts], report: CreditReport
+    ) -> None:
+        """Compare loss weights with the aggregation, and token metrics with the trained tokens."""
+        by_state = {id(item.state): item for item in items}
+        found: list[tuple[RolloutFacts, TrainedFacts, bool]] = []
+        for state, effect in zip(report.trained, report.effects, strict=True):
+            item = by_state[id(state)]
+            known = [each for each in item.trained if each.step == row.step]
+            if len(known) != 1:
+                return  # what is missing or there twice is found elsewhere
+            known[0].num_counted = sum(known[0].used) * effect.in_loss
+            found.append((item, known[0], effect.in_loss))
+        rows = [known for _, known, _ in found]
+        section = self.config.train
+        for family in FROM_TOKENS:
+            for name, value in family.compute(rows).items():
+                # Metrics of the first update alone, and of what was not cut.
+                is_part = name == "train/entropy" and section.minibatches > 1
+                is_cut = name == "rollout/entropy" and section.max_seq_len is not None
+                if not (is_part or is_cut):
+                    self._metric(row, name, value, family.relative)
+        in_loss = [each for _, _, each in found]
+        wrong = differing_weights(rows, in_loss, self.config, self.algorithm)
+        for index, call, right in wrong:
+            item, known, _ = found[index]
+            self.ledger.find(
+                *("alignment", "weight_differs"),
+                f"call {call} was trained with loss weights of {known.least[call]:.4g} or more, "
+                f"and the aggregation {self.algorithm.aggregation!r} of the step's tokens gives "
+                f"{right:.4g}"
+                if known.least[call] > right
+                else f"a token of call {call} was trained with a loss weight of at most "
+                f"{known.most[call]:.4g}, and the aggregation {self.algorithm.aggregation!r} of "
+                f"the step's tokens gives {right:.4g}",
+                item.place,
+                row.step,
+            )
 
     def _check_mismatch(self, facts: Sequence[RolloutFacts]) -> None:
         sizes = [
@@ -361,6 +487,14 @@ class TrainingAudit:
             if place not in known:
                 said = "a step trained tokens of it, and the rollout is not there"
                 self.ledger.find("counted_once", "missing_rollout", said, place)
+
+
+def _engine_logprobs(calls: Sequence[Call]) -> NDArray[np.float64] | None:
+    """Return the engine's logprobs of all sampled tokens, float64 `[_T]`; None if one has none."""
+    logprobs: list[Any] = [call.tokens.tree.logprobs(call.handle) for call in calls]
+    if any(each is None for each in logprobs):
+        return None
+    return np.concatenate(logprobs).astype(np.float64)
 
 
 def _results(facts: Sequence[RolloutFacts]) -> list[RolloutResult]:

@@ -1,0 +1,173 @@
+"""Loss weights against masks, the aggregation and the correction, for every trained token.
+
+A token's weight is the coefficient that the aggregation gives its call, times the correction of its
+importance ratio. A row tells, for each call, between which bounds that coefficient lies; the step
+tells what it is, by the functions that training used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rolltree.records.auditing.rollout import Call, TrainedFacts
+from rolltree.store.trained import TrainedRollout
+from rolltree.training.algorithms import Algorithm
+from rolltree.training.coefficients import coefficients, get_correction
+from rolltree.training.config import TrainConfig
+
+# A finite infinity: JSON, which parts of an audit speak, has no other.
+_NO_LIMIT = 3e38
+# Two passes over one model agree on a logprob to about this; a correction reads the first of them.
+_LOGPROB_NOISE = 1e-3
+_RELATIVE = 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class UsedTokens:
+    """Which sampled tokens of a trajectory are in the loss, bool `[_T]`.
+
+    `is_known` is False where the stored values do not say it: weights that are no 0 or 1.
+    """
+
+    used: NDArray[np.bool_]
+    is_known: bool = True
+
+
+def used_tokens(
+    row: TrainedRollout,
+    calls: Sequence[Call],
+    lag: NDArray[Any] | None,
+    max_lag: int,
+    max_seq_len: int | None,
+) -> UsedTokens:
+    """Return which tokens masks, staleness and `max_seq_len` leave in the loss; `lag` None: 0."""
+    used = np.ones(row.num_tokens, np.bool_)
+    at, is_known = 0, True
+    for call in calls:
+        size, prompt = call.num_sampled, call.tokens.tree.prompt_len(call.handle)
+        mask: Any = None
+        if "completion_mask" in call.tokens.assigned:
+            mask = call.tokens["completion_mask"]
+        elif call.value_range("weight") != (1.0, 1.0):
+            mask = call.tokens.tree.mask(call.handle)
+        is_known = is_known and not {*call.tokens.assigned} - {"completion_mask"}
+        if mask is not None:
+            values = np.asarray(mask, np.float32)
+            if len(values) != size or not np.isin(values, (0.0, 1.0)).all():
+                is_known = False
+            else:
+                used[at : at + size] = values != 0
+        if not prompt:  # no token comes before the first one
+            used[at : at + 1] = False
+        if max_seq_len is not None and prompt + size > max_seq_len:
+            used[at + max(0, max_seq_len - prompt) : at + size] = False
+        at += size
+    if lag is not None:
+        used &= lag <= max_lag
+    return UsedTokens(used, is_known)
+
+
+def note_weights_of_calls(
+    known: TrainedFacts,
+    row: TrainedRollout,
+    tokens: UsedTokens,
+    engine: NDArray[np.float64] | None,
+    config: TrainConfig,
+    algorithm: Algorithm,
+) -> None:
+    """Note how many tokens of each call are used, and the bounds of the call's coefficient."""
+    used = tokens.used
+    known.is_weighted = tokens.is_known
+    sizes = row.num_sampled[row.num_sampled > 0].astype(np.int64)
+    if not tokens.is_known or not len(sizes):
+        return
+    starts = np.concatenate([[0], np.cumsum(sizes)[:-1]])
+    weight = row.weight.astype(np.float64)
+    low = high = np.ones(len(weight))
+    if algorithm.correction is not None:
+        if engine is None or config.train.minibatches > 1:
+            # Later mini-batches are corrected by logprobs of before the first update, and what is
+            # stored is of after it.
+            known.is_weighted = False
+            return
+        low, high = _factors(row, used, engine, algorithm)
+    least = np.where(used, weight / np.maximum(high, 1e-30), 0.0)
+    most = np.where(used & (low > 0), weight / np.maximum(low, 1e-30), _NO_LIMIT)
+    known.used = np.add.reduceat(used, starts, dtype=np.int64).tolist()
+    known.least = np.minimum(np.maximum.reduceat(least, starts), _NO_LIMIT).tolist()
+    known.most = np.minimum(np.minimum.reduceat(most, starts), _NO_LIMIT).tolist()
+
+
+def _factors(
+    row: TrainedRollout, used: NDArray[np.bool_], engine: NDArray[np.float64], algorithm: Algorithm
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the bounds of each token's correction, float64 `[_T]`; 1 for what was not computed."""
+    assert algorithm.correction is not None
+    correction = get_correction(algorithm.correction)
+    low, high = np.ones(len(used)), np.ones(len(used))
+    computed = used & np.isfinite(row.logprob) & np.isfinite(engine)
+    if not computed.any():
+        return low, high
+    difference = (row.logprob - engine)[computed].astype(np.float32)
+    records = cast(Any, SimpleNamespace(rollout=np.zeros(len(difference), np.int32)))
+    found = [
+        correction.fn(records, difference + np.float32(noise), algorithm.correction_parameters)
+        for noise in (-_LOGPROB_NOISE, 0.0, _LOGPROB_NOISE)
+    ]
+    low[computed], high[computed] = np.minimum.reduce(found), np.maximum.reduce(found)
+    return low, high
+
+
+def differing_weights(
+    rows: Sequence[TrainedFacts], in_loss: Sequence[bool], config: TrainConfig, algorithm: Algorithm
+) -> list[tuple[int, int, float]]:
+    """Return which calls of a step were trained with other weights than its rows give.
+
+    Args:
+        rows: what the step trained, in its order.
+        in_loss: whether the truncation policy leaves each of them in the loss.
+        config: the run's settings.
+        algorithm: its parts, filled in.
+
+    Returns:
+        `(row, call, the right coefficient)`, the first call of each row that differs.
+    """
+    if not all(row.is_weighted for row in rows):
+        return []
+    used = [
+        np.array(row.used, np.float32) * is_in for row, is_in in zip(rows, in_loss, strict=True)
+    ]
+    place = np.repeat(np.arange(len(rows)), [len(each) for each in used])
+    call = np.concatenate([np.arange(len(each)) for each in used]) if used else np.empty(0)
+    weight = np.concatenate(used) if used else np.empty(0, np.float32)
+    right = np.zeros(len(weight))
+    # The cut into mini-batches is `split_rollouts`': whole rollouts, in their order.
+    trained = np.unique(place[weight > 0])
+    for part in np.array_split(trained, max(1, min(config.train.minibatches, len(trained)))):
+        at = np.flatnonzero(np.isin(place, part) & (weight > 0))
+        if not len(at):
+            continue
+        records = cast(
+            Any, SimpleNamespace(weight=weight[at], rollout=place[at], call=call[at].astype(int))
+        )
+        found = coefficients(records, algorithm.aggregation, algorithm.fixed_length)
+        if algorithm.over_rollout:
+            _, group = np.unique(place[at], return_inverse=True)
+            found = (np.bincount(group, found) / np.bincount(group, weight[at]))[group] * weight[at]
+        right[at] = found / weight[at]
+    least = np.concatenate([row.least for row in rows]) if len(rows) else np.empty(0)
+    most = np.concatenate([row.most for row in rows]) if len(rows) else np.empty(0)
+    # A call of which no token is used says nothing: that its weights are 0 was checked before.
+    most = np.where(weight > 0, most, _NO_LIMIT)
+    wrong = (least > right * (1 + _RELATIVE) + 1e-12) | (most < right * (1 - _RELATIVE) - 1e-12)
+    first: dict[int, tuple[int, int, float]] = {}
+    for index in np.flatnonzero(wrong).tolist():
+        where = int(place[index])
+        first.setdefault(where, (where, int(call[index]), float(right[index])))
+    return list(first.values())

@@ -1,0 +1,499 @@
+"""What else a stranger could change: a table of rules, for one rollout and for a run.
+
+A row says what is compared, in which words a finding is told, and its cause. A rule's function
+yields the words' values for each thing that is wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from rolltree.evaluation.report import stored_report
+from rolltree.records.auditing.report import Place
+from rolltree.records.values import number_of
+from rolltree.seeds import derive_seed
+from rolltree.store import Run
+from rolltree.store.weights import noted_part
+from rolltree.training.config import TrainConfig
+from rolltree.training.plan import PHASE
+from rolltree.types import RolloutRequest
+
+if TYPE_CHECKING:
+    from rolltree.records.auditing.rollout import RolloutAudit, RolloutFacts
+
+Words: TypeAlias = Mapping[str, object]
+_TIMES = ("started_at", "created_at", "generation_ms", "scoring_ms", "total_ms")
+_SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "stop", "stop_token_ids", "seed")
+# Clocks of two machines, or of one that was set, may be this far apart.
+_CLOCK_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a run says about its rollouts before any was played."""
+
+    evaluations: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by phase
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # of training rollouts
+    weights: Any = None  # the notes of `store.weights`
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutRule:
+    """A comparison within one rollout."""
+
+    check: str
+    cause: str
+    compares: str
+    sentence: str
+    find: Callable[[RolloutAudit, RolloutRequest], Iterator[Words]]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The words of a finding of a run's rule, and what it is about."""
+
+    words: Words
+    place: Place = (None, 0)
+    step: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RunRule:
+    """A comparison of rollouts, steps and events with each other."""
+
+    check: str
+    cause: str
+    compares: str
+    sentence: str
+    find: Callable[[Stored], Iterator[Found]]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A run whose rollouts were read; `config` is None if it trained nothing."""
+
+    run: Run
+    settings: Settings
+    config: TrainConfig | None
+    facts: Sequence[RolloutFacts]
+
+
+# -- one rollout -----------------------------------------------------------------------------------
+
+
+def _negative_times(audit: RolloutAudit, request: RolloutRequest) -> Iterator[Words]:
+    for name in _TIMES:
+        value = getattr(audit.row, name)
+        if value is not None and not 0 <= value < math.inf:
+            yield {"name": name, "value": value}
+
+
+def _backward_times(audit: RolloutAudit, request: RolloutRequest) -> Iterator[Words]:
+    row = audit.row
+    if row.started_at is not None and row.started_at > row.created_at + _CLOCK_S:
+        yield {"late_s": row.started_at - row.created_at}
+
+
+def _weighted_sum(audit: RolloutAudit, request: RolloutRequest) -> Iterator[Words]:
+    row = audit.row
+    if row.reward is None:
+        return
+    part = noted_part(
+        audit.expected.settings.weights,
+        env_id=row.env_id,
+        task=row.task,
+        agent=row.agent,
+        created_at=row.created_at,
+    )
+    paid = {} if part is None or not part.is_sum else {n: w for n, w in part.functions if w}
+    # A delegated rollout that no rubric scored has none of the functions.
+    if not paid or not paid.keys() <= row.metrics.keys():
+        return
+    values = {name: number_of(row.metrics[name]) for name in paid}
+    known = [paid[name] * value for name, value in values.items() if value is not None]
+    right = math.fsum(known)
+    size = max(1.0, *map(abs, known), abs(row.reward)) if known else 1.0
+    if len(known) < len(paid) or abs(row.reward - right) > 1e-6 * size:
+        said = ", ".join(f"{paid[name]:g} * {name} = {value}" for name, value in values.items())
+        yield {"reward": row.reward, "right": right, "said": said}
+
+
+def _planned_sampling(audit: RolloutAudit, request: RolloutRequest) -> Iterator[Words]:
+    row, settings = audit.row, audit.expected.settings
+    planned: Mapping[str, Any] = settings.sampling if row.phase == PHASE else {}
+    if evaluation := settings.evaluations.get(row.phase):
+        planned = {
+            name: evaluation[f"sampling.{name}"]
+            for name in _SAMPLING
+            if f"sampling.{name}" in evaluation
+        }
+    for name, wanted in planned.items():
+        given = getattr(request.sampling, name)
+        given = list(given) if isinstance(given, tuple) else given
+        wanted = list(wanted) if isinstance(wanted, list | tuple) else wanted
+        if (given or None) != (wanted or None):
+            yield {"name": name, "given": given, "wanted": wanted, "phase": row.phase}
+
+
+def _planned_seed(audit: RolloutAudit, request: RolloutRequest) -> Iterator[Words]:
+    row = audit.row
+    evaluation = audit.expected.settings.evaluations.get(row.phase)
+    index = row.group_id.rpartition("/")[2]
+    if evaluation is None or not index.isdigit() or not isinstance(evaluation.get("seed"), int):
+        return
+    split = str(evaluation.get("split"))
+    seeds = _evaluation_seeds(evaluation["seed"], str(evaluation.get("env_id")), split, index)
+    own = derive_seed(seeds[1], "member", row.index_in_group)
+    if (request.seed, request.sampling_seed) != (seeds[0], own):
+        yield {"world": request.seed, "sampling": request.sampling_seed, "right": (seeds[0], own)}
+
+
+@lru_cache(maxsize=64)
+def _evaluation_seeds(seed: int, env_id: str, split: str, index: str) -> tuple[int, int]:
+    world = derive_seed(seed, env_id, split, int(index))
+    return world, derive_seed(world, "sampling")
+
+
+def _other_environment(audit: RolloutAudit, request: RolloutRequest) -> Iterator[Words]:
+    evaluation = audit.expected.settings.evaluations.get(audit.row.phase)
+    wanted = None if evaluation is None else evaluation.get("env_id")
+    if wanted is not None and audit.row.env_id != wanted:
+        yield {"found": audit.row.env_id, "wanted": wanted}
+
+
+def _agents(audit: RolloutAudit, request: RolloutRequest) -> Iterator[Words]:
+    for call in audit.calls:
+        said, label = call.extras.get("agent"), call.tokens.tree.agent(call.handle)
+        if said is not None and said != label:
+            yield {"call": call.index, "said": said, "label": label}
+
+
+ROLLOUT_RULES: tuple[RolloutRule, ...] = (
+    RolloutRule(
+        *("times", "negative_time", "times and durations with 0"),
+        "its {name} is {value:g}, and no time is negative",
+        _negative_times,
+    ),
+    RolloutRule(
+        *("times", "backward_time", "the time when it was stored with that of its start"),
+        "it began {late_s:.0f} s after it was stored",
+        _backward_times,
+    ),
+    RolloutRule(
+        *("rewards", "not_the_sum", "the reward with its functions' values and weights"),
+        "its reward is {reward:g}, and its functions give {right:g} ({said})",
+        _weighted_sum,
+    ),
+    RolloutRule(
+        *("sampler", "other_settings", "the request's sampling with the settings of its phase"),
+        "it was requested with {name} = {given!r}, and {phase} is sampled with {wanted!r}",
+        _planned_sampling,
+    ),
+    RolloutRule(
+        *("sampler", "seed", "the seeds of an evaluation with its plan"),
+        "it was played with the seeds {world} and {sampling}; its evaluation's seed gives {right} "
+        "for this example, so it is not the rollout that was planned",
+        _planned_seed,
+    ),
+    RolloutRule(
+        *("groups", "foreign_environment", "the environment of an evaluation with its settings"),
+        "it is of the environment {found!r}, and its evaluation of {wanted!r}",
+        _other_environment,
+    ),
+    RolloutRule(
+        *("tokens", "agent_differs", "the agent of a call in its record and in its tokens"),
+        "call {call} is of agent {said!r} in its record and of {label!r} in its tokens",
+        _agents,
+    ),
+)
+
+
+# -- groups, phases and events ---------------------------------------------------------------------
+
+
+def _by_group(stored: Stored) -> Iterator[list[RolloutFacts]]:
+    """Yield the requests of each group that a plan made; the first trajectory of each."""
+    groups: defaultdict[tuple[str, str], list[RolloutFacts]] = defaultdict(list)
+    for item in stored.facts:
+        is_planned = item.phase in stored.settings.evaluations or (
+            item.phase == PHASE and stored.config is not None
+        )
+        if is_planned and item.trajectory_index == 0:
+            groups[item.phase, item.group_id].append(item)
+    yield from groups.values()
+
+
+def _most_common(values: Sequence[Any]) -> Any:
+    return Counter(values).most_common(1)[0][0]
+
+
+def _mixed_groups(stored: Stored) -> Iterator[Found]:
+    for items in _by_group(stored):
+        known = [item.asked for item in items if item.asked is not None]
+        if len(set(known)) < 2:
+            continue
+        usual = _most_common(known)
+        for item in items:
+            if item.asked not in (None, usual):
+                yield Found({"group": item.group_id, "num": len(items)}, item.place)
+
+
+def _foreign_answers(stored: Stored) -> Iterator[Found]:
+    for items in _by_group(stored):
+        known = [item for item in items if item.first_prompt is not None]
+        prompts = Counter(item.first_prompt for item in known)
+        if len(known) < 3 or len(prompts) < 2:
+            continue
+        usual, number = prompts.most_common(1)[0]
+        # The members face one world, so they begin alike; one whose world draws numbers of its own
+        # differs, too, but then it shows its own question.
+        if number == len(known) - 1 and all(
+            item.is_as_asked == (item.first_prompt == usual) for item in known
+        ):
+            (other,) = (item for item in known if item.first_prompt != usual)
+            yield Found({"group": other.group_id}, other.place)
+
+
+def _changed_examples(stored: Stored) -> Iterator[Found]:
+    known: defaultdict[tuple[Any, ...], list[RolloutFacts]] = defaultdict(list)
+    for items in _by_group(stored):
+        evaluation = stored.settings.evaluations.get(items[0].phase)
+        if evaluation is not None:
+            index = items[0].group_id.rpartition("/")[2]
+            key = evaluation.get("env_id"), evaluation.get("split"), index
+            known[key] += [item for item in items if item.asked is not None]
+    for items in known.values():
+        asked = [item.asked for item in items]
+        if len(set(asked)) < 2 or len({item.phase for item in items}) < 2:
+            continue
+        usual = _most_common(asked)
+        for item in items:
+            if item.asked != usual:
+                others = next(other.request_id for other in items if other.asked == usual)
+                yield Found({"other": others}, item.place)
+
+
+def _foreign_environments(stored: Stored) -> Iterator[Found]:
+    items = [item for item in stored.facts if item.phase == PHASE and stored.config is not None]
+    if len({item.env_id for item in items}) < 2:
+        return
+    usual = _most_common([item.env_id for item in items])
+    for item in items:
+        if item.env_id != usual:
+            yield Found({"found": item.env_id, "usual": usual}, item.place)
+
+
+def _parents(stored: Stored) -> Iterator[Found]:
+    by_name = {
+        (item.request_id, item.rollout_id): item
+        for item in stored.facts
+        if item.rollout_id is not None
+    }
+    for item in stored.facts:
+        parent = by_name.get((item.request_id, item.parent_rollout))
+        if parent is None:
+            continue
+        if item.depth != parent.depth + 1:
+            words = {"name": "depth", "value": item.depth, "other": f"depth {parent.depth}"}
+            yield Found(words, item.place)
+        if item.parent_step is not None and not 0 <= item.parent_step < max(1, parent.num_calls):
+            words = {
+                "name": "parent_step",
+                "value": item.parent_step,
+                "other": f"{parent.num_calls} calls",
+            }
+            yield Found(words, item.place)
+
+
+def _trained_on_test(stored: Stored) -> Iterator[Found]:
+    phases = {item.place: item.phase for item in stored.facts if item.phase != PHASE}
+    if stored.config is None or not phases:
+        return
+    sql = "SELECT DISTINCT request_id, trajectory_index, step FROM trained"
+    for row in stored.run.query(sql):
+        place = row["request_id"], row["trajectory_index"]
+        if place in phases:
+            yield Found({"step": row["step"], "phase": phases[place]}, place, row["step"])
+
+
+def _missing_evaluations(stored: Stored) -> Iterator[Found]:
+    config, run, played = stored.config, stored.run, stored.run.phases()
+    evaluated = [event for event in run.events() if event.kind in _EVALUATED]
+    # A run without held-out examples evaluates nothing, whatever its settings say.
+    if config is None or not (evaluated or stored.settings.evaluations):
+        return
+    last = max((row.step for row in run.steps()), default=0)
+    first = int((run.meta.get("forked_from") or {}).get("step", 0))
+    done = {event.step for event in evaluated}
+    phases = {str(event.data.get("phase")) for event in evaluated}
+    section = config.eval
+    owed = [
+        (step, f"eval/{step:06d}")
+        for step in range(first + 1, last)
+        # The current step may be evaluated right now; the last one is the end's.
+        if section.every and step % section.every == 0 and step not in done
+    ]
+    if section.before and last > first and not phases & {"eval_before"}:
+        owed.insert(0, (first, "eval_before"))
+    if section.after and run.events("finished") and last not in done:
+        owed.append((last, "eval_after"))
+    for step, phase in owed:
+        there = "its rollouts are there" if phase in played else "no rollout of it is there"
+        yield Found({"phase": phase, "number": step, "there": there}, step=step)
+
+
+_EVALUATED = ("evaluation", "evaluation_skipped")
+
+
+def _evaluation_numbers(stored: Stored) -> Iterator[Found]:
+    played = stored.run.phases()
+    for evaluation in stored.run.evaluations():
+        told = evaluation.metrics
+        if "num_rollouts" not in told or evaluation.phase not in played:
+            continue
+        found = stored_report(stored.run, evaluation.phase).as_dict()
+        # An interval follows from settings that a caller may choose; means and counts do not.
+        for name, value in _means(found).items():
+            said = _means(told).get(name)
+            if said is not None and not _close(said, value):
+                words = {"phase": evaluation.phase, "name": name, "said": said, "right": value}
+                yield Found(words, step=evaluation.step)
+
+
+def _kept_reports(stored: Stored) -> Iterator[Found]:
+    for phase in stored.run.phases():
+        if not stored.run.kept_report(phase):
+            continue
+        kept = stored_report(stored.run, phase, outcomes=False).as_dict()
+        right = _means(stored_report(stored.run, phase).as_dict())
+        for name, said in _means(kept).items():
+            if name in right and not _close(said, right[name]):
+                yield Found({"phase": phase, "name": name, "said": said, "right": right[name]})
+
+
+def _means(report: Mapping[str, Any]) -> dict[str, float]:
+    """Return the counts of a report, and the mean of each of its estimates, by name."""
+    counts = ("num_rollouts", "num_examples", "num_failed", "num_unscored", "num_truncated")
+    found = {name: float(report[name]) for name in counts if name in report}
+    estimates = {"reward": report.get("reward")}
+    for family in ("tasks", "metrics"):
+        each = report.get(family) or {}
+        estimates |= {f"{family}.{name}": value for name, value in each.items()}
+    for name, value in estimates.items():
+        mean = value.get("mean") if isinstance(value, Mapping) else None
+        if isinstance(mean, int | float):
+            found[name] = float(mean)
+    return found
+
+
+def _close(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-9)
+
+
+def _future_versions(stored: Stored) -> Iterator[Found]:
+    if stored.config is None:
+        return
+    last = max((row.step for row in stored.run.steps()), default=0)
+    most = max(last + 1, stored.config.train.num_steps)
+    for item in stored.facts:
+        if item.max_version is not None and item.max_version > most:
+            yield Found({"version": item.max_version, "most": most}, item.place)
+
+
+def _before_the_run(stored: Stored) -> Iterator[Found]:
+    began = stored.run.meta.get("created_at")
+    if stored.config is None or not isinstance(began, int | float):
+        return
+    for item in stored.facts:
+        if item.created_at < began - _CLOCK_S:
+            yield Found({"early_s": began - item.created_at}, item.place)
+
+
+def _backward_steps(stored: Stored) -> Iterator[Found]:
+    latest, number = -math.inf, 0
+    stored_at: defaultdict[int, float] = defaultdict(lambda: -math.inf)
+    for item in stored.facts:
+        for known in item.trained:
+            stored_at[known.step] = max(stored_at[known.step], item.created_at)
+    for row in stored.run.steps():
+        if row.created_at < latest - _CLOCK_S:
+            other = f"step {number}"
+            yield Found({"what": other, "early_s": latest - row.created_at}, step=row.step)
+        elif row.created_at < stored_at[row.step] - _CLOCK_S:
+            early_s = stored_at[row.step] - row.created_at
+            yield Found({"what": "a rollout that it trained", "early_s": early_s}, step=row.step)
+        if row.created_at > latest:
+            latest, number = row.created_at, row.step
+
+
+RUN_RULES: tuple[RunRule, ...] = (
+    RunRule(
+        *("groups", "mixed_group", "question and answer of a group's members"),
+        "its question or its answer is another one than that of most of the {num} members of "
+        "{group}",
+        _mixed_groups,
+    ),
+    RunRule(
+        *("groups", "foreign_answer", "the first prompts of a group's members, and its question"),
+        "its calls do not begin with the question of its group {group}: it holds the tokens of "
+        "another rollout",
+        _foreign_answers,
+    ),
+    RunRule(
+        *("groups", "changed_example", "question and answer of an example in all evaluations"),
+        "its question or its answer is another one than in {other}, the same example",
+        _changed_examples,
+    ),
+    RunRule(
+        *("groups", "foreign_environment", "the environment of all training rollouts"),
+        "it is of the environment {found!r}, and the run trains on {usual!r}",
+        _foreign_environments,
+    ),
+    RunRule(
+        *("groups", "wrong_parent", "depth and step of a delegation with the parent"),
+        "its {name} is {value}, and its parent has {other}",
+        _parents,
+    ),
+    RunRule(
+        *("counted_once", "trained_on_test", "trained rollouts with their phase"),
+        "step {step} trained it, and it is a rollout of {phase}: a test was trained on",
+        _trained_on_test,
+    ),
+    RunRule(
+        *("counted_once", "missing_evaluation", "evaluations with `eval.every` and the phases"),
+        "the settings ask for {phase} after step {number}, and its result is gone; {there}",
+        _missing_evaluations,
+    ),
+    RunRule(
+        *("rewards", "evaluation_differs", "counts and means of an evaluation with its rollouts"),
+        "the evaluation {phase} reported {name} = {said:g}, and its rollouts give {right:g}: one "
+        "of them was changed",
+        _evaluation_numbers,
+    ),
+    RunRule(
+        *("rewards", "report_differs", "the kept report of a phase with its rollouts"),
+        "the report of {phase} says {name} = {said:g}, and its rollouts give {right:g}: one of "
+        "them was changed",
+        _kept_reports,
+    ),
+    RunRule(
+        *("versions", "future_version", "policy versions with the steps of the run"),
+        "its tokens say that version {version} sampled them, and the run has {most} at most",
+        _future_versions,
+    ),
+    RunRule(
+        *("times", "before_the_run", "the time when it was stored with that of the run"),
+        "it was stored {early_s:.0f} s before the run began, so it is another run's",
+        _before_the_run,
+    ),
+    RunRule(
+        *("times", "backward_step", "the times of steps with each other and with their rollouts"),
+        "it was stored {early_s:.0f} s before {what}, which came first",
+        _backward_steps,
+    ),
+)

@@ -1,0 +1,138 @@
+"""The metrics of a step as its rollouts and its trained tokens give them.
+
+One row per family of metrics. It says nothing where what it needs was not stored.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, pstdev
+from typing import TypeAlias
+
+from rolltree.records.auditing.rollout import RolloutFacts, TrainedFacts
+from rolltree.types import FinishReason
+
+Numbers: TypeAlias = Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class FromRollouts:
+    """Metrics of all rollouts that a step sampled.
+
+    `names` are prefixes of metrics that are there only if `compute` gives them: one that it does
+    not give belongs to no rollout.
+    """
+
+    compute: Callable[[Sequence[RolloutFacts]], Numbers]
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FromTokens:
+    """Metrics of the tokens that a step trained; `relative` is their stored precision."""
+
+    compute: Callable[[Sequence[TrainedFacts]], Numbers]
+    relative: float = 1e-6
+
+
+def _own(sampled: Sequence[RolloutFacts]) -> list[RolloutFacts]:
+    return [item for item in sampled if item.parent_rollout is None]
+
+
+def _rewards(sampled: Sequence[RolloutFacts]) -> Numbers:
+    found = [item.reward for item in _own(sampled) if item.reward is not None]
+    if not found:
+        return {}
+    return {"reward/mean": fmean(found), "reward/std": pstdev(found), "reward/max": max(found)}
+
+
+def _agent_rewards(sampled: Sequence[RolloutFacts]) -> Numbers:
+    by_agent: defaultdict[str, list[float]] = defaultdict(list)
+    for item in sampled:
+        if item.reward is not None:
+            by_agent[str((item.state or {}).get("agent") or "agent")].append(item.reward)
+    if len(by_agent) < 2:
+        return {}
+    return {f"reward/{agent}/mean": fmean(values) for agent, values in by_agent.items()}
+
+
+def _functions(sampled: Sequence[RolloutFacts]) -> Numbers:
+    by_name: defaultdict[str, list[float]] = defaultdict(list)
+    for item in _own(sampled):
+        for name, value in item.metrics.items():
+            by_name[name].append(value)
+    return {f"metrics/{name}": fmean(values) for name, values in by_name.items()}
+
+
+def _lengths(sampled: Sequence[RolloutFacts]) -> Numbers:
+    lengths = [item.num_sampled for item in sampled]
+    calls = [step["extras"] for item in sampled for step in (item.state or {})["trajectory"]]
+    cut = sum(str(extras.get("finish_reason")) == FinishReason.LENGTH for extras in calls)
+    longest = max((int(each.get("num_completion_tokens") or 0) for each in calls), default=0)
+    return {
+        "rollout/num_calls": len(calls) / len(sampled),
+        "train/completions/mean_length": sum(lengths) / len(sampled),
+        "train/completions/min_length": float(min(lengths)),
+        "train/completions/max_length": float(max(lengths)),
+        "rollout/max_sampled_tokens": float(longest),
+        "rollout/prompt_tokens": sum(item.num_prompt_tokens for item in sampled) / len(sampled),
+        "rollout/total_sampled_tokens": float(sum(lengths)),
+        "rollout/length_cut_share": cut / max(1, len(calls)),
+        "is_truncated/mean": sum(item.truncated for item in sampled) / len(sampled),
+    }
+
+
+def _errors(sampled: Sequence[RolloutFacts]) -> Numbers:
+    kinds = {item.request_id: item.error_type for item in sampled if item.failed}
+    num_requests = len({item.request_id for item in sampled})
+    counts = Counter(kind for kind in kinds.values() if kind is not None)
+    found = {f"error/{kind}": float(number) for kind, number in counts.items()}
+    return {"error/mean": sum(counts.values()) / max(1, num_requests), **found}
+
+
+FROM_ROLLOUTS = (
+    FromRollouts(_rewards),
+    FromRollouts(_agent_rewards),
+    FromRollouts(_functions, ("metrics/",)),
+    FromRollouts(_lengths),
+)
+FROM_REQUESTS = (FromRollouts(_errors, ("error/",)),)
+"""Those that count requests without a trajectory too."""
+
+
+def _records(rows: Sequence[TrainedFacts]) -> Numbers:
+    computed = sum(row.num_computed for row in rows)
+    return {"train/num_records": float(computed)}
+
+
+def _skipped(rows: Sequence[TrainedFacts]) -> Numbers:
+    if not all(row.is_weighted for row in rows):
+        return {}
+    counted = sum(row.num_counted for row in rows)
+    computed = sum(row.num_computed for row in rows)
+    return {"train/num_skipped_records": float(counted - computed)}
+
+
+def _entropy(rows: Sequence[TrainedFacts]) -> Numbers:
+    computed = sum(row.num_computed for row in rows)
+    return {"train/entropy": sum(row.sum_entropy for row in rows) / computed} if computed else {}
+
+
+def _engine_entropy(rows: Sequence[TrainedFacts]) -> Numbers:
+    sums = [row.sum_logprob for row in rows]
+    num_tokens = sum(row.num_tokens for row in rows)
+    if not num_tokens or None in sums:
+        return {}
+    return {"rollout/entropy": -sum(value for value in sums if value is not None) / num_tokens}
+
+
+FROM_TOKENS = (
+    FromTokens(_records),
+    FromTokens(_skipped),
+    # Stored as float16.
+    FromTokens(_entropy, 2e-3),
+    # A mean in float32.
+    FromTokens(_engine_entropy, 1e-4),
+)
