@@ -19,7 +19,7 @@ from vllm_kit import (
 import rolltree as rt
 from rolltree.errors import TrainingError
 from rolltree.inference import ChatRenderer, OpenAIClient, WeightTransfer, as_client
-from rolltree.inference.publish import publish_weights, served_version
+from rolltree.inference.weights.publish import publish_weights, served_version
 from rolltree.models.made import CHAT_TEMPLATE
 from rolltree.types import FinishReason, GenerateRequest, SamplingParams
 
