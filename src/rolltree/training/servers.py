@@ -268,8 +268,8 @@ class Servers:
                 await asyncio.wait(revivals, return_when=asyncio.FIRST_COMPLETED)
         if server.is_suspect or server.needs_weights:
             raise ConnectionFailed(
-                f"{server.server.root_url} is away, or has not got the run's weights yet. The call "
-                "is made on another server."
+                f"{server.server.root_url} is away, was taken out, or has yet to get the run's "
+                "weights. The call is made on another server."
             )
         return monotonic() - began
 

@@ -29,7 +29,7 @@ class WeightReload:
         worker: Any = self
         # vLLM's own loader takes folders only.
         if weights_path is not None and Path(weights_path).is_file():
-            weights_path, weights_iterator = None, _tensors_in(weights_path)
+            weights_iterator, weights_path = _tensors_in(weights_path), None
         worker.reload_weights(weights_path=weights_path, weights_iterator=weights_iterator)
         renew_output_layer(worker.model_runner.get_model())
 

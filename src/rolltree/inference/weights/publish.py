@@ -47,8 +47,8 @@ async def publish_weights(
     `folder` holds `*.safetensors` (and is in Hugging Face's layout) under the same path for the
     servers, or is one such file. When this returns, each server has said that it has `version`, and
     each client's `version` is set. Servers are updated at the same time. `method` is the worker's
-    method that reloads. vLLM's own, `"reload_weights"`, leaves a tied output layer as it was on a CPU; the
-    default renews everything, and vLLM has it from `rolltree.inference.vllm.worker`.
+    method that reloads. vLLM's own, `"reload_weights"`, leaves a tied output layer as it was on a
+    CPU; the default renews everything, and vLLM has it from `rolltree.inference.vllm.worker`.
 
     Raises:
         ConfigError: the folder has no safetensors, the version is negative, there is no server, or

@@ -80,7 +80,8 @@ class WeightTransfer:
             raise ConfigError(
                 f"bucket_bytes is {bucket_bytes} and timeout_s is {timeout_s:g}; both must be > 0."
             )
-        self._clients, self._backend, self._address = list(clients), backend, address
+        self._clients, self._backend = list(clients), backend
+        self._address = address
         self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s
         check_backend(backend)
         self._device = torch.device("cpu")
