@@ -184,7 +184,9 @@ class WeightTransfer:
         num_workers = answer.get("world_size") if isinstance(answer, dict) else None
         if not isinstance(num_workers, int) or num_workers < 1:
             raise BadResponse(f"/get_world_size answered {answer!r}, without a world size.")
-        address = self._address or await asyncio.to_thread(address_towards, server.root_url)
+        address = self._address
+        if address is None:
+            address = await asyncio.to_thread(address_towards, server.root_url)
         rendezvous = Rendezvous(address, num_workers, self._backend, self._timeout_s)
         body = {"init_info": rendezvous.invitation.as_data()}
         asked = asyncio.ensure_future(
