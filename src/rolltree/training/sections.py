@@ -151,11 +151,12 @@ class EngineSection(Section, frozen=True):
             *("reload_method", "publish", "transfer_address"),
         )
         unused = {
+            "auto": ("reload_method",),
             "shared": ("reload_method", "transfer_address"),
             "transfer": ("reload_method",),
             "disk": ("transfer_address",),
         }
-        other_way = unused.get(self.publish, ())
+        other_way = unused[self.publish]
         # A struct does not know which fields were given, so a default that is written out passes.
         defaults = {f.name: f.default for f in msgspec.structs.fields(type(self))}
         for name in (*ignored, *other_way) if self.kind == "servers" else others:

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -32,33 +33,30 @@ NamedTensors = Callable[[], Iterable[tuple[str, Tensor]]]
 """The trained weights as they are when it is called, named as in a checkpoint, tied ones once."""
 
 
-class Way(Protocol):
+class Way(ABC):
     """How weights get to servers. Calls come one at a time, and none while weights are written."""
 
     name: str
 
     async def why_not(self, client: HasServer) -> str | None:
-        """Return why a server cannot be given weights in this way; None if it can."""
-        ...
+        """Return why a server cannot be given weights in this way; None if it can, or may."""
+        return None
 
-    def outdate(self) -> None:
+    def outdate(self) -> None:  # noqa: B027  (most have nothing to do)
         """Take note that the weights have changed."""
-        ...
 
+    @abstractmethod
     async def send(self, clients: Sequence[HasServer], version: int) -> None:
         """Give these servers the weights as they are now; raises as `publish_weights`."""
-        ...
 
-    def forget(self, client: HasServer) -> None:
+    def forget(self, client: HasServer) -> None:  # noqa: B027
         """Take note that another process is in a server's place, or none."""
-        ...
 
-    async def aclose(self) -> None:
+    async def aclose(self) -> None:  # noqa: B027
         """Let go of every server."""
-        ...
 
 
-class DiskWay:
+class DiskWay(Way):
     """Writes a folder, and has servers reload it.
 
     Args:
@@ -74,10 +72,6 @@ class DiskWay:
     ) -> None:
         self._export, self._folder, self._method = export, folder, method
         self._written: Path | None = None
-
-    async def why_not(self, client: HasServer) -> str | None:
-        """Return None: whether a server sees the folder is known when it has reloaded."""
-        return None
 
     def outdate(self) -> None:
         """Write the weights again before they are sent."""
@@ -95,14 +89,8 @@ class DiskWay:
             if old != self._written:
                 await asyncio.to_thread(shutil.rmtree, old)
 
-    def forget(self, client: HasServer) -> None:
-        """Do nothing."""
 
-    async def aclose(self) -> None:
-        """Do nothing."""
-
-
-class SharedWay:
+class SharedWay(Way):
     """Copies the weights into memory that servers on this machine map."""
 
     name = "shared memory"
@@ -146,9 +134,6 @@ class SharedWay:
             self._is_written = True
         await publish_weights(clients, shared.path, version)
 
-    def forget(self, client: HasServer) -> None:
-        """Do nothing: there is no connection."""
-
     async def aclose(self) -> None:
         """Give the memory back."""
         if self._shared is not None:
@@ -156,7 +141,7 @@ class SharedWay:
         self._shared, self._is_written = None, False
 
 
-class TransferWay:
+class TransferWay(Way):
     """Sends the weights; `options` are `WeightTransfer`'s."""
 
     name = "transfer"
@@ -173,9 +158,6 @@ class TransferWay:
             return str(error)
         return None
 
-    def outdate(self) -> None:
-        """Do nothing: every sending reads the weights."""
-
     async def send(self, clients: Sequence[HasServer], version: int) -> None:
         """Send the weights to these servers."""
         await self._transfer.publish(self._tensors(), version, clients)
@@ -189,7 +171,7 @@ class TransferWay:
         await self._transfer.aclose()
 
 
-class AutoWay:
+class AutoWay(Way):
     """Gives every server the weights in the first of `ways` that it can take, and says which.
 
     The last way is not asked. `because` says why there are no others. `notify` gets what a person
@@ -203,10 +185,6 @@ class AutoWay:
         self._chosen: dict[HasServer, Way] = {}
         self._said: dict[str, str] = {}  # by URL
         self.notify: Callable[[str], None] = lambda message: None
-
-    async def why_not(self, client: HasServer) -> str | None:
-        """Return None: the last way takes whatever the others do not."""
-        return None
 
     def outdate(self) -> None:
         """Tell every way."""
