@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from vllm_kit import off_by, vllm_server
 
 from rolltree.inference import ChatRenderer, OpenAIClient
-from rolltree.inference.publish import publish_adapter, served_version
+from rolltree.inference.weights.publish import publish_adapter, served_version
 from rolltree.models.made import CHAT_TEMPLATE
 from rolltree.types import SamplingParams
 

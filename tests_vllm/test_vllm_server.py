@@ -19,8 +19,10 @@ from vllm_kit import (
 import rolltree as rt
 from rolltree.errors import TrainingError
 from rolltree.inference import ChatRenderer, OpenAIClient, WeightTransfer, as_client
-from rolltree.inference.publish import publish_weights, served_version
+from rolltree.inference.weights.publish import publish_weights, served_version
+from rolltree.inference.weights.shared import SharedWeights
 from rolltree.models.made import CHAT_TEMPLATE
+from rolltree.store import Run
 from rolltree.types import FinishReason, GenerateRequest, SamplingParams
 
 HELLO = [{"role": "user", "content": "What is 7 + 5?"}]
@@ -219,21 +221,26 @@ def published(loaded, tmp_path_factory):
 
 @pytest.fixture
 async def publish(by_token, published, folder, loaded):
-    """Publish other weights, or the old ones, by disk or by transfer."""
+    """Publish other weights, or the old ones, in one of the ways."""
     transfer = WeightTransfer([by_token])
+    shared = SharedWeights()
 
     async def publish(way, which, version):
         model, path = published if which == "new" else (loaded[0], folder)
         if way == "disk":
             await publish_weights([by_token], path, version)
+        elif way == "shared":
+            shared.write(model.named_parameters())
+            await publish_weights([by_token], shared.path, version)
         else:
             await transfer.publish(model.named_parameters(), version)
 
     yield publish
     await transfer.aclose()
+    shared.close()
 
 
-@pytest.mark.parametrize("way", ["disk", "transfer"])
+@pytest.mark.parametrize("way", ["disk", "transfer", "shared"])
 async def test_weights_are_replaced_also_under_a_request_in_flight(
     url, by_token, publish, loaded, published, way
 ):
@@ -289,9 +296,9 @@ async def test_a_transfer_that_fails_leaves_a_server_that_the_next_one_renews(
     await transfer.aclose()
 
 
-@pytest.mark.parametrize("way", [{"publish": "transfer"}, {"publish": "disk"}])
+@pytest.mark.parametrize("way", [{"publish": way} for way in ("auto", "transfer", "disk")])
 async def test_training_against_a_server(url, folder, tmp_path, way):
-    """Two asynchronous steps, by transfer and by disk; the version is verified by a probe."""
+    """Two asynchronous steps, in every way; the version is verified by a probe."""
 
     async def check(pool):
         assert await served_version(pool.clients[0].server) == "2"
@@ -300,11 +307,16 @@ async def test_training_against_a_server(url, folder, tmp_path, way):
     report = await train_two_steps(folder, tmp_path / "run", engine, ahead=1, after=check)
     assert len(report.metrics) == 2
     assert all(step["publish/probe_error"] < 1e-3 for step in report.metrics)
+    if way == {"publish": "auto"}:
+        with Run.open(tmp_path / "run", "r") as run:
+            said = [event.data["message"] for event in run.events("notice")]
+        assert f"{url}: weights go by shared memory." in said
 
 
 async def test_a_reload_that_leaves_a_layer_as_it_was_stops_the_run(url, folder, tmp_path):
     """One layer of 30, at a learning rate of 1e-5."""
     engine = {"kind": "servers", "urls": [f"{url}/v1"], "served_model": "m"}
+    engine["publish"] = "disk"
     engine["reload_method"] = "reload_all_but_one_layer"
     with pytest.raises(TrainingError, match=r"version 1 .* it serves other weights"):
         await train_two_steps(folder, tmp_path / "run", engine, ahead=0, optim={"lr": 1e-5})

@@ -14,12 +14,12 @@ from training_kit import LetterSource, flat, group, tiny_model
 
 from rolltree.errors import ConfigError, TrainingError
 from rolltree.inference.local import local_client
-from rolltree.inference.publish import call
+from rolltree.inference.weights.publish import call
 from rolltree.models import load_model
 from rolltree.training import Trainer, build_parts, load_train_config, open_run, run_training
 from rolltree.training.lora import add_adapter, plain_tensors
 from rolltree.training.publishing import Publisher, next_logprobs
-from rolltree.training.servers import TransferTarget
+from rolltree.training.servers import weight_way
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "inference" / "server"))
 import serve_kit
@@ -222,7 +222,12 @@ class TestServers:
             ({"publish": "fax"}, "engine.publish"),
             ({"transfer_address": "10.0.0.1"}, "engine.transfer_address is set"),
             (
-                {"kind": "servers", "urls": ["http://a"], "transfer_address": "10.0.0.1"},
+                {
+                    "kind": "servers",
+                    "urls": ["http://a"],
+                    "publish": "disk",
+                    "transfer_address": "10.0.0.1",
+                },
                 "engine.transfer_address is set, and engine.publish = 'disk'",
             ),
             (
@@ -273,7 +278,9 @@ class TestServers:
         try:
             urls = [server.url for server in servers]
             section = {"num_steps": 3, "async_steps": 1}
-            config = self.config(model, tmp_path / "run", urls, train=section)
+            config = self.config(
+                model, tmp_path / "run", urls, train=section, engine={"publish": "disk"}
+            )
             report = start(config)
             assert len(report.metrics) == 3
             assert all(step["publish/probe_error"] < 1e-3 for step in report.metrics)
@@ -311,11 +318,11 @@ class TestServers:
                 )
                 assert answer.json() == {"weight_version": "2"}
 
-    def test_renamed_tensors_go_by_disk(self, model):
+    def test_renamed_tensors_go_by_disk(self, model, tmp_path):
         trained, _ = load_model(str(model))
         trained._weight_conversions = ["experts were fused"]
         with pytest.raises(ConfigError, match=r"renamed or fused.*engine\.publish = 'disk'"):
-            TransferTarget(trained, [], address="127.0.0.1")
+            weight_way(trained, tmp_path, publish="transfer")
 
     def check_one_left_behind(self, config, tmp_path, urls):
         """The second server takes the version number and keeps its weights."""

@@ -11,7 +11,7 @@ from rolltree.inference import OpenAIClient
 from rolltree.models import load_model
 from rolltree.store import Run
 from rolltree.training import TrainParts, build_parts, open_run, run_training
-from rolltree.training.servers import ServerTarget
+from rolltree.training.servers import Servers, weight_way
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +100,7 @@ def test_ids_that_a_server_swaps_are_not_trained(model, tmp_path, server, swaps)
         server.url, "m", api_key=ADMIN_TOKEN, token_ids="vllm", logprobs_mode="processed"
     )
     client.swaps = swaps
-    target = ServerTarget(trained, [client], tmp_path / "weights")
+    target = Servers([client], weight_way(trained, tmp_path / "weights"))
     parts = TrainParts(trained, tokenizer, target, client, trained)
     if not swaps:
         assert len(start(config, LetterSource(), parts=parts).metrics) == 2

@@ -100,7 +100,7 @@ def serve_model(
     import torch
 
     from rolltree.inference.local import local_client
-    from rolltree.inference.server.weights import WeightReceiver, load_weights
+    from rolltree.inference.weights.receive import WeightReceiver, load_weights
 
     if num_threads is not None:
         torch.set_num_threads(num_threads)

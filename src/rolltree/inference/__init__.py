@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from rolltree.inference.parse import parse_response_messages as parse_response_messages
     from rolltree.inference.parse import parse_response_tokens as parse_response_tokens
     from rolltree.inference.pool import EndpointPool as EndpointPool
-    from rolltree.inference.publish import publish_adapter as publish_adapter
-    from rolltree.inference.publish import publish_weights as publish_weights
-    from rolltree.inference.publish import served_version as served_version
     from rolltree.inference.retry import RetryPolicy as RetryPolicy
     from rolltree.inference.session import Prompt as Prompt
     from rolltree.inference.session import TokenSession as TokenSession
@@ -35,7 +32,10 @@ if TYPE_CHECKING:
     from rolltree.inference.tool_calls import TOOL_PARSERS as TOOL_PARSERS
     from rolltree.inference.tool_calls import ToolCall as ToolCall
     from rolltree.inference.tool_calls import ToolCalls as ToolCalls
-    from rolltree.inference.transfer.publisher import WeightTransfer as WeightTransfer
+    from rolltree.inference.weights.publish import publish_adapter as publish_adapter
+    from rolltree.inference.weights.publish import publish_weights as publish_weights
+    from rolltree.inference.weights.publish import served_version as served_version
+    from rolltree.inference.weights.transfer import WeightTransfer as WeightTransfer
 
 _MODULES: dict[str, str] = {
     "chat": "ChatRenderer Continuation",
@@ -45,11 +45,11 @@ _MODULES: dict[str, str] = {
     "openai_client": "OpenAIClient",
     "openai_sdk": "OpenAISDKClient",
     "pool": "EndpointPool",
-    "publish": "publish_adapter publish_weights served_version",
+    "weights.publish": "publish_adapter publish_weights served_version",
     "retry": "RetryPolicy",
     "session": "Prompt TokenSession",
     "template": "ChatTemplate TemplateError",
-    "transfer.publisher": "WeightTransfer",
+    "weights.transfer": "WeightTransfer",
     "tool_calls": "TOOL_PARSERS ToolCall ToolCalls",
 }
 __all__ = sorted(" ".join(_MODULES.values()).split())

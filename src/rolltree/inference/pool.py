@@ -56,11 +56,12 @@ class Endpoint:
     num_calls: int = 0
     num_failures: int = 0  # in a row
     down_until_s: float = 0.0  # time.monotonic(); 0 while it is up
+    is_removed: bool = False
 
     @property
     def is_up(self) -> bool:
         """Whether its last call, or health check, was answered."""
-        return self.num_failures == 0
+        return self.num_failures == 0 and not self.is_removed
 
 
 class EndpointPool(ClientBase):
@@ -103,8 +104,7 @@ class EndpointPool(ClientBase):
                 f"{cool_down_s}, {spread} and {deadline_s}."
             )
         self.endpoints = [Endpoint(*pair) for pair in zip(clients, names, strict=True)]
-        # Every server once, and the waits of one.
-        self.retry = retry or RetryPolicy(max_retries=6 + len(clients))
+        self._given_retry = retry
         if deadline_s is None:
             servers = [getattr(client, "server", None) for client in clients]
             deadline_s = max((server.deadline_s for server in servers if server), default=None)
@@ -190,6 +190,39 @@ class EndpointPool(ClientBase):
         mean = (sum(endpoint.num_in_flight for endpoint in up) + 1) / len(up)
         limit = max(ceil(self._spread * mean), _ALWAYS_FITS)
         return next((each for each in up if each.num_in_flight < limit), up[0])
+
+    @property
+    def retry(self) -> RetryPolicy:
+        """How often a call is tried again."""
+        # Every server once, and the waits of one.
+        return self._given_retry or RetryPolicy(max_retries=6 + len(self.endpoints))
+
+    def add(self, client: ModelClient) -> None:
+        """Send calls to another server, too.
+
+        Raises:
+            ConfigError: it is here already, or has another model.
+        """
+        name = _name(client, len(self.endpoints))
+        if client.model != self.model or name in {each.name for each in self.endpoints}:
+            raise ConfigError(
+                f"{name} cannot be added to {self!r}: a pool has no server twice, and all have one "
+                f"model ({self.model!r})."
+            )
+        self.endpoints.append(Endpoint(client, name))
+
+    def remove(self, client: ModelClient) -> None:
+        """Send no more calls to a server; its rollouts move on. Closing the client is yours.
+
+        Raises:
+            ConfigError: it is the last one.
+        """
+        kept = [each for each in self.endpoints if each.client is not client]
+        if not kept:
+            raise ConfigError(f"{self!r} would be left without a server. Add another one first.")
+        for endpoint in self.endpoints:
+            endpoint.is_removed = endpoint.is_removed or endpoint.client is client
+        self.endpoints = kept
 
     def note_failure(self, endpoint: Endpoint) -> None:
         """Leave a server alone for a while."""

@@ -13,8 +13,8 @@ from typing import Any
 
 from rolltree.errors import ConnectionFailed, ModelError
 from rolltree.inference.http import HttpClient
-from rolltree.inference.publish import call, served_version
 from rolltree.inference.retry import RetryPolicy
+from rolltree.inference.weights.publish import call, served_version
 
 _ONCE = RetryPolicy(max_retries=0)
 _REQUEST_TIMEOUT_S = 5.0

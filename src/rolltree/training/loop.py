@@ -188,7 +188,7 @@ class _Loop:
         self.done = self.saved = first.step
         servers = self.parts.engine
         if isinstance(servers, Servers):
-            servers.notify = self.notify
+            servers.notify, servers.probe = self.notify, self.publisher.probe
             await servers.or_lost(servers.start())
         # Before the first request: an engine with a copy still has the weights that it was started
         # with, not those of the checkpoint.

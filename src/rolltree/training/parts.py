@@ -27,10 +27,9 @@ from rolltree.training.rank0 import adapt, load_trained
 from rolltree.training.ranks import Ranks
 from rolltree.training.servers import (
     Servers,
-    ServerTarget,
     TrainedServer,
-    TransferTarget,
     check_served_names,
+    weight_way,
 )
 
 
@@ -144,12 +143,15 @@ def _servers(config: TrainConfig, model: Any, tokenizer: Any) -> tuple[Any, Weig
     limit_s = section.away_limit_s
     # A call may wait for as long as the run does, and needs its own time after that.
     pool = EndpointPool(clients, deadline_s=limit_s + max(c.server.deadline_s for c in clients))
-    if section.publish == "transfer":
-        address = section.transfer_address
-        return pool, TransferTarget(model, clients, address=address, away_limit_s=limit_s)
-    # Servers have other working directories.
-    folder, method = Path(config.run.dir).absolute() / "weights", section.reload_method
-    return pool, ServerTarget(model, clients, folder, method=method, away_limit_s=limit_s)
+    way = weight_way(
+        model,
+        # Servers have other working directories.
+        Path(config.run.dir).absolute() / "weights",
+        publish=section.publish,
+        method=section.reload_method,
+        address=section.transfer_address,
+    )
+    return pool, Servers(clients, way, away_limit_s=limit_s, pool=pool)
 
 
 def _key(setting: str, variable: str | None) -> str | None:

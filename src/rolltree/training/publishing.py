@@ -89,7 +89,8 @@ class Publisher:
             0, vocabulary, (_NUM_FIRST, _PROMPT_TOKENS), dtype=np.int32
         )
         self._before: FloatArray | None = None  # logprobs of the weights before the step
-        self._noise: dict[int, float] = {}  # by client
+        self._noise: dict[Any, float] = {}  # by client
+        self._scored: _Scored | None = None  # of the last version that was verified
         self.spent_s = 0.0
 
     def expect(self, samples: Sequence[Sample]) -> None:
@@ -152,12 +153,13 @@ class Publisher:
             return {}
         # With ranks this is a pass of all of them, which none may leave in the middle.
         after = await run_shielded(asyncio.to_thread(self._score, self._prompts))
+        scored = self._scored = _Scored(version, self._prompts, self._before, after)
         found: list[_Found] = []
         for client in getattr(self._client, "clients", [self._client]):
             if getattr(client, "is_suspect", False):
                 continue
             try:
-                found.append(await self._check(client, version, after, is_old=not shares))
+                found.append(await self._check(client, scored, is_old=not shares))
             # It may have died while it was probed; then it is renewed before its next request.
             except ModelError:
                 if not getattr(client, "is_suspect", False):
@@ -169,6 +171,18 @@ class Publisher:
             metrics["publish/probe_step"] = max(each.moved for each in found)
         return metrics
 
+    async def probe(self, client: Any, version: int) -> None:
+        """Check one client that got the weights apart from the others, such as a new server.
+
+        Nothing is checked before the first `verify` of the version, which looks at every client.
+
+        Raises:
+            TrainingError: it serves other weights than the trainer's.
+            ModelError: it does not answer.
+        """
+        if self._scored is not None and self._scored.version == version:
+            await self._check(client, self._scored, is_old=True)
+
     def shares_memory(self) -> bool:
         """Return whether the engine computes with the very tensors that are trained."""
         served = getattr(self._engine, "served_tensors", None)
@@ -179,25 +193,26 @@ class Publisher:
         own = [p for p in self._model.parameters() if p.requires_grad]
         return all((p.data_ptr(), p.numel()) in addresses for p in own)
 
-    async def _check(self, client: Any, version: int, after: FloatArray, *, is_old: bool) -> _Found:
+    async def _check(self, client: Any, scored: _Scored, *, is_old: bool) -> _Found:
         """Return what one client's probe found; what looks wrong is looked at again, together.
 
         `is_old`: it may serve weights of before the step.
         """
         # A server that was away at the first publish is judged by what the others differed by.
-        noise = self._noise.get(id(client), max(self._noise.values(), default=None))
+        noise = self._noise.get(client, max(self._noise.values(), default=None))
         noise = noise if is_old else None
+        version = scored.version
         ids, logprobs = np.empty(0, np.int32), np.empty(0, np.float32)
         for number in range(_NUM_TRIES):
             # Other seeds in each try, so the tries are independent and are judged together.
-            more = await self._sample(client, version, version * _NUM_TRIES + number)
+            more = await _sample(client, scored, version * _NUM_TRIES + number)
             ids, logprobs = np.append(ids, more[0]), np.append(logprobs, more[1])
-            found = _compare(ids, logprobs, self._before, after)
+            found = _compare(ids, logprobs, scored.before, scored.after)
             why = found.why_not(noise, self._tolerance)
             if why is None:
                 # From the first publish only: a later difference may already be an old part of the
                 # weights.
-                self._noise.setdefault(id(client), found.error)
+                self._noise.setdefault(client, found.error)
                 return found
         raise TrainingError(
             f"version {version} was published to {client!r}, and it serves other weights: {why}. "
@@ -206,33 +221,46 @@ class Publisher:
             "(engine.probe_tolerance = 0.5)."
         )
 
-    async def _sample(self, client: Any, version: int, seed: int) -> tuple[IntArray, FloatArray]:
-        """Return the token that a client samples after each prompt, and its logprob."""
-        # One token, because `_before` has the distribution of the next token only (design/0022).
-        sampling = SamplingParams(temperature=1.0, max_tokens=1)
-        size = len(self._prompts)
-        answers = await asyncio.gather(
-            *(
-                client.generate(
-                    GenerateRequest(prompt, replace(sampling, seed=seed * size + number))
-                )
-                for number, prompt in enumerate(self._prompts)
-            )
+
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    """What a probe of one version is compared with.
+
+    `prompts`: int32 `[_N, _T]`. `before` (None: there was no step), `after`: the trainer's logprobs
+    `[_N, _V]` of the next token, before the step and with this version.
+    """
+
+    version: int
+    prompts: IntArray
+    before: FloatArray | None
+    after: FloatArray
+
+
+async def _sample(client: Any, scored: _Scored, seed: int) -> tuple[IntArray, FloatArray]:
+    """Return the token that a client samples after each prompt, and its logprob."""
+    # One token, because `before` has the distribution of the next token only (design/0022).
+    sampling = SamplingParams(temperature=1.0, max_tokens=1)
+    size = len(scored.prompts)
+    answers = await asyncio.gather(
+        *(
+            client.generate(GenerateRequest(prompt, replace(sampling, seed=seed * size + number)))
+            for number, prompt in enumerate(scored.prompts)
         )
-        for answer in answers:
-            if answer.completion_ids is None or answer.logprobs is None:
-                raise TrainingError(
-                    f"{client!r} returns no token ids or no logprobs, so its weights cannot be "
-                    "verified and its samples cannot be trained on. See docs/inference.md, "
-                    "Servers, for how to start it."
-                )
-            if answer.versions is not None and (answer.versions != version).any():
-                raise TrainingError(
-                    f"{client!r} sampled with version {int(answer.versions[0])} after version "
-                    f"{version} was published. Does another program publish to it?"
-                )
-        ids = np.array([answer.completion_ids[0] for answer in answers], np.int32)
-        return ids, np.array([answer.logprobs[0] for answer in answers], np.float32)
+    )
+    for answer in answers:
+        if answer.completion_ids is None or answer.logprobs is None:
+            raise TrainingError(
+                f"{client!r} returns no token ids or no logprobs, so its weights cannot be "
+                "verified and its samples cannot be trained on. See docs/inference.md, "
+                "Servers, for how to start it."
+            )
+        if answer.versions is not None and (answer.versions != scored.version).any():
+            raise TrainingError(
+                f"{client!r} sampled with version {int(answer.versions[0])} after version "
+                f"{scored.version} was published. Does another program publish to it?"
+            )
+    ids = np.array([answer.completion_ids[0] for answer in answers], np.int32)
+    return ids, np.array([answer.logprobs[0] for answer in answers], np.float32)
 
 
 @dataclass(frozen=True, slots=True)

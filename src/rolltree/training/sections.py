@@ -78,9 +78,11 @@ class EngineSection(Section, frozen=True):
     - `kind`: `local` is the embedded engine, which reads the trainer's own tensors; `vllm` runs
       vLLM in this process and copies the weights to it after every step; `servers` are vLLM servers
       at `urls`.
-    - `publish`: how servers get new weights. `disk`: they reload `weights/` in the run directory,
-      which they see under the same path. `transfer`: the weights are sent, by nccl if
-      `model.device` is a GPU, else by gloo, from `transfer_address` of this machine.
+    - `publish`: how servers get new weights. `shared`: they map memory of this machine. `transfer`:
+      the weights are sent, by nccl if `model.device` is a GPU, else by gloo, from
+      `transfer_address` of this machine (None finds it). `disk`: they reload `weights/` in the run
+      directory, which they see under the same path. `auto`: each server takes the first of these
+      that it can, and the run says which.
     - `served_model`: the model's name on the servers (None: `model.name`). `api_key_env`: the
       environment variable with their API key; `admin_key_env`: with the key that publishes weights,
       if that is another one. `reload_method`: see `publish_weights`.
@@ -103,8 +105,8 @@ class EngineSection(Section, frozen=True):
 
     kind: Literal["local", "vllm", "servers"] = "local"
     urls: tuple[str, ...] = ()
-    publish: Literal["disk", "transfer"] = "disk"
-    transfer_address: str = "127.0.0.1"
+    publish: Literal["auto", "shared", "transfer", "disk"] = "auto"
+    transfer_address: str | None = None
     served_model: str | None = None
     api_key_env: str | None = None
     admin_key_env: str | None = None
@@ -148,12 +150,18 @@ class EngineSection(Section, frozen=True):
             *("served_model", "api_key_env", "admin_key_env", "away_limit_s"),
             *("reload_method", "publish", "transfer_address"),
         )
-        other_way = "reload_method" if self.publish == "transfer" else "transfer_address"
+        unused = {
+            "auto": ("reload_method",),
+            "shared": ("reload_method", "transfer_address"),
+            "transfer": ("reload_method",),
+            "disk": ("transfer_address",),
+        }
+        other_way = unused[self.publish]
         # A struct does not know which fields were given, so a default that is written out passes.
         defaults = {f.name: f.default for f in msgspec.structs.fields(type(self))}
-        for name in (*ignored, other_way) if self.kind == "servers" else others:
+        for name in (*ignored, *other_way) if self.kind == "servers" else others:
             if getattr(self, name) != defaults[name]:
-                chosen = "publish" if name == other_way and self.kind == "servers" else "kind"
+                chosen = "publish" if name in other_way and self.kind == "servers" else "kind"
                 raise ConfigError(
                     f"engine.{name} is set, and engine.{chosen} = {getattr(self, chosen)!r} does "
                     "not use it, so it would have no effect. Leave it out (servers are configured "

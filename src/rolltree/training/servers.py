@@ -10,13 +10,12 @@ rollout is lost and none is sampled from other weights. When every server has be
 from __future__ import annotations
 
 import asyncio
-import shutil
-from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, nullcontext
+from contextvars import ContextVar
 from pathlib import Path
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from rolltree.errors import (
     BadResponse,
@@ -27,12 +26,13 @@ from rolltree.errors import (
     ServerError,
     TrainingError,
 )
-from rolltree.inference import WeightTransfer, publish_weights
 from rolltree.inference.call import ModelCall
 from rolltree.inference.openai_client import OpenAIClient, OpenAIMemory
-from rolltree.inference.publish import RELOAD_METHOD, HasServer, served_version
+from rolltree.inference.pool import EndpointPool
 from rolltree.inference.reachable import FIRST_ANSWER_TIMEOUT_S
 from rolltree.inference.retry import RetryPolicy
+from rolltree.inference.weights.publish import RELOAD_METHOD, HasServer, served_version
+from rolltree.inference.weights.ways import AutoWay, DiskWay, SharedWay, TransferWay, Way
 from rolltree.rollouts.requests import current_episode
 from rolltree.training.checkpoint_formats import export_model
 from rolltree.training.lora import plain_tensors
@@ -42,6 +42,9 @@ T = TypeVar("T")
 _WAITS = RetryPolicy(first_wait_s=0.5, max_wait_s=15.0)
 _MAX_REFUSALS = 3
 """How often a healthy server may reject weights before it is an error."""
+_PROBED: ContextVar[TrainedServer | None] = ContextVar("probed", default=None)
+"""The server that is probed in this task: its calls do not wait for what they are part of."""
+PublishName = Literal["auto", "shared", "transfer", "disk"]
 _ASK_S = 60.0
 """How long a server may take to report the version of its weights."""
 
@@ -53,12 +56,13 @@ class TrainedServer(OpenAIClient):
         is_suspect: a call failed, so the server may be gone, or another process in its place. Calls
             wait until that is clear.
         needs_weights: it did not take the published weights.
+        is_new: it was added while the run went on, and was never ready.
         epoch: how often it was found to have other weights. An answer from before says nothing.
     """
 
     # None outside a run, where the client is an `OpenAIClient` and nothing more.
     fleet: Servers | None = None
-    is_suspect = needs_weights = False
+    is_suspect = needs_weights = is_new = False
     epoch = 0
     away_since_s: float | None = None  # time.monotonic()
     _check: asyncio.Task[str] | None = None
@@ -71,7 +75,7 @@ class TrainedServer(OpenAIClient):
             BadResponse: it answered with other weights; it gets the published ones.
             ModelError: as `OpenAIClient`.
         """
-        if self.fleet is None:
+        if self.fleet is None or _PROBED.get() is self:
             return await super().respond(call, memory)
         waited_s = await self.fleet.ready(self)
         # Noted before the request: an answer from before a restart does not count, although the
@@ -140,7 +144,7 @@ class TrainedServer(OpenAIClient):
         return await asyncio.shield(self._check)
 
 
-class Servers(ABC):
+class Servers:
     """The servers of a run as its `WeightTarget`.
 
     They have copies of the weights, so they go on while the optimizer writes, and weights are given
@@ -149,20 +153,35 @@ class Servers(ABC):
     Args:
         clients: one per server. `TrainedServer`s are waited for; with others, every failure is an
             error.
+        way: how they get weights.
         away_limit_s: how long all servers may be away.
+        pool: the client that sends calls to them, if it is to follow `add` and `remove`.
     """
 
-    def __init__(self, clients: Sequence[HasServer], *, away_limit_s: float = 1800.0) -> None:
+    def __init__(
+        self,
+        clients: Sequence[HasServer],
+        way: Way,
+        *,
+        away_limit_s: float = 1800.0,
+        pool: EndpointPool | None = None,
+    ) -> None:
         self._clients, self._limit_s = list(clients), away_limit_s
+        self._way, self._pool = way, pool
+        if isinstance(way, AutoWay):
+            way.notify = lambda message: self.notify(message)
         self._watched = [client for client in clients if isinstance(client, TrainedServer)]
         for client in self._watched:
             client.fleet = self
+        self._leaving: TrainedServer | None = None
         self.version = -1
         """The version that was published last; -1 before the first."""
         self.labels: frozenset[str] = frozenset()
         """The labels that servers may report: that version, and the one being published."""
         self.notify: Callable[[str], None] = lambda message: None
         """Gets what a person should know; the loop puts its own function here."""
+        self.probe: Callable[[Any, int], Awaitable[None]] | None = None
+        """Checks what one server samples with a version; the loop puts its publisher's here."""
         self._lock = asyncio.Lock()
         self._revivals: dict[TrainedServer, asyncio.Task[None]] = {}
         self._has_answered = False
@@ -181,9 +200,9 @@ class Servers(ABC):
         A server that does not answer gets them before its next request.
 
         Raises:
-            PublishFailed: a server answers, and does not take them.
+            PublishFailed: servers answer, and none of them takes the weights.
         """
-        await self._prepare(version)
+        self._way.outdate()
         # A restarted process has lost the connection for transfers, which has to be made again
         # before anything is sent.
         restarts = map(self._note_restart, self._watched)
@@ -192,14 +211,21 @@ class Servers(ABC):
         self.labels |= {str(version)}
         waiting: list[Any] = list(self._clients)
         for number in range(_MAX_REFUSALS):
-            failed: tuple[Any, ...] = ()
+            failed: list[Any] = []
             try:
-                await self._send(waiting, version)
+                await self._way.send(waiting, version)
             except PublishFailed as error:
-                failed = error.clients
+                # One that was taken out meanwhile is missed by nobody.
+                failed = [client for client in error.clients if client in self._clients]
                 # Other clients cannot be revived, so their failure is final.
-                if number == _MAX_REFUSALS - 1 or not set(failed) <= set(self._watched):
+                if not set(failed) <= set(self._watched):
                     raise
+                if number == _MAX_REFUSALS - 1:
+                    for client in failed:
+                        self._give_up(client, error)
+                    if self._failure is not None:
+                        raise
+                    break
             for client in set(waiting) & set(self._watched):
                 client.needs_weights = client in failed
             # A server that is away is not waited for: a publish is part of the step that SIGTERM
@@ -209,7 +235,6 @@ class Servers(ABC):
                 break
             await asyncio.sleep(_WAITS.wait_s(number, None))
         self.version, self.labels = version, frozenset([str(version)])
-        await self._tidy()
 
     async def start(self) -> None:
         """Wait until a server answers; a few seconds, since none of them may ever have been there.
@@ -232,7 +257,7 @@ class Servers(ABC):
         began = monotonic()
         # Every call helps to bring all servers back, since its pool may send the next one to any.
         away = [each for each in self._watched if each.is_suspect or each.needs_weights]
-        if server not in away:
+        if server not in away and server in self._watched:
             return 0.0
         revivals = [self.revive(each) for each in away]
         # Only then is there nobody else to ask. The deadline of the rollout stands still
@@ -243,18 +268,62 @@ class Servers(ABC):
                 await asyncio.wait(revivals, return_when=asyncio.FIRST_COMPLETED)
         if server.is_suspect or server.needs_weights:
             raise ConnectionFailed(
-                f"{server.server.root_url} is away, or has not got the run's weights yet. The call "
-                "is made on another server."
+                f"{server.server.root_url} is away, was taken out, or has yet to get the run's "
+                "weights. The call is made on another server."
             )
         return monotonic() - began
 
     def revive(self, server: TrainedServer) -> asyncio.Task[None]:
-        """Return the task that waits for a server and gives it the weights it should have."""
+        """Return the task that waits for a server and gives it the weights it should have.
+
+        Raises:
+            ConnectionFailed: it was removed.
+        """
+        if server not in self._watched:
+            raise ConnectionFailed(f"{server.server.root_url} was taken out of this run.")
         task = self._revivals.get(server)
         if task is None or task.done():
             task = asyncio.create_task(self._revive(server), name="revive-server")
             self._revivals[server] = task
         return task
+
+    def add(self, server: TrainedServer) -> asyncio.Task[None]:
+        """Take in a server while the run goes on; return the task that waits until it is ready.
+
+        It gets the published weights, and is probed, before its first request.
+        """
+        server.fleet, server.is_new, server.is_suspect = self, True, True
+        # Whatever it says: a label of an earlier life of the run may be right by chance.
+        server.needs_weights = self.version >= 0
+        self._clients.append(server)
+        self._watched.append(server)
+        if self._pool is not None:
+            self._pool.add(server)
+        leaving, self._leaving = self._leaving, None
+        if leaving is not None:
+            self.remove(leaving)
+        return self.revive(server)
+
+    def remove(self, server: TrainedServer) -> None:
+        """Do without a server from now on; its calls move on. Its client stays open.
+
+        The last one stays until another is added, and is waited for as any other.
+        """
+        if server not in self._watched:
+            return
+        if len(self._watched) == 1:
+            self._leaving = server
+            return
+        self._clients.remove(server)
+        self._watched.remove(server)
+        server.is_suspect = True  # for calls that have chosen it already
+        if self._pool is not None:
+            self._pool.remove(server)
+        task = self._revivals.pop(server, None)
+        # `_revive` itself may do without its server.
+        if task is not None and task is not asyncio.current_task():
+            task.cancel()
+        self._way.forget(server)
 
     async def or_lost(self, work: Awaitable[T]) -> T:
         """Return what `work` returns.
@@ -288,23 +357,11 @@ class Servers(ABC):
             )
 
     async def aclose(self) -> None:
-        """Stop waiting for servers."""
+        """Stop waiting for servers, and close what carries weights to them."""
         for task in self._revivals.values():
             task.cancel()
         await asyncio.gather(*self._revivals.values(), return_exceptions=True)
-
-    @abstractmethod
-    async def _send(self, clients: Sequence[HasServer], version: int) -> None:
-        """Give these servers the weights as they are now; raises `PublishFailed`."""
-
-    async def _prepare(self, version: int) -> None:  # noqa: B027
-        """Do what comes before the first `_send` of a version."""
-
-    async def _tidy(self) -> None:  # noqa: B027
-        """Do what comes after it."""
-
-    def _forget(self, server: TrainedServer) -> None:  # noqa: B027
-        """Take note that another process is in a server's place."""
+        await self._way.aclose()
 
     async def _revive(self, server: TrainedServer) -> None:
         num_refused = number = 0
@@ -314,10 +371,11 @@ class Servers(ABC):
                     await self._renew(server)
                     self._note_back(server)
                     return
-                except ModelError as error:
+                # A probe that fails is a TrainingError.
+                except (ModelError, TrainingError) as error:
                     num_refused += 1
                     if num_refused == _MAX_REFUSALS:
-                        self._lose(error)
+                        self._give_up(server, error)
                         return
                 except Exception as error:  # noqa: BLE001  `or_lost` raises it
                     self._lose(error)
@@ -341,13 +399,40 @@ class Servers(ABC):
             number += 1
 
     async def _renew(self, server: TrainedServer) -> None:
-        """Give a server that answers the published weights if it has others."""
+        """Give a server that answers the published weights if it has others, and probe it."""
         # The optimizer writes under the same lock, so a half-written model is never sent.
         async with self._lock:
             await self._note_restart(server)
             if server.needs_weights:
-                await self._send([server], self.version)
+                await self._way.send([server], self.version)
                 server.needs_weights = False
+        # Without the lock, since a server that hangs must not keep the trainer from publishing.
+        while self.probe is not None and self.version >= 0:
+            version = self.version
+            token = _PROBED.set(server)
+            try:
+                await self.probe(server, version)
+                return
+            except TrainingError:
+                # It is as good as the others if it has been given the next weights meanwhile.
+                if self.version == version:
+                    server.needs_weights = True
+                    raise
+            finally:
+                _PROBED.reset(token)
+
+    def _give_up(self, server: TrainedServer, error: Exception) -> None:
+        """Do without a server that answers and cannot be used; end the run if it was the last."""
+        others = [each for each in self._watched if each is not server]
+        if all(each.is_suspect or each.needs_weights for each in others):
+            self._lose(error)
+            return
+        self.remove(server)
+        self.notify(
+            f"{server.server.root_url} is not used any more, since it answers and could not be "
+            f"given the weights of version {self.version}: {error} The run goes on with "
+            f"{self._names()}."
+        )
 
     async def _note_restart(self, server: TrainedServer) -> None:
         """Ask a server for its version, and take note of one that it should not have."""
@@ -364,7 +449,9 @@ class Servers(ABC):
         # Answers that are under way may come from these weights: their callers compare the epoch.
         server.epoch += 1
         server.needs_weights = True
-        self._forget(server)
+        self._way.forget(server)
+        if server.is_new:
+            return
         self.notify(
             f"{server.server.root_url} says that its weights are {label!r}, and version "
             f"{self.version} was published: it was restarted, or another program publishes to it. "
@@ -401,7 +488,10 @@ class Servers(ABC):
     def _note_back(self, server: TrainedServer) -> None:
         server.is_suspect, self._has_answered = False, True
         since_s, server.away_since_s = server.away_since_s, None
-        if since_s is not None:
+        if server.is_new:
+            server.is_new = False
+            self.notify(f"{server.server.root_url} takes part, with version {self.version}.")
+        elif since_s is not None:
             self.notify(f"{server.server.root_url} is back after {monotonic() - since_s:.0f} s.")
 
     def _away_s(self) -> float:
@@ -419,89 +509,66 @@ class Servers(ABC):
         self._lost.set()
 
 
-class ServerTarget(Servers):
-    """Publishes to servers by disk: writes a version, has every server reload it.
-
-    Args:
-        model: the module that is trained.
-        clients: one per server.
-        folder: where versions are written, readable for the servers under the same path.
-        method: the worker's method that reloads, see `publish_weights`.
-        away_limit_s: see `Servers`.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        clients: Sequence[HasServer],
-        folder: Path,
-        *,
-        method: str = RELOAD_METHOD,
-        away_limit_s: float = 1800.0,
-    ) -> None:
-        super().__init__(clients, away_limit_s=away_limit_s)
-        self._model, self._method = model, method
-        self._folder = folder
-
-    async def _prepare(self, version: int) -> None:
-        await asyncio.to_thread(export_model, self._model, None, self._path(version))
-
-    async def _send(self, clients: Sequence[HasServer], version: int) -> None:
-        await publish_weights(clients, self._path(version), version, method=self._method)
-
-    async def _tidy(self) -> None:
-        # The current version stays, for servers that come back.
-        for old in self._folder.glob("version-*"):
-            if old != self._path(self.version):
-                await asyncio.to_thread(shutil.rmtree, old)
-
-    def _path(self, version: int) -> Path:
-        return self._folder / f"version-{version:06d}"
-
-
-class TransferTarget(Servers):
-    """Publishes to servers by sending them the weights.
+def weight_way(
+    model: Any,
+    folder: Path,
+    *,
+    publish: PublishName = "auto",
+    method: str = RELOAD_METHOD,
+    address: str | None = None,
+) -> Way:
+    """Return the way in which servers get a model's weights; `engine.publish` names it.
 
     Args:
         model: the module that is trained, or a plain copy of it (adapters, ranks).
-        clients: one per server.
-        address: this machine's, as the servers reach it.
-        away_limit_s: see `Servers`.
+        folder: where a disk's versions are written.
+        publish: `auto` lets each server take the first that it can of shared memory, transfer and
+            disk.
+        method: the worker's method that reloads from a disk, see `publish_weights`.
+        address: this machine's, as servers reach it; None finds it.
 
     Raises:
-        ConfigError: the model's tensors have other names than its checkpoint's.
+        ConfigError: the model's tensors have other names than its checkpoint's, and not the disk
+            was chosen.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        clients: Sequence[HasServer],
-        *,
-        address: str,
-        away_limit_s: float = 1800.0,
-    ) -> None:
-        check_served_names(model, "engine.publish = 'disk'")
-        super().__init__(clients, away_limit_s=away_limit_s)
+    def tensors() -> Iterable[tuple[str, Any]]:
+        return plain_tensors(model)
+
+    def disk() -> Way:
+        return DiskWay(lambda path: export_model(model, None, path), folder, method=method)
+
+    def transfer() -> Way:
         device = next(model.parameters()).device
         on_gpu = device.type == "cuda"
-        self._model = model
-        self._transfer = WeightTransfer(
-            clients,
+        return TransferWay(
+            tensors,
             backend="nccl" if on_gpu else "gloo",
             device=device if on_gpu else None,
             address=address,
         )
 
-    async def _send(self, clients: Sequence[HasServer], version: int) -> None:
-        await self._transfer.publish(plain_tensors(self._model), version, clients)
+    def auto() -> Way:
+        # Only a disk has them under the names of the checkpoint.
+        if is_renamed(model):
+            return AutoWay([disk()], because="its tensors have other names than its checkpoint")
+        return AutoWay([SharedWay(tensors), transfer(), disk()])
 
-    def _forget(self, server: TrainedServer) -> None:
-        self._transfer.forget(server)
+    if publish in ("shared", "transfer"):
+        check_served_names(model, "engine.publish = 'disk'")
+    ways: dict[PublishName, Callable[[], Way]] = {
+        "auto": auto,
+        "shared": lambda: SharedWay(tensors),
+        "transfer": transfer,
+        "disk": disk,
+    }
+    return ways[publish]()
 
-    async def aclose(self) -> None:
-        """Close the connections to the servers."""
-        await super().aclose()
-        await self._transfer.aclose()
+
+def is_renamed(model: Any) -> bool:
+    """Return whether the tensors have other names than in the checkpoint they were read from."""
+    # transformers notes here how it renamed or fused tensors on reading.
+    return bool(getattr(model, "_weight_conversions", None))
 
 
 def check_served_names(model: Any, way_out: str) -> None:
@@ -510,8 +577,7 @@ def check_served_names(model: Any, way_out: str) -> None:
     Raises:
         ConfigError: naming the way out.
     """
-    # transformers notes here how it renamed or fused tensors on reading.
-    if getattr(model, "_weight_conversions", None):
+    if is_renamed(model):
         raise ConfigError(
             f"the tensors of {type(model).__name__} were renamed or fused when its checkpoint "
             f"was read, so vLLM would not know what it is given. Use {way_out}, which writes them "

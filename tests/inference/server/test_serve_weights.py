@@ -29,8 +29,8 @@ from rolltree.inference import (
 )
 from rolltree.inference.reachable import check_servers
 from rolltree.inference.server import ServedModel, create_app
-from rolltree.inference.server.weights import INDEX, safetensors_files
-from rolltree.inference.transfer.buckets import TensorSpec, specs_to_data
+from rolltree.inference.weights.buckets import TensorSpec, specs_to_data
+from rolltree.inference.weights.receive import INDEX, safetensors_files
 from rolltree.types import ModelResponse, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)

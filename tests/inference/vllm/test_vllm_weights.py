@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from rolltree.errors import ConfigError, ServerError
-from rolltree.inference.publish import publish_weights
 from rolltree.inference.vllm import VllmBackend
 from rolltree.inference.vllm.engine import parameters_of
+from rolltree.inference.weights.publish import publish_weights
 
 
 class Tied(torch.nn.Module):

@@ -2,7 +2,7 @@
 
 OpenAI's `/v1/models`, `/v1/chat/completions` and `/v1/completions`; vLLM's `/tokenize`,
 `/detokenize`, `/inference/v1/generate` and its weight updates, so that one publisher
-(`rolltree.inference.publish`, `.transfer`) works on both; `/health`. By default only this machine
+(`rolltree.inference.weights`) works on both; `/health`. By default only this machine
 can reach it.
 """
 
@@ -66,7 +66,7 @@ from rolltree.inference.server.responses import (
     ResponseStream,
     generate_response,
 )
-from rolltree.inference.server.weights import WeightReceiver
+from rolltree.inference.weights.receive import WeightReceiver, weights_mark
 from rolltree.types import IntArray
 
 
@@ -255,25 +255,29 @@ class WeightHandlers:
         return json_response({"is_paused": self._served.is_paused})
 
     async def collective_rpc(self, request: Request) -> Response:
-        """Load the weights of a folder, with kwargs `{"weights_path": DIR}`.
+        """Load the weights of a folder or a file, with kwargs `{"weights_path": PATH}`.
 
         vLLM's `reload_weights` and the worker extension's `reload_all_weights` are the same here.
+        `weights_mark` answers what a trainer wrote into that file to recognize it.
         """
         body = await json_body(request)
         kwargs = body.get("kwargs", {})
         method = body.get("method")
-        if method not in ("reload_weights", "reload_all_weights"):
+        if method not in ("reload_weights", "reload_all_weights", "weights_mark"):
             raise RequestError(
-                "the only methods here are reload_weights and reload_all_weights.", param="method"
+                "the only methods here are reload_weights, reload_all_weights and weights_mark.",
+                param="method",
             )
         given = kwargs.get("weights_path") if isinstance(kwargs, dict) else None
         if not isinstance(given, str) or kwargs.keys() != {"weights_path"} or body.get("args"):
             raise RequestError(
-                f'{method} takes kwargs {{"weights_path": DIR}} and nothing else.',
+                f'{method} takes kwargs {{"weights_path": PATH}} and nothing else.',
                 param="kwargs",
             )
         if not self._served.can_reload:
             raise RequestError("this server was started without weight updates.", status=404)
+        if method == "weights_mark":
+            return json_response({"results": [await asyncio.to_thread(weights_mark, Path(given))]})
         await self._served.reload(Path(given))
         return json_response({"results": [None]})
 

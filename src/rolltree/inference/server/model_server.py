@@ -17,7 +17,7 @@ from rolltree.errors import PromptTooLong, TokenError
 from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.client import check_shown_tools
 from rolltree.inference.engine import EngineOutput, EngineThread, SampledToken
-from rolltree.inference.server.weights import WeightReceiver
+from rolltree.inference.weights.receive import WeightReceiver
 from rolltree.types import (
     ChatMessage,
     FinishReason,

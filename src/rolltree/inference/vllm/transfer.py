@@ -19,9 +19,9 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
-from rolltree.inference.transfer.buckets import fill_buckets, specs_from_data
-from rolltree.inference.transfer.channel import Channel, Invitation, accept, receive
 from rolltree.inference.vllm.worker import renew_output_layer
+from rolltree.inference.weights.buckets import fill_buckets, specs_from_data
+from rolltree.inference.weights.channel import Channel, Invitation, accept, receive
 
 
 @dataclass

@@ -12,7 +12,8 @@ then come from half an update. Importing the module also registers the weight-tr
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 
@@ -24,15 +25,32 @@ class WeightReload:
         weights_path: str | None = None,
         weights_iterator: Iterable[tuple[str, Any]] | None = None,
     ) -> None:
-        """Replace the weights from a folder, or by tensors named as in a checkpoint."""
+        """Replace the weights from a folder or a file, or by tensors named as in a checkpoint."""
         worker: Any = self
+        # vLLM's own loader takes folders only.
+        if weights_path is not None and Path(weights_path).is_file():
+            weights_iterator, weights_path = _tensors_in(weights_path), None
         worker.reload_weights(weights_path=weights_path, weights_iterator=weights_iterator)
         renew_output_layer(worker.model_runner.get_model())
+
+    def weights_mark(self, weights_path: str) -> str | None:
+        """Return what a trainer wrote into a file to recognize it."""
+        from rolltree.inference.weights.receive import weights_mark
+
+        return weights_mark(Path(weights_path))
 
     def abandon_weight_update(self) -> None:
         """Forget an update that was started and whose trainer is gone."""
         worker: Any = self
         worker._weight_update_active = False
+
+
+def _tensors_in(path: str) -> Iterator[tuple[str, Any]]:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118  (safe_open is not a mapping)
+            yield name, file.get_tensor(name)
 
 
 def renew_output_layer(model: Any) -> None:

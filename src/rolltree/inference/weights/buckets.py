@@ -40,7 +40,7 @@ class TensorSpec:
     @property
     def num_bytes(self) -> int:
         """Its size without padding."""
-        return math.prod(self.shape) * _dtype(self.dtype).itemsize
+        return math.prod(self.shape) * as_torch_dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def specs_from_data(data: object) -> list[TensorSpec]:
             ) from error
         if min(spec.shape, default=0) < 0:
             raise ConfigError(f"{spec.name} has a negative size in its shape {spec.shape}.")
-        _dtype(spec.dtype)
+        as_torch_dtype(spec.dtype)
         specs.append(spec)
     return specs
 
@@ -142,7 +142,9 @@ def unpack_bucket(bucket: Bucket, buffer: Tensor) -> list[tuple[str, Tensor]]:
     return [
         (
             spec.name,
-            buffer[start : start + spec.num_bytes].view(_dtype(spec.dtype)).view(spec.shape),
+            buffer[start : start + spec.num_bytes]
+            .view(as_torch_dtype(spec.dtype))
+            .view(spec.shape),
         )
         for spec, start in zip(bucket.specs, bucket.starts, strict=True)
     ]
@@ -166,7 +168,12 @@ def bucket_checksum(data: Tensor) -> Tensor:
     return total
 
 
-def _dtype(name: str) -> torch.dtype:
+def as_torch_dtype(name: str) -> torch.dtype:
+    """Return the dtype of that name.
+
+    Raises:
+        ConfigError: torch has none.
+    """
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise ConfigError(f"{name!r} is not a torch dtype, so this tensor cannot be received.")

@@ -17,14 +17,16 @@ from rolltree.errors import ConfigError
 from rolltree.untrusted import shorten
 
 if TYPE_CHECKING:
-    from rolltree.inference.transfer.channel import Channel
+    from rolltree.inference.weights.channel import Channel
 
 INDEX = "model.safetensors.index.json"
+MARK = "rolltree"
+"""The key in a file's metadata by which a trainer recognizes its own file."""
 _MAX_INDEX_BYTES = 64 * 2**20
 
 
 class WeightReceiver:
-    """The receiving end of `rolltree.inference.transfer` for one model.
+    """The receiving end of `rolltree.inference.weights` for one model.
 
     Calls come one at a time; `close` may come at any time, and ends a transfer.
     """
@@ -45,7 +47,7 @@ class WeightReceiver:
             ConnectionFailed: the trainer cannot be reached.
         """
         self.close()
-        from rolltree.inference.transfer.channel import Invitation, accept
+        from rolltree.inference.weights.channel import Invitation, accept
 
         try:
             invitation = msgspec.convert(info, Invitation)
@@ -75,8 +77,8 @@ class WeightReceiver:
         """
         import torch
 
-        from rolltree.inference.transfer.buckets import fill_buckets, specs_from_data
-        from rolltree.inference.transfer.channel import receive
+        from rolltree.inference.weights.buckets import fill_buckets, specs_from_data
+        from rolltree.inference.weights.channel import receive
 
         channel = self._met()
         if not self._is_started:
@@ -116,8 +118,23 @@ class WeightReceiver:
         return self._channel
 
 
+def weights_mark(path: Path) -> str | None:
+    """Return what a trainer wrote into its file to recognize it; None if it cannot be read."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        # Not a named pipe, which would block.
+        if not path.is_file():
+            return None
+        with safe_open(path, framework="pt") as file:
+            mark: str | None = (file.metadata() or {}).get(MARK)
+            return mark
+    except (SafetensorError, OSError, ValueError):
+        return None
+
+
 def load_weights(model: Any, folder: Path) -> None:
-    """Copy every tensor in `folder` into `model`'s parameter or buffer of the same name.
+    """Copy every tensor in `folder`, or in one file, into `model`'s of the same name.
 
     Parameters that share their memory with a loaded one (tied embeddings) may be missing.
 
@@ -168,7 +185,7 @@ def check_fit(own: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], whe
 
 
 def safetensors_files(folder: Path) -> list[Path]:
-    """Return the weight files of a folder: those of its index, or all.
+    """Return the weight files of a folder: those of its index, or all; a file is its own.
 
     Raises:
         ConfigError: there are none, the index cannot be read, or a file is not a regular one, which
@@ -176,6 +193,9 @@ def safetensors_files(folder: Path) -> list[Path]:
     """
     index = folder / INDEX
     try:
+        # One in the memory of a trainer on this machine.
+        if folder.is_file():
+            return [folder]
         files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
         if index.is_file():
             files = sorted({folder / name for name in _read_index(index)})

@@ -15,7 +15,7 @@ from transfer_kit import Servers, same, tensors
 
 from rolltree.errors import ConfigError, ModelError
 from rolltree.inference import OpenAIClient, RetryPolicy, WeightTransfer, served_version
-from rolltree.inference.transfer import channel
+from rolltree.inference.weights import channel
 
 BUCKET = 2048  # "embed" is larger, the others share
 
@@ -60,7 +60,7 @@ TRAINER = """
 import asyncio, os, sys, time
 from transfer_kit import tensors
 from rolltree.inference import OpenAIClient, WeightTransfer
-from rolltree.inference.transfer import channel
+from rolltree.inference.weights import channel
 
 pack = channel.pack
 

@@ -5,7 +5,7 @@ load, forget cached keys, set the version, ask for it, resume. A request that is
 where it is and goes on with the new weights; its tokens say which version each one is from.
 `publish_weights` has servers load safetensors from a disk that they can read, `publish_adapter` a
 LoRA adapter (vLLM only). Transfers without a disk are
-`rolltree.inference.transfer`'s, which uses the same frame.
+`rolltree.inference.weights`'s, which uses the same frame.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ async def publish_weights(
     """Make every server answer with the weights in `folder`, as policy `version`.
 
     `folder` holds `*.safetensors` (and is in Hugging Face's layout) under the same path for the
-    servers. When this returns, each server has said that it has `version`, and each client's
-    `version` is set. Servers are updated at the same time. `method` is the worker's method that
-    reloads. vLLM's own, `"reload_weights"`, leaves a tied output layer as it was on a CPU; the
-    default renews everything, and vLLM has it from `rolltree.inference.vllm.worker`.
+    servers, or is one such file. When this returns, each server has said that it has `version`, and
+    each client's `version` is set. Servers are updated at the same time. `method` is the worker's
+    method that reloads. vLLM's own, `"reload_weights"`, leaves a tied output layer as it was on a
+    CPU; the default renews everything, and vLLM has it from `rolltree.inference.vllm.worker`.
 
     Raises:
         ConfigError: the folder has no safetensors, the version is negative, there is no server, or
@@ -160,6 +160,9 @@ async def served_version(
 
 
 def _weights_in(folder: Path) -> Path:
+    # Not resolved: `/proc/PID/fd/N` leads to a name that no other process can open.
+    if folder.is_file():
+        return folder.absolute()
     if not any(folder.glob("*.safetensors")):
         raise ConfigError(
             f"{folder} holds no *.safetensors, so there is nothing to publish. Save the model "

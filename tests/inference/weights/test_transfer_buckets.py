@@ -7,7 +7,7 @@ import torch
 from transfer_kit import bits, same, tensors
 
 from rolltree.errors import BadResponse, ConfigError
-from rolltree.inference.transfer.buckets import (
+from rolltree.inference.weights.buckets import (
     TensorSpec,
     bucket_checksum,
     fill_buckets,

@@ -21,16 +21,17 @@ from torch import Tensor
 
 from rolltree.errors import BadResponse, ConfigError, ConnectionFailed, ModelError, ServerError
 from rolltree.inference.http import HttpClient
-from rolltree.inference.publish import HasServer, call, publish_by, update_server
 from rolltree.inference.retry import RetryPolicy
-from rolltree.inference.transfer.buckets import Bucket, TensorSpec, fill_buckets, specs_to_data
-from rolltree.inference.transfer.channel import (
+from rolltree.inference.weights.buckets import Bucket, TensorSpec, fill_buckets, specs_to_data
+from rolltree.inference.weights.channel import (
     BackendName,
     Channel,
     Rendezvous,
+    address_towards,
     check_backend,
     send,
 )
+from rolltree.inference.weights.publish import HasServer, call, publish_by, update_server
 from rolltree.tasks import wait_shielded
 
 SETUP = (
@@ -56,7 +57,7 @@ class WeightTransfer:
         backend: `"gloo"`, or `"nccl"` between GPUs (not yet run on any).
         device: the GPU on which nccl's buckets are packed, None for torch's current one.
         address: one of this machine's that the servers, and only they, reach. They connect to
-            it, and it to them, on any port, unencrypted.
+            it, and it to them, on any port, unencrypted. None: the one on the way to each server.
         bucket_bytes: how much is packed and sent at once; two buckets are in memory. A larger
             tensor is sent as one.
         timeout_s: the longest that a server may take for one bucket, and to connect.
@@ -71,7 +72,7 @@ class WeightTransfer:
         *,
         backend: BackendName = "gloo",
         device: torch.device | str | None = None,
-        address: str = "127.0.0.1",
+        address: str | None = None,
         bucket_bytes: int = 64 * 2**20,
         timeout_s: float = 60.0,
     ) -> None:
@@ -79,7 +80,8 @@ class WeightTransfer:
             raise ConfigError(
                 f"bucket_bytes is {bucket_bytes} and timeout_s is {timeout_s:g}; both must be > 0."
             )
-        self._clients, self._backend, self._address = list(clients), backend, address
+        self._clients, self._backend = list(clients), backend
+        self._address = address
         self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s
         check_backend(backend)
         self._device = torch.device("cpu")
@@ -93,14 +95,15 @@ class WeightTransfer:
             )
         self._channels: dict[HttpClient, Channel] = {}
 
-    async def open(self) -> None:
-        """Connect to every server that is not connected yet; `publish` does it, too.
+    async def open(self, clients: Sequence[HasServer] | None = None) -> None:
+        """Connect to every server, or those of `clients`, if it is not; `publish` does it, too.
 
         Raises:
             ModelError: the first server that cannot be connected to, and what it needs.
         """
         outcomes = await asyncio.gather(
-            *(self._channel_to(client.server) for client in self._clients), return_exceptions=True
+            *(self._channel_to(each.server) for each in clients or self._clients),
+            return_exceptions=True,
         )
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
@@ -181,7 +184,10 @@ class WeightTransfer:
         num_workers = answer.get("world_size") if isinstance(answer, dict) else None
         if not isinstance(num_workers, int) or num_workers < 1:
             raise BadResponse(f"/get_world_size answered {answer!r}, without a world size.")
-        rendezvous = Rendezvous(self._address, num_workers, self._backend, self._timeout_s)
+        address = self._address
+        if address is None:
+            address = await asyncio.to_thread(address_towards, server.root_url)
+        rendezvous = Rendezvous(address, num_workers, self._backend, self._timeout_s)
         body = {"init_info": rendezvous.invitation.as_data()}
         asked = asyncio.ensure_future(
             call(
@@ -221,7 +227,8 @@ class WeightTransfer:
             if asyncio.get_running_loop().time() > end:
                 raise ConnectionFailed(
                     f"its {rendezvous.invitation.world_size - 1} workers did not connect to "
-                    f"{self._address} within {self._timeout_s:g} s. Can they reach that address?"
+                    f"{rendezvous.invitation.address} within {self._timeout_s:g} s. Can they reach "
+                    "that address?"
                 )
             await asyncio.sleep(_POLL_S)
 

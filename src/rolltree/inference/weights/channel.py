@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 import torch
@@ -24,7 +25,7 @@ import torch.distributed as torch_distributed
 from torch import Tensor
 
 from rolltree.errors import ConfigError, ConnectionFailed
-from rolltree.inference.transfer.buckets import Bucket, pack, unpack_bucket
+from rolltree.inference.weights.buckets import Bucket, pack, unpack_bucket
 
 # Its stubs leave out stores and groups.
 dist: Any = torch_distributed
@@ -327,7 +328,10 @@ def _join(
 
 
 def _gloo(store: Any, rank: int, invitation: Invitation, timeout_s: float) -> Any:
-    own = invitation.address if rank == 0 else _own_address(invitation)
+    own = invitation.address
+    if rank:
+        host = f"[{own}]" if ":" in own else own
+        own = address_towards(f"tcp://{host}:{invitation.port}")
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=own)]
     options._timeout = timedelta(seconds=timeout_s)
@@ -369,13 +373,22 @@ def _listen(address: str) -> socket.socket:
     return listener
 
 
-def _own_address(invitation: Invitation) -> str:
-    """Return the address from which this machine reaches the trainer; nothing is sent."""
-    family = socket.AF_INET6 if ":" in invitation.address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        # Connecting a datagram socket only looks up the route.
-        probe.connect((invitation.address, invitation.port))
-        return str(probe.getsockname()[0])
+def address_towards(url: str) -> str:
+    """Return the address of this machine on the way to a URL's; nothing is sent.
+
+    Raises:
+        ConnectionFailed: the name has no address, or no way leads there.
+    """
+    parts = urlsplit(url)
+    try:
+        kind = socket.SOCK_DGRAM
+        family, _, _, _, place = socket.getaddrinfo(parts.hostname, parts.port or 80, type=kind)[0]
+        with socket.socket(family, kind) as probe:
+            # Connecting a datagram socket only looks up the route.
+            probe.connect(place)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConnectionFailed(f"no way leads to {parts.hostname} ({error}).") from error
 
 
 def _free(box: list[Any]) -> None:
