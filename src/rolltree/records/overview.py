@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -35,6 +36,8 @@ def _overview(run: Run, found: RunSummary, now: float) -> dict[str, Any]:
         "progress": _progress(found),
         "envs": list(found.env_ids),
         "model": run.model_name or None,
+        "seed": _setting(found.config, ("run", "seed"), ("seed",)),
+        "learning_rate": _setting(found.config, ("optim", "lr")),
         "num_steps": found.num_steps,
         "num_rollouts": sum(phase.num_rollouts for phase in phases),
         "num_failed": sum(phase.num_errors for phase in phases),
@@ -74,6 +77,17 @@ def run_summary(run: Run, *, now: float | None = None) -> dict[str, Any]:
             if event.kind in _NOTICES
         ],
     }
+
+
+def _setting(config: Mapping[str, Any], *places: tuple[str, ...]) -> Any:
+    """Return the first of these settings that the run has: training and evaluation differ."""
+    for place in places:
+        found: Any = config
+        for name in place:
+            found = found.get(name) if isinstance(found, Mapping) else None
+        if found is not None:
+            return to_plain(found)
+    return None
 
 
 # Of a run, by its path and when it was made: after how many commits it had which failures.

@@ -40,6 +40,7 @@ from rolltree.records.values import json_bytes
 from rolltree.records.watching import change_mark, is_running
 from rolltree.store import Run, run_folders
 from rolltree.untrusted import shorten
+from rolltree.viewer.glances import Glances
 
 logger = logging.getLogger("rolltree.viewer")
 
@@ -128,7 +129,7 @@ class Runs:
             mark = change_mark([folder])
             look = self._looks.get(folder)
             if look is None or not (look.is_alive() or (look.row and look.mark == mark)):
-                look = _Look(folder, folder.relative_to(self.root).as_posix(), mark)
+                look = _Look(folder, self.name(folder), mark)
                 look.start()
                 began = time.monotonic()
                 look.join(max(_LEAST_PATIENCE_S, patience))
@@ -147,6 +148,10 @@ class Runs:
         """Return a text that is another one after the list has changed."""
         num_read_on = sum(look.is_alive() for look in self._looks.values())
         return f"{change_mark(self.folders())}-{num_read_on}"
+
+    def name(self, folder: Path) -> str:
+        """Return the name of a run: its path below the root."""
+        return folder.relative_to(self.root).as_posix()
 
     def folder(self, name: str) -> Path:
         """Return the directory of a run.
@@ -299,6 +304,8 @@ class Api:
 
     def __init__(self, root: Path) -> None:
         self.runs = Runs(root)
+        self._num_asked = 0
+        self._glances = Glances(lambda: self._num_asked > 0)
 
     async def answer(self, request: Request) -> Response:
         """Answer one request; an error is `{"error": what happened and what to do}`."""
@@ -306,6 +313,7 @@ class Api:
         raw = request.scope.get("raw_path") or request.scope["path"].encode()
         path = [unquote(part) for part in raw.decode("latin-1").split("/")[2:]]
         query = request.scope["query_string"].decode("latin-1")
+        self._num_asked += 1  # on the event loop, as everything of this function
         try:
             return await run_in_threadpool(lambda: api_response(self._answer(path, query)))
         except RolltreeError as error:
@@ -316,12 +324,16 @@ class Api:
         except Exception as error:
             logger.error("GET %s failed", request.url.path, exc_info=error)
             return api_response({"error": _unexpected(error)}, 500)
+        finally:
+            self._num_asked -= 1
 
     def _answer(self, path: list[str], query: str) -> Any:
         if path == ["runs"]:
             return _call(self._runs, query)
         if path == ["changed"]:
             return _call(lambda: {"mark": self.runs.mark()}, query)
+        if path == ["health"]:
+            return _call(self._health, query)
         if path == ["compare"]:
             return _call(self._compare, query)
         if path[:1] == ["runs"] and len(path) in (2, 3):
@@ -334,6 +346,10 @@ class Api:
         # Before they are read: later writes are seen by the next request.
         mark = self.runs.mark()
         return {"root": str(self.runs.root), "mark": mark, **self.runs.overviews()}
+
+    def _health(self) -> Any:
+        """Return the worst sentence of each run and its reward curve, as far as they are known."""
+        return self._glances.answer((self.runs.name(each), each) for each in self.runs.folders())
 
     def _compare(self, *, arm: list[str]) -> Any:
         found = compare(*map(self._arm, arm))

@@ -21,6 +21,7 @@ from rolltree.errors import ConfigError, StoreError, UnknownName
 from rolltree.files import write_whole
 from rolltree.records.chosen import shown_requests, telling_requests
 from rolltree.records.curves import run_curves
+from rolltree.records.glance import health_of, run_glance
 from rolltree.records.group_tree import group_tree, tree_picture
 from rolltree.records.overview import run_overview, run_summary
 from rolltree.records.pages import group_counts, group_rows, rollout_counts, rollout_page
@@ -117,6 +118,7 @@ class _File:
     def data(self, story: Mapping[str, Any]) -> dict[str, Any]:
         """Return what `static/stored.js` reads."""
         run, name = self._run, _name(self._run.path.resolve().name)
+        glance = {**run_glance(run), "health": health_of(story["sentences"])}
         overview = {"id": name, **run_overview(run), "path": name}
         answers = {
             "summary": _answer({**run_summary(run), "path": name}),
@@ -131,7 +133,11 @@ class _File:
             "created_at": time.time(),
             "num_rollouts": len(self._rollouts),
             "of": self._of_rollouts,
-            "answers": {"runs": [_answer(overview)], "run": {name: answers}},
+            "answers": {
+                "runs": [_answer(overview)],
+                "health": {name: _answer(glance)},
+                "run": {name: answers},
+            },
         }
 
     def exported(self, num_bytes: int) -> ExportedPage:

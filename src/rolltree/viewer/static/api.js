@@ -51,6 +51,7 @@ export function apiFor(signal) {
     signal,
     isExported: false,
     runs: () => ask("runs"),
+    health: () => ask("health"),
     run: of(""),
     changed: async (run) => markOf(await of("/changed")(run)),
     changedRuns: async () => (await ask("changed")).mark,

@@ -262,3 +262,12 @@ export function interval(mean, bounds, [low, high], { zero = null, label = "" } 
     from !== null && to !== null && s("line", { class: "whisker", x1: x(from), x2: x(to), y1: 7, y2: 7 }),
     s("rect", { class: "mean", x: x(mean) - 1.2, y: 2, width: 2.4, height: 10 }));
 }
+
+/** A curve without axes, as wide as a word. */
+export function sparkline(values, [low, high], label) {
+  const y = (value) => 15 - 14 * ((value - low) / (high - low || 1));
+  const points = values.map((value, at) => isNone(value) ? null : [100 * at / (values.length - 1), y(value)]);
+  const view = { viewBox: "0 0 100 16", preserveAspectRatio: "none" };
+  return s("svg", { ...view, class: "spark", role: "img", "aria-label": label },
+    s("path", { class: "line c0", d: path(points) }));
+}
