@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from rolltree.records.notices import notice_sentences
 from rolltree.records.values import number_of
 from rolltree.redact import redact
 from rolltree.store import Run, RunSummary, StoredEvaluation, summarize, to_plain
@@ -66,16 +67,8 @@ def run_summary(run: Run, *, now: float | None = None) -> dict[str, Any]:
             {"step": done.step, "phase": done.phase, "reward": _estimate(done)}
             for done in run.evaluations()
         ],
-        "notices": [
-            {
-                "step": event.step,
-                "created_at": event.created_at,
-                "kind": event.kind,
-                "data": to_plain(event.data),
-            }
-            for event in run.events()
-            if event.kind in _NOTICES
-        ],
+        # What the run and its starts said, each sentence once, with how often.
+        "notices": notice_sentences(run.events()),
     }
 
 
@@ -110,9 +103,6 @@ def _failures(run: Run, summary: RunSummary) -> dict[str, int]:
         counted = {str(row["error_type"]): row["num"] for row in found}
         _FAILURES[key] = commits, counted
     return dict(counted)
-
-
-_NOTICES = ("notice", "retried", "truncated", "resumed", "ended")
 
 
 def _progress(found: RunSummary) -> dict[str, Any] | None:

@@ -28,7 +28,7 @@ from starlette.responses import Response
 
 from rolltree.errors import ConfigError, RolltreeError, StoreError, UnknownName, did_you_mean
 from rolltree.records import compare
-from rolltree.records.comparison import RunPhase
+from rolltree.records.comparison import RunPhase, held_out_gain
 from rolltree.records.curves import run_curves
 from rolltree.records.group_tree import group_tree, tree_picture
 from rolltree.records.overview import run_overview, run_summary
@@ -279,6 +279,17 @@ def _story(run: Run) -> Any:
     return {**story, "again_s": None if stored == commits else max(0.1, due - began)}
 
 
+_GAINS: weakref.WeakKeyDictionary[Run, tuple[int, Any]] = weakref.WeakKeyDictionary()
+"""Each run's gain, and after how many evaluations: a live page asks again and again."""
+
+
+def _gain(run: Run) -> Any:
+    num = len(run.evaluations())
+    if _GAINS.get(run, (-1, None))[0] != num:
+        _GAINS[run] = num, held_out_gain(run)
+    return _GAINS[run][1]
+
+
 def _changed(run: Run, *, since: int = -1) -> Any:
     commits = run.num_commits
     return {"commits": commits, "is_running": is_running(run.path), "changed": commits != since}
@@ -288,6 +299,7 @@ _OF_RUN: dict[str, Callable[..., Any]] = {
     "": lambda run: run_summary(run),
     "changed": _changed,
     "curves": lambda run: run_curves(run),
+    "gain": _gain,
     "rollouts": _rollouts,
     "groups": _groups,
     "group": _group,

@@ -20,6 +20,7 @@ import msgspec
 from rolltree.errors import ConfigError, StoreError, UnknownName
 from rolltree.files import write_whole
 from rolltree.records.chosen import shown_requests, telling_requests
+from rolltree.records.comparison import held_out_gain
 from rolltree.records.curves import run_curves
 from rolltree.records.glance import health_of, run_glance
 from rolltree.records.group_tree import group_tree, tree_picture
@@ -123,6 +124,7 @@ class _File:
         answers = {
             "summary": _answer({**run_summary(run), "path": name}),
             "curves": _answer(run_curves(run)),
+            "gain": _answer(held_out_gain(run)),
             "story": _answer(story),
             **self._views(),
             "rollouts": self._rollout_table(story),

@@ -57,6 +57,7 @@ export function apiFor(signal) {
     changedRuns: async () => (await ask("changed")).mark,
     curves: of("/curves"),
     story: of("/story"),
+    gain: of("/gain"),
     rollouts: of("/rollouts"),
     groups: of("/groups"),
     group: of("/group"),
