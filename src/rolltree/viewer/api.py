@@ -32,14 +32,16 @@ from rolltree.records.comparison import RunPhase, held_out_gain
 from rolltree.records.curves import run_curves
 from rolltree.records.group_tree import group_tree, tree_picture
 from rolltree.records.overview import run_overview, run_summary
-from rolltree.records.pages import MAX_ROWS, group_page, rollout_page
+from rolltree.records.pages import MAX_ROWS, group_page, rollout_page, row_previews
 from rolltree.records.rollout_view import rollout_view
+from rolltree.records.search import SearchIndex
 from rolltree.records.story import run_story
 from rolltree.records.token_lens import token_lens
 from rolltree.records.values import json_bytes
 from rolltree.records.watching import change_mark, is_running
 from rolltree.store import Run, run_folders
 from rolltree.untrusted import shorten
+from rolltree.viewer.cache import cache_file, cache_folder
 from rolltree.viewer.glances import Glances
 
 logger = logging.getLogger("rolltree.viewer")
@@ -209,12 +211,82 @@ def _rollouts(
     step: Step | None = None,
     where: str | None = None,
     sort: str | None = None,
+    text: str | None = None,
     offset: Offset = 0,
     limit: Limit = 100,
 ) -> Any:
     return rollout_page(
-        run, phase=phase, step=step, where=where, sort=sort, offset=offset, limit=limit
+        run,
+        phase=phase,
+        step=step,
+        where=where,
+        sort=sort,
+        text=text,
+        index=index_of(run),
+        offset=offset,
+        limit=limit,
     )
+
+
+def _previews(run: Run, *, of: list[str]) -> Any:
+    """Return previews of rollouts; each is named `INDEX:REQUEST`."""
+    names = []
+    for each in of[:MAX_ROWS]:
+        index, colon, request_id = each.partition(":")
+        if not (colon and index.isdecimal() and len(index) < 10):
+            raise ConfigError(
+                f"a preview is of INDEX:REQUEST, which {shorten(each, 100)!r} is not."
+            )
+        names.append((request_id, int(index)))
+    return row_previews(run, names, index_of(run))
+
+
+def _index(run: Run, *, build: bool = False) -> Any:
+    """Return how far the index of texts is, and begin to build it if that is wanted."""
+    index = index_of(run)
+    found = index.state()
+    worker = _INDEXING.get(run)
+    is_busy = worker is not None and worker.is_alive()
+    error = None if is_busy or worker is None else worker.error
+    if build and not is_busy and not found["is_whole"] and error is None:
+        _INDEXING[run] = worker = _Indexing(index)
+        worker.start()
+        is_busy = True
+    elif error is not None:
+        del _INDEXING[run]
+        raise error
+    return {**found, "is_building": is_busy}
+
+
+class _Indexing(threading.Thread):
+    """Builds an index of texts in its own thread, which rests between batches."""
+
+    def __init__(self, index: SearchIndex) -> None:
+        super().__init__(name="index of texts", daemon=True)
+        self._index = index
+        self.error: RolltreeError | None = None
+
+    def run(self) -> None:
+        """Build it; what is wrong is told to who asks next."""
+        try:
+            # Other requests of this process are answered in the meantime.
+            self._index.build(pause=lambda: time.sleep(0.005))
+        except RolltreeError as error:
+            self.error = error
+
+
+_INDEXING: weakref.WeakKeyDictionary[Run, _Indexing] = weakref.WeakKeyDictionary()
+
+
+def index_of(run: Run) -> SearchIndex:
+    """Return the index of what a run's rollouts say, which is kept in the user's cache folder."""
+    try:
+        return SearchIndex(run, cache_file(run.path, ".texts.db"))
+    except OSError as error:
+        raise ConfigError(
+            f"{cache_folder()} cannot be made ({error.strerror}), so no index of texts is kept. "
+            "Name a folder that can be written to in ROLLTREE_CACHE."
+        ) from error
 
 
 def _groups(
@@ -301,6 +373,8 @@ _OF_RUN: dict[str, Callable[..., Any]] = {
     "curves": lambda run: run_curves(run),
     "gain": _gain,
     "rollouts": _rollouts,
+    "previews": _previews,
+    "index": _index,
     "groups": _groups,
     "group": _group,
     "rollout": _rollout,

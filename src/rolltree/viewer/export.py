@@ -25,7 +25,13 @@ from rolltree.records.curves import run_curves
 from rolltree.records.glance import health_of, run_glance
 from rolltree.records.group_tree import group_tree, tree_picture
 from rolltree.records.overview import run_overview, run_summary
-from rolltree.records.pages import group_counts, group_rows, rollout_counts, rollout_page
+from rolltree.records.pages import (
+    group_counts,
+    group_rows,
+    rollout_counts,
+    rollout_page,
+    row_previews,
+)
 from rolltree.records.rollout_view import rollout_view
 from rolltree.records.story import run_story
 from rolltree.records.token_lens import COLUMNS, token_lens
@@ -217,6 +223,8 @@ class _File:
             if len(page["rows"]) < 1000:
                 break
         rows = [row for row in rows if _key(row) in self._rollouts]
+        shown = row_previews(run, [_key(row) for row in rows])
+        rows = [{**row, **preview} for row, preview in zip(rows, shown, strict=True)]
         places = {_key(row): at for at, row in enumerate(rows)}
         linked = [each["evidence"].get("where") for each in story["sentences"]]
         filters: list[dict[str, Any]] = []

@@ -59,6 +59,9 @@ export function apiFor(signal) {
     story: of("/story"),
     gain: of("/gain"),
     rollouts: of("/rollouts"),
+    index: of("/index"),
+    previews: (run, rows) => ask(`runs/${encodeURIComponent(run)}/previews?${new URLSearchParams(
+      rows.map((row) => ["of", `${row.trajectory_index}:${row.request_id}`]))}`),
     groups: of("/groups"),
     group: of("/group"),
     rollout: of("/rollout"),
