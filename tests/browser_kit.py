@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import quote
@@ -44,13 +45,15 @@ def find_chromium(playwrights_own):
 def serving(*words, program=("-m", "rolltree"), cwd=None):
     """Run `rolltree view` with these arguments; yield its process and the link it prints."""
     command = [sys.executable, *program, "view", *map(str, words), "--no-browser"]
-    process = subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, text=True)
-    try:
-        yield process, process.stdout.readline().strip()
-    finally:
-        process.terminate()
-        process.wait(timeout=60)
-        process.stdout.close()
+    with tempfile.TemporaryDirectory() as cache:
+        env = {"ROLLTREE_CACHE": cache, **os.environ}
+        process = subprocess.Popen(command, cwd=cwd, env=env, stdout=subprocess.PIPE, text=True)
+        try:
+            yield process, process.stdout.readline().strip()
+        finally:
+            process.terminate()
+            process.wait(timeout=60)
+            process.stdout.close()
 
 
 @contextmanager

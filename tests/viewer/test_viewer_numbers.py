@@ -227,20 +227,23 @@ def test_a_row_per_rollout(tab, page, runs, name):
     with python(runs, name) as stored:
         rows = list(stored.rollouts(sort="-num_completion_tokens").rows())
     tab.open(f"#/run/{part(name)}/rollouts?sort=-num_completion_tokens")
+    heads = [text.rstrip(" ↓") for text in tab.texts(".vhead .cell")]
     drawn = [
         each.locator(".cell").all_inner_texts() for each in tab.page.locator(".vbody .vrow").all()
     ]
-    drawn = [each for each in drawn if len(each) == 10]
+    drawn = [each for each in drawn if len(each) == len(heads)]
     assert len(drawn) >= min(len(rows), 20)
-    for cells, row in zip(drawn, rows, strict=False):
-        assert row["request_id"].endswith(cells[0].replace("\n", "").split(" · ")[0][-8:])
+    for texts, row in zip(drawn, rows, strict=False):
+        cells = dict(zip(heads, texts, strict=True))
+        called = cells["rollout"].replace("\n", "").split(" · ")[0]
+        assert row["request_id"].endswith(called[-8:])
         if row["reward"] is None:
-            assert cells[1] == "no reward"
+            assert cells["reward"] == "no reward"
         else:
-            assert says(cells[1], row["reward"])
-        counts = [row[f"num_{kind}"] for kind in ("calls", "prompt_tokens", "completion_tokens")]
-        assert says(" ".join(cells[6:9]), *counts)
-        time, room = milliseconds(cells[9])
+            assert says(cells["reward"], row["reward"])
+        assert says(cells["calls"], row["num_calls"])
+        assert says(cells["sampled"], row["num_completion_tokens"])
+        time, room = milliseconds(cells["time"])
         assert time == pytest.approx(row["total_ms"], abs=room)
     words = ["--sort", "-num_completion_tokens", "--transcripts", 3, "--json"]
     told = json.loads(command("show", runs / name, *words))["rollouts"]

@@ -4,7 +4,7 @@ import re
 
 from rolltree.viewer.bundle import STATIC
 
-MAX_LINES = 2500
+MAX_LINES = 3200
 MAX_CHARACTERS = 120
 FILES = {path.name: path.read_text("utf-8") for path in sorted(STATIC.iterdir())}
 MODULES = {name: text for name, text in FILES.items() if name.endswith(".js")}

@@ -233,6 +233,32 @@ def compare(
     return RunComparison(found, tuple(pairs), confidence)
 
 
+def held_out_gain(run: Run) -> dict[str, Any] | None:
+    """Return how the last held-out evaluation of a run differs from its first, by example.
+
+    `before`, `after` and `difference` are as in a comparison; None if there are fewer than two.
+
+    Raises:
+        StoreError: a row is damaged.
+    """
+    done = run.evaluations()
+    if len(done) < 2:
+        return None
+    ends = done[0], done[-1]
+    try:
+        found = compare_reports(*(stored_report(run, each.phase) for each in ends))
+    except ConfigError:  # nothing is scored in both
+        return None
+    names = [f"step {each.step}" for each in ends]
+    return {
+        "a": names[0],
+        "b": names[1],
+        "phases": [each.phase for each in ends],
+        "sentence": found.sentence(*names),
+        **found.as_dict(),
+    }
+
+
 def _measures(
     a: ComparedArm, b: ComparedArm, confidence: float, price: tuple[float, float] | None
 ) -> dict[str, Comparison]:

@@ -73,8 +73,8 @@ def run_curves(run: Run) -> dict[str, Any]:
     shown = sorted(values.keys() - bounds, key=lambda name: (order.get(name, len(order)), name))
     return {
         "steps": steps,
-        # With `name`, `label`, `unit`, `group`, `values`, and `low` and `high` if the run has an
-        # interval.
+        # With `name`, `label`, `unit`, `group`, `values`, `is_points`, and `low` and `high` if the
+        # run has an interval.
         "series": [_series(name, values, told) for name in shown],
         # The metrics of `CURVES` that no step has, so that a page can say so.
         "missing": [
@@ -90,6 +90,8 @@ def _series(
 ) -> dict[str, Any]:
     group, label, unit = told.get(name, (_group(name), name, ""))
     found = {"name": name, "label": label, "unit": unit, "group": group, "values": values[name]}
+    # Measured at a few steps, with nothing known between them.
+    found["is_points"] = name.startswith("eval/")
     return found | {end: values[bound] for end, bound in _bounds(name, values).items()}
 
 

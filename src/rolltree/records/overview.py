@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from rolltree.records.notices import notice_sentences
 from rolltree.records.values import number_of
 from rolltree.redact import redact
 from rolltree.store import Run, RunSummary, StoredEvaluation, summarize, to_plain
@@ -35,6 +37,8 @@ def _overview(run: Run, found: RunSummary, now: float) -> dict[str, Any]:
         "progress": _progress(found),
         "envs": list(found.env_ids),
         "model": run.model_name or None,
+        "seed": _setting(found.config, ("run", "seed"), ("seed",)),
+        "learning_rate": _setting(found.config, ("optim", "lr")),
         "num_steps": found.num_steps,
         "num_rollouts": sum(phase.num_rollouts for phase in phases),
         "num_failed": sum(phase.num_errors for phase in phases),
@@ -63,17 +67,20 @@ def run_summary(run: Run, *, now: float | None = None) -> dict[str, Any]:
             {"step": done.step, "phase": done.phase, "reward": _estimate(done)}
             for done in run.evaluations()
         ],
-        "notices": [
-            {
-                "step": event.step,
-                "created_at": event.created_at,
-                "kind": event.kind,
-                "data": to_plain(event.data),
-            }
-            for event in run.events()
-            if event.kind in _NOTICES
-        ],
+        # What the run and its starts said, each sentence once, with how often.
+        "notices": notice_sentences(run.events()),
     }
+
+
+def _setting(config: Mapping[str, Any], *places: tuple[str, ...]) -> Any:
+    """Return the first of these settings that the run has: training and evaluation differ."""
+    for place in places:
+        found: Any = config
+        for name in place:
+            found = found.get(name) if isinstance(found, Mapping) else None
+        if found is not None:
+            return to_plain(found)
+    return None
 
 
 # Of a run, by its path and when it was made: after how many commits it had which failures.
@@ -96,9 +103,6 @@ def _failures(run: Run, summary: RunSummary) -> dict[str, int]:
         counted = {str(row["error_type"]): row["num"] for row in found}
         _FAILURES[key] = commits, counted
     return dict(counted)
-
-
-_NOTICES = ("notice", "retried", "truncated", "resumed", "ended")
 
 
 def _progress(found: RunSummary) -> dict[str, Any] | None:

@@ -11,9 +11,10 @@ from statistics import mean, pstdev
 from typing import Any, Literal, TypeAlias
 
 from rolltree.records.columns import ROLLOUTS
+from rolltree.records.search import OWN, SearchIndex, previews
 from rolltree.records.values import finite_numbers, rollout_values, stored_names
 from rolltree.store import Run, to_plain
-from rolltree.store.filters import where_clause
+from rolltree.store.filters import parted, where_clause
 
 # Of one page; who wants more rows at once reads a table (`rt.read_run`).
 MAX_ROWS = 1000
@@ -34,12 +35,15 @@ def rollout_page(
     where: str | None = None,
     request_id: Sequence[str] | None = None,
     sort: str | None = None,
+    text: str | None = None,
+    index: SearchIndex | None = None,
     offset: int = 0,
     limit: int = 100,
 ) -> dict[str, Any]:
     """Return how many rollouts pass the filters, and one page of them in the order of `sort`.
 
-    `request_id` are the requests that they may be of; None: any.
+    `request_id` are the requests that they may be of; None: any. With an `index`, `text` are words
+    that they say one after another, and `where` and `sort` may name `search.OWN`.
 
     Raises:
         ConfigError: a filter or order that cannot be read.
@@ -52,6 +56,19 @@ def rollout_page(
         filters["where"] = where
     if request_id is not None:
         filters["request_id"] = list(request_id)
+    if index is not None:
+        own, rest = parted(where, OWN) if where else ((), None)
+        is_own = (sort or "").removeprefix("-") in OWN
+        if own or text or is_own:
+            filters = {name: value for name, value in filters.items() if name != "where"}
+            filters |= {"where": rest} if rest else {}
+            ids = index.ids(text, own, sort if is_own else None)
+            if filters or not is_own:
+                ids = _both(ids, run.row_ids(sort=None if is_own else sort, **filters), is_own)
+            return {
+                "total": len(ids),
+                "rows": _named(run, index.names(ids[offset : offset + limit])),
+            }
     names = [*stored_names(COLUMNS), "metrics"]
     page = list(run.columns(names, limit=limit, offset=offset, sort=sort, **filters))
     found = [list(column) for column in zip(*page, strict=True)]
@@ -59,6 +76,43 @@ def rollout_page(
         "total": run.num_rollouts(**filters),
         "rows": _rows(dict(zip(names, found, strict=True))) if page else [],
     }
+
+
+def _both(own: Sequence[int], stored: Sequence[int], is_own: bool) -> Sequence[int]:
+    """Return the ids that are in both, in the order of the index or of the run."""
+    ordered, passing = (own, set(stored)) if is_own else (stored, set(own))
+    return [each for each in ordered if each in passing]
+
+
+def _named(run: Run, names: Sequence[tuple[str, int]]) -> list[dict[str, Any]]:
+    """Return the rows of these rollouts in this order."""
+    if not names:
+        return []
+    columns = [*stored_names(COLUMNS), "metrics"]
+    found = list(run.columns(columns, request_id=list({name: None for name, _ in names})))
+    rows = _rows(dict(zip(columns, map(list, zip(*found, strict=True)), strict=True)))
+    known = {(row["request_id"], row["trajectory_index"]): row for row in rows}
+    return [known[name] for name in names if name in known]
+
+
+def row_previews(
+    run: Run, names: Sequence[tuple[str, int]], index: SearchIndex | None = None
+) -> list[dict[str, Any]]:
+    """Return `question` and `answer` of rollouts, and `breaks` and `advantage` once indexed.
+
+    Raises:
+        StoreError: a row is damaged.
+    """
+    known = index.facts(names) if index is not None else {}
+    missing = {name: None for name in names if name not in known}
+    if missing:
+        rows = run.rollouts(request_id=list({name: None for name, _ in missing}))
+        wanted = [row for row in rows if (row.request_id, row.trajectory_index) in missing]
+        known |= previews(run, wanted)
+    return [
+        {"request_id": name[0], "trajectory_index": name[1], **known.get(name, {})}
+        for name in names
+    ]
 
 
 def rollout_counts(run: Run, where: str | None = None) -> list[tuple[str, int | None, int]]:

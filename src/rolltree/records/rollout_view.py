@@ -13,6 +13,7 @@ from rolltree.records.token_rows import call_rows, state_of
 from rolltree.records.tokenizer import shown_tokenizer
 from rolltree.records.values import values_of_rows
 from rolltree.rollouts.conversation import conversation_of
+from rolltree.rollouts.decode import decode_rollout
 from rolltree.state import tool_errors
 from rolltree.store import Run, StoredRollout, to_plain
 from rolltree.types import State
@@ -26,6 +27,7 @@ def rollout_view(run: Run, request_id: str, trajectory_index: int = 0) -> dict[s
     """
     row = one_rollout(run, request_id, trajectory_index)
     state = state_of(row)
+    others = _others(run, row)
     calls = [] if state is None else _timed(list(call_rows(state)))
     return {
         # Its columns of table `rollouts`, and its dataset row without the prompt.
@@ -43,13 +45,48 @@ def rollout_view(run: Run, request_id: str, trajectory_index: int = 0) -> dict[s
         "tool_errors": [] if state is None else tool_errors(state),
         "breaks": [] if state is None else rollout_breaks(state, shown_tokenizer(run)),
         # The other rollouts of its request.
-        "others": [
-            {"trajectory_index": index, "agent": agent, "reward": reward}
-            for index, agent, reward in run.columns(
-                ("trajectory_index", "agent", "reward"), request_id=request_id
-            )
-            if index != trajectory_index
-        ],
+        "others": others,
+        # The one that delegated it, and those that it delegated, with what was asked.
+        **_relatives(run, row, others),
+    }
+
+
+_MOST_RELATIVES = 100
+
+
+def _others(run: Run, row: StoredRollout) -> list[dict[str, Any]]:
+    names = ("trajectory_index", "agent", "reward")
+    found = run.columns(names, request_id=row.request_id)
+    others = [dict(zip(names, each, strict=True)) for each in found]
+    return [each for each in others if each["trajectory_index"] != row.trajectory_index]
+
+
+def _relatives(run: Run, row: StoredRollout, others: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return `asked` (None if nobody delegated it), `parent` and `children`."""
+    if not others or row.num_trajectories > _MOST_RELATIVES:
+        return {"asked": None, "parent": None, "children": []}
+    found: dict[str, dict[str, Any]] = {}
+    for each in run.rollouts(request_id=row.request_id):
+        for state in decode_rollout(each, tokens=False).states:
+            found[str(state.get("rollout_id"))] = {
+                "request_id": each.request_id,
+                "trajectory_index": each.trajectory_index,
+                "agent": each.agent,
+                "reward": each.reward,
+                "asked": None if state.get("subtask") is None else str(state.get("subtask")),
+                "parent": each.parent_rollout,
+            }
+    here = (row.request_id, row.trajectory_index)
+    own = {
+        name
+        for name, each in found.items()
+        if (each["request_id"], each["trajectory_index"]) == here
+    }
+    asked = next((found[name]["asked"] for name in own), None)
+    return {
+        "asked": asked,
+        "parent": found.get(row.parent_rollout or ""),
+        "children": [each for each in found.values() if each["parent"] in own],
     }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -79,7 +79,31 @@ def conditions(text: str) -> tuple[Condition, ...]:
     Raises:
         ConfigError: it is no such text, or compares what cannot be compared.
     """
-    found: list[Condition] = []
+    return tuple(_condition(*each[:3]) for each in _split(text))
+
+
+def parted(text: str, names: Collection[str]) -> tuple[tuple[Condition, ...], str | None]:
+    """Return the conditions of a `where` text on these other columns, and the text of the rest.
+
+    Raises:
+        ConfigError: it is no such text, or compares what cannot be compared.
+    """
+    own: list[Condition] = []
+    rest: list[str] = []
+    for name, sign, word, whole in _split(text):
+        if name not in names:
+            rest.append(whole)
+            continue
+        value = word.strip("\"'") if sign in ("~", "!~") else _value(word)
+        if sign in ("<", "<=", ">", ">=") and not isinstance(value, int | float):
+            raise _no_numbers(name, sign, word)
+        own.append(Condition(name, sign, value))
+    return tuple(own), " and ".join(rest) or None
+
+
+def _split(text: str) -> list[tuple[str, str, str, str]]:
+    """Return name, operator, value and the whole of each condition."""
+    found: list[tuple[str, str, str, str]] = []
     at = 0
     while at < len(text) or not found:
         match = _CONDITION.match(text, at)
@@ -95,9 +119,17 @@ def conditions(text: str) -> tuple[Condition, ...]:
                 "\"reward < 0.5 and status = error and metrics/tries >= 2 and task ~ 'long "
                 "division'\", with = != < <= > >= ~ (contains) !~."
             )
-        found.append(_condition(match["name"], match["op"], match["value"]))
+        whole = text[match.start() : match.end("value")].strip()
+        found.append((match["name"], match["op"], match["value"], whole))
         at = match.end()
-    return tuple(found)
+    return found
+
+
+def _no_numbers(name: str, sign: str, word: str) -> ConfigError:
+    return ConfigError(
+        f"{name} {sign} {word} compares no two numbers, so it says nothing. Use {sign} with "
+        "a number and a column of numbers, or = for texts."
+    )
 
 
 def _condition(name: str, sign: str, word: str) -> Condition:
@@ -107,10 +139,7 @@ def _condition(name: str, sign: str, word: str) -> Condition:
     value = _value(word)
     is_number = isinstance(value, int | float)
     if sign not in ("=", "!=") and not (is_number and (_is_metric(name) or name in _NUMBERS)):
-        raise ConfigError(
-            f"{name} {sign} {word} compares no two numbers, so it says nothing. Use {sign} with "
-            "a number and a column of numbers, or = for texts."
-        )
+        raise _no_numbers(name, sign, word)
     return Condition(name, sign, value)
 
 

@@ -124,6 +124,34 @@ class StoredRun:
         stored, pick = self._picker(names)
         yield from self._rows(stored, where, limit, pick, offset, sort)
 
+    def stored_after(self, after: int) -> Iterator[tuple[int, StoredRollout]]:
+        """Yield the rows that were stored after the row of this id, each with its own id.
+
+        Raises:
+            StoreError: a row is damaged.
+        """
+        for row in self._database.pages(STORED, "1", (), None, after=after):
+            with self._database.naming():
+                found = from_sql(row)
+            yield row[0], found
+
+    def row_ids(self, *, sort: str | None = None, **where: Any) -> Sequence[int]:
+        """Return the ids of the rows that pass the filters of `rollouts`, in the order of `sort`.
+
+        Raises:
+            ConfigError: there is no such column.
+            StoreError: the file is damaged.
+        """
+        clause, values = where_clause(where)
+        self._database.check()
+        order = order_clause(sort or "id")
+        return self._database.orders.ids(self._database, clause, values, order)
+
+    @property
+    def last_id(self) -> int:
+        """The id of the row that was stored last; 0 without rows."""
+        return self._database.counts().last_id
+
     def sample(self, names: Sequence[str], phase: str, most: int) -> Iterator[tuple[Any, ...]]:
         """Yield columns of about `most` rows of a phase: pages of neighbours, spread over the run.
 

@@ -28,18 +28,21 @@ from starlette.responses import Response
 
 from rolltree.errors import ConfigError, RolltreeError, StoreError, UnknownName, did_you_mean
 from rolltree.records import compare
-from rolltree.records.comparison import RunPhase
+from rolltree.records.comparison import RunPhase, held_out_gain
 from rolltree.records.curves import run_curves
 from rolltree.records.group_tree import group_tree, tree_picture
 from rolltree.records.overview import run_overview, run_summary
-from rolltree.records.pages import MAX_ROWS, group_page, rollout_page
+from rolltree.records.pages import MAX_ROWS, group_page, rollout_page, row_previews
 from rolltree.records.rollout_view import rollout_view
+from rolltree.records.search import SearchIndex
 from rolltree.records.story import run_story
 from rolltree.records.token_lens import token_lens
 from rolltree.records.values import json_bytes
 from rolltree.records.watching import change_mark, is_running
 from rolltree.store import Run, run_folders
 from rolltree.untrusted import shorten
+from rolltree.viewer.cache import cache_file, cache_folder
+from rolltree.viewer.glances import Glances
 
 logger = logging.getLogger("rolltree.viewer")
 
@@ -128,7 +131,7 @@ class Runs:
             mark = change_mark([folder])
             look = self._looks.get(folder)
             if look is None or not (look.is_alive() or (look.row and look.mark == mark)):
-                look = _Look(folder, folder.relative_to(self.root).as_posix(), mark)
+                look = _Look(folder, self.name(folder), mark)
                 look.start()
                 began = time.monotonic()
                 look.join(max(_LEAST_PATIENCE_S, patience))
@@ -147,6 +150,10 @@ class Runs:
         """Return a text that is another one after the list has changed."""
         num_read_on = sum(look.is_alive() for look in self._looks.values())
         return f"{change_mark(self.folders())}-{num_read_on}"
+
+    def name(self, folder: Path) -> str:
+        """Return the name of a run: its path below the root."""
+        return folder.relative_to(self.root).as_posix()
 
     def folder(self, name: str) -> Path:
         """Return the directory of a run.
@@ -204,12 +211,82 @@ def _rollouts(
     step: Step | None = None,
     where: str | None = None,
     sort: str | None = None,
+    text: str | None = None,
     offset: Offset = 0,
     limit: Limit = 100,
 ) -> Any:
     return rollout_page(
-        run, phase=phase, step=step, where=where, sort=sort, offset=offset, limit=limit
+        run,
+        phase=phase,
+        step=step,
+        where=where,
+        sort=sort,
+        text=text,
+        index=index_of(run),
+        offset=offset,
+        limit=limit,
     )
+
+
+def _previews(run: Run, *, of: list[str]) -> Any:
+    """Return previews of rollouts; each is named `INDEX:REQUEST`."""
+    names = []
+    for each in of[:MAX_ROWS]:
+        index, colon, request_id = each.partition(":")
+        if not (colon and index.isdecimal() and len(index) < 10):
+            raise ConfigError(
+                f"a preview is of INDEX:REQUEST, which {shorten(each, 100)!r} is not."
+            )
+        names.append((request_id, int(index)))
+    return row_previews(run, names, index_of(run))
+
+
+def _index(run: Run, *, build: bool = False) -> Any:
+    """Return how far the index of texts is, and begin to build it if that is wanted."""
+    index = index_of(run)
+    found = index.state()
+    worker = _INDEXING.get(run)
+    is_busy = worker is not None and worker.is_alive()
+    error = None if is_busy or worker is None else worker.error
+    if build and not is_busy and not found["is_whole"] and error is None:
+        _INDEXING[run] = worker = _Indexing(index)
+        worker.start()
+        is_busy = True
+    elif error is not None:
+        del _INDEXING[run]
+        raise error
+    return {**found, "is_building": is_busy}
+
+
+class _Indexing(threading.Thread):
+    """Builds an index of texts in its own thread, which rests between batches."""
+
+    def __init__(self, index: SearchIndex) -> None:
+        super().__init__(name="index of texts", daemon=True)
+        self._index = index
+        self.error: RolltreeError | None = None
+
+    def run(self) -> None:
+        """Build it; what is wrong is told to who asks next."""
+        try:
+            # Other requests of this process are answered in the meantime.
+            self._index.build(pause=lambda: time.sleep(0.005))
+        except RolltreeError as error:
+            self.error = error
+
+
+_INDEXING: weakref.WeakKeyDictionary[Run, _Indexing] = weakref.WeakKeyDictionary()
+
+
+def index_of(run: Run) -> SearchIndex:
+    """Return the index of what a run's rollouts say, which is kept in the user's cache folder."""
+    try:
+        return SearchIndex(run, cache_file(run.path, ".texts.db"))
+    except OSError as error:
+        raise ConfigError(
+            f"{cache_folder()} cannot be made ({error.strerror}), so no index of texts is kept. "
+            "Name a folder that can be written to in ROLLTREE_CACHE."
+        ) from error
 
 
 def _groups(
@@ -274,6 +351,17 @@ def _story(run: Run) -> Any:
     return {**story, "again_s": None if stored == commits else max(0.1, due - began)}
 
 
+_GAINS: weakref.WeakKeyDictionary[Run, tuple[int, Any]] = weakref.WeakKeyDictionary()
+"""Each run's gain, and after how many evaluations: a live page asks again and again."""
+
+
+def _gain(run: Run) -> Any:
+    num = len(run.evaluations())
+    if _GAINS.get(run, (-1, None))[0] != num:
+        _GAINS[run] = num, held_out_gain(run)
+    return _GAINS[run][1]
+
+
 def _changed(run: Run, *, since: int = -1) -> Any:
     commits = run.num_commits
     return {"commits": commits, "is_running": is_running(run.path), "changed": commits != since}
@@ -283,7 +371,10 @@ _OF_RUN: dict[str, Callable[..., Any]] = {
     "": lambda run: run_summary(run),
     "changed": _changed,
     "curves": lambda run: run_curves(run),
+    "gain": _gain,
     "rollouts": _rollouts,
+    "previews": _previews,
+    "index": _index,
     "groups": _groups,
     "group": _group,
     "rollout": _rollout,
@@ -299,6 +390,8 @@ class Api:
 
     def __init__(self, root: Path) -> None:
         self.runs = Runs(root)
+        self._num_asked = 0
+        self._glances = Glances(lambda: self._num_asked > 0)
 
     async def answer(self, request: Request) -> Response:
         """Answer one request; an error is `{"error": what happened and what to do}`."""
@@ -306,6 +399,7 @@ class Api:
         raw = request.scope.get("raw_path") or request.scope["path"].encode()
         path = [unquote(part) for part in raw.decode("latin-1").split("/")[2:]]
         query = request.scope["query_string"].decode("latin-1")
+        self._num_asked += 1  # on the event loop, as everything of this function
         try:
             return await run_in_threadpool(lambda: api_response(self._answer(path, query)))
         except RolltreeError as error:
@@ -316,12 +410,16 @@ class Api:
         except Exception as error:
             logger.error("GET %s failed", request.url.path, exc_info=error)
             return api_response({"error": _unexpected(error)}, 500)
+        finally:
+            self._num_asked -= 1
 
     def _answer(self, path: list[str], query: str) -> Any:
         if path == ["runs"]:
             return _call(self._runs, query)
         if path == ["changed"]:
             return _call(lambda: {"mark": self.runs.mark()}, query)
+        if path == ["health"]:
+            return _call(self._health, query)
         if path == ["compare"]:
             return _call(self._compare, query)
         if path[:1] == ["runs"] and len(path) in (2, 3):
@@ -334,6 +432,10 @@ class Api:
         # Before they are read: later writes are seen by the next request.
         mark = self.runs.mark()
         return {"root": str(self.runs.root), "mark": mark, **self.runs.overviews()}
+
+    def _health(self) -> Any:
+        """Return the worst sentence of each run and its reward curve, as far as they are known."""
+        return self._glances.answer((self.runs.name(each), each) for each in self.runs.folders())
 
     def _compare(self, *, arm: list[str]) -> Any:
         found = compare(*map(self._arm, arm))

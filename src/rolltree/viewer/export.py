@@ -20,10 +20,18 @@ import msgspec
 from rolltree.errors import ConfigError, StoreError, UnknownName
 from rolltree.files import write_whole
 from rolltree.records.chosen import shown_requests, telling_requests
+from rolltree.records.comparison import held_out_gain
 from rolltree.records.curves import run_curves
+from rolltree.records.glance import health_of, run_glance
 from rolltree.records.group_tree import group_tree, tree_picture
 from rolltree.records.overview import run_overview, run_summary
-from rolltree.records.pages import group_counts, group_rows, rollout_counts, rollout_page
+from rolltree.records.pages import (
+    group_counts,
+    group_rows,
+    rollout_counts,
+    rollout_page,
+    row_previews,
+)
 from rolltree.records.rollout_view import rollout_view
 from rolltree.records.story import run_story
 from rolltree.records.token_lens import COLUMNS, token_lens
@@ -117,10 +125,12 @@ class _File:
     def data(self, story: Mapping[str, Any]) -> dict[str, Any]:
         """Return what `static/stored.js` reads."""
         run, name = self._run, _name(self._run.path.resolve().name)
+        glance = {**run_glance(run), "health": health_of(story["sentences"])}
         overview = {"id": name, **run_overview(run), "path": name}
         answers = {
             "summary": _answer({**run_summary(run), "path": name}),
             "curves": _answer(run_curves(run)),
+            "gain": _answer(held_out_gain(run)),
             "story": _answer(story),
             **self._views(),
             "rollouts": self._rollout_table(story),
@@ -131,7 +141,11 @@ class _File:
             "created_at": time.time(),
             "num_rollouts": len(self._rollouts),
             "of": self._of_rollouts,
-            "answers": {"runs": [_answer(overview)], "run": {name: answers}},
+            "answers": {
+                "runs": [_answer(overview)],
+                "health": {name: _answer(glance)},
+                "run": {name: answers},
+            },
         }
 
     def exported(self, num_bytes: int) -> ExportedPage:
@@ -209,6 +223,8 @@ class _File:
             if len(page["rows"]) < 1000:
                 break
         rows = [row for row in rows if _key(row) in self._rollouts]
+        shown = row_previews(run, [_key(row) for row in rows])
+        rows = [{**row, **preview} for row, preview in zip(rows, shown, strict=True)]
         places = {_key(row): at for at, row in enumerate(rows)}
         linked = [each["evidence"].get("where") for each in story["sentences"]]
         filters: list[dict[str, Any]] = []

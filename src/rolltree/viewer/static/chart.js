@@ -2,13 +2,12 @@
 
 import { h, isNone, muted, num, put, s, short } from "./dom.js";
 
-const WIDTH = 420;
-const HEIGHT = 170;
+const SMALL = [420, 170];
+const LARGE = [1200, 300];
 const LEFT = 46;
 const RIGHT = 8;
 const TOP = 8;
 const BOTTOM = 22;
-const TALL = HEIGHT - TOP - BOTTOM;
 const DIGIT = 3.5; // half of what a digit of a mark takes
 const MOST = 5e307; // twice as much is a finite number
 
@@ -24,6 +23,17 @@ function ticks(low, high, wanted = 4) {
 }
 
 const clipped = (value) => Math.max(-MOST, Math.min(MOST, value));
+
+/** Powers of ten within a range of logarithms; between two of them 2 and 5, if there are few. */
+function powers(low, high) {
+  const found = [];
+  for (let power = Math.floor(low); power <= Math.ceil(high); power += 1) {
+    const units = high - low > 3 ? [1] : [1, 2, 5];
+    found.push(...units.map((unit) => power + Math.log10(unit)).filter((at) => at >= low && at <= high));
+  }
+  const every = Math.ceil(found.length / 7);
+  return found.filter((_, at) => at % every === 0);
+}
 
 /** The values between which a chart's lines and intervals lie, with a margin. */
 function limits(series, steps, range) {
@@ -77,9 +87,18 @@ function smoothed(values, window) {
  */
 export function board(begun, panels, { onStep, readout }) {
   let steps = begun;
+  let isLog = false;
   const whole = () => [steps[0] ?? 0, steps.at(-1) ?? 1];
   let all = whole();
   let range = all;
+  const logs = h("button", {
+    type: "button", class: "quiet", "aria-pressed": "false", title: "curves above 0 on an axis of powers of ten",
+    onclick: () => {
+      isLog = !isLog;
+      logs.setAttribute("aria-pressed", isLog);
+      for (const each of charts) each.draw();
+    },
+  }, "log axis");
   const reset = h("button", {
     type: "button", class: "quiet", hidden: true, "data-reset": true, onclick: () => zoom(all),
   }, "Whole run (Esc)");
@@ -108,9 +127,11 @@ export function board(begun, panels, { onStep, readout }) {
 
   function chart(given) {
     let panel = given;
+    let isLarge = Boolean(given.isLarge) && innerWidth > 900;
+    let [width, height] = isLarge ? LARGE : SMALL;
     const now = panel.series.map((each) => `${each.label} ${num(last(each.values))}`);
     const plot = s("svg", {
-      viewBox: `0 0 ${WIDTH} ${HEIGHT}`, class: "plot", role: "img", tabindex: "0",
+      class: "plot", role: "img", tabindex: "0",
       "aria-label": `${panel.title}: ${now.join(", ")}`,
     });
     const values = panel.series.map(() => h("span", { class: "value" }));
@@ -120,7 +141,7 @@ export function board(begun, panels, { onStep, readout }) {
     const pointer = s("g");
     let from = null;
     let pointed = null;
-    const x = (step) => LEFT + ((step - range[0]) / (range[1] - range[0] || 1)) * (WIDTH - LEFT - RIGHT);
+    const x = (step) => LEFT + ((step - range[0]) / (range[1] - range[0] || 1)) * (width - LEFT - RIGHT);
 
     const shown = (value) => panel.unit === "bytes" ? short(value) : num(value);
 
@@ -132,23 +153,45 @@ export function board(begun, panels, { onStep, readout }) {
       });
     }
 
+    /** Series on the axis that is drawn: logarithms of values that are all above 0, or the values. */
+    function scaled() {
+      const lists = panel.series.flatMap((each) => [each.values, each.low, each.high]).filter(Boolean);
+      if (!isLog || lists.some((values) => values.some((value) => !isNone(value) && value <= 0))) return null;
+      const log = (values) => values?.map((value) => isNone(value) ? null : Math.log10(value));
+      return panel.series.map((each) => ({ values: log(each.values), low: log(each.low), high: log(each.high) }));
+    }
+
     function draw() {
-      const [low, high] = limits(panel.series, steps, range);
-      const y = (value) => TOP + (1 - (clipped(value) - low) / (high - low)) * TALL;
+      plot.setAttribute("viewBox", `0 0 ${width} ${height}`);
+      const logarithms = scaled();
+      const [low, high] = limits(logarithms ?? panel.series, steps, range);
+      const tall = height - TOP - BOTTOM;
+      const place = (value) => TOP + (1 - (clipped(value) - low) / (high - low)) * tall;
+      const y = (value) => place(logarithms ? Math.log10(value) : value);
       const parts = [];
-      const marks = ticks(low, high);
-      const names = axis(marks);
+      const marks = logarithms ? powers(low, high).map((at) => 10 ** at) : ticks(low, high);
+      const names = logarithms ? marks.map((value) => num(Number(value.toPrecision(1)))) : axis(marks);
       marks.forEach((value, at) => {
-        parts.push(s("line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: y(value), y2: y(value) }));
+        parts.push(s("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y(value), y2: y(value) }));
         parts.push(s("text", { class: "tick", x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" }, names[at]));
       });
       for (const value of ticks(range[0], range[1], 5).filter(Number.isInteger)) {
-        const place = Math.min(x(value), WIDTH - DIGIT * String(value).length);
-        parts.push(s("text", { class: "tick", x: place, y: HEIGHT - 6, "text-anchor": "middle" }, value));
+        const at = Math.min(x(value), width - DIGIT * String(value).length);
+        parts.push(s("text", { class: "tick", x: at, y: height - 6, "text-anchor": "middle" }, value));
       }
       const points = (list) => steps.map((step, at) =>
         step >= range[0] && step <= range[1] && Number.isFinite(list[at]) ? [x(step), y(list[at])] : null);
       panel.series.forEach((each, number) => {
+        if (each.is_points) { // nothing is known between two evaluations, so nothing joins them
+          points(each.values).forEach((point, at) => {
+            if (!point) return;
+            const [cx, cy] = point;
+            const whisker = !isNone(each.low?.[at]) &&
+              s("line", { x1: cx, x2: cx, y1: y(each.low[at]), y2: y(each.high[at]) });
+            parts.push(s("g", { class: `point c${number % 8}` }, whisker, s("circle", { cx, cy, r: 4 })));
+          });
+          return;
+        }
         if (each.low && each.high) {
           const band = [...points(each.high).filter(Boolean), ...points(each.low).filter(Boolean).reverse()];
           if (band.length) parts.push(s("path", { class: `band c${number % 8}`, d: `${path(band)}Z` }));
@@ -174,13 +217,13 @@ export function board(begun, panels, { onStep, readout }) {
       const cx = x(steps[at]);
       const dots = panel.series.map((each, number) => Number.isFinite(each.values[at]) &&
         s("circle", { class: `dot c${number % 8}`, cx, cy: y(each.values[at]), r: 3 }));
-      return put(pointer, s("line", { class: "pointer", x1: cx, x2: cx, y1: TOP, y2: TOP + TALL }), dots);
+      return put(pointer, s("line", { class: "pointer", x1: cx, x2: cx, y1: TOP, y2: height - BOTTOM }), dots);
     }
 
     function nearest(event) {
       const box = plot.getBoundingClientRect();
-      const place = ((event.clientX - box.left) / box.width) * WIDTH;
-      const step = range[0] + ((place - LEFT) / (WIDTH - LEFT - RIGHT)) * (range[1] - range[0]);
+      const place = ((event.clientX - box.left) / box.width) * width;
+      const step = range[0] + ((place - LEFT) / (width - LEFT - RIGHT)) * (range[1] - range[0]);
       return steps.reduce((best, each, at) => Math.abs(each - step) < Math.abs(steps[best] - step) ? at : best, 0);
     }
 
@@ -189,7 +232,8 @@ export function board(begun, panels, { onStep, readout }) {
       point(at);
       if (from !== null && at !== from) {
         const [left, right] = [x(steps[from]), x(steps[at])].sort((a, b) => a - b);
-        pointer.append(s("rect", { class: "zoom", x: left, y: TOP, width: right - left, height: TALL }));
+        const tall = height - TOP - BOTTOM;
+        pointer.append(s("rect", { class: "zoom", x: left, y: TOP, width: right - left, height: tall }));
       }
     });
     plot.addEventListener("pointerleave", () => point(null));
@@ -215,11 +259,21 @@ export function board(begun, panels, { onStep, readout }) {
         onStep?.(steps[pointed]);
       }
     });
+    const title = h("button", {
+      type: "button", class: "sort", title: "Larger or smaller", "aria-expanded": isLarge, onclick: () => {
+        isLarge = !isLarge;
+        [width, height] = isLarge ? LARGE : SMALL;
+        title.setAttribute("aria-expanded", isLarge);
+        element.classList.toggle("large", isLarge);
+        draw();
+      },
+    }, panel.title);
+    const element = h("figure", { class: `chart${isLarge ? " large" : ""}` },
+      h("figcaption", null, title, panel.unit && muted(` ${panel.unit}`)), legend, plot);
     draw();
     say(null);
     return {
-      element: h("figure", { class: "chart" },
-        h("figcaption", null, panel.title, panel.unit && muted(` ${panel.unit}`)), legend, plot),
+      element,
       draw,
       update: (longer) => {
         panel = longer;
@@ -234,8 +288,19 @@ export function board(begun, panels, { onStep, readout }) {
     };
   }
 
-  const element = h("div", { class: "board" }, charts.map((each) => each.element));
-  return { element, reset, update, zoom, range: () => range === all ? null : range };
+  const element = h("div", null, sections(panels).map(({ group, places }) => h("section", null,
+    group && h("h3", null, group), h("div", { class: "board" }, places.map((at) => charts[at].element)))));
+  return { element, reset, logs, update, zoom, range: () => range === all ? null : range };
+}
+
+/** Panels that follow each other and are of one group. */
+function sections(panels) {
+  const found = [];
+  panels.forEach(({ group }, at) => {
+    if (found.at(-1)?.group === group) found.at(-1).places.push(at);
+    else found.push({ group, places: [at] });
+  });
+  return found;
 }
 
 const last = (values) => values.findLast((value) => !isNone(value));
@@ -261,4 +326,13 @@ export function interval(mean, bounds, [low, high], { zero = null, label = "" } 
     zero !== null && s("line", { class: "grid", x1: x(zero), x2: x(zero), y1: 0, y2: 14 }),
     from !== null && to !== null && s("line", { class: "whisker", x1: x(from), x2: x(to), y1: 7, y2: 7 }),
     s("rect", { class: "mean", x: x(mean) - 1.2, y: 2, width: 2.4, height: 10 }));
+}
+
+/** A curve without axes, as wide as a word. */
+export function sparkline(values, [low, high], label) {
+  const y = (value) => 15 - 14 * ((value - low) / (high - low || 1));
+  const points = values.map((value, at) => isNone(value) ? null : [100 * at / (values.length - 1), y(value)]);
+  const view = { viewBox: "0 0 100 16", preserveAspectRatio: "none" };
+  return s("svg", { ...view, class: "spark", role: "img", "aria-label": label },
+    s("path", { class: "line c0", d: path(points) }));
 }

@@ -1,6 +1,6 @@
 // Two evaluations or more, paired by example: how far each is from the first, whether that is noise, what flipped.
 
-import { folded, h, href, num, plainTable, put } from "./dom.js";
+import { folded, h, href, num, plainTable, put, select } from "./dom.js";
 import { interval } from "./chart.js";
 import { comparison } from "./runs.js";
 
@@ -18,11 +18,6 @@ const percentOf = (each) => `${Number((100 * each.confidence).toPrecision(4))} %
 const bounds = ({ low, high }, sign) =>
   low === null || low === undefined ? "–" : `[${num(low, sign)}, ${num(high, sign)}]`;
 const sizeOf = ({ mean, low, high }) => Math.max(Math.abs(mean), Math.abs(low ?? 0), Math.abs(high ?? 0)) || 1;
-
-/** A choice: names by value. */
-const select = (label, names, value, choose) => h("select", {
-  "aria-label": label, onchange: ({ target }) => choose(target.value),
-}, names.map(([each, name]) => h("option", { value: each, selected: each === value }, name)));
 
 /** A row per arm, with its difference to the baseline; another baseline and other phases are chosen here. */
 function armsOf({ arms, pairs, confidence }) {

@@ -160,6 +160,11 @@ export function withQuery(path, query) {
 /** A link that looks like a button. */
 export const button = (name, address, more) => h("a", { class: "button", href: address, ...more }, name);
 
+/** A choice: names by value. */
+export const select = (label, names, value, choose) => h("select", {
+  "aria-label": label, onchange: ({ target }) => choose(target.value),
+}, names.map(([each, name]) => h("option", { value: each, selected: each === value }, name)));
+
 export const muted = (...children) => h("span", { class: "muted" }, children);
 
 /** What opens below its title. */

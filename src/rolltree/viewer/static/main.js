@@ -3,6 +3,7 @@
 import { apiFor, follow } from "./api.js";
 import { h, href, keep, kept, line, put, visible } from "./dom.js";
 import { file, partsOf } from "./stored.js";
+import { listOf } from "./walk.js";
 import * as compare from "./compare.js";
 import * as group from "./group.js";
 import * as rollout from "./rollout.js";
@@ -29,6 +30,7 @@ const KEYS = [
   ["Enter", "open the row"],
   ["x", "choose the row (runs)"],
   ["/", "search or filter"],
+  ["f", "find a text in rollouts"],
   ["u", "one level up"],
   ["[, ]", "previous and next call, rollout or page"],
   ["t", "light or dark"],
@@ -147,7 +149,9 @@ function move(by) {
   }
   const rows = [...root.querySelectorAll("[data-row]")].filter((row) => row.offsetParent !== null);
   const at = rows.findIndex((row) => row.classList.contains("marked"));
-  const next = rows[Math.max(0, Math.min(rows.length - 1, at + by))];
+  const isSeen = (row) => row.getBoundingClientRect().bottom > 60 && row.getBoundingClientRect().top < innerHeight;
+  const seen = at < 0 || !isSeen(rows[at]) ? rows.findIndex(isSeen) : -1; // the view does not jump to what is away
+  const next = rows[seen >= 0 ? seen : Math.max(0, Math.min(rows.length - 1, at + by))];
   if (!next) return;
   rows[at]?.classList.remove("marked");
   next.classList.add("marked");
@@ -163,8 +167,8 @@ function openMarked() {
 function goUp() {
   const params = match(location.hash)?.params ?? {};
   if (params.call !== undefined) location.hash = href(["run", params.run, "rollout", params.id, params.index]);
-  else if (params.id !== undefined) location.hash = href(["run", params.run, "rollouts"]);
-  else if (location.hash.includes("/rollouts")) location.hash = href(["run", params.run]);
+  else if (params.id !== undefined) location.hash = listOf(params.run);
+  else if (/\/(rollouts|evaluation\/.*)(\?|$)/.test(location.hash)) location.hash = href(["run", params.run]);
   else location.hash = "#/";
 }
 
@@ -182,6 +186,12 @@ function showKeys() {
   dialog.showModal();
 }
 
+function enter(selector) {
+  const field = root.querySelector(selector);
+  field?.focus();
+  field?.select?.();
+}
+
 const ACTIONS = {
   j: () => move(1),
   k: () => move(-1),
@@ -190,11 +200,8 @@ const ACTIONS = {
   t: toggleTheme,
   "?": showKeys,
   x: () => root.querySelector(".marked input[type=checkbox]")?.click(),
-  "/": () => {
-    const field = root.querySelector("[data-search]");
-    field?.focus();
-    field?.select?.();
-  },
+  "/": () => enter("[data-search]"),
+  f: () => enter("[data-find]"),
   "[": () => root.querySelector("[data-previous]")?.click(),
   "]": () => root.querySelector("[data-next]")?.click(),
   Escape: () => root.querySelector("[data-reset]")?.click(),

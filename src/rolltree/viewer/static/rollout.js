@@ -5,21 +5,33 @@ import {
 } from "./dom.js";
 import { markdown } from "./markdown.js";
 import { ending } from "./rollouts.js";
+import { neighbours } from "./walk.js";
 
 export async function render(root, params, api) {
   const { run, id, index } = params;
   marked = 0;
   const found = await api.rollout(run, { id, index });
   const row = found.rollout;
+  const near = await neighbours(api, run, row).catch(() => null);
   const tokens = (call, at) => href(["run", run, "tokens", id, index, call], { at });
+  const relative = (each) => h("a", { href: href(["run", run, "rollout", each.request_id, each.trajectory_index]) },
+    each.agent || `rollout ${each.trajectory_index}`);
+  /** The next in the list that one came from, else of the same request. */
   const other = (by, sign, key) => {
+    const listed = by < 0 ? near?.before : near?.after;
     const at = row.trajectory_index + by;
-    return found.others.some((each) => each.trajectory_index === at) && button(sign,
-      href(["run", run, "rollout", id, at]), { [key]: true, "aria-label": "Another rollout of this request" });
+    const sibling = !near && found.others.some((each) => each.trajectory_index === at);
+    if (!listed && !sibling) return null;
+    const [name, number] = listed ? [listed.request_id, listed.trajectory_index] : [id, at];
+    return button(sign, href(["run", run, "rollout", name, number]), { [key]: true,
+      "aria-label": `${by < 0 ? "Previous" : "Next"} ${listed ? "of the list" : "rollout of this request"}` });
   };
   const broken = breaks(found.breaks, tokens);
   const { min_version: oldest, max_version: newest } = row;
+  const expected = found.input.answer;
   const facts = [
+    ["expected answer", isNone(expected) || expected === "" ? null : h("b", { class: "said" }, folded(
+      typeof expected === "string" ? expected : JSON.stringify(expected), 400))],
     ["reward", reward(row.reward)],
     ["ended by", ending(row) || "–"],
     ["phase", `${row.phase ?? "–"}${isNone(row.train_step) ? "" : `, step ${row.train_step}`}`],
@@ -38,8 +50,14 @@ export async function render(root, params, api) {
     h("div", { class: "bar" }, h("h1", null, "Rollout"), button("Tokens", tokens(0)),
       button("Tree", href(["run", run, "tree", id, index])),
       row.group_id && button("Group", href(["run", run, "group", row.group_id])),
-      other(-1, "←", "data-previous"), other(1, "→", "data-next")),
+      other(-1, "←", "data-previous"), near && muted(`${count(near.at + 1)} of ${count(near.total)}`),
+      other(1, "→", "data-next")),
     factList(facts),
+    found.parent && h("p", null, "Asked by ", relative(found.parent), muted(" to do: "),
+      h("span", { class: "said" }, folded(found.asked ?? "", 600))),
+    found.children.length > 0 && section("Delegated", h("ul", { class: "members" }, found.children.map((each) =>
+      h("li", null, relative(each), " ", reward(each.reward), " ",
+        h("span", { class: "said" }, folded(each.asked ?? "", 200)))))),
     found.errors.map(failure),
     found.tool_errors.map(failure),
     h("div", { class: "reading" },
@@ -88,6 +106,8 @@ function message(each, tokens) {
   const role = ROLES.includes(each.role) ? each.role : "other"; // a class of the model's choice could hide it
   return h("article", { class: `message ${role}`, "data-row": true },
     h("header", null, h("b", null, each.role), each.name && muted(` ${each.name}`),
+      each.is_prompt && each.role === "assistant" && h("span", { class: "badge zero",
+        title: "a part of the prompt: an example, not an answer of the model" }, "given, not sampled"),
       each.call !== null && h("a", { class: "small", href: tokens(each.call) }, `call ${each.call}`)),
     each.reasoning && thinking(each.reasoning),
     content(each.content),

@@ -1,8 +1,11 @@
 // A run's rollouts, or its groups, as a table of any length, with filters and an order.
 
 import { follow, markOf } from "./api.js";
-import { button, count, duration, h, href, num, put, reward, s, showLive } from "./dom.js";
-import { virtualTable } from "./table.js";
+import {
+  button, count, duration, h, href, keep, kept, line, num, put, reward, s, select, showLive,
+} from "./dom.js";
+import { PAGE, virtualTable } from "./table.js";
+import { opened } from "./walk.js";
 
 const column = (label, width, cell, more) => ({ label, width, cell, ...more });
 const minor = (label, width, cell, more) => column(label, width, cell, { minor: true, ...more });
@@ -10,19 +13,51 @@ const number = (label, width, cell, sort) => minor(label, width, cell, { numeric
 const counted = (label, width, name) => number(label, width, (row) => count(row[name]), name);
 const step = (sort) => number("step", "4rem", (row) => row.train_step ?? "–", sort);
 
+const said = (label, name) => minor(label, "minmax(6rem, 2.4fr)", (row) => line(row[name] ?? "", 160), { sort: name });
+
 const COLUMNS = [
-  column("rollout", "minmax(9rem, 3fr)", (row) => front(
+  column("rollout", "minmax(6rem, 1.4fr)", (row) => front(
     `${row.request_id}${row.num_trajectories > 1 ? ` · ${row.trajectory_index}` : ""}`), { narrow: "minmax(0, 2fr)" }),
-  column("reward", "5.5rem", (row) => reward(row.reward), { narrow: "4.6rem", numeric: true, sort: "reward" }),
-  column("ended by", "minmax(6rem, 1.4fr)", ending, { narrow: "minmax(0, 1.2fr)" }),
+  said("question", "question"),
+  said("answer", "answer"),
+  column("reward", "4.8rem", (row) => reward(row.reward), { narrow: "4.6rem", numeric: true, sort: "reward" }),
+  number("advantage", "5.6rem", (row) => num(row.advantage, true), "advantage"),
+  column("ended by", "minmax(5rem, 1.2fr)", ending, { narrow: "minmax(0, 1.2fr)" }),
   step("train_step"),
-  minor("task", "minmax(4rem, 1fr)", (row) => row.task || row.env_id),
-  minor("agent", "minmax(3rem, 0.8fr)", (row) => row.agent ?? ""),
-  counted("calls", "4rem", "num_calls"),
-  counted("prompt", "5rem", "num_prompt_tokens"),
-  counted("sampled", "5rem", "num_completion_tokens"),
-  number("time", "5rem", (row) => duration(row.total_ms === null ? null : row.total_ms / 1000), "total_ms"),
+  minor("task", "minmax(4rem, 1fr)", (row) => row.task || row.env_id, { sort: "task" }),
+  minor("agent", "minmax(3rem, 0.8fr)", (row) => row.agent ?? "", { sort: "agent" }),
+  number("breaks", "4.2rem", (row) => row.breaks > 0 ? h("span", { class: "warn" }, count(row.breaks))
+    : count(row.breaks), "breaks"),
+  counted("calls", "3.4rem", "num_calls"),
+  counted("prompt", "4.4rem", "num_prompt_tokens"),
+  counted("sampled", "4.6rem", "num_completion_tokens"),
+  number("time", "4.4rem", (row) => duration(row.total_ms === null ? null : row.total_ms / 1000), "total_ms"),
 ];
+const INDEXED = ["breaks", "advantage", "question", "answer"]; // what is known once all rollouts were read
+const HIDDEN = ["task", "agent", "prompt"];
+const ORDERS = [
+  ["", "any order"], ["-reward", "best first"], ["reward", "worst first"], ["-num_completion_tokens", "longest first"],
+  ["-total_ms", "slowest first"], ["-breaks", "most broken first"], ["-advantage", "most encouraged first"],
+];
+const PRESETS = [
+  ["", "add a filter"], ["status = error", "failed"], ["truncated = true", "cut"], ["breaks > 0", "broken"],
+  ["reward = none", "without reward"], ["advantage > 0", "encouraged"], ["advantage < 0", "discouraged"],
+];
+const isIndexed = ({ text, where, sort }) => Boolean(text) || INDEXED.includes(sort?.replace("-", "")) ||
+  INDEXED.some((name) => new RegExp(`(^|\\band\\s+)${name}\\s*[=!<>~]`, "i").test(where ?? ""));
+
+/** The columns of a table: those that were chosen, else the usual ones, and the metrics of its order or filter. */
+function columnsFor(rows, { sort, where }, chosen) {
+  const names = [...new Set(rows.flatMap((row) => Object.keys(row.metrics ?? {})))].sort();
+  const isUsed = (name) => [sort, where].some((each) => each?.includes(`metrics/${name}`));
+  const metrics = names.map((name) =>
+    number(name, "minmax(4.5rem, 0.6fr)", (row) => num(row.metrics?.[name]), `metrics/${name}`));
+  const isUsual = ({ label }) => label === "agent" ? rows.some((row) => row.agent) : !HIDDEN.includes(label);
+  const all = [...COLUMNS, ...metrics];
+  const shown = all.filter((each) => each === all[0] || (metrics.includes(each) && isUsed(each.label))
+    || (chosen ? chosen.includes(each.label) : isUsual(each) && !metrics.includes(each)));
+  return { all, shown };
+}
 
 /** What ended a rollout. */
 export function ending(row) {
@@ -74,18 +109,30 @@ function spread(row) {
 
 const ALL = "*";
 
+/** Read all rollouts once, so that they are found by what they say; `say` is told how far that is. */
+async function indexed(api, run, say) {
+  for (;;) {
+    const found = await api.index(run, { build: true });
+    if (found.is_whole || api.signal.aborted) return;
+    say(`All rollouts are read once, to find them by texts, breaks and advantages: ${count(found.indexed)} `
+      + `of ${count(found.of)} …`);
+    await new Promise((then) => { setTimeout(then, 300); });
+  }
+}
+
 export async function render(root, params, api) {
-  const { run, by, step, where, sort } = params;
+  const { run, by, step, where, sort, text } = params;
   const isGroups = by === "group";
   const asked = api.run(run); // the table is read beside it, and behind it only where it depends on it
   const namesOf = (found) => (found.phases ?? []).map((each) => each.phase);
   const isTrained = isGroups && params.phase === undefined && namesOf(await asked).includes("train");
   const phase = params.phase ?? (isTrained ? "train" : ALL); // groups are there to train
-  const shown = { by, phase: params.phase, step, where, sort };
+  const shown = { by, phase: params.phase, step, where, sort, text };
   const go = (changes) => { location.hash = href(["run", run, "rollouts"], { ...shown, ...changes }); };
   const total = h("span", { class: "muted", role: "status" });
+  const choice = h("details", { class: "choice" }, h("summary", null, "Columns"));
   const part = { phase: phase === ALL ? null : phase, step };
-  const query = isGroups ? { ...part, sort: "-train_step" } : { ...part, where, sort };
+  const query = isGroups ? { ...part, sort: "-train_step" } : { ...part, where, sort, text };
   const fetchRows = async (offset, limit) => {
     const page = await (isGroups ? api.groups : api.rollouts)(run, { ...query, offset, limit });
     put(total, page.of === undefined ? count(page.total)
@@ -93,19 +140,47 @@ export async function render(root, params, api) {
     return page;
   };
   const rollout = (row) => href(["run", run, "rollout", row.request_id, row.trajectory_index]);
-  const read = () => virtualTable({
-    columns: isGroups ? GROUPS : COLUMNS,
-    fetchRows, sort,
-    onSort: isGroups ? null : (name) => go({ sort: name }),
-    link: (row) => isGroups ? href(["run", run, "group", row.group_id]) : rollout(row),
-    empty: isGroups ? "No group is here."
-      : where || phase !== ALL || step ? "No rollout passes the filter." : "The run has no rollouts yet.",
-  });
-  const reading = read().catch((error) => {
+  const complete = async (rows) => {
+    const found = await api.previews(run, rows);
+    return new Map(found.map(({ request_id: id, trajectory_index: index, ...more }) =>
+      [rollout({ request_id: id, trajectory_index: index }), more]));
+  };
+  const needsIndex = !isGroups && !api.isExported && isIndexed(shown);
+
+  async function read() {
+    if (needsIndex) await indexed(api, run, (how) => put(total, how));
+    const begun = await fetchRows(0, PAGE);
+    const found = isGroups ? { shown: GROUPS } : columnsFor(begun.rows, shown, JSON.parse(kept("columns") ?? "null"));
+    if (!isGroups) drawChoice(found);
+    return virtualTable({
+      columns: found.shown,
+      fetchRows, begun, sort,
+      onSort: isGroups ? null : (name) => go({ sort: name }),
+      link: (row) => isGroups ? href(["run", run, "group", row.group_id]) : rollout(row),
+      onOpen: (row, at) => opened(run, shown, row, at),
+      complete: isGroups || api.isExported ? null : complete,
+      empty: isGroups ? "No group is here." : text ? "No rollout says that."
+        : where || phase !== ALL || step ? "No rollout passes the filter." : "The run has no rollouts yet.",
+    });
+  }
+
+  function drawChoice({ all, shown: drawn }) {
+    put(choice, h("summary", null, "Columns"), h("div", { class: "card" }, all.slice(1).map(({ label }) =>
+      h("label", null, h("input", {
+        type: "checkbox", checked: drawn.some((each) => each.label === label), onchange: async ({ target }) => {
+          const labels = drawn.map((each) => each.label).filter((each) => each !== label);
+          keep("columns", JSON.stringify(target.checked ? [...labels, label] : labels));
+          put(box, await read());
+        },
+      }), ` ${label}`))));
+  }
+
+  const failed = (error) => {
     if (api.signal.aborted) throw error;
     return h("p", { class: "error", role: "alert" }, error.message);
-  });
-  const [summary, table] = await Promise.all([asked, reading]);
+  };
+  const reading = read().catch(failed);
+  const [summary, table] = await Promise.all([asked, needsIndex ? null : reading]);
   const phases = h("select", { "aria-label": "Phase", onchange: () => go({ phase: phases.value, step: null }) },
     h("option", { value: ALL }, "all phases"));
   const known = new Set();
@@ -122,24 +197,33 @@ export async function render(root, params, api) {
     disabled: step === undefined ? by > 0 : Number(step) + by < 1 || Number(step) + by > summary.num_steps,
     onclick: () => go({ step: step === undefined ? summary.num_steps : Number(step) + by }),
   }, sign);
-  const filter = api.isExported ? where && h("button", {
-    type: "button", title: "Show all", onclick: () => go({ where: null }),
-  }, `${where} ×`) : h("input", {
-    type: "search", value: where, "data-search": true, "aria-label": "Filter", class: "filter",
-    placeholder: "reward < 0.5 and num_calls > 2  (/)",
-    onkeydown: (event) => { if (event.key === "Enter") go({ where: filter.value }); },
-    onsearch: () => { if (!filter.value && where) go({ where: null }); },
+  const field = (name, label, placeholder, more) => h("input", {
+    type: "search", value: params[name], "aria-label": label, placeholder, ...more,
+    onkeydown: ({ key, target }) => { if (key === "Enter") go({ [name]: target.value }); },
+    onsearch: ({ target }) => { if (!target.value && params[name]) go({ [name]: null }); },
   });
+  const filters = api.isExported ? where && h("button", {
+    type: "button", title: "Show all", onclick: () => go({ where: null }),
+  }, `${where} ×`) : [
+    field("text", "Find a text", "words that were said (f)", { "data-find": true }),
+    field("where", "Filter", "reward < 0.5 and num_calls > 2  (/)", { "data-search": true, class: "filter" }),
+    select("Add a filter", PRESETS, "", (value) => go({ where: where ? `${where} and ${value}` : value })),
+    select("Order", ORDERS.some(([value]) => value === sort) || !sort ? ORDERS : [[sort, sort], ...ORDERS], sort ?? "",
+      (value) => go({ sort: value })),
+    choice,
+  ];
   const other = href(["run", run, "rollouts"], { by: isGroups ? null : "group", phase: params.phase, step });
   const box = h("div", null, table);
   const steps = summary.num_steps > 0 && [turn(-1, "←", "data-previous"), at, turn(1, "→", "data-next")];
   put(root, h("div", { class: "bar" },
     h("h1", null, isGroups ? "Groups" : "Rollouts"), phases, h("span", null, steps || at),
-    !isGroups && filter, total, button(isGroups ? "Rollouts" : "Groups", other)), box);
+    !isGroups && filters, total, button(isGroups ? "Rollouts" : "Groups", other)), box);
+  if (needsIndex) reading.then((element) => put(box, element), () => null);
 
   /** Take what the run has added, where the table stands. */
   async function update() {
     say(await api.run(run));
+    if (needsIndex) await indexed(api, run, () => null);
     const event = new CustomEvent("refresh", { detail: {} });
     box.querySelector("[data-virtual]")?.dispatchEvent(event);
     if (event.detail.done) await event.detail.done;

@@ -3,9 +3,10 @@
 import { follow, markOf } from "./api.js";
 import { board } from "./chart.js";
 import {
-  button, count, details, duration, factList, h, href, json, line, muted, num, plainTable, put, redraw, short, showLive,
+  button, count, details, duration, factList, h, href, isNone, json, line, muted, num, plainTable, put, redraw, short,
+  showLive,
 } from "./dom.js";
-import { failures, progress, stateBadge } from "./runs.js";
+import { comparison, failures, progress, stateBadge } from "./runs.js";
 import { file } from "./stored.js";
 
 const TOGETHER = [
@@ -23,12 +24,14 @@ export async function render(root, params, api) {
   const story = h("section", { class: "story", "aria-label": "What happened", "aria-busy": "true" },
     h("p", { class: "muted" }, "Reading the rollouts …"));
   const head = h("div");
+  const gain = h("div");
+  const said = h("div");
   const rest = h("div");
   const curves = curvesOf(params);
   let again = null;
   put(root, file && h("p", { class: "muted small" }, `This file has ${count(file.num_rollouts)} of `,
     `${count(file.of)} rollouts, as of ${dateOf(file)}. The run itself opens with `,
-    h("code", null, "rolltree view"), "."), head, story, curves.element, rest);
+    h("code", null, "rolltree view"), "."), head, story, gain, said, curves.element, rest);
 
   async function draw() {
     const [summary, found] = await Promise.all([api.run(run), api.curves(run)]);
@@ -37,7 +40,8 @@ export async function render(root, params, api) {
     redraw(head, stored, () => drawHead(head, summary, params));
     tell();
     curves.update(found);
-    redraw(rest, [stored.phases, stored.notices, stored.config], () => drawRest(rest, summary, run));
+    redraw(said, stored.notices, () => drawNotices(said, stored.notices));
+    redraw(rest, [stored.phases, stored.evaluations, stored.config], () => drawRest(rest, summary, run));
     showLive(summary, api);
     return summary;
   }
@@ -47,16 +51,46 @@ export async function render(root, params, api) {
     clearTimeout(again);
     const told = await api.story(run).catch((error) => ({ error }));
     if (api.signal.aborted) return;
-    const said = told.error?.message ?? told.sentences;
-    redraw(story, said, () => told.error ? put(story, h("p", { class: "error", role: "alert" }, said))
-      : drawStory(story, said, run));
+    const sentences = told.error?.message ?? told.sentences;
+    redraw(story, sentences, () => told.error ? put(story, h("p", { class: "error", role: "alert" }, sentences))
+      : drawStory(story, sentences, run, curves.pair));
     story.removeAttribute("aria-busy");
+    const found = await api.gain(run).catch(() => null);
+    if (api.signal.aborted) return;
+    redraw(gain, found, () => put(gain, found && gained(found, run)));
     if (told.again_s) again = setTimeout(tell, 1000 * told.again_s);
   }
 
   const summary = await draw();
   if (params.metric) root.addEventListener("shown", () => curves.element.scrollIntoView(), { once: true });
   follow(api, markOf(summary), () => api.changed(run), draw);
+}
+
+const bounds = ({ low, high }, sign) => isNone(low) ? "" : ` [${num(low, sign)}, ${num(high, sign)}]`;
+
+/** The first and the last held-out evaluation, and how far they are apart. */
+function gained(found, run) {
+  const { a, b, before, after, difference, phases, verdict } = found;
+  const part = (name, value, said) =>
+    h("div", null, h("dt", null, name), h("dd", null, h("b", null, value), muted(said)));
+  const of = (phase, name) => h("a", { href: href(["run", run, "evaluation", phase]) }, name);
+  return h("dl", { class: "facts gain" },
+    part(["held out, ", of(phases[0], a)], num(before.mean), bounds(before)),
+    part(["held out, ", of(phases[1], b)], num(after.mean), bounds(after)),
+    part("difference", num(difference.mean, true), [bounds(difference, true), ` ${verdict}`]),
+    h("div", null, h("dt", null, `${count(difference.num_examples)} examples`), h("dd", null,
+      h("a", { href: comparison(phases.map((phase) => `${run}:${phase}`)) }, "what changed"))));
+}
+
+/** What the run said of itself, each sentence once; many are folded. */
+function drawNotices(box, notices) {
+  const lines = (notices ?? []).map((each) => h("p", { class: "sentence", "data-row": true }, each.text,
+    muted(" ", isNone(each.step) ? "" : `step ${each.step}, `, dateOf(each),
+      each.times > 1 && `, ${count(each.times)} times`)));
+  const [latest, earlier] = [lines.slice(-3).reverse(), lines.slice(0, -3).reverse()];
+  const title = "What the run said";
+  put(box, lines.length > 0 && h("section", { "aria-label": title }, h("h2", null, title), latest,
+    earlier.length > 0 && details(`${count(earlier.length)} earlier`, earlier)));
 }
 
 const dateOf = (record) => new Date(1000 * record.created_at).toLocaleString();
@@ -84,9 +118,12 @@ function drawHead(head, run, params) {
     factList(facts));
 }
 
+/** The curves that a sentence rests on: one, or a second one that the first is to be seen beside. */
+const curvesIn = ({ series, beside }) => [series, beside].flat().filter(Boolean);
+
 /** The address of what a sentence rests on. */
 function evidenceLink(run, view, evidence) {
-  const { phase, where, series, step, request_id: id, trajectory_index: index, call, position: at } = evidence;
+  const { phase, where, step, request_id: id, trajectory_index: index, call, position: at } = evidence;
   const [from, to] = evidence.steps ?? [];
   const [parts, query] = {
     groups: [["rollouts"], { by: "group", phase, step }],
@@ -95,21 +132,29 @@ function evidenceLink(run, view, evidence) {
     rollout: [["rollout", id, index]],
     tree: [["tree", id, index]],
     tokens: [["tokens", id, index, call], { at }],
-    curves: [[], { metric: series, from, to }],
+    curves: [[], { metric: curvesIn(evidence)[0], beside: curvesIn(evidence)[1], from, to }],
   }[view];
   return href(["run", run, ...parts], query);
 }
 
-function drawStory(box, sentences, run) {
+function drawStory(box, sentences, run, pair) {
   if (!sentences?.length) return put(box, h("p", { class: "muted" }, "Nothing stands out."));
-  const names = { curves: "the curve", rollout: "the rollout" };
   return put(box, sentences.map(({ evidence, severity, text }) => {
-    const views = [evidence.view, evidence.view !== "curves" && evidence.series && "curves"].filter(Boolean);
-    const link = (view) => [" ", h("a", { href: evidenceLink(run, view, evidence) }, `see ${names[view] ?? view}`)];
+    const names = curvesIn(evidence);
+    const views = [evidence.view, evidence.view !== "curves" && names.length && "curves"].filter(Boolean);
+    const link = (view) => [" ", h("a", { href: evidenceLink(run, view, evidence) }, `see ${SEEN[view] ?? view}`)];
     return h("p", { class: `sentence ${severity}`, "data-row": true },
-      h("span", { class: "hidden" }, `${severity}: `), text, views.map(link));
+      h("span", { class: "hidden" }, `${severity}: `), text, views.map(link), names.length > 1 && pair(names));
   }));
 }
+
+const SEEN = { curves: "the curve", rollout: "the rollout" };
+
+/** Whether a curve says nothing by its form: all of its values are one. */
+const isConstant = ({ series }) => series.every(({ values }) => {
+  const known = values.filter((value) => !isNone(value));
+  return known.length > 1 && known.every((value) => value === known[0]);
+});
 
 /** Curves that are read together are one chart, under the first one's place; the others have one each. */
 function panelsOf(series) {
@@ -127,7 +172,9 @@ function curvesOf(params) {
   const element = h("div");
   const readout = h("span", { class: "muted", role: "status" });
   const bar = h("div", { class: "bar" });
+  const buttons = h("span");
   const place = h("div");
+  const folded = h("div");
   const missing = h("p", { class: "muted small" });
   const search = h("input", {
     type: "search", placeholder: "Find a curve (/)", "aria-label": "Find a curve", "data-search": true,
@@ -143,19 +190,35 @@ function curvesOf(params) {
   let names = "";
   let isWhole = false;
 
-  /** The panels that are looked for, or those that come first. */
+  /** The panels that are looked for, or those that come first; the reward is the largest. */
   function chosen() {
-    const all = panelsOf(data.series);
     const wanted = search.value.toLowerCase();
+    if (params.beside && search.value === params.metric) return alone([params.metric, params.beside]);
+    const [top, ...others] = panelsOf(data.series);
+    const isLarge = top?.group === "Reward" && !wanted;
+    const all = top ? [{ ...top, isLarge }, ...others] : [];
     const about = (panel) => [panel.title, panel.group, ...panel.series.flatMap((each) => [each.name, each.label])];
     if (wanted) return all.filter((panel) => about(panel).join(" ").toLowerCase().includes(wanted));
     const first = all.filter((panel) => FIRST.includes(panel.group));
     return isWhole || !first.length ? all : first;
   }
 
+  /** Curves each in its own chart, in this order. */
+  const alone = (wanted) => wanted.map((name) => data.series.find((each) => each.name === name)).filter(Boolean)
+    .map((each) => ({ title: each.label, unit: each.unit, group: "", series: [each] }));
+
+  /** Two curves next to each other, for the sentence that rests on both. */
+  const pair = (wanted) => board(data.steps, alone(wanted), { onStep }).element;
+
   function draw() {
     const found = chosen();
-    const panels = found.slice(0, MOST_DRAWN);
+    const isSought = search.value !== "";
+    const varied = found.filter((panel) => isSought || panel.isLarge || !isConstant(panel));
+    const flat = found.filter((panel) => !varied.includes(panel));
+    const panels = varied.slice(0, MOST_DRAWN);
+    redraw(folded, flat, () => put(folded, flat.length > 0 && details(
+      `${count(flat.length)} curves do not change`, factList(flat.flatMap((panel) => panel.series.map((each) =>
+        [each.label, num(each.values.findLast((value) => !isNone(value)))]))))));
     const said = JSON.stringify(panels.map((panel) => panel.series.map(({ name }) => name)));
     const others = data.series.length - found.flatMap((panel) => panel.series).length;
     if (drawn && said === names) drawn.update(data.steps, panels);
@@ -164,11 +227,11 @@ function curvesOf(params) {
       drawn = board(data.steps, panels, { onStep, readout });
       if (range) drawn.zoom(range);
       names = said;
-      put(place, drawn.element, found.length > MOST_DRAWN && h("p", { class: "muted" },
-        `${count(found.length - MOST_DRAWN)} more are not drawn. Find them by their names above.`), more);
+      put(place, drawn.element, varied.length > MOST_DRAWN && h("p", { class: "muted" },
+        `${count(varied.length - MOST_DRAWN)} more are not drawn. Find them by their names above.`), more);
       const reset = bar.querySelector("[data-reset]");
-      if (reset) reset.replaceWith(drawn.reset);
-      else put(bar, h("h2", null, "Curves"), search, readout, drawn.reset);
+      if (reset) put(buttons, drawn.logs, drawn.reset);
+      else put(bar, h("h2", null, "Curves"), search, put(buttons, drawn.logs, drawn.reset), readout);
     }
     put(more, `${count(others)} more curves`);
     more.hidden = others <= 0 || search.value !== "";
@@ -181,25 +244,23 @@ function curvesOf(params) {
     draw();
     put(missing, data.missing?.length && `Not recorded: ${data.missing.map(({ label }) => label).join(", ")}.`);
     if (!isNew) return;
-    put(element, bar, h("p", { class: "muted small" }, "Drag to zoom; click a step for its rollouts. ",
-      data.steps.length > 200 && "Bold: the mean around each step."), place, missing);
+    put(element, bar, h("p", { class: "muted small" }, "Drag to zoom; click a step for its rollouts, a title to ",
+      "enlarge its curve. ", data.steps.length > 200 && "Bold: the mean around each step."), place, folded, missing);
     if (params.from !== undefined) drawn.zoom([Number(params.from) - 1, Number(params.to) + 1]);
   }
 
-  return { element, update };
+  return { element, update, pair };
 }
 
 function drawRest(rest, run, name) {
   const link = (phase) => h("a", { href: href(["run", name, "rollouts"], { phase }) }, phase);
-  const notices = run.notices ?? [];
+  const report = (each) => each.phase !== "train" &&
+    h("a", { href: href(["run", name, "evaluation", each.phase]) }, "evaluation");
   const counts = ["num_rollouts", "num_errors", "num_truncated", "num_prompt_tokens", "num_completion_tokens"];
   put(rest,
     h("h2", null, "Phases"),
-    plainTable(["phase", "reward", "rollouts", "failed", "truncated", "prompt tokens", "sampled tokens"],
-      (run.phases ?? []).map((each) =>
-        [link(each.phase), num(each.mean_reward), ...counts.map((column) => count(each[column]))]), [1, 2, 3, 4, 5, 6]),
-    h("details", { hidden: !notices.length }, h("summary", null, `${notices.length} notices`), // a place for the first
-      plainTable(["when", "step", "kind", "what"], notices.map((each) =>
-        [dateOf(each), each.step ?? "–", each.kind, line(JSON.stringify(each.data), 300)]))),
+    plainTable(["phase", "reward", "rollouts", "failed", "truncated", "prompt tokens", "sampled tokens", ""],
+      (run.phases ?? []).map((each) => [link(each.phase), num(each.mean_reward),
+        ...counts.map((column) => count(each[column])), report(each)]), [1, 2, 3, 4, 5, 6]),
     details("Settings", json(run.config ?? {})));
 }

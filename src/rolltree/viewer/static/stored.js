@@ -92,9 +92,11 @@ const aged = (run) => ({ ...run, age_s: Math.max(0, Date.now() / 1000 - run.last
 /** The endpoints of `api.js`, answered from the file. */
 export const storedApi = {
   runs: async () => ({ runs: (await need("runs")).map(aged) }),
+  health: async () => ({ runs: await need("health"), left: 0 }),
   run: async (run) => aged(await need("run", run, "summary")),
   curves: (run) => need("run", run, "curves"),
   story: (run) => need("run", run, "story"),
+  gain: (run) => need("run", run, "gain"),
   rollouts: async (run, query) => page((await need("run", run, "rollouts")), query),
   groups: async (run, query) => page((await need("run", run, "groups")), query),
   group: (run, { id, agent }) => need("run", run, "group", id, agent ?? "*"),

@@ -3,18 +3,23 @@
 import { h } from "./dom.js";
 
 const ROW_PX = 32;
-const PAGE = 200;
+export const PAGE = 200;
 const SPARE = 16; // rows drawn above and below what is seen, and how few may be left before more are drawn
 const LEAST = 8;
+const REST_MS = 120; // after so long without a scroll, what takes longer to read is asked for
 
 /**
  * A virtual table. `columns` are {name, label, width, cell(row), numeric, minor, sort};
- * `fetchRows(offset, limit)` gives {total, rows}; `link(row)` the address that a row opens.
+ * `fetchRows(offset, limit)` gives {total, rows}, the first of them in `begun`; `link(row)` the address that a row
+ * opens, and `onOpen(row, at)` is told of it; `complete(rows)` gives what else is known of rows, by their addresses.
  */
-export async function virtualTable({ columns, fetchRows, link, sort, onSort, empty }) {
+export async function virtualTable({ columns, fetchRows, begun, link, sort, onSort, onOpen, complete, empty }) {
   const pages = new Map();
   const drawn = new Map();
-  const first = await fetchRows(0, PAGE);
+  const extras = new Map();
+  let asked = new Set();
+  let rest = 0;
+  const first = begun ?? await fetchRows(0, PAGE);
   pages.set(0, first.rows);
   let total = first.total;
   const widths = columns.map((column) => column.width).join(" ");
@@ -74,8 +79,8 @@ export async function virtualTable({ columns, fetchRows, link, sort, onSort, emp
     const [above, below] = [Math.max(0, first - LEAST), Math.min(total, last + LEAST)];
     if (above < sight[0] || below > sight[1]) sight = [Math.max(0, first - SPARE), Math.min(total, last + SPARE)];
     const [top, end] = sight;
-    for (const [at, { element, row }] of drawn) {
-      if (at >= top && at < end && row === rowAt(at)) continue;
+    for (const [at, { element, row, more }] of drawn) {
+      if (at >= top && at < end && row === rowAt(at) && more === (row && extras.get(link(row)))) continue;
       element.remove();
       drawn.delete(at);
     }
@@ -83,12 +88,27 @@ export async function virtualTable({ columns, fetchRows, link, sort, onSort, emp
     for (let at = end - 1; at >= top; at -= 1) {
       if (!drawn.has(at)) {
         const row = rowAt(at);
-        drawn.set(at, { element: drawRow(at, row), row });
+        const more = row && extras.get(link(row));
+        drawn.set(at, { element: drawRow(at, more ? { ...row, ...more } : row), row, more });
         body.insertBefore(drawn.get(at).element, next);
       }
       next = drawn.get(at).element;
     }
     load();
+    clearTimeout(rest);
+    if (complete) rest = setTimeout(fillIn, REST_MS);
+  }
+
+  /** Ask for what else the rows in sight show. */
+  async function fillIn() {
+    const rows = [...drawn.values()].map(({ row }) => row).filter((row) => row && !asked.has(link(row)));
+    if (!rows.length || !box.isConnected) return;
+    rows.forEach((row) => asked.add(link(row)));
+    const found = await complete(rows).catch(() => new Map());
+    for (const [address, more] of found) {
+      if (JSON.stringify(extras.get(address)) !== JSON.stringify(more)) extras.set(address, more);
+    }
+    draw();
   }
 
   function drawRow(at, row) {
@@ -99,6 +119,7 @@ export async function virtualTable({ columns, fetchRows, link, sort, onSort, emp
     return h("div", {
       ...attributes, "data-row": true,
       onclick: (event) => {
+        onOpen?.(row, at);
         if (!event.target.closest("a, button, input") && !String(getSelection())) location.hash = address;
       },
     }, columns.map((column, index) => h("div", { class: cellClass(column), role: "cell" },
@@ -114,10 +135,10 @@ export async function virtualTable({ columns, fetchRows, link, sort, onSort, emp
     const top = Math.floor(box.scrollTop / ROW_PX);
     const [seen, chosen] = [top, marked].map((at) => rowAt(at) && link(rowAt(at)));
     const page = Math.floor(top / PAGE);
-    const begun = await fetchRows(page * PAGE, PAGE);
-    const fresh = new Map([[page, begun.rows]]);
-    const last = Math.floor((top + box.clientHeight / ROW_PX + Math.max(0, begun.total - total)) / PAGE);
-    for (let next = page + 1; next <= last && next * PAGE < begun.total; next += 1) {
+    const now = await fetchRows(page * PAGE, PAGE);
+    const fresh = new Map([[page, now.rows]]);
+    const last = Math.floor((top + box.clientHeight / ROW_PX + Math.max(0, now.total - total)) / PAGE);
+    for (let next = page + 1; next <= last && next * PAGE < now.total; next += 1) {
       fresh.set(next, (await fetchRows(next * PAGE, PAGE)).rows);
     }
     const placeOf = (address, otherwise) => {
@@ -134,9 +155,10 @@ export async function virtualTable({ columns, fetchRows, link, sort, onSort, emp
     }
     pages.clear();
     for (const [number, rows] of fresh) pages.set(number, rows);
-    total = begun.total;
+    total = now.total;
     body.style.height = `${total * ROW_PX}px`;
     box.setAttribute("aria-rowcount", total);
+    asked = new Set();
     mark(chosen ? placeOf(chosen, marked) : marked);
     if (seen && box.scrollTop > 0) box.scrollTop += (placeOf(seen, top) - top) * ROW_PX;
     draw();
@@ -154,7 +176,10 @@ export async function virtualTable({ columns, fetchRows, link, sort, onSort, emp
     isDue = true;
   }, { passive: true });
   box.addEventListener("move", (event) => {
-    mark(Math.max(0, Math.min(total - 1, marked + event.detail)));
+    const seen = [Math.ceil(box.scrollTop / ROW_PX), Math.floor((box.scrollTop + box.clientHeight) / ROW_PX) - 2];
+    const isAway = marked < seen[0] - 1 || marked > seen[1] + 1; // the first key marks what is seen: it does not jump
+    const next = isAway ? seen[event.detail > 0 ? 0 : 1] : marked + event.detail;
+    mark(Math.max(0, Math.min(total - 1, next)));
     const above = marked * ROW_PX;
     const height = box.clientHeight - ROW_PX;
     if (above < box.scrollTop) box.scrollTop = above;

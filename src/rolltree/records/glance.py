@@ -1,0 +1,38 @@
+"""What a list says first of a run: the most alarming sentence of its story, and its reward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rolltree.records.story import run_story
+from rolltree.records.values import number_of
+from rolltree.store import Run
+
+_MOST_POINTS = 60
+REWARD = "reward/mean"
+
+
+def run_glance(run: Run) -> dict[str, Any]:
+    """Return `health` and `curve`; the story of a long run is told from a sample.
+
+    `health` is the first sentence of the story, None if nothing stands out. `curve` is the mean
+    reward of training in its steps, of a long run that of every n-th step.
+
+    Raises:
+        StoreError: a row is damaged.
+    """
+    sentences = run_story(run, quick=True)["sentences"]
+    values = [number_of(row.metrics.get(REWARD)) for row in run.steps()]
+    return {"health": health_of(sentences), "curve": _thinned(values)}
+
+
+def health_of(sentences: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the sentence that a list shows: stories begin with what is most alarming."""
+    return next(iter(sentences), None)
+
+
+def _thinned(values: Sequence[float | None]) -> list[float | None]:
+    every = -(-len(values) // _MOST_POINTS) or 1
+    # Counted from the end: the last step is the one whose number is shown beside the curve.
+    return list(values[::-1][::every][::-1])

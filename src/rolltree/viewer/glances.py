@@ -1,0 +1,93 @@
+"""The health and the reward curve of every run in the list, computed one after another."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from rolltree.errors import RolltreeError
+from rolltree.records.glance import run_glance
+from rolltree.records.watching import change_mark
+from rolltree.store import Run
+from rolltree.viewer.cache import keep, kept
+
+logger = logging.getLogger("rolltree.viewer")
+
+_PAUSE = 20
+"""A run that goes on is looked at again after this many times as long as it took."""
+_VERSION = 1
+"""Of what `run_glance` returns; a kept one of another version is computed again."""
+
+
+class _Seen:
+    """What was found out about a run, in which state, and when it may be looked at again."""
+
+    def __init__(self, mark: str, value: dict[str, Any], due: float) -> None:
+        self.mark, self.value, self.due = mark, value, due
+
+
+class Glances:
+    """Looks at runs in one thread of its own, so that no list waits for stories."""
+
+    def __init__(self, is_busy: Callable[[], bool] = lambda: False) -> None:
+        self._is_busy = is_busy
+        self._seen: dict[Path, _Seen] = {}
+        self._wanted: list[tuple[Path, str]] = []
+        self._lock = threading.Lock()
+        self._worker: threading.Thread | None = None
+
+    def answer(self, folders: Iterable[tuple[str, Path]]) -> dict[str, Any]:
+        """Return what is known of these runs by name, and how many are still looked at."""
+        found: dict[str, Any] = {}
+        wanted: list[tuple[Path, str]] = []
+        now = time.monotonic()
+        for name, folder in folders:
+            mark = f"{_VERSION} {change_mark([folder])}"
+            seen = self._seen.get(folder)
+            if seen is not None:
+                found[name] = seen.value
+            if seen is None or (seen.mark != mark and now >= seen.due):
+                wanted.append((folder, mark))
+        with self._lock:
+            self._wanted = wanted[::-1]  # taken from the end
+            if wanted and (self._worker is None or not self._worker.is_alive()):
+                self._worker = threading.Thread(target=self._work, name="glances", daemon=True)
+                self._worker.start()
+        return {"runs": found, "left": len(wanted)}
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._wanted:
+                    self._worker = None
+                    return
+                folder, mark = self._wanted.pop()
+            if (seen := self._seen.get(folder)) is not None and seen.mark == mark:
+                continue  # it was asked for again while it was looked at
+            value, began = kept(folder, mark), time.monotonic()
+            if value is None:
+                # A view that somebody waits for goes first: threads of Python share one core.
+                while self._is_busy() and time.monotonic() - began < 1.0:
+                    time.sleep(0.02)
+                began = time.monotonic()
+                value = _glance(folder)
+                keep(folder, mark, value)
+            now = time.monotonic()
+            self._seen[folder] = _Seen(mark, value, now + _PAUSE * (now - began))
+
+
+def _glance(folder: Path) -> dict[str, Any]:
+    try:
+        with Run.open(folder, mode="r", check="rows") as run:
+            return run_glance(run)
+    except (RolltreeError, OSError) as error:
+        said = f"What happened in it cannot be told: {error}"
+    except Exception as error:  # a run that rolltree did not write must not hide the others
+        logger.warning("no health of %s", folder, exc_info=error)
+        said = f"What happened in it cannot be told ({type(error).__name__}): audit it."
+    sentence = {"kind": "unreadable", "severity": "error", "text": said, "evidence": None}
+    return {"health": sentence, "curve": []}
