@@ -22,7 +22,7 @@ help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort
 
 demo: $(VENV)/.train ## train a real 135M model by RL on this CPU and watch the reward rise
-	$(BIN)/rolltree train examples/demo/demo.toml $(ARGS)
+	$(BIN)/rolltree demo $(ARGS)
 
 test: $(VENV)/.dev ## run the tests (unit, property, crash, real model)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -rs -m "not long" \

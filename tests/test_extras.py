@@ -4,6 +4,8 @@ import re
 import tomllib
 from pathlib import Path
 
+from rolltree.machine import PROVIDES
+
 ROOT = Path(__file__).resolve().parent.parent
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS = SETTINGS["project"]["optional-dependencies"]
@@ -57,10 +59,10 @@ def test_the_readme_lists_every_extra():
     assert listed == set(EXTRAS) - {"torch", "dev"}  # a part of `train`; for contributors
 
 
-def test_a_wheel_has_every_file_of_the_package():
-    package = ROOT / "src" / "rolltree"
-    patterns = SETTINGS["tool"]["setuptools"]["package-data"]["rolltree"]
-    packed = {file for pattern in patterns for file in package.glob(pattern)}
-    others = {file for file in package.rglob("*") if file.is_file() and file.suffix != ".py"}
-    assert package / "viewer" / "static" / "main.js" in packed
-    assert {file for file in others - packed if "__pycache__" not in file.parts} == set()
+def test_what_doctor_says_of_an_extra_is_what_it_brings():
+    assert set(PROVIDES) == set(EXTRAS) - {"all", "dev", "torch"}
+    for extra, (modules, _) in PROVIDES.items():
+        lines = {line for part in (extra, *["torch"] * (extra == "train")) for line in EXTRAS[part]}
+        names = {re.split(r"[>=\[;]", line)[0].replace("-", "_") for line in lines} - {"rolltree"}
+        names = {"mlflow" if name == "mlflow_skinny" else name for name in names}
+        assert set(modules) <= names, extra

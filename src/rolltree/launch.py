@@ -14,12 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from rolltree.environments import Environment, changed_code, load_environment
+from rolltree.environments import Environment, changed_code, load_environment, train_config_file
 from rolltree.environments.check import shared_questions
 from rolltree.errors import ConfigError, Stopped, StoreError
 from rolltree.evaluation import EvalProgress, evaluate_async, stored_report
 from rolltree.evaluation.report import keep_report
 from rolltree.inference import ModelClient
+from rolltree.machine import suggested_config
 from rolltree.models import check_loadable
 from rolltree.redact import remember, secrets_in
 from rolltree.reports import SafeConsole, TrainView, print_report, say
@@ -220,6 +221,21 @@ async def train_async(
                 has_env_object=not isinstance(world, str | Path | None),
             )
         return TrainReport.read(finished)
+
+
+def environment_config(name: str) -> dict[str, Any]:
+    """Return the config that `rolltree train NAME` starts from: the environment's own `train.toml`.
+
+    Its runs are in `runs/NAME`. Without a `train.toml` the settings are those that fit the machine.
+
+    Raises:
+        UnknownName: there is no such environment.
+        ConfigError: its `train.toml` cannot be read.
+    """
+    file = train_config_file(name)
+    data = suggested_config() if file is None else load_train_config(file).as_dict()
+    env = {**data.get("env", {}), "id": name}
+    return {**data, "env": env, "run": {**data.get("run", {}), "dir": f"runs/{Path(name).stem}"}}
 
 
 def _object(name: str, given: Any, settings: dict[str, Any]) -> Any:

@@ -18,6 +18,7 @@ FLAGS = {
         "--time-limit", "--deadline", "--pass-threshold", "--compat", "env",
     },
     "train": {"config", "overrides", "--transcripts"},
+    "demo": {"overrides", "--transcripts"},
     "fork": {"run", "--set", "--step", "--run", "--transcripts"},
     "serve": {
         "model", "--host", "--port", "--allow-remote", "--api-key-env", "--served-model-name",
@@ -147,6 +148,7 @@ def test_models():
         (["gateway", "http://127.0.0.1:nine/v1", "-m", "x"], "127.0.0.1:nine"),
         (["eval", "e", "-k", "MY_API_KEY"], "Set MY_API_KEY in this shell"),
         (["train", "missing.toml"], "missing.toml cannot be read"),
+        (["train", "arithmetik"], "Did you mean 'arithmetic'?"),
         (["train", "env.id=sums", "model.name=tiny"], "before it: CONFIG.toml env.id=..."),
         (["show", "missing"], "is not a run directory"),
     ],

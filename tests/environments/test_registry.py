@@ -5,8 +5,15 @@ import textwrap
 import pytest
 from env_scripts import ScriptedModel
 
-from rolltree.environments import find_environment, known_environments, load_environment
+from rolltree.environments import (
+    find_environment,
+    known_environments,
+    load_environment,
+    train_config_file,
+)
+from rolltree.environments.registry import READY_MADE, environment_file
 from rolltree.errors import ConfigError, UnknownName
+from rolltree.launch import environment_config
 
 SOURCE = """
     import rolltree as rt
@@ -97,7 +104,7 @@ def test_an_unknown_name_lists_the_nearest(here):
     write(here / "environments" / "my_words" / "my_words.py")
     with pytest.raises(UnknownName, match="Did you mean 'my_words'"):
         load_environment("my-word")
-    with pytest.raises(UnknownName, match="Known: my_words"):
+    with pytest.raises(UnknownName, match="Known: .*my_words"):
         load_environment("zzz")
 
 
@@ -155,3 +162,25 @@ async def test_a_loaded_environment_runs(here):
     results = await env.evaluate(ScriptedModel("hi"), "m")
     assert results.metadata.env_id == "words"
     assert results.task == ["words", "words"]
+
+
+def test_a_ready_made_environment_is_found_in_any_folder(here):
+    assert load_environment("arithmetic").num_examples("eval") == 100
+    assert "arithmetic" in known_environments()
+    assert environment_file("arithmetic").parent == READY_MADE / "arithmetic"
+    write(here / "environments" / "arithmetic" / "arithmetic.py")
+    assert load_environment("arithmetic").num_examples("train") == 2  # one's own comes first
+    assert environment_file("arithmetic").resolve().parent == here / "environments" / "arithmetic"
+
+
+def test_an_environment_may_bring_its_training_config(here):
+    assert train_config_file("arithmetic") == READY_MADE / "arithmetic" / "train.toml"
+    write(here / "environments" / "my_words" / "my_words.py")
+    assert train_config_file("my-words") is None
+    file = here / "environments" / "my_words" / "train.toml"
+    file.write_text("[optim]\nlr = 2e-3\n[run]\ndir = 'runs/other'\n")
+    config = environment_config("my-words")
+    assert config["optim"]["lr"] == 2e-3
+    assert (config["env"]["id"], config["run"]["dir"]) == ("my-words", "runs/my-words")
+    with pytest.raises(UnknownName, match="there is no environment 'zzz'"):
+        train_config_file("zzz")

@@ -115,8 +115,8 @@ class Program(click.Group):
 app = Program(
     "rolltree",
     commands=[
-        *(eval.evaluate_environment, train.train_model, train.fork_stored_run, serve.serve_model),
-        gateway.serve_sessions,
+        *(eval.evaluate_environment, train.train_model, train.run_demo, train.fork_stored_run),
+        *(serve.serve_model, gateway.serve_sessions),
         *(runs.list_stored_runs, show.show_run, view.view_runs),
         *(data.show_data, data.export_rollouts),
         *(audit.audit_run, compare.compare_stored_runs, replay.replay_rollouts),

@@ -260,6 +260,8 @@ def evaluate_environment(
         with only_shows("what happened"):
             for line in headlines(stored):
                 out.print(line)
+        for each in report.advice:
+            say(out, str(each))
         if save:
             results = decode_results(stored.rollouts(phase=PHASE))
             written = write_results(

@@ -1,4 +1,4 @@
-"""`rolltree train` and `rolltree fork`: train a model on an environment."""
+"""`rolltree train`, `rolltree demo` and `rolltree fork`: train a model on an environment."""
 
 from __future__ import annotations
 
@@ -19,23 +19,47 @@ transcripts_option = click.option(
 )
 
 
+DEMO = "arithmetic"
+"""The environment of the demo, which brings its config along."""
+
+
 @click.command("train")
-@click.argument(
-    "config", type=click.Path(path_type=Path), help="TOML file with the settings of the run."
-)
+@click.argument("config", help="TOML file with the settings of the run, or an environment.")
 @click.argument(
     "overrides", nargs=-1, help="Settings that replace the file's: optim.lr=1e-5 run.seed=1 ..."
 )
 @transcripts_option
-def train_model(config: Path, overrides: tuple[str, ...], transcripts: int) -> None:
+def train_model(config: str, overrides: tuple[str, ...], transcripts: int) -> None:
     """Train a model by reinforcement learning; the same command again continues the run."""
+    from rolltree.launch import environment_config
     from rolltree.redact import remember, secrets_in_words
     from rolltree.training import load_train_config
 
     # Before the settings are read, whose errors quote them.
     remember(*secrets_in_words(overrides))
-    checked = load_train_config(config, overrides)
-    _train(checked, ["rolltree", "train", str(config), *overrides], transcripts)
+    source = environment_config(config) if _is_environment(config) else config
+    checked = load_train_config(source, overrides)
+    _train(checked, ["rolltree", "train", config, *overrides], transcripts)
+
+
+def _is_environment(config: str) -> bool:
+    """Whether the first argument of `train` names an environment: not a config, not a setting."""
+    is_config = config.endswith(".toml") or (Path(config).is_file() and config[-3:] != ".py")
+    return not is_config and "=" not in config
+
+
+@click.command("demo")
+@click.argument("overrides", nargs=-1, help="Settings that replace the demo's: run.seed=1 ...")
+@transcripts_option
+def run_demo(overrides: tuple[str, ...], transcripts: int) -> None:
+    """Train SmolLM2-135M to add, on two CPU cores, in minutes; again continues."""
+    from rolltree.environments import train_config_file
+    from rolltree.redact import remember, secrets_in_words
+    from rolltree.training import load_train_config
+
+    remember(*secrets_in_words(overrides))
+    checked = load_train_config(train_config_file(DEMO), overrides)
+    _train(checked, ["rolltree", "demo", *overrides], transcripts)
 
 
 @click.command("fork")

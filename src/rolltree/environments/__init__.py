@@ -8,7 +8,7 @@ from rolltree.environments.environment import Environment
 from rolltree.environments.lifecycle import cleanup, stop, teardown
 from rolltree.environments.mcp_env import MCPEnv, MCPServer
 from rolltree.environments.multiturn import MultiTurnEnv, SingleTurnEnv
-from rolltree.environments.project import eval_defaults
+from rolltree.environments.project import eval_defaults, train_config_file
 from rolltree.environments.protocol_env import ProtocolEnvironment
 from rolltree.environments.reasoning_gym_env import ReasoningGymEnv
 from rolltree.environments.registry import (
@@ -55,4 +55,5 @@ __all__ = [
     "score_episode",
     "stop",
     "teardown",
+    "train_config_file",
 ]

@@ -1,4 +1,7 @@
-"""Reads evaluation defaults from an environment's pyproject.toml: `[tool.verifiers.eval]`."""
+"""What an environment's folder says besides its code: evaluation defaults, a training config.
+
+The defaults are in its pyproject.toml (`[tool.verifiers.eval]`), the config is `train.toml`.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,11 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from rolltree.environments.registry import environment_file
+from rolltree.environments.registry import environment_file, find_environment
 from rolltree.errors import ConfigError
 
+TRAIN_CONFIG = "train.toml"
+"""The training config of an environment, beside its module or in its package."""
 _KEYS = ("num_examples", "rollouts_per_example")
 _TABLES = ("rolltree", "verifiers")
 """`[tool.rolltree.eval]` wins over `[tool.verifiers.eval]`."""
@@ -32,6 +37,26 @@ def eval_defaults(name: str) -> dict[str, int]:
             if key in section and key not in found:
                 found[key] = _whole(section[key], f"[tool.{table}.eval] {key}", name)
     return found
+
+
+def train_config_file(name: str) -> Path | None:
+    """Return the training config that an environment brings along, None without one.
+
+    It is in the environment's own folder: next to `<folder>/<folder>.py`, or in its package.
+
+    Raises:
+        UnknownName: there is no such environment.
+    """
+    file = environment_file(name)
+    if file is None:
+        # It says where was looked; an entry point of a module without a file has no folder.
+        find_environment(name)
+        return None
+    folder = file.parent
+    if file.name != "__init__.py" and _plain(file.stem) != _plain(folder.name):
+        return None
+    found = folder / TRAIN_CONFIG
+    return found if found.is_file() else None
 
 
 def _project_of(file: Path) -> dict[str, Any] | None:

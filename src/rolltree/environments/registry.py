@@ -4,9 +4,9 @@ It runs the Python code that it finds: load only what you trust.
 
 A name is looked up in this order: the entry point group `rolltree.environments`; an installed
 module of that name (dashes become underscores) with a function `load_environment`; the folder
-`environments/<name>/` of the working directory with `<name>.py` or a package `<name>/`. Anything
-with a separator or the ending `.py` is a path; if there is none, `owner/name` is the installed
-environment `name`. Code that imports `verifiers` gets `rolltree.compat`'s.
+`environments/<name>/` of the working directory with `<name>.py` or a package `<name>/`; one of the
+ready-made environments that rolltree brings along. Anything with a separator or the ending `.py`
+is a path; if there is none, `owner/name` is the installed environment `name`. Code that imports `verifiers` gets `rolltree.compat`'s.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from rolltree.errors import ConfigError, UnknownName, did_you_mean
 
 GROUP = "rolltree.environments"
 FOLDER = "environments"
+READY_MADE = Path(__file__).resolve().parents[1] / "_environments"
+"""The ready-made environments; in a clone a link to the folder `environments/`."""
 Factory = Callable[..., Any]
 
 # Folders of loaded files, on sys.path for what those files import.
@@ -100,7 +102,7 @@ def find_environment(name: str) -> Factory:
         raise UnknownName(
             f"there is no environment {name!r}: no entry point in {GROUP!r}, no installed module "
             f"{_module_name(short)} with load_environment(), no {FOLDER}/{_module_name(short)}/ "
-            f"here.{did_you_mean(short, known_environments())} Install its package (`rolltree env "
+            f"here, and no ready-made one.{did_you_mean(short, known_environments())} Install its package (`rolltree env "
             "install PATH`), or pass a path."
         )
     raise UnknownName(
@@ -152,14 +154,13 @@ def environment_file(name: str) -> Path | None:
         spec = _installed(module.partition(".")[0])
         if spec is not None and spec.has_location and spec.origin is not None:
             return Path(spec.origin)
-    return _file_in(Path(FOLDER) / _module_name(short))
+    return next(filter(None, map(_file_in, _folders(short))), None)
 
 
 def known_environments() -> list[str]:
-    """Return the names that can be listed: entry points, and folders of the working directory."""
+    """Return the names that can be listed: entry points, folders here, and ready-made ones."""
     names = {point.name for point in entry_points(group=GROUP)}
-    folder = Path(FOLDER)
-    if folder.is_dir():
+    for folder in filter(Path.is_dir, (Path(FOLDER), READY_MADE)):
         names.update(path.name for path in folder.iterdir() if _file_in(path) is not None)
     return sorted(names)
 
@@ -258,8 +259,13 @@ def _installed(module_name: str) -> ModuleSpec | None:
     return None if str(folder) in _beside else spec
 
 
+def _folders(name: str) -> tuple[Path, Path]:
+    """Return where an environment of this name may be: in the working directory, or ready-made."""
+    return Path(FOLDER) / _module_name(name), READY_MADE / _module_name(name)
+
+
 def _from_folder(name: str) -> Factory | None:
-    return _from_path(Path(FOLDER) / _module_name(name))
+    return next(filter(None, map(_from_path, _folders(name))), None)
 
 
 def _from_path(path: Path) -> Factory | None:

@@ -51,6 +51,8 @@ class EpisodeOutcome:
     error_message: str | None = None
     scoring_errors: tuple[tuple[str, str], ...] = ()
     """Reward functions that raised, and what."""
+    finish_reason: str | None = None
+    """Why the last call ended, as the engine said: `"length"` at the limit of tokens."""
 
     @property
     def failed(self) -> bool:
@@ -78,7 +80,7 @@ _NUMBERS = (
 _WHOLE = frozenset(name for name in _NUMBERS if name.startswith("num_"))
 _LABELS = (
     *("example", "task", "error_type", "error_message", "truncation_reason", "stop_condition"),
-    *("num_attempts", "num_calls", "scoring_errors"),
+    *("num_attempts", "num_calls", "scoring_errors", "finish_reason"),
 )
 
 
@@ -155,6 +157,7 @@ class Outcomes(Sequence[EpisodeOutcome]):
             row.num_attempts,
             row.num_calls,
             raised_by_rewards(row.errors),
+            row.finish_reason,
         )
         # Most outcomes differ in numbers only, so their labels are one shared tuple.
         self._labels[place] = self._known.setdefault(labels, labels)
@@ -300,6 +303,9 @@ def _merged(rows: Sequence[StoredRollout]) -> Any:
         truncated=truncated is not None,
         truncation_reason=None if truncated is None else truncated.truncation_reason,
         stop_condition=next((row.stop_condition for row in own if row.stop_condition), None),
+        finish_reason="length"
+        if any(row.finish_reason == "length" for row in own)
+        else first.finish_reason,
         num_attempts=max(row.num_attempts for row in rows),
         num_calls=sum(row.num_calls for row in rows),
         num_prompt_tokens=sum(row.num_prompt_tokens for row in rows),
@@ -459,6 +465,7 @@ def usage(outcomes: Sequence[EpisodeOutcome], settings: Settings) -> dict[str, f
         means[f"mean_{name}"] = sum_of / len(outcomes) if outcomes else 0.0
     found |= means
     found["num_retried"] = sum(num > 1 for num in values(outcomes, "num_attempts"))
+    found["num_cut_by_tokens"] = sum(why == "length" for why in values(outcomes, "finish_reason"))
     return found
 
 

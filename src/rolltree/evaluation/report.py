@@ -14,6 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from rolltree.advice import Advice, Measured, advise
 from rolltree.errors import StoreError
 from rolltree.estimate import Estimate
 from rolltree.evaluation.reducers import (
@@ -24,6 +25,7 @@ from rolltree.evaluation.reducers import (
     Settings,
 )
 from rolltree.files import whole_file, write_whole
+from rolltree.html_view import html_lines, html_table
 from rolltree.redact import redact
 from rolltree.store import Run, StoredRollout, to_plain
 from rolltree.types import RolloutResult, State
@@ -75,6 +77,39 @@ class EvalReport:
         """Mean of each metric."""
         return dict(self.results.get("metrics", {}))
 
+    @property
+    def advice(self) -> tuple[Advice, ...]:
+        """What to do next, from what was measured; each with its page of the docs."""
+        num, usage, reward = self.num_rollouts, self.results.get("usage", {}), self.reward
+        has_interval = reward is not None and reward.low is not None and reward.high is not None
+        return advise(
+            Measured(
+                kind="eval",
+                num_rollouts=num,
+                num_examples=self.num_examples,
+                reward=None if reward is None else reward.mean,
+                half_width=(reward.high - reward.low) / 2 if has_interval else None,
+                failed=self.num_failed / num if num else 0.0,
+                cut_by_tokens=usage.get("num_cut_by_tokens", 0) / num if num else 0.0,
+            )
+        )
+
+    def _repr_html_(self) -> str:
+        """Return the table of the results for a notebook, with what to do next."""
+        rows = [("reward", self.reward), *((f"pass@{k}", each) for k, each in self.pass_at.items())]
+        rows += [*self.metrics.items()]
+        table = html_table(
+            f"{self.env_id} · {self.model}",
+            ("", "mean", f"{self.settings.confidence:.0%} interval", "examples"),
+            [
+                (name, f"{each.mean:.3f}", str(each).partition(" ")[2], each.num_examples)
+                for name, each in rows
+                if each is not None
+            ],
+        )
+        counts = f"{self.num_rollouts} rollouts, {self.num_failed} failed"
+        return table + html_lines([counts, *(f"next: {each}" for each in self.advice)])
+
     def as_dict(self) -> dict[str, Any]:
         """Return the aggregates as JSON-ready data, without the outcomes."""
         return {
@@ -92,6 +127,7 @@ class EvalReport:
             "confidence": self.settings.confidence,
             "pass_threshold": self.settings.pass_threshold,
             **{name: _data(value) for name, value in self.results.items()},
+            "advice": [asdict(each) for each in self.advice],
         }
 
 
@@ -155,7 +191,7 @@ def stored_report(
     return build_report(Outcomes.stored(run, phase), phase=phase, **options)
 
 
-_KEPT_VERSION = 1
+_KEPT_VERSION = 2
 """Of what a reducer returns and how it is stored; a kept report of another one is not read."""
 _KEPT_COUNTS = ("num_rollouts", "num_examples", "num_failed", "num_unscored", "num_truncated")
 

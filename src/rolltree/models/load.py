@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rolltree.errors import ConfigError, UnknownName, did_you_mean
+from rolltree.machine import CPU_TORCH_COMMAND, has_gpu
 from rolltree.models.made import (
     TinyConfig,
     build_smollm2,
@@ -70,7 +71,9 @@ def check_loadable(name: str, dtype: str = "float32", *, device: str = "cpu") ->
         if not _is_installed(package):
             raise ConfigError(
                 f"the package {package} is not installed, and models in this process need it. "
-                "Install it: pip install 'rolltree[train]'. Servers are asked without it."
+                "Install it: pip install 'rolltree[train]'. On a machine without a GPU, first "
+                f"{CPU_TORCH_COMMAND}, because pip may bring 5 GB of CUDA with torch otherwise. "
+                "Servers are asked without it."
             )
     if dtype not in _DTYPES:
         raise UnknownName(f"unknown dtype {dtype!r}.{did_you_mean(dtype, _DTYPES)}")
@@ -84,7 +87,7 @@ def check_loadable(name: str, dtype: str = "float32", *, device: str = "cpu") ->
         raise ConfigError(
             f"the device {device!r} is not one that torch has.{did_you_mean(kind, _DEVICES)}"
         )
-    if kind == "cuda" and sys.platform == "linux" and not _has_gpu():
+    if kind == "cuda" and sys.platform == "linux" and not has_gpu():
         raise ConfigError(
             f"the device {device!r} cannot be used here: CUDA needs a GPU and its driver, and this "
             "machine shows none (no /dev/nvidia* or /dev/kfd). Use 'cpu', or install the driver."
@@ -97,13 +100,6 @@ def _is_installed(package: str) -> bool:
     except (ImportError, ValueError):
         # A finder of the environment hides it.
         return False
-
-
-def _has_gpu() -> bool:
-    devices = Path("/dev")
-    # kfd is AMD's; dxg is the GPU of Windows, in its Linux.
-    names = ("nvidia*", "nvhost*", "nvmap", "kfd", "dxg")
-    return any(True for name in names for _ in devices.glob(name))
 
 
 def _model_folder(name: str) -> Path:

@@ -21,6 +21,7 @@ from rolltree.reports.formatting import only_shows, say
 from rolltree.reports.runs import headlines, transcript
 from rolltree.rollouts.decode import decode_results
 from rolltree.store import Run
+from rolltree.training import TrainReport
 
 
 def training_report(run: Run, *, num_transcripts: int = 2) -> list[RenderableType]:
@@ -63,6 +64,8 @@ def print_report(
             curve = f"{error} ({type(error).__name__})"
         if curve is not None:
             say(out, f"curve  {curve}")
+        for each in TrainReport.read(run).advice:
+            say(out, str(each))
         say(out, "next")
         for line in next_commands(run, train_command, has_env_object=has_env_object):
             say(out, f"  {line}")

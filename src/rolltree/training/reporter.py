@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from rolltree.advice import Advice, advise, of_training
+from rolltree.html_view import html_lines, html_table
+from rolltree.machine import has_gpu
 from rolltree.store import Run, StoredEvaluation
 
 # What a printed report shows; `rows` has every metric.
@@ -46,6 +49,7 @@ class TrainReport:
         evaluations: the metrics of every held-out evaluation, by phase (`"eval_before"`, ...).
         eval_curve: the same evaluations in the order of training: `step`, `reward`, `interval`.
         model_path: the exported model, None with `checkpoint.export = false`.
+        idle_gpu: the machine has a GPU, and the model was trained on the CPU.
     """
 
     run_path: Path
@@ -53,6 +57,8 @@ class TrainReport:
     evaluations: Mapping[str, Mapping[str, Any]]
     eval_curve: tuple[StoredEvaluation, ...]
     model_path: Path | None
+    # The machine has a GPU, and the model was trained on the CPU.
+    idle_gpu: bool = False
 
     @classmethod
     def read(cls, run: Run) -> TrainReport:
@@ -62,7 +68,9 @@ class TrainReport:
         # An export appears whole, so the folder is proof enough.
         model = run.path / "model"
         steps = tuple(row.metrics for row in run.steps())
-        return cls(run.path, steps, found, curve, model if model.is_dir() else None)
+        device = (run.config.get("model") or {}).get("device", "cpu")
+        idle_gpu = device == "cpu" and has_gpu()
+        return cls(run.path, steps, found, curve, model if model.is_dir() else None, idle_gpu)
 
     @property
     def run(self) -> Run:
@@ -73,6 +81,22 @@ class TrainReport:
         """Return one flat row per step: `step` and its metrics."""
         # Every step has a row, so the n-th one is step n.
         return [{"step": step, **metrics} for step, metrics in enumerate(self.metrics, start=1)]
+
+    @property
+    def advice(self) -> tuple[Advice, ...]:
+        """What to do next, from what was measured; each with its page of the docs."""
+        rewards = [done.reward for done in self.eval_curve]
+        return advise(of_training(self.metrics, rewards, idle_gpu=self.idle_gpu))
+
+    def _repr_html_(self) -> str:
+        """Return the steps as a table for a notebook, with what to do next."""
+        rows = [
+            (row["step"], *(_shown(row.get(name)) for name in _COLUMNS.values()))
+            for row in self.rows()
+        ]
+        lines = [f"{done.phase}: held-out reward {_shown(done.reward)}" for done in self.eval_curve]
+        lines += [f"next: {each}" for each in self.advice]
+        return html_table(f"run {self.run_path}", ("step", *_COLUMNS), rows) + html_lines(lines)
 
     def __repr__(self) -> str:
         heads = ["step", *_COLUMNS]
@@ -91,6 +115,7 @@ class TrainReport:
         for done in self.eval_curve:
             lines.append(f"{done.phase}: held-out reward {_shown(done.reward) or 'none'}")
         lines += [f"model: {self.model_path}"] if self.model_path else []
+        lines += [f"next: {each}" for each in self.advice]
         return "\n".join([f"TrainReport({len(self.metrics)} steps, run {self.run_path})", *lines])
 
 
