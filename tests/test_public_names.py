@@ -23,6 +23,8 @@ NAMES = [
     "GenerateResults",
     "GroupStrategy",
     "GymEnv",
+    "HarborEnv",
+    "HarborProgramEnv",
     "Info",
     "JudgeRubric",
     "LogprobModel",

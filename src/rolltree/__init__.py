@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rolltree.environments import GenerateMetadata as GenerateMetadata
     from rolltree.environments import GenerateResults as GenerateResults
     from rolltree.environments import GymEnv as GymEnv
+    from rolltree.environments import HarborEnv as HarborEnv
     from rolltree.environments import MCPEnv as MCPEnv
     from rolltree.environments import MultiTurnEnv as MultiTurnEnv
     from rolltree.environments import PythonEnv as PythonEnv
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from rolltree.errors import UnknownName as UnknownName
     from rolltree.evaluation import evaluate as evaluate
     from rolltree.evaluation import evaluate_async as evaluate_async
+    from rolltree.gateway.harbor_program import HarborProgramEnv as HarborProgramEnv
     from rolltree.gateway.program_env import ProgramEnv as ProgramEnv
     from rolltree.gateway.server import Gateway as _Gateway
     from rolltree.inference import ModelClient as ModelClient
@@ -134,12 +136,12 @@ if TYPE_CHECKING:
 
 _ROOMS: dict[str, str] = {
     "agents": "Agent ReActAgent ToolAgent",
-    "environments": "EnvGroup Environment GenerateMetadata GenerateResults GymEnv MCPEnv "
-    "MultiTurnEnv PythonEnv ReasoningGymEnv SandboxEnv SingleTurnEnv StatefulToolEnv "
+    "environments": "EnvGroup Environment GenerateMetadata GenerateResults GymEnv HarborEnv "
+    "MCPEnv MultiTurnEnv PythonEnv ReasoningGymEnv SandboxEnv SingleTurnEnv StatefulToolEnv "
     "TextArenaEnv ToolEnv WorldEnv cleanup load_environment stop teardown",
     "errors": "ConfigError ModelError PromptTooLong RolloutTimeout RolltreeError UnknownName",
     "evaluation": "evaluate evaluate_async",
-    "gateway": "ProgramEnv",
+    "gateway": "HarborProgramEnv ProgramEnv",
     "inference": "ModelClient OpenAIClient as_client parse_response_messages parse_response_tokens",
     "inference.local": "local_client",
     "launch": "train train_async",

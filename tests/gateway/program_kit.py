@@ -87,8 +87,8 @@ class HurriedEnv(rt.ProgramEnv):
         self.clocks = hurrying(client).clocks
         return await super().rollout(input, client, model, sampling_args)
 
-    def _clock(self):
-        self.clocks.append(super()._clock())
+    def _clock(self, limit_s):
+        self.clocks.append(super()._clock(limit_s))
         return self.clocks[-1]
 
 

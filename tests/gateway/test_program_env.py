@@ -229,9 +229,9 @@ time.sleep(1000)
 def test_the_time_limit_of_the_run_holds_for_programs(own):
     request = build_requests(rt.ProgramEnv(["x"], dataset=rows(1)), "eval")[0]
     env = rt.ProgramEnv(["x"], dataset=rows(1), time_limit_s=own)
-    assert env._clock().limit_s == own
+    assert env._clock(env.time_limit_s).limit_s == own
     with playing(Episode(request, Clock(60.0))):
-        assert 0 < env._clock().limit_s <= 60
+        assert 0 < env._clock(env.time_limit_s).limit_s <= 60
 
 
 def test_a_deadline_ends_the_program_and_keeps_its_steps(tmp_path):

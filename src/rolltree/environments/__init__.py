@@ -5,6 +5,7 @@ from rolltree.environments.code import changed_code
 from rolltree.environments.dataset import Rows
 from rolltree.environments.env_group import EnvGroup
 from rolltree.environments.environment import Environment
+from rolltree.environments.harbor_env import HarborEnv
 from rolltree.environments.lifecycle import cleanup, stop, teardown
 from rolltree.environments.mcp_env import MCPEnv, MCPServer
 from rolltree.environments.multiturn import MultiTurnEnv, SingleTurnEnv
@@ -29,6 +30,7 @@ __all__ = [
     "GenerateMetadata",
     "GenerateResults",
     "GymEnv",
+    "HarborEnv",
     "MCPEnv",
     "MCPServer",
     "MultiTurnEnv",

@@ -45,6 +45,7 @@ CHECKS: dict[str, str] = {
     "cleanup-count": "each @cleanup runs once per rollout: after success, failure, cancellation",
     "cleanup-raises": "no @cleanup raises",
     "failure-hidden": "a failed model call is an error of the rollout, and no reward",
+    "oracle-fails": "a task's own solution earns its reward (Harbor tasks)",
 }
 
 EMPTY_LIMIT = 0.25
@@ -121,6 +122,7 @@ async def check_environment_async(
         findings += check.leak_findings()
         findings += await _repeat_findings(first, second, num_examples, check.best_style)
         findings += await lifecycle_findings(first)
+        findings += [ContractFinding(*each) for each in await first.check_findings()]
     finally:
         await first.aclose()
         await second.aclose()

@@ -432,6 +432,10 @@ class Environment(BatchRunner):
         state.reward = None
         logger.debug("a rollout of %s failed", self.env_id, exc_info=error)
 
+    async def check_findings(self) -> Sequence[tuple[str, str]]:
+        """Return what only this environment can check of itself: a name in `CHECKS`, a sentence."""
+        return ()
+
     # Lifecycle
 
     async def _cleanup(self, state: State) -> None:

@@ -20,6 +20,13 @@ from rolltree.types import ChatMessage, Messages, State
 _FAILURES = {kind.__name__: kind for kind in (SandboxError, SandboxUnavailable)}
 
 
+def raise_sandbox_failure(state: State, num_known: int) -> None:
+    """Raise what a sandbox itself got wrong, of the errors of tools after the first `num_known`."""
+    for error in (state.get("tool_errors") or ())[num_known:]:
+        if error["type"] in _FAILURES:
+            raise _FAILURES[error["type"]](error["message"])
+
+
 class SandboxEnv(StatefulToolEnv):
     """A `ToolEnv` whose rollouts each have a sandbox, made in `setup_state`, gone after `@cleanup`.
 
@@ -119,9 +126,7 @@ class SandboxEnv(StatefulToolEnv):
         # is looked for among them and raised.
         known = len(state.get("tool_errors") or ())
         answer = await super().answer_call(request, state)
-        for error in (state.get("tool_errors") or ())[known:]:
-            if error["type"] in _FAILURES:
-                raise _FAILURES[error["type"]](error["message"])
+        raise_sandbox_failure(state, known)
         return answer
 
     @cleanup(priority=-100)

@@ -15,12 +15,15 @@ from typing import TYPE_CHECKING, Any
 from rolltree.lazy import loader
 
 if TYPE_CHECKING:
+    from rolltree.gateway.harbor_program import AgentShell as AgentShell
+    from rolltree.gateway.harbor_program import HarborProgramEnv as HarborProgramEnv
     from rolltree.gateway.program_env import ProgramEnv as ProgramEnv
     from rolltree.gateway.server import Gateway as Gateway
     from rolltree.gateway.session import GatewaySession as GatewaySession
     from rolltree.gateway.session import SessionLimits as SessionLimits
 
 _MODULES: dict[str, str] = {
+    "harbor_program": "AgentShell HarborProgramEnv",
     "program_env": "ProgramEnv",
     "server": "Gateway",
     "session": "GatewaySession SessionLimits",

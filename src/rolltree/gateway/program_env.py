@@ -244,7 +244,7 @@ class ProgramEnv(Environment):
         state = await self.init_state(
             input, client=client, model=model, sampling_args=sampling_args
         )
-        watch = _Watch(self._clock(), self.max_seq_len)
+        watch = _Watch(self._clock(self.time_limit_of(state)), self.max_seq_len)
         outcome = ProgramOutcome()
         try:
             # The time limit is the program's, and not that of what is made ready for it.
@@ -273,9 +273,13 @@ class ProgramEnv(Environment):
                 await self._render_completion(state)
         return state
 
-    def _clock(self) -> Clock:
+    def time_limit_of(self, state: State) -> float | None:
+        """Return how many seconds a rollout's program has."""
+        return self.time_limit_s
+
+    def _clock(self, limit_s: float | None) -> Clock:
         """Return the program's clock, which ends with the episode's at the latest."""
-        limits = [self.time_limit_s]
+        limits = [limit_s]
         episode = current_episode()
         if episode is not None and episode.clock.limit_s is not None:
             limits.append(max(episode.clock.limit_s - episode.clock.spent_s, 0.0))
@@ -340,12 +344,12 @@ class ProgramEnv(Environment):
             "model": session.model_name,
         }
         with in_phase("setup"), watch.clock.excluded():
-            folder = await self._make_folder(values, root_url, api_key)
+            folder = await self._make_folder(values, state, root_url, api_key)
         state["sandbox_id"], state["sandbox_level"] = folder.id, folder.level.as_dict()
         self._folders[folder.id] = folder
         tail = OutputTail(self.tail_bytes, self.max_output_bytes)
         stdin = self.stdin.fill(values)
-        command = [part.fill(values) for part in self.command]
+        command = self.command_line(values, state)
         if self.backend is None:
             located = found_program(command[0], folder.env.get("PATH", ""))
             if located is None:
@@ -371,22 +375,27 @@ class ProgramEnv(Environment):
             outcome.stdout, outcome.stderr = tail.text(1, clean), tail.text(2, clean)
         outcome.files = await self._collected(folder, api_key)
 
-    async def _make_folder(
-        self, values: dict[str, Any], root_url: str, api_key: str
-    ) -> FolderSandbox:
-        backend: LocalBackend | UnconfinedBackend = UnconfinedBackend()
-        passed = self.pass_env
+    def command_line(self, values: Mapping[str, Any], state: State) -> list[str]:
+        """Return the command of a rollout."""
+        return [part.fill(values) for part in self.command]
+
+    async def new_folder(self, reach: Path | None, state: State) -> FolderSandbox:
+        """Return a folder for a command; in a sandbox, `reach` is the gateway's socket."""
         if self.backend is None:
-            passed = (*PASSED, *passed)
-        else:
-            opened = await self._opened(None)
-            assert opened.socket is not None
-            backend = self.backend.reaching(opened.socket)
-        folder: FolderSandbox = await backend.create(limits=self.sandbox_limits)
+            return await UnconfinedBackend().create(limits=self.sandbox_limits)
+        assert reach is not None
+        return await self.backend.reaching(reach).create(limits=self.sandbox_limits)
+
+    async def _make_folder(
+        self, values: dict[str, Any], state: State, root_url: str, api_key: str
+    ) -> FolderSandbox:
+        passed = (*PASSED, *self.pass_env) if self.backend is None else self.pass_env
+        socket = None if self.backend is None else (await self._opened(None)).socket
+        folder = await self.new_folder(socket, state)
         try:
             values["folder"] = folder.inside
             own = {name: text.fill(values) for name, text in self.env.items()}
-            folder.env = environment_of_program(passed, own, root_url=root_url, api_key=api_key)
+            folder.env |= environment_of_program(passed, own, root_url=root_url, api_key=api_key)
             for name, content in self.files.items():
                 if isinstance(content, Path):
                     await folder.write_file(name, await asyncio.to_thread(content.read_bytes))

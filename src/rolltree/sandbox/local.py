@@ -136,6 +136,11 @@ class LocalBackend:
         other.reach, other._chosen, other._choosing = socket, None, asyncio.Lock()
         return other
 
+    @property
+    def root_names(self) -> frozenset[str]:
+        """What code sees in `/` of this machine, so no folder of a sandbox can be shown there."""
+        return frozenset(Path(place).parts[1] for place in (*self.read_only, *DEVICES, WORK))
+
     async def create(self, *, limits: Limits | None = None) -> LocalSandbox:
         """Return a new sandbox; the first one of a process tries which level works.
 
@@ -224,6 +229,8 @@ class LocalSandbox(FolderSandbox):
         bounds = limits if candidate.bounded else None
         super().__init__(PrivateFolder(backend.base, self._uid, bounds), candidate.level, limits)
         self._is_wrapped = candidate.level.name == "bubblewrap"
+        self.at_root: tuple[str, ...] = ()
+        """Folders in it that code also finds in `/`; at the level "bubblewrap" only."""
 
     @property
     def inside(self) -> str:
@@ -248,6 +255,7 @@ class LocalSandbox(FolderSandbox):
                 as_root=machine.is_root,
                 own_user=self._uid is not None,
                 reach=backend.reach,
+                at_root=self.at_root,
             )
         if backend.reach is not None:
             # It becomes the command when it listens.
@@ -343,6 +351,7 @@ def bwrap_arguments(
     as_root: bool,
     own_user: bool,
     reach: Path | None = None,
+    at_root: Sequence[str] = (),
 ) -> list[str]:
     """Return the bubblewrap command that goes in front of the confining program.
 
@@ -375,6 +384,9 @@ def bwrap_arguments(
         arguments += ["--ro-bind", str(reach), _SOCKET]
     if "/tmp" not in parents and "/tmp" not in read_only:
         arguments += ["--symlink", WORK, "/tmp"]
+    # Links and not mounts: code may put a link in a folder's place, and bwrap would follow it out.
+    for name in at_root:
+        arguments += ["--symlink", f"{WORK}/{name}", f"/{name}"]
     # Last, because all mount points above are made in this root.
     return [*arguments, "--remount-ro", "/", "--"]
 

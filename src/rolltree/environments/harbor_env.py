@@ -1,0 +1,366 @@
+"""`HarborEnv`: Harbor tasks (terminal-bench's format) as an environment; the model has a shell.
+
+    env = rt.HarborEnv("tasks/")
+    print(env.oracle_sync())
+
+`HarborProgramEnv` plays them with a program in place of the model's shell.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from rolltree.environments.harbor_docker import docker_reason, docker_world
+from rolltree.environments.harbor_tasks import HarborTask, filled_env, read_tasks
+from rolltree.environments.harbor_worlds import (
+    HARBOR_LIMITS,
+    HarborWorld,
+    Verdict,
+    sandbox_world,
+    solved,
+    verdict_on,
+)
+from rolltree.environments.lifecycle import cleanup, stop, teardown
+from rolltree.environments.sandbox_env import raise_sandbox_failure
+from rolltree.environments.tool_env import StatefulToolEnv
+from rolltree.errors import ConfigError, did_you_mean
+from rolltree.rubrics import Rubric, run_inline
+from rolltree.sandbox import Limits, LocalBackend
+from rolltree.steps import ToolRequest
+from rolltree.tasks import run_sync
+from rolltree.types import ChatMessage, Messages, SamplingArgs, State, TruncationReason
+
+WorldKind: TypeAlias = Literal["auto", "sandbox", "docker"]
+SYSTEM = (
+    "Do the task with the tool bash; its commands begin in the task's folder. When the task is "
+    "done, say so without calling a tool."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class OracleResult:
+    """What a task's own solution earned, or why it earned nothing."""
+
+    task: str
+    reward: float | None
+    problem: str | None = None
+
+
+class HarborTasks:
+    """The tasks of an environment, and their worlds; shared by the environments that play them.
+
+    Args:
+        tasks: the tasks to play, by name.
+        world: "sandbox", "docker", or "auto": Docker where an engine answers, else the sandbox.
+        limits: what a world may use, unless the task says otherwise.
+        reward_key: which value of a reward.json is the reward.
+    """
+
+    def __init__(
+        self,
+        tasks: Sequence[HarborTask],
+        world: WorldKind,
+        limits: Limits | None,
+        reward_key: str,
+    ) -> None:
+        if world not in ("auto", "sandbox", "docker"):
+            raise ConfigError(
+                f"world is {world!r}; a Harbor task is played in 'sandbox' or 'docker', or 'auto'."
+                f"{did_you_mean(world, ('auto', 'sandbox', 'docker'))}"
+            )
+        self.by_name = {task.name: task for task in tasks}
+        self.world: WorldKind = world
+        self.limits = limits or HARBOR_LIMITS
+        self.reward_key = reward_key
+        # What tasks say of files and paths only bubblewrap can give.
+        self.backend = LocalBackend("bubblewrap")
+        self._has_docker: bool | None = None
+        # Told now and not in the middle of a run: nothing but Docker will do.
+        if world == "sandbox":
+            self.refuse_docker_tasks("world='sandbox'")
+
+    def refuse_docker_tasks(self, why: str) -> None:
+        """Raise an error that names the tasks that need Docker, and for what."""
+        needing = [task for task in self.by_name.values() if task.world is None]
+        if needing:
+            shown = "\n".join(
+                f"  {task.name}: {'; '.join(task.needs_docker)}" for task in needing[:20]
+            )
+            raise ConfigError(
+                f"{len(needing)} of {len(self.by_name)} Harbor tasks need Docker, and there is "
+                f"none ({why}):\n{shown}\nStart a Docker engine, or leave these tasks out."
+            )
+
+    async def settle(self) -> bool:
+        """Return whether worlds are containers; asked once.
+
+        Raises:
+            ConfigError: there is no Docker, and a task needs it.
+        """
+        if self._has_docker is None:
+            reason = "" if self.world == "sandbox" else await docker_reason()
+            if self.world == "docker" and reason:
+                raise ConfigError(
+                    f"world is 'docker', and no container can be made here: {reason}. Start the "
+                    "engine, or use world='auto'."
+                )
+            self._has_docker = self.world != "sandbox" and not reason
+            if not self._has_docker and self.world == "auto":
+                self.refuse_docker_tasks(reason)
+        return self._has_docker
+
+    def of(self, state: State) -> HarborTask:
+        """Return a rollout's task."""
+        return self.by_name[state["info"]["harbor_task"]]
+
+    async def make(self, task: HarborTask) -> HarborWorld:
+        """Return a new world of a task."""
+        if await self.settle():
+            return await docker_world(task, self.limits)
+        return await sandbox_world(task, self.backend, self.limits)
+
+    def rows(self, names: Sequence[str]) -> list[dict[str, Any]]:
+        """Return the rows of tasks."""
+        return [
+            {"question": self.by_name[name].instruction, "info": {"harbor_task": name}}
+            for name in names
+        ]
+
+    def reward_in(self, verdict: Mapping[str, Any]) -> float:
+        """Return the reward of a `Verdict` as it is in a state; without one it is 0.
+
+        Raises:
+            ConfigError: the tests wrote several values, and none is the reward.
+        """
+        rewards: Mapping[str, float] = verdict["rewards"]
+        if not rewards or self.reward_key in rewards:
+            return rewards.get(self.reward_key, 0.0)
+        if len(rewards) == 1:
+            return next(iter(rewards.values()))
+        raise ConfigError(
+            f"the task's reward.json has {', '.join(rewards)} and no {self.reward_key!r}, so what "
+            "is to be learned is not clear. Pass reward_key with one of these names."
+        )
+
+    async def oracle(self, names: Sequence[str] | None = None) -> list[OracleResult]:
+        """Play the oracle solutions and return what each earned."""
+        chosen = list(self.by_name) if names is None else list(names)
+        unknown = [name for name in chosen if name not in self.by_name]
+        if unknown:
+            raise ConfigError(
+                f"there is no Harbor task {unknown[0]!r}.{did_you_mean(unknown[0], self.by_name)}"
+            )
+        return [await self._play_oracle(self.by_name[name]) for name in chosen]
+
+    async def _play_oracle(self, task: HarborTask) -> OracleResult:
+        if task.solution is None:
+            return OracleResult(task.name, None, "it has no solution/solve.sh")
+        world = await self.make(task)
+        try:
+            ran = await solved(world, task)
+            verdict = await verdict_on(world, task)
+        finally:
+            await world.close()
+        reward = self.reward_in(verdict.as_dict())
+        problem = verdict.problem
+        if problem is None and reward <= 0:
+            problem = f"solve.sh: {ran.text()[-300:]!r}; tests: {verdict.said[-300:]!r}"
+        return OracleResult(task.name, reward, problem)
+
+    async def findings(self) -> list[tuple[str, str]]:
+        """Return what the oracle solutions show, for `rolltree env check`."""
+        return [
+            ("oracle-fails", f"the solution of {each.task} earns {each.reward}: {each.problem}")
+            for each in await self.oracle()
+            if not each.reward or each.problem
+        ]
+
+
+@run_inline
+def reward(state: State) -> float:
+    """What the task's tests gave."""
+    return float(state["harbor"]["reward"])
+
+
+@run_inline
+def judged(state: State) -> float:
+    """1 if the tests wrote a reward; without one it counts as 0."""
+    return float(state["harbor"]["problem"] is None)
+
+
+def harbor_rubric() -> Rubric:
+    """Return the rubric of Harbor tasks: the tests' reward, and whether there was one."""
+    rubric = Rubric([reward])
+    rubric.add_metric(judged)
+    return rubric
+
+
+def tasks_of(
+    tasks: str | Path | Sequence[str | Path],
+    eval_tasks: str | Path | Sequence[str | Path] | None,
+    world: WorldKind,
+    limits: Limits | None,
+    reward_key: str,
+) -> tuple[HarborTasks, dict[str, Any]]:
+    """Return the tasks of an environment, and its settings for data and rubric."""
+    train = read_tasks(tasks)
+    held_out = [] if eval_tasks is None else read_tasks(eval_tasks)
+    known = {task.name for task in train}
+    for task in held_out:
+        if task.name in known:
+            raise ConfigError(
+                f"the Harbor task {task.name} is in tasks and in eval_tasks, so evaluation would "
+                "test what was trained on. Leave it out of one."
+            )
+    found = HarborTasks([*train, *held_out], world, limits, reward_key)
+    settings: dict[str, Any] = {"dataset": found.rows([task.name for task in train])}
+    if held_out:
+        settings["eval_dataset"] = found.rows([task.name for task in held_out])
+    return found, settings
+
+
+class HarborEnv(StatefulToolEnv):
+    """Harbor tasks, played by a model with the tool `bash`.
+
+    Each rollout has a world of its own. When the model has ended (it answered without a call, or
+    its time or turns are over), the task's tests come into the world and judge what is there;
+    `state["harbor"]` has what they said. Tests that write no reward are worth 0, because a model
+    can bring that about; the metric `judged` shows it.
+
+    Args:
+        tasks: a folder of tasks, a task, or several.
+        eval_tasks: the same, for evaluation.
+        world: "sandbox", "docker", or "auto": Docker where an engine answers, else the sandbox.
+        limits: what a world may use, unless the task says otherwise.
+        reward_key: which value of a reward.json is the reward.
+        command_limit_s: how long one command of the model may take. The time of all of them
+            together is bounded by the task's own `[agent] timeout_sec`.
+        settings: `StatefulToolEnv`'s; another `rubric` sees `state["harbor"]`.
+
+    Raises:
+        ConfigError: a task asks for what cannot be had; it is named.
+    """
+
+    def __init__(
+        self,
+        tasks: str | Path | Sequence[str | Path],
+        eval_tasks: str | Path | Sequence[str | Path] | None = None,
+        *,
+        world: WorldKind = "auto",
+        limits: Limits | None = None,
+        reward_key: str = "reward",
+        command_limit_s: float = 60.0,
+        max_turns: int = 30,
+        system_prompt: str | None = SYSTEM,
+        rubric: Rubric | None = None,
+        **settings: Any,
+    ) -> None:
+        self.harbor, data = tasks_of(tasks, eval_tasks, world, limits, reward_key)
+        self.command_limit_s = command_limit_s
+        self._worlds: dict[str, HarborWorld] = {}
+        super().__init__(
+            max_turns=max_turns,
+            system_prompt=system_prompt,
+            rubric=rubric or harbor_rubric(),
+            **data,
+            **settings,
+        )
+        self.add_tool(self.bash, args_to_skip=["state"])
+
+    async def bash(self, command: str, state: State) -> str:
+        """Run a shell command and return its output.
+
+        Files stay between calls; variables and background processes do not.
+
+        Args:
+            command: The command line.
+        """
+        task = self.harbor.of(state)
+        limit_s = min(self.command_limit_s, _time_left(state, task))
+        world = self._worlds[state["sandbox_id"]]
+        # Another call of this message may have used up the time.
+        if limit_s <= 0:
+            return "[the time for this task is over]"
+        env = filled_env(task.env, task)
+        ran = await world.run(command, limit_s=limit_s, env=env, user=task.agent_user)
+        state["agent_s"] = state.get("agent_s", 0.0) + ran.wall_s
+        return ran.text() or "(no output)"
+
+    def update_tool_args(
+        self, tool_name: str, tool_args: dict[str, Any], messages: Messages, state: State
+    ) -> dict[str, Any]:
+        """Fill in the rollout for `bash`."""
+        return {**tool_args, "state": state} if tool_name == "bash" else tool_args
+
+    async def answer_call(self, request: ToolRequest, state: State) -> ChatMessage:
+        """Run one call; a world that fails is a failed rollout.
+
+        Raises:
+            SandboxError: the world could not run the command.
+        """
+        known = len(state.get("tool_errors") or ())
+        answer = await super().answer_call(request, state)
+        raise_sandbox_failure(state, known)
+        return answer
+
+    async def setup_state(self, state: State) -> State:
+        """Make the rollout's world."""
+        state = await super().setup_state(state)
+        world = await self.harbor.make(self.harbor.of(state))
+        self._worlds[world.id] = world
+        state["sandbox_id"], state["sandbox_level"] = world.id, world.level.as_dict()
+        return state
+
+    @stop(truncates=TruncationReason.TIME_LIMIT)
+    async def agent_time_over(self, state: State) -> bool:
+        """The commands of this rollout took as long as the task allows."""
+        return _time_left(state, self.harbor.of(state)) <= 0
+
+    async def _play_turns(self, state: State, session: Any, model: str, args: SamplingArgs) -> None:
+        await super()._play_turns(state, session, model, args)
+        await self.judge(state, self._worlds[state["sandbox_id"]])
+
+    async def judge(self, state: State, world: HarborWorld) -> None:
+        """Write what the tests say of a world into `state["harbor"]`."""
+        task = self.harbor.of(state)
+        state["harbor"] = harbor_verdict(await verdict_on(world, task), self.harbor)
+
+    @cleanup(priority=-100)
+    async def close_world(self, state: State) -> None:
+        """Delete the rollout's world."""
+        world = self._worlds.pop(state.get("sandbox_id") or "", None)
+        if world is not None:
+            await world.close()
+
+    @teardown
+    async def close_worlds(self) -> None:
+        """Delete the worlds of rollouts that never reached their cleanup."""
+        left, self._worlds = list(self._worlds.values()), {}
+        await asyncio.gather(*(world.close() for world in left), return_exceptions=True)
+
+    async def oracle(self, names: Sequence[str] | None = None) -> list[OracleResult]:
+        """Play the tasks' own solutions and return what each earned; all must earn a reward."""
+        return await self.harbor.oracle(names)
+
+    def oracle_sync(self, names: Sequence[str] | None = None) -> list[OracleResult]:
+        """`oracle`, also where an event loop runs already."""
+        return run_sync(self.oracle(names))
+
+    async def check_findings(self) -> list[tuple[str, str]]:
+        """Return what the oracle solutions show."""
+        return await self.harbor.findings()
+
+
+def harbor_verdict(verdict: Verdict, tasks: HarborTasks) -> dict[str, Any]:
+    """Return what a state keeps of a verdict."""
+    found = verdict.as_dict()
+    return {**found, "reward": tasks.reward_in(found)}
+
+
+def _time_left(state: State, task: HarborTask) -> float:
+    limit_s = task.agent_limit_s
+    return float("inf") if limit_s is None else limit_s - state.get("agent_s", 0.0)

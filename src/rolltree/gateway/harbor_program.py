@@ -1,0 +1,203 @@
+"""`HarborProgramEnv`: Harbor tasks, solved by a program that talks to its model's URL.
+
+    env = rt.HarborProgramEnv(["python3", "{folder}/agent.py"], "tasks/", files={"agent.py": path})
+
+A command runs in the task's world itself and reaches its model and nothing else. A function runs in
+this process and works in the world through `env.shell_of(state)`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rolltree.environments.harbor_env import (
+    OracleResult,
+    WorldKind,
+    harbor_rubric,
+    harbor_verdict,
+    tasks_of,
+)
+from rolltree.environments.harbor_tasks import HarborTask, filled_env
+from rolltree.environments.harbor_worlds import HarborWorld, sandbox_world, verdict_on
+from rolltree.environments.lifecycle import cleanup, teardown
+from rolltree.errors import ConfigError, SandboxError
+from rolltree.gateway.program_env import PROGRAM_LIMITS, AgentFunction, ProgramEnv
+from rolltree.rubrics import Rubric
+from rolltree.sandbox import Limits, RunResult
+from rolltree.sandbox.folder import FolderSandbox
+from rolltree.tasks import run_shielded, run_sync
+from rolltree.types import State
+
+
+class AgentShell:
+    """How a function works in its task's world. It is over when the function is."""
+
+    def __init__(self, world: HarborWorld, task: HarborTask) -> None:
+        self._world, self.task = world, task
+        self._running: set[asyncio.Task[RunResult]] = set()
+        self._is_over = False
+
+    async def run(self, command: str, *, limit_s: float | None = 60.0) -> RunResult:
+        """Run a shell command in the task's folder.
+
+        Raises:
+            SandboxError: the world failed, or the agent's time is over.
+        """
+        if self._is_over:
+            raise SandboxError(
+                "the agent's time is over, and the task's tests judge what it left. End the "
+                "function when its time limit ends it."
+            )
+        task = self.task
+        run = self._world.run(
+            command, limit_s=limit_s, env=filled_env(task.env, task), user=task.agent_user
+        )
+        running = asyncio.ensure_future(run)
+        self._running.add(running)
+        running.add_done_callback(self._running.discard)
+        return await running
+
+    async def end(self) -> None:
+        """End what it runs. A function that does not end in time cannot touch the world again."""
+        self._is_over = True
+        running = list(self._running)
+        for each in running:
+            each.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+class HarborProgramEnv(ProgramEnv):
+    """Harbor tasks, played by a program; `HarborEnv` says how they are judged.
+
+    Args:
+        program: a command, which runs in the task's sandbox and begins in the task's folder
+            (`{folder}` is where `files` lie), or `async def agent(session, state)`.
+        tasks: a folder of tasks, a task, or several.
+        eval_tasks: the same, for evaluation.
+        world: "sandbox", or for functions also "docker" and "auto".
+        limits: what a world may use, unless the task says otherwise.
+        reward_key: which value of a reward.json is the reward.
+        time_limit_s: a limit beside the tasks' own.
+        settings: `ProgramEnv`'s.
+
+    Raises:
+        ConfigError: a task asks for what cannot be had; it is named.
+    """
+
+    def __init__(
+        self,
+        program: Sequence[str] | AgentFunction,
+        tasks: str | Path | Sequence[str | Path],
+        eval_tasks: str | Path | Sequence[str | Path] | None = None,
+        *,
+        world: WorldKind | None = None,
+        limits: Limits | None = None,
+        reward_key: str = "reward",
+        time_limit_s: float | None = None,
+        rubric: Rubric | None = None,
+        **settings: Any,
+    ) -> None:
+        is_command = not callable(program)
+        kind = world or ("sandbox" if is_command else "auto")
+        if is_command and kind != "sandbox":
+            raise ConfigError(
+                f"world is {kind!r}, and a command cannot reach its model from a container. Leave "
+                "it out for the sandbox, or write the agent as a function."
+            )
+        self.harbor, data = tasks_of(tasks, eval_tasks, kind, limits or PROGRAM_LIMITS, reward_key)
+        self._shells: dict[str, AgentShell] = {}
+        self._worlds: dict[str, HarborWorld] = {}
+        super().__init__(
+            program,
+            time_limit_s=time_limit_s,
+            sandbox=self.harbor.backend if is_command else None,
+            sandbox_limits=self.harbor.limits if is_command else None,
+            rubric=rubric or harbor_rubric(),
+            **data,
+            **settings,
+        )
+
+    def shell_of(self, state: State) -> AgentShell:
+        """Return how a function works in its rollout's world.
+
+        Raises:
+            SandboxError: the rollout has no world (any more).
+        """
+        shell = self._shells.get(state.get("harbor_world") or "")
+        if shell is None:
+            raise SandboxError("this rollout has no world: it exists while the function runs.")
+        return shell
+
+    def time_limit_of(self, state: State) -> float | None:
+        """Return the smaller one of the task's limit and the environment's."""
+        limits = (self.time_limit_s, self.harbor.of(state).agent_limit_s)
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    async def setup_state(self, state: State) -> State:
+        """Make the world of a function; a command's is its folder."""
+        state = await super().setup_state(state)
+        if self.function is not None:
+            task = self.harbor.of(state)
+            world = await self.harbor.make(task)
+            self._worlds[world.id], self._shells[world.id] = world, AgentShell(world, task)
+            state["harbor_world"], state["sandbox_level"] = world.id, world.level.as_dict()
+        return state
+
+    async def new_folder(self, reach: Path | None, state: State) -> FolderSandbox:
+        """Return the sandbox of the task's world."""
+        assert reach is not None
+        task = self.harbor.of(state)
+        world = await sandbox_world(task, self.harbor.backend.reaching(reach), self.harbor.limits)
+        self._worlds[world.id] = world
+        state["harbor_world"] = world.id
+        world.sandbox.env = {**(task.world.env if task.world else {}), **filled_env(task.env, task)}
+        return world.sandbox
+
+    def command_line(self, values: Any, state: State) -> list[str]:
+        """Return the command, begun in the task's folder."""
+        world = self.harbor.of(state).world
+        assert world is not None
+        enter = 'cd "$0" && exec "$@"'
+        return ["sh", "-c", enter, world.workdir, *super().command_line(values, state)]
+
+    async def _run(self, session: Any, state: State, watch: Any, outcome: Any) -> None:
+        await super()._run(session, state, watch, outcome)
+        world = self._worlds[state["harbor_world"]]
+        await run_shielded(self._end_agent(world.id))
+        verdict = await verdict_on(world, self.harbor.of(state))
+        state["harbor"] = harbor_verdict(verdict, self.harbor)
+
+    async def _end_agent(self, world_id: str) -> None:
+        shell = self._shells.pop(world_id, None)
+        if shell is not None:
+            await shell.end()
+
+    @cleanup(priority=-100)
+    async def close_world(self, state: State) -> None:
+        """Delete the world of a function; a command's goes with its folder."""
+        name = state.get("harbor_world") or ""
+        world = self._worlds.pop(name, None)
+        await self._end_agent(name)
+        if world is not None and self.function is not None:
+            await world.close()
+
+    @teardown
+    async def close_worlds(self) -> None:
+        """Delete the worlds of rollouts that never reached their cleanup."""
+        left, self._worlds = list(self._worlds.values()), {}
+        await asyncio.gather(*(world.close() for world in left), return_exceptions=True)
+
+    async def oracle(self, names: Sequence[str] | None = None) -> list[OracleResult]:
+        """Play the tasks' own solutions and return what each earned."""
+        return await self.harbor.oracle(names)
+
+    def oracle_sync(self, names: Sequence[str] | None = None) -> list[OracleResult]:
+        """`oracle`, also where an event loop runs already."""
+        return run_sync(self.oracle(names))
+
+    async def check_findings(self) -> list[tuple[str, str]]:
+        """Return what the oracle solutions show."""
+        return await self.harbor.findings()
