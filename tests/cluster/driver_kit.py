@@ -4,17 +4,16 @@ import asyncio
 import contextlib
 import json
 import os
-import signal
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import aiohttp
-from wait_kit import until
 
-from rolltree.cluster.driver import TOKEN_FILE, Driver, read_state
+from rolltree.cluster.driver import Driver
 from rolltree.cluster.launchers import LocalLauncher
 from rolltree.training import Silent
+from wait_kit import until
 
 FAKE = [sys.executable, str(Path(__file__).with_name("fake_role.py"))]
 ARGV = dict.fromkeys(("engine", "worker", "trainer"), FAKE)
@@ -85,6 +84,13 @@ class Driving:
         path = self.run_dir / f"{name}.lives"
         return [int(line) for line in path.read_text().split()] if path.exists() else []
 
+    async def answer(self, name):
+        """Return the answer to a beat of now."""
+        path = self.run_dir / f"{name}.answer"
+        path.unlink(missing_ok=True)
+        await until(path.exists)
+        return json.loads(path.read_text())
+
     def do(self, name, order):
         (self.run_dir / f"{name}.do").write_text(order)
 
@@ -103,7 +109,9 @@ class Driving:
         headers = {"Authorization": f"Bearer {token or self.driver.token}"}
         async with (
             aiohttp.ClientSession(headers=headers) as session,
-            session.request("GET" if body is None else "POST", self.driver.control.url + path, json=body) as answer,
+            session.request(
+                "GET" if body is None else "POST", self.driver.control.url + path, json=body
+            ) as answer,
         ):
             return answer.status, await answer.json()
 

@@ -50,7 +50,9 @@ def beat():
         try:
             answer = ask("/beat", body)
             heard = time.monotonic()
-            (RUN / f"{NAME}.answer").write_text(json.dumps(answer))
+            part = RUN / f".{NAME}.answer"
+            part.write_text(json.dumps(answer))
+            part.rename(RUN / f"{NAME}.answer")
             if answer["stop"]:
                 os._exit(75)
             if answer["drain"] and KIND == "worker":

@@ -1,7 +1,6 @@
 """The driver with fake roles in real processes: starts, restarts, stalls, scaling, its own death."""
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
@@ -10,10 +9,10 @@ from pathlib import Path
 
 import pytest
 from driver_kit import driving, is_alive
-from wait_kit import until, wait_until
 
 from rolltree.cluster.driver import TOKEN_FILE, read_state
 from rolltree.errors import ClusterError
+from wait_kit import until, wait_until
 
 HERE = Path(__file__).parent
 
@@ -23,7 +22,7 @@ async def test_a_run_ends_when_its_trainer_has_done_its_work(tmp_path):
         await d.until_all()
         pids = [d.pid(name) for name in d.roster.roles]
         assert len(pids) == 4
-        answer = json.loads((tmp_path / "worker-0.answer").read_text())
+        answer = await d.answer("worker-0")
         d.do("trainer", "0")
         await d.task
     assert answer["stop"] is answer["drain"] is False
@@ -40,12 +39,7 @@ async def test_roles_find_each_other(tmp_path):
     async with driving(tmp_path) as d:
         await d.until_all()
 
-        def found():
-            path = tmp_path / "worker-1.answer"
-            return path.exists() and path.read_text().endswith("}") and json.loads(path.read_text())
-
-        await until(lambda: found() and len(found()["workers"]) == 2)
-        answer = found()
+        answer = await d.answer("worker-1")
         assert answer["head"] == "http://127.0.0.1:1/trainer"
         assert answer["engines"] == [{"name": "engine-0", "url": "http://127.0.0.1:1/engine-0"}]
         assert sorted(answer["workers"]) == ["worker-0", "worker-1"]
@@ -68,7 +62,10 @@ async def test_a_role_that_is_killed_is_started_again(tmp_path, name):
 async def test_a_role_that_never_works_ends_the_run_with_its_log(tmp_path):
     (tmp_path / "worker-0.do").write_text("early 3")
     async with driving(tmp_path, max_restarts=1) as d:
-        with pytest.raises(ClusterError, match=r"(?s)worker-0 ended with status 3 2 times in a row.*this role never works"):
+        with pytest.raises(
+            ClusterError,
+            match=r"(?s)worker-0 ended with status 3 2 times in a row.*this role never works",
+        ):
             await d.task
 
 
@@ -77,7 +74,9 @@ async def test_a_role_that_says_it_cannot_work_ends_the_run_at_once(tmp_path):
         await d.until_all()
         body = {"name": "trainer", "error": "ConfigError", "message": "optim.lr is -1. Change it."}
         assert (await d.request("/fail", body))[0] == 200
-        with pytest.raises(ClusterError, match="trainer cannot go on .ConfigError.: optim.lr is -1"):
+        with pytest.raises(
+            ClusterError, match="trainer cannot go on .ConfigError.: optim.lr is -1"
+        ):
             await d.task
 
 
@@ -87,7 +86,10 @@ async def test_a_stopped_process_is_named_and_goes_on(tmp_path, name):
         await d.until_all()
         d.signal(name, signal.SIGSTOP)
         said = await d.said(f"{name} has not answered for", limit_s=30)
-        waiting = {"trainer": "worker-0 and worker-1 wait for it", "engine-0": "trainer waits for it"}
+        waiting = {
+            "trainer": "worker-0 and worker-1 wait for it",
+            "engine-0": "trainer waits for it",
+        }
         assert said.endswith(waiting.get(name, "does not get to it"))
         status = (await d.request("/status"))[1]
         assert next(r["state"] for r in status["roles"] if r["name"] == name) == "stalls"
@@ -133,14 +135,13 @@ async def test_scaling_a_running_one(tmp_path):
 
 
 async def test_a_driver_that_is_killed_is_followed_by_another(tmp_path):
+    said = tmp_path / "said"
+
     def start():
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        return subprocess.Popen(
-            [sys.executable, str(HERE / "driver_kit.py"), str(tmp_path)],
-            env=env,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        command = [sys.executable, str(HERE / "driver_kit.py"), str(tmp_path)]
+        with open(said, "w") as file:
+            env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+            return subprocess.Popen(command, env=env, stderr=file)
 
     def lives(name):
         path = tmp_path / f"{name}.lives"
@@ -151,7 +152,7 @@ async def test_a_driver_that_is_killed_is_followed_by_another(tmp_path):
     wait_until(lambda: all(len(lives(name)) == 1 for name in names))
     second = start()
     assert second.wait() != 0
-    assert f"driven by process {first.pid}" in second.stderr.read()
+    assert f"driven by process {first.pid}" in said.read_text()
     token = (tmp_path / TOKEN_FILE).read_text()
     assert (tmp_path / TOKEN_FILE).stat().st_mode & 0o777 == 0o600
     assert token not in (tmp_path / "cluster.json").read_text()
@@ -165,7 +166,7 @@ async def test_a_driver_that_is_killed_is_followed_by_another(tmp_path):
     assert not any(is_alive(pid) for pid in old)
     (tmp_path / "trainer.do").write_text("0")
     assert third.wait(60) == 0
-    assert "ended 4 processes that a killed driver of this run had left" in third.stderr.read()
+    assert "ended 4 processes that a killed driver of this run had left" in said.read_text()
 
 
 async def test_a_role_without_its_driver_ends(tmp_path, monkeypatch):
@@ -202,7 +203,13 @@ class TestTheServer:
     async def test_nothing_opens_it_but_the_token(self, tmp_path):
         async with driving(tmp_path) as d:
             await until(lambda: d.driver.control.url)
-            for path, body in (("/status", None), ("/config", None), ("/scale", {}), ("/beat", {}), ("/no", None)):
+            for path, body in (
+                ("/status", None),
+                ("/config", None),
+                ("/scale", {}),
+                ("/beat", {}),
+                ("/no", None),
+            ):
                 status, answer = await d.request(path, body, token="x" * 43)
                 assert status == 401
                 assert "token" in answer["error"]
@@ -213,7 +220,13 @@ class TestTheServer:
             await until(lambda: d.driver.control.url)
             assert (await d.request("/scale", {"workers": 2}))[0] == 400
             assert (await d.request("/register", {"name": "x"}))[0] == 400
-            beat = {"name": "worker-7", "state": "", "waits_for": None, "busy_since_s": 0, "metrics": {}}
+            beat = {
+                "name": "worker-7",
+                "state": "",
+                "waits_for": None,
+                "busy_since_s": 0,
+                "metrics": {},
+            }
             status, answer = await d.request("/beat", beat)
             assert status == 409
             assert "POST /register first" in answer["error"]

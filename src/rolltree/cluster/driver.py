@@ -206,8 +206,7 @@ class Driver:
                 self._finish(None)
                 return
             if self.roster.roles[name].drains or not self._is_wanted(name):
-                self.roster.removed(name)
-                return
+                break
             how = _how(status)
             if self.roster.steady(name, progress):
                 num_failures = 0
@@ -223,6 +222,7 @@ class Driver:
             self.notice(f"{name} {how}; it is started again in {delay_s:.0f} s")
             await asyncio.sleep(delay_s)
         self.roster.removed(name)
+        self._write_state()
 
     async def _live(self, name: str) -> int:
         """Start a role and return its exit status when it has ended with all that it started."""
@@ -248,13 +248,13 @@ class Driver:
         while self.roster.roles.get(name) is role and time.monotonic() < end:
             if role.registration is None or (
                 # A worker ends by itself; an engine does not know who may still ask it.
-                role.kind == "engine" and role.beat is not None and not role.beat.metrics.get("active")
+                role.kind == "engine"
+                and role.beat is not None
+                and not role.beat.metrics.get("active")
             ):
                 break
             await asyncio.sleep(_POLL_S)
         await self._launcher.stop(name, _DEFAULT_GRACE_S)
-        self.roster.removed(name)
-        self._write_state()
 
     # -- all ---------------------------------------------------------------------------------------
 
@@ -428,7 +428,14 @@ def role_commands(num_ranks: int) -> dict[str, list[str]]:
     return {
         "engine": [python, "-m", "rolltree.cluster.engine"],
         "worker": [python, "-m", "rolltree.cluster.worker"],
-        "trainer": [python, "-m", "torch.distributed.run", *ranks, "-m", "rolltree.cluster.trainer"],
+        "trainer": [
+            python,
+            "-m",
+            "torch.distributed.run",
+            *ranks,
+            "-m",
+            "rolltree.cluster.trainer",
+        ],
     }
 
 

@@ -86,7 +86,9 @@ def relayed(reporter: Reporter, call: str, values: Mapping[str, Any]) -> None:
         raise ConfigError(f"a reporter has no callback {call!r}.{did_you_mean(call, _CALLS)}")
     try:
         if call == "on_start":
-            start = msgspec.convert(values["start"], TrainStart, dec_hook=lambda _, path: Path(path))
+            start = msgspec.convert(
+                values["start"], TrainStart, dec_hook=lambda _, path: Path(path)
+            )
             reporter.on_start(start)
         else:
             getattr(reporter, call)(**values)

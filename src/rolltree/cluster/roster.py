@@ -163,10 +163,16 @@ class Roster:
         }
 
     def steady(self, name: str, since: float) -> bool:
-        """Whether the run, or if nothing is known of it the role, got on since `since` progress."""
+        """Whether the role worked, and the run got on since `since` progress.
+
+        If nothing is known of the run, it has to have worked for a while.
+        """
         role = self.roles[name]
-        lived_s = role.heard_at - role.registered_at if role.beat is not None else 0.0
-        return self.progress > since or (not self.progress and lived_s > _STEADY_S)
+        if role.beat is None:
+            return False
+        if self.progress:
+            return self.progress > since
+        return role.heard_at - role.registered_at > _STEADY_S
 
     def notice(self, message: str) -> None:
         """Keep a message for the head and for `status`."""
@@ -210,7 +216,7 @@ class Roster:
             )
         if role.beat is None:
             return None
-        busy_s = role.beat.busy_since_s + silent_s
+        busy_s = role.beat.busy_since_s
         # Steps of one run take about as long as each other, and a long one is not a stall.
         if busy_s > max(self._stall_s, 2 * role.longest_busy_s):
             return (
