@@ -15,6 +15,7 @@
     │   └── UnsupportedSetting this engine does not have a requested setting
     ├── TokenError             token data that contradicts itself: lengths, ranges, NaN logprobs
     ├── StoreError             the run directory cannot be read or written
+    ├── ClusterError           a role of a run on several processes cannot be started or kept
     ├── TrainingError          training cannot continue: non-finite loss, no rollout to learn from
     ├── SandboxError           a sandbox could not do what was requested
     │   ├── SandboxFileError   a path that leaves the sandbox, is missing or is not a file
@@ -106,6 +107,10 @@ class TokenError(RolltreeError, ValueError):
 
 class StoreError(RolltreeError):
     """The run directory cannot be read or written."""
+
+
+class ClusterError(RolltreeError):
+    """A process of a run that uses several cannot be started, or does not stay alive."""
 
 
 class TrainingError(RolltreeError):
