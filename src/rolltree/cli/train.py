@@ -71,6 +71,29 @@ def fork_stored_run(
 
 def _train(config: TrainConfig, words: Sequence[str], transcripts: int) -> None:
     """Train, and print the report; `words` are the command."""
+    if config.cluster is not None:
+        _train_on_cluster(config, words, transcripts)
+        return
     from rolltree.launch import train
 
     train(config, num_transcripts=transcripts, command=words)
+
+
+def _train_on_cluster(config: TrainConfig, words: Sequence[str], transcripts: int) -> None:
+    """Do what `_train` does, on the processes that the config's `[cluster]` names."""
+    import asyncio
+
+    from rolltree.cluster.driver import run_cluster
+    from rolltree.launch import stop_on_sigterm
+    from rolltree.reports import SafeConsole, TrainView, print_report
+    from rolltree.store import Run
+
+    async def drive() -> None:
+        with TrainView(SafeConsole(stderr=True, only_shows=True)) as view, stop_on_sigterm():
+            await run_cluster(config, reporter=view)
+
+    asyncio.run(drive())
+    with Run.open(config.run.dir, "r") as run:
+        print_report(
+            run, SafeConsole(only_shows=True), num_transcripts=transcripts, train_command=words
+        )
