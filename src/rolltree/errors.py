@@ -15,7 +15,9 @@
     │   └── UnsupportedSetting this engine does not have a requested setting
     ├── TokenError             token data that contradicts itself: lengths, ranges, NaN logprobs
     ├── StoreError             the run directory cannot be read or written
+    ├── ClusterError           a role of a run on several processes cannot be started or kept
     ├── TrainingError          training cannot continue: non-finite loss, no rollout to learn from
+    │   └── RankLost           a process that trains with this one has ended
     ├── SandboxError           a sandbox could not do what was requested
     │   ├── SandboxFileError   a path that leaves the sandbox, is missing or is not a file
     │   └── SandboxUnavailable this machine cannot isolate untrusted code well enough
@@ -108,8 +110,16 @@ class StoreError(RolltreeError):
     """The run directory cannot be read or written."""
 
 
+class ClusterError(RolltreeError):
+    """A process of a run that uses several cannot be started, or does not stay alive."""
+
+
 class TrainingError(RolltreeError):
     """Training cannot continue."""
+
+
+class RankLost(TrainingError):
+    """A process that trains with this one has ended, and all of them end together."""
 
 
 class SandboxError(RolltreeError):

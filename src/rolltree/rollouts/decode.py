@@ -64,7 +64,7 @@ def _decode(row: StoredRollout, tokens: bool) -> RolloutResult:
             f"reads version {VERSION}. Upgrade rolltree to read it."
         )
     messages = MessageReader(record["table"])
-    request = _decode_request(record["request"], messages)
+    request = decode_request(record["request"], messages)
     states: tuple[State, ...] = ()
     if record["state"] is not None:
         tree = row.tokens if tokens else None
@@ -146,7 +146,8 @@ _EXPORTED = [
 ]
 
 
-def _decode_request(data: dict[str, Any], messages: MessageReader) -> RolloutRequest:
+def decode_request(data: dict[str, Any], messages: MessageReader) -> RolloutRequest:
+    """Return the request that `record.request_data` described."""
     sampling = SamplingParams(**data["sampling"])
     return RolloutRequest(
         **{**data, "sampling": sampling, "input": _decode_input(data["input"], messages)}

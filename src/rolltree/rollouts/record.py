@@ -14,7 +14,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from rolltree.errors import TokenError
 from rolltree.redact import redact
@@ -29,6 +29,26 @@ from rolltree.types import ErrorRecord, RolloutRequest, RolloutResult, State, Tr
 
 if TYPE_CHECKING:
     from rolltree.rollouts.engine import RolloutEngine
+
+Stored = tuple[RolloutResult, list[StoredRollout]]
+"""A result that is stored, and its rows without their blobs."""
+
+
+@runtime_checkable
+class StoringEngine(Protocol):
+    """An engine whose results are stored where they arrive, before it hands them out."""
+
+    def run_stored(
+        self,
+        requests: Iterable[RolloutRequest],
+        run: Run | None,
+        *,
+        replace_failed: bool,
+        replaced: Collection[str],
+    ) -> AsyncGenerator[list[Stored], None]:
+        """Do what the function `run_stored` does."""
+        ...
+
 
 _STATE_APART = ("input", "trajectory", "completion", "error")
 # The request has what of them is data.
@@ -52,13 +72,19 @@ async def run_stored(
     *,
     replace_failed: bool = False,
     replaced: Collection[str] = (),
-) -> AsyncGenerator[list[tuple[RolloutResult, list[StoredRollout]]], None]:
+) -> AsyncGenerator[list[Stored], None]:
     """Run requests and yield results, as they finish, once they are stored; with their light rows.
 
     A thread encodes and writes, a batch in one transaction. A write that has begun is finished
     though this is cancelled. Without a `run` nothing is stored. `replace_failed` and `replaced` are
     `Run.add_rollouts`'.
     """
+    if isinstance(engine, StoringEngine):
+        own = engine.run_stored(requests, run, replace_failed=replace_failed, replaced=replaced)
+        async with aclosing(own) as stored:
+            async for pairs in stored:
+                yield pairs
+        return
     async with aclosing(engine.run_ready(requests)) as batches:
         async for batch in batches:
             # Encoding and SQLite would hold the event loop, which all other episodes need.
@@ -110,15 +136,15 @@ def _encode(result: RolloutResult, index: int, state: State | None, blobs: bool)
     if not blobs:
         return row
     table = MessageTable()
-    request_data = _request_data(request, table)
+    asked = request_data(request, table)
     record: dict[str, Any] = {
         "version": VERSION,
-        "request": request_data,
+        "request": asked,
         "error": None if error is None else redact(error.as_dict()),
         "state": None,
     }
     if state is not None:
-        record["state"] = _state_data(state, trajectory, request_data["input"], table)
+        record["state"] = _state_data(state, trajectory, asked["input"], table)
     # The table is complete only after the record has been made, and is written first for the
     # reader; joined as text, because its messages are JSON already.
     text = f'{{"table":{table.to_json()},{dumps(record)[1:]}'
@@ -196,7 +222,8 @@ def _number(value: Any) -> float | None:
 # -- requests ------------------------------------------------------------------------------------
 
 
-def _request_data(request: RolloutRequest, table: MessageTable) -> dict[str, Any]:
+def request_data(request: RolloutRequest, table: MessageTable) -> dict[str, Any]:
+    """Return a request as data, its messages in `table`; secrets are cut out."""
     data = {name: getattr(request, name) for name in RolloutRequest.__dataclass_fields__}
     sampling = asdict(replace(request.sampling, extra={}))
     data["sampling"] = {**sampling, "extra": redact(dict(request.sampling.extra))}

@@ -16,6 +16,7 @@ from rolltree.errors import ConfigError, did_you_mean
 from rolltree.training.algorithm_section import AlgorithmSection
 from rolltree.training.sections import (
     CheckpointSection,
+    ClusterSection,
     EngineSection,
     EnvSection,
     EvalSection,
@@ -31,6 +32,7 @@ from rolltree.training.sections import (
 MAY_CHANGE: tuple[str, ...] = (
     "run.dir",
     "engine",
+    "cluster",
     "eval.every",
     "eval.after",
     "checkpoint",
@@ -62,9 +64,11 @@ class TrainConfig(Section, frozen=True):
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()
     track: TrackSection = TrackSection()
+    cluster: ClusterSection | None = None
 
     def __post_init__(self) -> None:
-        shared = self.engine.kind == "local" and self.model.device == "cpu"
+        self._check_cluster()
+        shared = self.engine.kind == "local" and self.model.device == "cpu" and not self.cluster
         if self.train.async_steps and shared and self.model.backward_dtype != "float32":
             raise ConfigError(
                 f"train.async_steps is {self.train.async_steps} and model.backward_dtype is "
@@ -72,6 +76,23 @@ class TrainConfig(Section, frozen=True):
                 "which samples during the backward pass, would use that precision too. Use "
                 "'float32', or the synchronous loop."
             )
+
+    def _check_cluster(self) -> None:
+        if self.cluster is None:
+            return
+        if self.engine.kind != "local":
+            raise ConfigError(
+                f"there is a [cluster] and engine.kind is {self.engine.kind!r}. The engines of a "
+                "cluster are processes of the run: set cluster.engines.kind = 'serve' or 'vllm', "
+                "and leave engine.kind out."
+            )
+        defaults = EngineSection()
+        for name in ("kv_budget_bytes", "prefill_chunk"):
+            if getattr(self.engine, name) != getattr(defaults, name):
+                raise ConfigError(
+                    f"there is a [cluster] and engine.{name} is set, which its engines do not "
+                    "take, so it would have no effect. Leave it out."
+                )
 
     def may_change(self) -> tuple[str, ...]:
         """Return `MAY_CHANGE`, without `train.num_steps` where the learning rate falls until it."""
@@ -110,8 +131,11 @@ def load_train_config(
     if isinstance(config, TrainConfig):
         config = config.as_dict()
     data = _read_toml(Path(config)) if isinstance(config, str | Path) else dict(config or {})
-    # Copied two levels deep: overrides write into it, and the mapping is the caller's.
-    data = {key: dict(v) if isinstance(v, Mapping) else v for key, v in data.items()}
+    # Copied two levels deep: overrides write into it, and the mapping is the caller's. A section
+    # that is left out may be None in stored settings.
+    data = {
+        key: dict(v) if isinstance(v, Mapping) else v for key, v in data.items() if v is not None
+    }
     for override in overrides:
         apply_override(data, override)
     for name, value in settings.items():
@@ -178,7 +202,9 @@ def parse_value(text: str) -> Any:
 
 
 _SECTIONS: dict[str, Any] = {
-    field.name: field.type for field in msgspec.structs.fields(TrainConfig)
+    # The class of a section that may be left out is the first of its union.
+    field.name: get_args(field.type)[0] if get_args(field.type) else field.type
+    for field in msgspec.structs.fields(TrainConfig)
 }
 _MAIN_KEY = {"run": "dir", "model": "name", "env": "id", "algorithm": "name", "engine": "kind"}
 """The key that `section=value` sets if the value is not a mapping."""

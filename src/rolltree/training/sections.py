@@ -373,3 +373,54 @@ class TrainSection(Section, frozen=True):
                 f"{self.scope!r} shares nothing between rollouts. Use train.scope = 'tree', or "
                 "leave train.share_prefix_across out."
             )
+
+
+class ClusterEngines(Section, frozen=True):
+    """Engines of a run on several processes: how many, GPUs of each, and what serves the model.
+
+    `serve` is `rolltree serve`, with the settings of the `engine` section; `vllm` is vLLM.
+    """
+
+    count: AtLeast1 = 1
+    gpus: NonNegative = 0
+    kind: Literal["serve", "vllm"] = "serve"
+
+
+class ClusterTrainer(Section, frozen=True):
+    """The processes that train together, and GPUs of each."""
+
+    ranks: AtLeast1 = 1
+    gpus: NonNegative = 0
+
+
+class ClusterSection(Section, frozen=True):
+    """A run on several processes or machines; without this section it is one process.
+
+    - `launcher`: `local` starts processes on this machine; `ray` places them on the machines of a
+      Ray cluster, which `address` names (`auto`: the one that is there; empty: a new local one).
+    - `rollout_workers`: processes that play rollouts, each at most `slots_per_worker` at a time.
+    - `engines` (`count`, `gpus`, `kind`) sample; `trainer` (`ranks`, `gpus`) trains.
+    - `stall_s`: a role that says nothing for so long is named in a notice. `orphan_s`: roles that
+      cannot reach the driver for so long end. `max_restarts`: how often in a row a role is started
+      again without the run getting on.
+    - `queue_bytes`: results that may wait to be stored; workers keep the others.
+    """
+
+    launcher: Literal["local", "ray"] = "local"
+    address: str = ""
+    rollout_workers: AtLeast1 = 2
+    engines: ClusterEngines = ClusterEngines()
+    trainer: ClusterTrainer = ClusterTrainer()
+    stall_s: Positive = 20.0
+    orphan_s: Positive = 60.0
+    max_restarts: AtLeast0 = 5
+    slots_per_worker: AtLeast1 = 64
+    queue_bytes: AtLeast1 = 2**28
+
+    def __post_init__(self) -> None:
+        if self.address and self.launcher != "ray":
+            raise ConfigError(
+                f"cluster.address is {self.address!r}, and cluster.launcher = {self.launcher!r} "
+                "starts processes on this machine, so it would have no effect. Set "
+                "cluster.launcher = 'ray', or leave the address out."
+            )

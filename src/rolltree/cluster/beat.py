@@ -1,0 +1,198 @@
+"""A role's side of the control server: where it finds the others, and says that it lives.
+
+The beat runs on a thread of its own, so a busy loop still beats; `advance` is called by the loop
+that does the work, so the driver tells a busy process from a stuck one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rolltree.cluster.roles import CLUSTER_TOKEN, CLUSTER_URL, HOST, ROLE
+from rolltree.errors import ClusterError, ConfigError
+from rolltree.redact import remember
+
+ENDED = 75
+"""The exit status of a role that was told to end, or that nobody drives any more."""
+_BEAT_S = 2.0
+_TIMEOUT_S = 10.0
+_LAST_S = 60.0
+"""How long a role that was told to end may take to save what it has."""
+
+
+class Link:
+    """The way to the control server, from the environment that the driver gives.
+
+    Raises:
+        ConfigError: a variable is missing.
+    """
+
+    def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
+        missing = [name for name in (CLUSTER_URL, CLUSTER_TOKEN, ROLE) if not environment.get(name)]
+        if missing:
+            raise ConfigError(
+                f"{', '.join(missing)} is not set, so this role does not know its run. `rolltree "
+                "train` with a [cluster] starts roles; docs/cluster.md says how to start one by "
+                "hand."
+            )
+        self.url, self.token = environment[CLUSTER_URL], environment[CLUSTER_TOKEN]
+        self.name = environment[ROLE]
+        self.host = environment.get(HOST) or "127.0.0.1"
+        remember(self.token)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What every request between roles carries."""
+        return {"Authorization": f"Bearer {self.token}"}
+
+    def ask(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return the answer to a GET, or with a body to a POST.
+
+        Raises:
+            ClusterError: the control server refuses it.
+            OSError: it cannot be reached.
+        """
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, self.headers)
+        try:
+            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
+                found: dict[str, Any] = json.loads(answer.read())
+        except urllib.error.HTTPError as error:
+            with error:
+                said = error.read(2000).decode(errors="replace")
+            raise ClusterError(f"the driver answered {error.code} to {path}: {said}") from None
+        return found
+
+    def config(self) -> dict[str, Any]:
+        """Return the settings of the run, waiting for a driver that is not there yet."""
+        end = time.monotonic() + _LAST_S
+        while True:
+            try:
+                return self.ask("/config")
+            except OSError as error:
+                if time.monotonic() > end:
+                    raise ClusterError(
+                        f"the driver at {self.url} does not answer ({error}). Does `rolltree "
+                        "train` still run?"
+                    ) from error
+                time.sleep(0.5)
+
+    def fail(self, error: Exception) -> None:
+        """Tell the driver that it is useless to start this role again."""
+        body = {"name": self.name, "error": type(error).__name__, "message": str(error)}
+        try:
+            self.ask("/fail", body)
+        except (OSError, ClusterError) as unheard:
+            print(f"the driver did not hear of it: {unheard}", file=sys.stderr)
+
+
+class Beats:
+    """Registers a role and beats until the process ends.
+
+    Args:
+        link: the way to the driver.
+        kind: `engine`, `worker`, `trainer` or `rank`.
+        url: where the role is called, None if nobody calls it.
+        orphan_s: the role ends when no beat was heard for so long.
+        has_loop: whether a loop calls `advance`.
+        on_notice: gets what the driver has to say to the head.
+
+    `state`, `waits_for` and `metrics` are what the next beat says; `answer` is the last answer.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        kind: str,
+        url: str | None,
+        *,
+        orphan_s: float,
+        has_loop: bool = True,
+        on_notice: Callable[[str], None] = lambda message: None,
+    ) -> None:
+        self.state = "starting"
+        self.waits_for: str | None = None
+        self.metrics: dict[str, Any] = {}
+        self.answer: dict[str, Any] = {}
+        self.is_ending = False
+        self._link, self._kind, self._url = link, kind, url
+        self._orphan_s, self._has_loop, self._on_notice = orphan_s, has_loop, on_notice
+        self._advanced_at = time.monotonic()
+        self._who = {"pid": os.getpid(), "host": socket.gethostname()}
+        self._wake = threading.Event()
+
+    def start(self) -> None:
+        """Register, and beat from now on."""
+        threading.Thread(target=self._run, name="rolltree-beats", daemon=True).start()
+
+    def say(self, state: str, waits_for: str | None = None) -> None:
+        """Set what the role does, and which kind of role it waits for; the loop has advanced."""
+        self.state, self.waits_for = state, waits_for
+        self.advance()
+
+    def advance(self) -> None:
+        """Note that the loop that does the work goes on."""
+        self._advanced_at = time.monotonic()
+
+    def hurry(self) -> None:
+        """Beat now, because an answer is needed."""
+        self._wake.set()
+
+    def _run(self) -> None:
+        heard_at, is_registered = time.monotonic(), False
+        while True:
+            try:
+                if not is_registered:
+                    body = {"name": self._link.name, "kind": self._kind, "url": self._url}
+                    self._link.ask("/register", {**body, **self._who})
+                    is_registered = True
+                self.answer = answer = self._link.ask("/beat", self._beat())
+                heard_at = time.monotonic()
+                for notice in answer.get("notices", ()):
+                    self._on_notice(notice)
+                if answer.get("stop"):
+                    self._end("the driver stops this role")
+            except ClusterError:
+                # It has forgotten this role: it was taken for dead, or the driver is a new one.
+                is_registered = False
+            except (OSError, ValueError):
+                if time.monotonic() - heard_at > self._orphan_s:
+                    self._end(f"no driver has answered for {self._orphan_s:g} s")
+            self._wake.wait(_BEAT_S)
+            self._wake.clear()
+
+    def _beat(self) -> dict[str, Any]:
+        return {
+            "name": self._link.name,
+            "state": self.state,
+            "waits_for": self.waits_for,
+            "busy_since_s": time.monotonic() - self._advanced_at if self._has_loop else 0.0,
+            "metrics": self.metrics,
+            **self._who,
+        }
+
+    def _end(self, why: str) -> None:
+        """End the process: SIGTERM, so that it saves what it has, and later without asking."""
+        if self.is_ending:
+            return
+        self.is_ending = True
+        print(f"ending: {why}", file=sys.stderr, flush=True)
+        timer = threading.Timer(_LAST_S, os._exit, (ENDED,))
+        timer.daemon = True
+        timer.start()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def end_on_sigterm() -> None:
+    """Let SIGTERM end this process with the status that the driver understands."""
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(ENDED))

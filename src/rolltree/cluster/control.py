@@ -1,0 +1,171 @@
+"""The driver's control server: roles register and beat here, `rolltree cluster` asks and scales.
+
+JSON over HTTP; every request carries the run's token. It listens on loopback, or with a launcher
+of several machines on this one's address.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from rolltree.cluster.roster import Beat, Registration, Roster
+from rolltree.errors import ClusterError, ConfigError
+
+_MAX_BODY_BYTES = 16 * 2**20
+"""Progress of a long run has the metrics of all its steps."""
+
+Answer = Mapping[str, Any]
+
+
+class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What `POST /fail` takes: why it would be useless to start the role again."""
+
+    name: str
+    error: str
+    message: str
+
+
+class Progress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What `POST /progress` takes: a callback of `Reporter`, and its arguments by name."""
+
+    call: str
+    values: dict[str, Any]
+
+
+class Scale(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What `POST /scale` takes; what is left out stays."""
+
+    rollout_workers: int | None = None
+    engines: int | None = None
+
+
+class ControlServer:
+    """Serves a roster, in the running event loop.
+
+    Args:
+        roster: what roles say goes there.
+        token: what every request carries.
+        config: the settings of the run, which roles read from `GET /config`.
+        host: the address to listen on.
+        on_scale, on_fail, on_progress: what the driver does with these requests. `on_scale` returns
+            how many there are to be of each kind.
+        describe: more for `GET /status`.
+    """
+
+    def __init__(
+        self,
+        roster: Roster,
+        token: str,
+        config: Mapping[str, Any],
+        *,
+        host: str,
+        on_scale: Callable[[Scale], Answer],
+        on_fail: Callable[[Failure], None],
+        on_progress: Callable[[Progress], None],
+        describe: Callable[[], Answer],
+    ) -> None:
+        self.url = ""
+        """Where it is; empty until it is started."""
+        self._roster, self._config, self._host = roster, config, host
+        self._bearer = f"Bearer {token}".encode()
+        self._on_scale, self._on_fail, self._on_progress = on_scale, on_fail, on_progress
+        self._describe = describe
+        self._runner: web.AppRunner | None = None
+
+    async def start(self) -> None:
+        """Listen on a free port.
+
+        Raises:
+            ClusterError: the address cannot be listened on.
+        """
+        app = web.Application(middlewares=[self._guard], client_max_size=_MAX_BODY_BYTES)
+        app.add_routes(
+            [
+                web.post("/register", _taking(Registration, self._register)),
+                web.post("/beat", _taking(Beat, self._roster.hear)),
+                web.post("/scale", _taking(Scale, self._on_scale)),
+                web.post("/fail", _taking(Failure, self._fail)),
+                web.post("/progress", _taking(Progress, self._progress)),
+                web.get("/status", self._status),
+                web.get("/config", self._settings),
+            ]
+        )
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        await self._runner.setup()
+        try:
+            site = web.TCPSite(self._runner, self._host, 0)
+            await site.start()
+        except OSError as error:
+            await self.aclose()
+            raise ClusterError(
+                f"the control server cannot listen on {self._host} ({error}), and roles could not "
+                "reach it. Check the address of this machine."
+            ) from error
+        port = self._runner.addresses[0][1]
+        self.url = f"http://{f'[{self._host}]' if ':' in self._host else self._host}:{port}"
+
+    async def aclose(self) -> None:
+        """Stop listening."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    @web.middleware
+    async def _guard(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """Refuse requests without the token before anything of their body is read."""
+        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        if not hmac.compare_digest(given, self._bearer):
+            return _failure(401, "this server takes requests with the run's token only")
+        return await handler(request)
+
+    def _register(self, given: Registration) -> Answer:
+        self._roster.register(given)
+        return {"ok": True}
+
+    def _fail(self, given: Failure) -> Answer:
+        self._on_fail(given)
+        return {"ok": True}
+
+    def _progress(self, given: Progress) -> Answer:
+        self._on_progress(given)
+        return {"ok": True}
+
+    async def _status(self, request: web.Request) -> web.Response:
+        return _json({**self._describe(), **self._roster.status()})
+
+    async def _settings(self, request: web.Request) -> web.Response:
+        return _json(self._config)
+
+
+def _taking(
+    kind: type[Any], handle: Callable[[Any], Answer]
+) -> Callable[[web.Request], Awaitable[web.Response]]:
+    """Return the handler of a request whose body is a struct."""
+
+    async def answer(request: web.Request) -> web.Response:
+        try:
+            return _json(handle(msgspec.json.decode(await request.read(), type=kind)))
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            return _failure(400, f"{error}")
+        except ConfigError as error:
+            return _failure(400, f"{error}")
+        except ClusterError as error:
+            return _failure(409, f"{error}")
+
+    return answer
+
+
+def _json(value: Answer, status: int = 200) -> web.Response:
+    body = msgspec.json.encode(value)
+    return web.Response(body=body, status=status, content_type="application/json")
+
+
+def _failure(status: int, message: str) -> web.Response:
+    return _json({"error": message}, status)

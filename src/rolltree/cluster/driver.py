@@ -1,0 +1,507 @@
+"""The driver of a run on several processes: starts the roles, keeps them, names what stalls.
+
+It opens no store and runs no model, so it may be killed at any time: roles end by themselves when
+they cannot reach it, and the same command starts them again and continues the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rolltree.cluster.control import ControlServer, Failure, Progress, Scale
+from rolltree.cluster.launchers import LocalLauncher, kill_marked
+from rolltree.cluster.relay import relayed
+from rolltree.cluster.roles import CLUSTER_TOKEN, CLUSTER_URL, LOST, RUN_DIR, Launcher, RoleSpec
+from rolltree.cluster.roster import Roster
+from rolltree.errors import ClusterError, ConfigError
+from rolltree.files import open_regular, write_whole
+from rolltree.launch import stop_on_sigterm
+from rolltree.models import check_loadable
+from rolltree.redact import remember
+from rolltree.reports import SafeConsole, TrainView, print_report, say
+from rolltree.store import Run
+from rolltree.tasks import run_shielded
+from rolltree.training import Reporter, TrainConfig, TrainReport
+
+if TYPE_CHECKING:
+    from rolltree.training.sections import ClusterSection
+
+STATE_FILE = "cluster.json"
+TOKEN_FILE = "cluster.token"
+_POLL_S = 0.25
+_LONGEST_DELAY_S = 30.0
+_GRACE_S = {"trainer": 40.0}
+"""How long a role may take to end when it is asked to; the trainer saves a checkpoint."""
+_DEFAULT_GRACE_S = 5.0
+_DRAIN_S = 60.0
+_SLOW_START_S = 120.0
+_NAMES = {"worker": "rollout_workers", "engine": "engines"}
+"""The kinds of which there may be any number, and their names in requests to scale."""
+
+
+class Driver:
+    """Keeps the roles of one run.
+
+    Args:
+        run_dir: the run directory.
+        settings: how many of which roles, and the limits.
+        config: what roles read from `GET /config`.
+        launcher: starts and ends processes.
+        argv: the command of a role, by its kind.
+        reporter: gets the notices, and the progress that the head sends.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        settings: ClusterSection,
+        config: Mapping[str, Any],
+        launcher: Launcher,
+        argv: Mapping[str, Sequence[str]],
+        reporter: Reporter,
+    ) -> None:
+        self.run_dir, self._settings, self._launcher = run_dir.absolute(), settings, launcher
+        self._argv, self._reporter = argv, reporter
+        self.roster = Roster(settings.stall_s, time.monotonic)
+        self.token = secrets.token_urlsafe(32)
+        remember(self.token)
+        self.control = ControlServer(
+            self.roster,
+            self.token,
+            config,
+            host=launcher.host,
+            on_scale=self.scale,
+            on_fail=self._fail,
+            on_progress=self._progress,
+            describe=self._describe,
+        )
+        self.wanted = {"worker": settings.rollout_workers, "engine": settings.engines.count}
+        """How many there are to be of each kind."""
+        self._keepers: dict[str, asyncio.Task[None]] = {}
+        self._drains: set[asyncio.Task[None]] = set()
+        self._done: asyncio.Future[None] | None = None
+        self._state_text = ""
+
+    async def run(self) -> None:
+        """Run the roles until the trainer has done its work, or this is cancelled.
+
+        Raises:
+            ClusterError: a role does not stay alive, or says that it cannot work.
+        """
+        self._done = asyncio.get_running_loop().create_future()
+        with _alone(self.run_dir):
+            await end_leftovers(self.run_dir, self._settings.orphan_s, self.notice)
+            watching: asyncio.Task[None] | None = None
+            try:
+                await self.control.start()
+                _write_secret(self.run_dir / TOKEN_FILE, self.token)
+                self._write_state()
+                names = [f"{kind}-{i}" for kind, n in self.wanted.items() for i in range(n)]
+                await self._launcher.prepare([self._spec(name) for name in ["trainer", *names]])
+                for name in ["trainer", *names]:
+                    self._keep(name)
+                watching = asyncio.ensure_future(self._watch())
+                await asyncio.wait([self._done, watching], return_when=asyncio.FIRST_COMPLETED)
+                for each in (self._done, watching):
+                    if each.done():
+                        each.result()
+            finally:
+                await run_shielded(self._stop_all(watching))
+
+    def notice(self, message: str) -> None:
+        """Say something that a person should know: on the terminal, in the log, and to the head."""
+        self.roster.notice(message)
+        self._reporter.on_notice(message)
+        with contextlib.suppress(OSError), open(self._log("driver"), "a", encoding="utf-8") as log:
+            log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n")
+
+    def scale(self, to: Scale) -> Mapping[str, Any]:
+        """Change how many workers and engines there are.
+
+        Raises:
+            ConfigError: the number cannot be used.
+        """
+        for name in _NAMES.values():
+            number = getattr(to, name)
+            if number is not None and number < 1:
+                raise ConfigError(f"{name} is {number}, and a run needs at least 1.")
+        for kind, name in _NAMES.items():
+            number = getattr(to, name)
+            if number is None or number == self.wanted[kind]:
+                continue
+            before, self.wanted[kind] = self.wanted[kind], number
+            self.notice(f"{name}: {number} instead of {before}")
+            for index in range(before, number):
+                self._keep(f"{kind}-{index}")
+            for index in range(number, before):
+                task = asyncio.ensure_future(self._drain(f"{kind}-{index}"))
+                self._drains.add(task)
+                task.add_done_callback(self._drains.discard)
+        return {name: self.wanted[kind] for kind, name in _NAMES.items()}
+
+    # -- one role ----------------------------------------------------------------------------------
+
+    def _spec(self, name: str) -> RoleSpec:
+        kind = name.partition("-")[0]
+        settings = self._settings
+        ranks = settings.trainer.ranks if kind == "trainer" else 1
+        gpus = {"engine": settings.engines.gpus, "trainer": ranks * settings.trainer.gpus}
+        return RoleSpec(
+            name,
+            kind,
+            tuple(self._argv[kind]),
+            {
+                CLUSTER_URL: self.control.url,
+                CLUSTER_TOKEN: self.token,
+                RUN_DIR: str(self.run_dir),
+            },
+            float(ranks),
+            float(gpus.get(kind, 0)),
+            self._log(name),
+        )
+
+    def _log(self, name: str) -> Path:
+        return self.run_dir / "logs" / f"{name}.log"
+
+    def _keep(self, name: str) -> None:
+        """Have a role run from now on."""
+        old = self._keepers.get(name)
+        task = asyncio.ensure_future(self._keep_alive(name, after=old))
+        self._keepers[name] = task
+        task.add_done_callback(self._keeper_ended)
+
+    def _keeper_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._finish(error)
+
+    def _finish(self, error: BaseException | None) -> None:
+        if self._done is not None and not self._done.done():
+            if error is None:
+                self._done.set_result(None)
+            else:
+                self._done.set_exception(error)
+
+    def _is_wanted(self, name: str) -> bool:
+        kind, _, index = name.partition("-")
+        return kind == "trainer" or int(index) < self.wanted[kind]
+
+    async def _keep_alive(self, name: str, after: asyncio.Task[None] | None) -> None:
+        """Start a role, and again whenever it ends, as long as it is wanted."""
+        if after is not None:
+            # It drains, and must be gone before another of its name comes.
+            await asyncio.wait([after])
+        num_failures, progress = 0, self.roster.progress
+        while self._is_wanted(name):
+            status = await self._live(name)
+            if name == "trainer" and status == 0:
+                self._finish(None)
+                return
+            if self.roster.roles[name].drains or not self._is_wanted(name):
+                break
+            how = _how(status)
+            if self.roster.steady(name, progress):
+                num_failures = 0
+            num_failures, progress = num_failures + 1, self.roster.progress
+            self.roster.ended(name)
+            if num_failures > self._settings.max_restarts:
+                raise ClusterError(
+                    f"{name} {how} {num_failures} times in a row without the run getting on. Its "
+                    f"log is {self._log(name)}:\n{_tail(self._log(name))}\nFix what it says; the "
+                    "same command continues the run."
+                )
+            delay_s = min(_LONGEST_DELAY_S, 2.0 ** (num_failures - 1))
+            self.notice(f"{name} {how}; it is started again in {delay_s:.0f} s")
+            await asyncio.sleep(delay_s)
+        self.roster.removed(name)
+        self._write_state()
+
+    async def _live(self, name: str) -> int:
+        """Start a role and return its exit status when it has ended with all that it started."""
+        spec = self._spec(name)
+        role = self.roster.started(name, spec.kind)
+        await self._launcher.start(spec)
+        place = await self._launcher.where(name)
+        role.place = asdict(place) if place is not None else {}
+        self._write_state()
+        while (status := await self._launcher.alive(name)) is None:  # noqa: ASYNC110  no event
+            await asyncio.sleep(_POLL_S)
+        # What its root left behind would hold the run's lock, or a port.
+        await self._launcher.stop(name, 0)
+        return status
+
+    async def _drain(self, name: str) -> None:
+        """Let a role finish what it does, and end it."""
+        role = self.roster.roles.get(name)
+        if role is None:
+            return
+        role.drains = True
+        end = time.monotonic() + _DRAIN_S
+        while self.roster.roles.get(name) is role and time.monotonic() < end:
+            if role.registration is None or (
+                # A worker ends by itself; an engine does not know who may still ask it.
+                role.kind == "engine"
+                and role.beat is not None
+                and not role.beat.metrics.get("active")
+            ):
+                break
+            await asyncio.sleep(_POLL_S)
+        await self._launcher.stop(name, _DEFAULT_GRACE_S)
+
+    # -- all ---------------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        """Name what stalls."""
+        warned: dict[str, float] = {}
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(_POLL_S)
+            now = time.monotonic()
+            # This process was stopped, or the machine slept: nobody else is to blame.
+            if now - last > 4.0:
+                self.roster.forgive(now - last)
+            last = now
+            for message in self.roster.look():
+                self.notice(message)
+            for role in list(self.roster.roles.values()):
+                limit_s = warned.get(role.name, _SLOW_START_S)
+                late_s = now - role.started_at
+                if role.registration is not None:
+                    warned.pop(role.name, None)
+                elif self._keepers.get(role.name) is not None and late_s > limit_s:
+                    warned[role.name] = 2 * late_s
+                    self.notice(
+                        f"{role.name} has not registered since it was started {late_s:.0f} s ago; "
+                        f"its log is {self._log(role.name)}"
+                    )
+
+    async def _stop_all(self, watching: asyncio.Task[None] | None) -> None:
+        """End everything: the trainer first, which saves while the others still answer."""
+        self.roster.is_stopping = True
+        tasks = [*self._keepers.values(), *self._drains, *([watching] if watching else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        names = list(self._keepers)
+        for group in (["trainer"], [name for name in names if name != "trainer"]):
+            await asyncio.gather(
+                *(
+                    self._launcher.stop(name, _GRACE_S.get(name, _DEFAULT_GRACE_S))
+                    for name in group
+                    if name in names
+                ),
+                return_exceptions=True,
+            )
+        await self._launcher.aclose()
+        await self.control.aclose()
+        for name in (STATE_FILE, TOKEN_FILE):
+            (self.run_dir / name).unlink(missing_ok=True)
+
+    def _fail(self, failure: Failure) -> None:
+        self._finish(
+            ClusterError(
+                f"{failure.name} cannot go on ({failure.error}): {failure.message} Its log is "
+                f"{self._log(failure.name)}."
+            )
+        )
+
+    def _progress(self, progress: Progress) -> None:
+        relayed(self._reporter, progress.call, progress.values)
+
+    def _describe(self) -> Mapping[str, Any]:
+        return {
+            "run": str(self.run_dir),
+            "launcher": self._settings.launcher,
+            "driver": _this_process(),
+            "wanted": {name: self.wanted[kind] for kind, name in _NAMES.items()},
+        }
+
+    def _write_state(self) -> None:
+        """Keep what a new driver, or `rolltree cluster`, must know if this one is killed."""
+        roles = {name: role.place for name, role in self.roster.roles.items() if role.is_kept}
+        state = {
+            "control": self.control.url,
+            "launch_id": self._launcher.launch_id,
+            "driver": _this_process(),
+            "roles": roles,
+        }
+        write_whole(self.run_dir / STATE_FILE, json.dumps(state, indent=2) + "\n", follow=False)
+
+
+def read_state(run_dir: Path) -> dict[str, Any] | None:
+    """Return what the driver of a run has written, None if none has, or the last one ended."""
+    try:
+        state = json.loads((run_dir / STATE_FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        state = None
+    if not isinstance(state, dict) or not isinstance(state.get("launch_id"), str):
+        raise ClusterError(
+            f"{run_dir / STATE_FILE} is not what the driver of a run writes, so what runs is not "
+            "known. Remove the file once no process of the run is left."
+        )
+    return state
+
+
+async def end_leftovers(run_dir: Path, orphan_s: float, say: Callable[[str], None]) -> None:
+    """End the roles of a driver that was killed; those on other machines end by themselves."""
+    state = read_state(run_dir)
+    if state is None:
+        return
+    num_ended = await asyncio.to_thread(kill_marked, state["launch_id"])
+    if num_ended:
+        say(f"ended {num_ended} processes that a killed driver of this run had left")
+    hosts = {str(place.get("host")) for place in state.get("roles", {}).values() if place}
+    away = sorted(hosts - {socket.gethostname()})
+    if away:
+        say(f"waiting {orphan_s:.0f} s until roles that a killed driver left on {away} have ended")
+        await asyncio.sleep(orphan_s)
+
+
+@contextlib.contextmanager
+def _alone(run_dir: Path) -> Any:
+    """Hold the lock of the run's driver.
+
+    Raises:
+        ClusterError: another driver has it.
+    """
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    fd = open_regular(run_dir / "cluster.lock", os.O_RDWR | os.O_CREAT)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(fd, 100, 0).decode(errors="replace") or "another process"
+            raise ClusterError(
+                f"{run_dir} is driven by {holder} already; a second driver would start every role "
+                "twice. Stop that one, wait for it, or choose another run directory."
+            ) from None
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _this_process() -> dict[str, Any]:
+    return {"host": socket.gethostname(), "pid": os.getpid()}
+
+
+def _write_secret(path: Path, text: str) -> None:
+    """Write a file that only this user can read, from its first moment."""
+    path.unlink(missing_ok=True)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    with open(fd, "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def _how(status: int) -> str:
+    if status == LOST:
+        return "was lost with its machine"
+    return f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+
+
+def _tail(log: Path, num_lines: int = 12) -> str:
+    """Return the last lines of a role's log."""
+    try:
+        with open(log, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - 4000))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return "(it cannot be read)"
+    return "\n".join(f"    {line}" for line in lines[-num_lines:]) or "    (it is empty)"
+
+
+def role_commands(num_ranks: int) -> dict[str, list[str]]:
+    """Return the command of each kind of role, as a person would type it too."""
+    python = sys.executable
+    ranks = ["--nnodes", "1", "--nproc-per-node", str(num_ranks), "--standalone"]
+    return {
+        "engine": [python, "-m", "rolltree.cluster.engine"],
+        "worker": [python, "-m", "rolltree.cluster.worker"],
+        "trainer": [
+            python,
+            "-m",
+            "torch.distributed.run",
+            *ranks,
+            "-m",
+            "rolltree.cluster.trainer",
+        ],
+    }
+
+
+def make_launcher(settings: ClusterSection) -> Launcher:
+    """Return the launcher that the settings name."""
+    if settings.launcher == "local":
+        return LocalLauncher()
+    from rolltree.cluster.ray_launcher import RayLauncher
+
+    return RayLauncher(settings.address)
+
+
+async def run_cluster(config: TrainConfig, *, reporter: Reporter) -> TrainReport:
+    """Train as `[cluster]` says, and return the report of the run.
+
+    Raises:
+        ConfigError: the config has no `[cluster]`.
+        ClusterError: a role does not stay alive; the same command continues the run.
+    """
+    settings = config.cluster
+    if settings is None:
+        raise ConfigError("the config has no [cluster], so there is nothing to start. Add it.")
+    # Refused here, before a process is started that would end with it.
+    check_loadable(config.model.name, device=config.model.device)
+    run_dir = Path(config.run.dir)
+    driver = Driver(
+        run_dir,
+        settings,
+        config.as_dict(),
+        make_launcher(settings),
+        role_commands(settings.trainer.ranks),
+        reporter,
+    )
+    await driver.run()
+    with Run.open(run_dir, "r") as finished:
+        report = TrainReport.read(finished)
+    reporter.on_end(report)
+    return report
+
+
+def train_on_cluster(config: TrainConfig, *, num_transcripts: int, command: Sequence[str]) -> None:
+    """Do what `rolltree train` does: show progress on stderr, and the results on stdout.
+
+    Raises:
+        ClusterError: a role does not stay alive.
+        Stopped: SIGTERM came; progress is saved.
+    """
+    console = SafeConsole(stderr=True, only_shows=True)
+
+    async def work() -> None:
+        with stop_on_sigterm(), TrainView(console) as view:
+            await run_cluster(config, reporter=view)
+
+    try:
+        asyncio.run(work())
+    except KeyboardInterrupt:
+        say(console, "stopped; the same command continues the run")
+        raise
+    with Run.open(config.run.dir, "r") as finished:
+        print_report(
+            finished,
+            SafeConsole(only_shows=True),
+            num_transcripts=num_transcripts,
+            train_command=command,
+            has_env_object=False,
+        )

@@ -1,0 +1,143 @@
+"""Starts roles as processes of this machine, and ends them with all that they started.
+
+A role is the leader of its own session, so Ctrl-C in a terminal reaches the driver alone. Whatever
+it starts inherits a mark in its environment, by which the whole tree is found also when its root
+is gone (torchrun's ranks have sessions of their own, and outlive a killed torchrun).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rolltree.cluster.roles import HOST, LAUNCH, ROLE, Launcher, Place, RoleSpec
+from rolltree.errors import ClusterError
+
+_POLL_S = 0.05
+_KILL_LIMIT_S = 10.0
+_PROC = Path("/proc")
+
+
+def marked_processes(launch_id: str, name: str | None = None) -> list[int]:
+    """Return the processes of this user that a launcher, or one role of it, has left or runs."""
+    marks = [f"{LAUNCH}={launch_id}".encode(), *([f"{ROLE}={name}".encode()] if name else [])]
+    found = []
+    for folder in _PROC.glob("[0-9]*"):
+        # It may have ended, or be somebody else's.
+        with contextlib.suppress(OSError):
+            variables = (folder / "environ").read_bytes().split(b"\0")
+            if int(folder.name) != os.getpid() and all(mark in variables for mark in marks):
+                found.append(int(folder.name))
+    return found
+
+
+def kill_marked(launch_id: str, name: str | None = None) -> int:
+    """Kill what a launcher, or one role of it, runs on this machine; return how many there were.
+
+    Raises:
+        ClusterError: some do not end.
+    """
+    killed: set[int] = set()
+    end = time.monotonic() + _KILL_LIMIT_S
+    # Again until there is none: one may start another just before it dies.
+    while found := marked_processes(launch_id, name):
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        killed.update(found)
+        if time.monotonic() > end:
+            raise ClusterError(
+                f"processes of {name or 'an earlier driver'} do not end although they were killed "
+                f"({', '.join(map(str, found))}), and two of a role must not run at once. End "
+                "them, and run the command again."
+            )
+        time.sleep(_POLL_S)
+    return len(killed)
+
+
+class RoleProcess:
+    """The process of one role on this machine.
+
+    Raises:
+        ClusterError: it cannot be started.
+    """
+
+    def __init__(self, spec: RoleSpec, launch_id: str, host: str) -> None:
+        self.name, self._launch_id = spec.name, launch_id
+        env = {**os.environ, **spec.env, ROLE: spec.name, LAUNCH: launch_id, HOST: host}
+        try:
+            spec.log.parent.mkdir(parents=True, exist_ok=True)
+            # Appended: the log tells all lives of a role.
+            with open(spec.log, "ab") as log:
+                self._process = subprocess.Popen(
+                    spec.argv,
+                    env=env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise ClusterError(
+                f"{spec.name} cannot be started ({error}), and the run needs it. Check the log "
+                f"folder {spec.log.parent} and the program {spec.argv[0]}."
+            ) from error
+        self.pid = self._process.pid
+
+    def status(self) -> int | None:
+        """Return None while it runs, else its exit status, negative for a signal."""
+        return self._process.poll()
+
+    def end(self, grace_s: float) -> None:
+        """End it with all that it started; blocks until then."""
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGTERM)
+            try:
+                self._process.wait(grace_s)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+        kill_marked(self._launch_id, self.name)
+        self._process.wait()
+
+
+class LocalLauncher(Launcher):
+    """Roles are processes of this machine. They outlive a killed driver until they notice it."""
+
+    def __init__(self) -> None:
+        self.launch_id = secrets.token_hex(8)
+        self.host = "127.0.0.1"
+        self._processes: dict[str, RoleProcess] = {}
+
+    async def prepare(self, specs: Sequence[RoleSpec]) -> None:
+        """Do nothing: processes of one machine share what it has."""
+
+    async def start(self, spec: RoleSpec) -> None:
+        """Start the process."""
+        self._processes[spec.name] = RoleProcess(spec, self.launch_id, self.host)
+
+    async def stop(self, name: str, grace_s: float) -> None:
+        """End the process with all that it started."""
+        process = self._processes.get(name)
+        if process is not None:
+            await asyncio.to_thread(process.end, grace_s)
+
+    async def alive(self, name: str) -> int | None:
+        """Return None while it runs, else its exit status."""
+        return self._processes[name].status()
+
+    async def where(self, name: str) -> Place | None:
+        """Return this machine and the process."""
+        process = self._processes.get(name)
+        return None if process is None else Place(socket.gethostname(), process.pid)
+
+    async def aclose(self) -> None:
+        """Do nothing."""

@@ -1,0 +1,224 @@
+"""Starts roles on the machines of a Ray cluster: placement, names and lost machines are Ray's.
+
+Each role is one named actor that starts the role's command as a process of its machine, with the
+GPUs that Ray gave the actor; the actor does nothing else. Ray's own transport between driver and
+actors pickles (the fields of a `RoleSpec`); work, results and weights never travel on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rolltree.cluster.launchers import RoleProcess
+from rolltree.cluster.roles import LOST, Launcher, Place, RoleSpec
+from rolltree.errors import ClusterError
+
+_START_LIMIT_S = 60.0
+_CONNECT_S = 10.0
+# Has the kernel end a process when its actor is gone, killed or not; then it becomes the role.
+_WITH_ACTOR = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execvp(sys.argv[1], sys.argv[1:])"
+)
+
+
+class RoleActor:
+    """The actor of one role: the process, on the machine that Ray chose."""
+
+    def __init__(self, name: str, kind: str, argv: Sequence[str], env: dict[str, str]) -> None:
+        self._spec = (name, kind, argv, env)
+        self._process: RoleProcess | None = None
+
+    def start(self, log: str, launch_id: str, host: str) -> tuple[str, int, str]:
+        """Start the process; return the machine's address, the process and Ray's id of the node."""
+        import ray
+
+        name, kind, argv, env = self._spec
+        host = host or ray.util.get_node_ip_address()
+        # Ray makes its workers nice, and they cannot always undo it.
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, 0, 0)
+        # The driver's interpreter may be elsewhere on this machine.
+        own = [sys.executable, *argv[1:]]
+        command = (sys.executable, "-c", _WITH_ACTOR, *own)
+        spec = RoleSpec(name, kind, command, env, 0.0, 0.0, Path(log))
+        self._process = RoleProcess(spec, launch_id, host)
+        return host, self._process.pid, ray.get_runtime_context().get_node_id()
+
+    def status(self) -> int | None:
+        """Return None while the process runs, else its exit status."""
+        assert self._process is not None
+        return self._process.status()
+
+    def end(self, grace_s: float) -> None:
+        """End the process with all that it started."""
+        if self._process is not None:
+            self._process.end(grace_s)
+
+
+class RayLauncher(Launcher):
+    """Roles are processes on the machines of a Ray cluster.
+
+    Args:
+        address: the cluster to join, such as `auto`; "" starts one on this machine.
+
+    Raises:
+        ClusterError: Ray is not installed, or the cluster cannot be joined.
+    """
+
+    def __init__(self, address: str = "") -> None:
+        self._ray = _import_ray()
+        self.launch_id = secrets.token_hex(8)
+        self._is_joined = bool(address)
+        own: dict[str, Any] = {}
+        if not address:
+            own = {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        try:
+            _check_reachable(address)
+            self._ray.init(
+                address=address or "local",
+                namespace=f"rolltree-{self.launch_id}",
+                logging_level=logging.ERROR,
+                log_to_driver=False,
+                **own,
+            )
+        except (OSError, RuntimeError, ValueError) as error:
+            raise ClusterError(
+                f"the Ray cluster {address or 'of this machine'} cannot be joined ({error}). Check "
+                "cluster.address, and that `ray status` shows it."
+            ) from error
+        self.host = self._ray.util.get_node_ip_address() if address else "127.0.0.1"
+        self._actors: dict[str, Any] = {}
+        self._places: dict[str, Place] = {}
+        self._group: Any = None
+        self._bundles: dict[str, int] = {}
+
+    async def prepare(self, specs: Sequence[RoleSpec]) -> None:
+        """Reserve the GPUs of engines and trainer together, so that no half of a run starts."""
+        needy = [spec for spec in specs if spec.gpus]
+        if not needy:
+            return
+        bundles = [{"CPU": spec.cpus, "GPU": spec.gpus} for spec in needy]
+        self._group = self._ray.util.placement_group(bundles, strategy="SPREAD")
+        self._bundles = {spec.name: index for index, spec in enumerate(needy)}
+
+    async def start(self, spec: RoleSpec) -> None:
+        """Start an actor where there is room, and the process in it; waits for room."""
+        # What an actor of this name left goes first: Ray refuses a second one.
+        await self._drop(spec.name)
+        options: dict[str, Any] = {
+            "name": spec.name,
+            # A cluster of one machine is shared by what runs on it, as without Ray.
+            "num_cpus": spec.cpus if self._is_joined else 0,
+            "num_gpus": spec.gpus,
+            "max_restarts": 0,
+            "scheduling_strategy": self._strategy(spec.name),
+        }
+        actor = self._ray.remote(RoleActor).options(**options)
+        made = actor.remote(spec.name, spec.kind, list(spec.argv), dict(spec.env))
+        self._actors[spec.name] = made
+        try:
+            host, pid, node = await made.start.remote(
+                str(spec.log), self.launch_id, "" if self._is_joined else self.host
+            )
+        except self._ray.exceptions.RayActorError:
+            # As if the process had been lost at once: the driver tries again.
+            self._places.pop(spec.name, None)
+            return
+        except self._ray.exceptions.RayTaskError as error:
+            raise ClusterError(f"{spec.name} cannot be started: {error.cause}") from None
+        self._places[spec.name] = Place(host, pid, node)
+
+    def _strategy(self, name: str) -> Any:
+        if name not in self._bundles:
+            return "SPREAD"
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        return PlacementGroupSchedulingStrategy(
+            placement_group=self._group, placement_group_bundle_index=self._bundles[name]
+        )
+
+    async def stop(self, name: str, grace_s: float) -> None:
+        """End the process, and the actor."""
+        actor = self._actors.get(name)
+        if actor is None:
+            return
+        with contextlib.suppress(self._ray.exceptions.RayError, asyncio.TimeoutError):
+            # Its machine may be gone without a word.
+            await asyncio.wait_for(_result(actor.end.remote(grace_s)), grace_s + _START_LIMIT_S)
+        await self._drop(name)
+
+    async def _drop(self, name: str) -> None:
+        actor = self._actors.pop(name, None)
+        if actor is not None:
+            self._ray.kill(actor)
+            await asyncio.to_thread(self._until_free, name)
+
+    def _until_free(self, name: str) -> None:
+        """Wait until Ray has forgotten an actor's name."""
+        end = time.monotonic() + _START_LIMIT_S
+        while time.monotonic() < end:
+            try:
+                self._ray.get_actor(name)
+            except ValueError:
+                return
+            time.sleep(0.05)
+
+    async def alive(self, name: str) -> int | None:
+        """Return None while the process runs, else its exit status; `LOST` without its machine."""
+        actor = self._actors.get(name)
+        if actor is None or name not in self._places:
+            return LOST
+        try:
+            status: int | None = await _result(actor.status.remote())
+        except self._ray.exceptions.RayActorError:
+            return LOST
+        return status
+
+    async def where(self, name: str) -> Place | None:
+        """Return the machine that Ray chose."""
+        return self._places.get(name)
+
+    async def aclose(self) -> None:
+        """Leave the cluster; one that was started here ends."""
+        for name in list(self._actors):
+            await self._drop(name)
+        if self._group is not None:
+            self._ray.util.remove_placement_group(self._group)
+        await asyncio.to_thread(self._ray.shutdown)
+
+
+def _check_reachable(address: str) -> None:
+    """Ray itself tries for minutes.
+
+    Raises:
+        OSError: nothing answers at `host:port`.
+    """
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if colon and port.isdigit():
+        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+
+
+async def _result(reference: Any) -> Any:
+    return await reference
+
+
+def _import_ray() -> Any:
+    try:
+        import ray
+    except ModuleNotFoundError:
+        raise ClusterError(
+            "cluster.launcher is 'ray', and Ray is not installed. Install it (pip install "
+            "'rolltree[ray]'), or use cluster.launcher = 'local' on one machine."
+        ) from None
+    return ray

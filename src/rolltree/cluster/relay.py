@@ -1,0 +1,96 @@
+"""Progress from the head to the driver's terminal: a `Reporter` whose calls travel as JSON."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rolltree.errors import ConfigError, did_you_mean
+from rolltree.store import to_plain
+from rolltree.training import Reporter
+from rolltree.training.reporter import TrainStart
+
+_LIMIT_S = 10.0
+_CALLS = ("on_start", "on_rollouts", "on_step", "on_eval_progress", "on_eval", "on_notice")
+
+
+class RelayReporter(Reporter):
+    """Sends callbacks to the driver's control server.
+
+    From a thread, because training does not wait for a terminal; what cannot be sent is dropped,
+    because it only shows progress.
+    """
+
+    def __init__(self, url: str, token: str) -> None:
+        self._url, self._token = f"{url}/progress", token
+        self._bodies: queue.Queue[bytes] = queue.Queue(1000)
+        threading.Thread(target=self._send, name="rolltree-relay", daemon=True).start()
+
+    def on_start(self, start: TrainStart) -> None:
+        """Send it."""
+        self._put("on_start", start=asdict(start))
+
+    def on_rollouts(self, step: int, num_done: int, num_total: int) -> None:
+        """Send it, unless others wait: the next one says more."""
+        if self._bodies.empty():
+            self._put("on_rollouts", step=step, num_done=num_done, num_total=num_total)
+
+    def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send it."""
+        self._put("on_step", step=step, metrics=metrics)
+
+    def on_eval_progress(self, phase: str, num_done: int, num_total: int) -> None:
+        """Send it, unless others wait: the next one says more."""
+        if self._bodies.empty():
+            self._put("on_eval_progress", phase=phase, num_done=num_done, num_total=num_total)
+
+    def on_eval(self, phase: str, step: int, metrics: Mapping[str, Any], stored: bool) -> None:
+        """Send it."""
+        self._put("on_eval", phase=phase, step=step, metrics=metrics, stored=stored)
+
+    def on_notice(self, message: str) -> None:
+        """Send it."""
+        self._put("on_notice", message=message)
+
+    def _put(self, call: str, **values: Any) -> None:
+        body = msgspec.json.encode({"call": call, "values": to_plain(values)})
+        try:
+            self._bodies.put_nowait(body)
+        except queue.Full:
+            return
+
+    def _send(self) -> None:
+        headers = {"Authorization": f"Bearer {self._token}"}
+        while True:
+            request = urllib.request.Request(self._url, self._bodies.get(), headers)
+            try:
+                urllib.request.urlopen(request, timeout=_LIMIT_S).close()
+            except OSError:
+                continue
+
+
+def relayed(reporter: Reporter, call: str, values: Mapping[str, Any]) -> None:
+    """Make a callback that was sent.
+
+    Raises:
+        ConfigError: there is no such callback, or it takes other values.
+    """
+    if call not in _CALLS:
+        raise ConfigError(f"a reporter has no callback {call!r}.{did_you_mean(call, _CALLS)}")
+    try:
+        if call == "on_start":
+            start = msgspec.convert(
+                values["start"], TrainStart, dec_hook=lambda _, path: Path(path)
+            )
+            reporter.on_start(start)
+        else:
+            getattr(reporter, call)(**values)
+    except (KeyError, TypeError, msgspec.ValidationError) as error:
+        raise ConfigError(f"{call} takes other values ({error}).") from error

@@ -1,0 +1,81 @@
+"""Roles: how one is started, where it runs, and what it finds in its environment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+CLUSTER_URL = "ROLLTREE_CLUSTER_URL"
+"""The variable with the address of the driver's control server."""
+CLUSTER_TOKEN = "ROLLTREE_CLUSTER_TOKEN"
+"""The variable with the token that every request between roles carries."""
+ROLE = "ROLLTREE_ROLE"
+"""The variable with the name of the role: `engine-0`, `worker-3`, `trainer`."""
+RUN_DIR = "ROLLTREE_RUN"
+"""The variable with the run directory."""
+HOST = "ROLLTREE_HOST"
+"""The variable with the address that the role listens on, and under which others reach it."""
+LAUNCH = "ROLLTREE_LAUNCH"
+"""The variable that marks what one driver started, with all that those processes started."""
+
+LOST = 1000
+"""The exit status of a role whose machine is gone: nobody can ask for the real one."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoleSpec:
+    """How one role is started.
+
+    `kind` is `engine`, `worker` or `trainer`. `cpus` and `gpus` are what it needs of a machine;
+    only a launcher that chooses machines reads them. `log` gets standard output and error.
+    """
+
+    name: str
+    kind: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    cpus: float
+    gpus: float
+    log: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a role runs; `node_id` is Ray's name of the machine, "" without Ray."""
+
+    host: str
+    pid: int
+    node_id: str = ""
+
+
+class Launcher(Protocol):
+    """Starts and ends the processes of roles."""
+
+    launch_id: str
+    """The value of `ROLLTREE_LAUNCH`."""
+    host: str
+    """The address of this machine under which roles reach it."""
+
+    async def prepare(self, specs: Sequence[RoleSpec]) -> None:
+        """Reserve what the roles of a run need, before any is started."""
+
+    async def start(self, spec: RoleSpec) -> None:
+        """Start a role; returns when its process exists.
+
+        Raises:
+            ClusterError: it cannot be started.
+        """
+
+    async def stop(self, name: str, grace_s: float) -> None:
+        """End a role with all that it started: SIGTERM, and SIGKILL after `grace_s`."""
+
+    async def alive(self, name: str) -> int | None:
+        """Return None while the role runs, else its exit status, negative for a signal."""
+
+    async def where(self, name: str) -> Place | None:
+        """Return where the role runs, None if nothing is known of it."""
+
+    async def aclose(self) -> None:
+        """Give back what the launcher holds; the roles have ended."""

@@ -1,0 +1,75 @@
+"""The driver with fake roles on real Ray: a cluster of this machine, and one of several nodes."""
+
+import signal
+import socket
+
+import pytest
+from driver_kit import driving, is_alive
+
+from rolltree.cluster.driver import read_state
+from rolltree.cluster.ray_launcher import RayLauncher
+from rolltree.errors import ClusterError
+from wait_kit import until
+
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
+cluster_utils = pytest.importorskip("ray.cluster_utils")
+SLOW_S = 20.0
+
+
+@pytest.fixture
+def nodes():
+    """A cluster with room for one role on each of four nodes besides the first."""
+    made = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    added = [made.add_node(num_cpus=1) for _ in range(4)]
+    made.wait_for_nodes()
+    yield made, added
+    made.shutdown()
+
+
+async def test_a_cluster_of_this_machine(tmp_path):
+    async with driving(tmp_path, RayLauncher(), stall_s=SLOW_S) as d:
+        await d.until_all()
+        assert d.driver.control.url.startswith("http://127.0.0.1:")
+        pids = {name: d.pid(name) for name in d.roster.roles}
+        d.signal("worker-0", signal.SIGKILL)
+        d.signal("trainer", signal.SIGKILL)
+        await d.said("worker-0 was killed by signal 9")
+        await d.said("trainer was killed by signal 9")
+        await until(
+            lambda: all(d.beats(n) and d.pid(n) != pids[n] for n in ("worker-0", "trainer"))
+        )
+        await d.request("/scale", {"rollout_workers": 3})
+        await until(lambda: d.beats("worker-2"))
+        pids |= {name: d.pid(name) for name in d.roster.roles}
+        d.do("trainer", "0")
+        await d.task
+    assert not [pid for pid in pids.values() if is_alive(pid)]
+    assert read_state(tmp_path) is None
+
+
+async def test_a_lost_node_is_replaced_by_another(tmp_path, nodes):
+    cluster, added = nodes
+    async with driving(tmp_path, RayLauncher(cluster.address), stall_s=SLOW_S) as d:
+        await d.until_all()
+        places = {name: role.place["node_id"] for name, role in d.roster.roles.items()}
+        # One role fills a node, so four roles are on four.
+        assert len(set(places.values())) == 4
+        lost = next(name for name, node in places.items() if node in {n.node_id for n in added})
+        pid = d.pid(lost)
+        cluster.remove_node(
+            next(n for n in added if n.node_id == places[lost]), allow_graceful=False
+        )
+        await d.said(f"{lost} was lost with its machine")
+        await until(lambda: d.beats(lost) and d.pid(lost) != pid)
+        assert d.role(lost).place["node_id"] != places[lost]
+        await until(lambda: not is_alive(pid))
+        d.do("trainer", "0")
+        await d.task
+
+
+def test_an_address_where_no_cluster_is():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        with pytest.raises(ClusterError, match="cannot be joined"):
+            RayLauncher(f"127.0.0.1:{port}")
