@@ -17,6 +17,7 @@
     ├── StoreError             the run directory cannot be read or written
     ├── ClusterError           a role of a run on several processes cannot be started or kept
     ├── TrainingError          training cannot continue: non-finite loss, no rollout to learn from
+    │   └── RankLost           a process that trains with this one has ended
     ├── SandboxError           a sandbox could not do what was requested
     │   ├── SandboxFileError   a path that leaves the sandbox, is missing or is not a file
     │   └── SandboxUnavailable this machine cannot isolate untrusted code well enough
@@ -115,6 +116,10 @@ class ClusterError(RolltreeError):
 
 class TrainingError(RolltreeError):
     """Training cannot continue."""
+
+
+class RankLost(TrainingError):
+    """A process that trains with this one has ended, and all of them end together."""
 
 
 class SandboxError(RolltreeError):

@@ -9,10 +9,16 @@ import asyncio
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, contextmanager, nullcontext, suppress
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from rolltree.environments import Environment, changed_code, load_environment, train_config_file
 from rolltree.environments.check import shared_questions
@@ -24,7 +30,7 @@ from rolltree.machine import suggested_config
 from rolltree.models import check_loadable
 from rolltree.redact import remember, secrets_in
 from rolltree.reports import SafeConsole, TrainView, print_report, say
-from rolltree.rollouts import RolloutSource
+from rolltree.rollouts import RolloutEngine, RolloutSource
 from rolltree.rollouts.requests import check_source
 from rolltree.store import Run
 from rolltree.store.weights import note_weights
@@ -32,9 +38,23 @@ from rolltree.tasks import run_sync
 from rolltree.training import Reporter, Silent, TrainConfig, TrainReport, load_train_config
 
 if TYPE_CHECKING:
-    from rolltree.training import Evaluate, WeightTarget
+    from rolltree.training import Evaluate, TrainParts, WeightTarget
 
 ConfigSource = TrainConfig | Mapping[str, Any] | str | Path
+
+
+class Outside(Protocol):
+    """What a training process has outside of itself: engines, and workers that play rollouts."""
+
+    async def engines(self, config: TrainConfig) -> TrainConfig:
+        """Wait for engines, and return the config with their addresses."""
+        ...
+
+    def rollouts(
+        self, config: TrainConfig, source: RolloutSource, parts: TrainParts, run: Run
+    ) -> AbstractAsyncContextManager[RolloutEngine]:
+        """Return a context in which its value runs the rollouts of `run`."""
+        ...
 
 
 def train(
@@ -98,6 +118,7 @@ async def train_async(
     num_transcripts: int = 2,
     command: Sequence[str] | None = None,
     run: Run | Mapping[str, Any] | str | Path | None = None,
+    cluster: Outside | None = None,
     **settings: Any,
 ) -> TrainReport:
     """Do what `train` does in the running event loop.
@@ -117,6 +138,8 @@ async def train_async(
         num_transcripts: held-out examples to print at the end, before and after training.
         command: the words of the command that called this, to suggest how to go on.
         run: where everything is stored, opened for writing, instead of the config's `run.dir`.
+        cluster: the engines and rollout workers of a run on several processes, of which this one
+            trains; `rolltree train` starts those that the config's `[cluster]` names.
         settings: see `train`.
 
     If cancelled, it saves a checkpoint and raises.
@@ -152,6 +175,11 @@ async def train_async(
             "trained. Pass all three, or leave client and engine out."
         )
     checked = load_train_config(config, **settings)
+    if checked.cluster is not None and cluster is None:
+        raise ConfigError(
+            "the config has a [cluster], whose processes `rolltree train CONFIG` starts; this call "
+            "trains in one process. Use the command, or leave the section out."
+        )
     if model is None:
         check_loadable(checked.model.name, device=checked.model.device)
     # From here on torch is needed, which is slow to import; errors above were reported without it.
@@ -184,8 +212,13 @@ async def train_async(
                         _check_engine(checked, ranks is not None)
                         parts = TrainParts(model, tokenizer, target, client, model)
                     else:
-                        parts = build_parts(checked, ranks, model=model, tokenizer=tokenizer)
+                        where = checked if cluster is None else await cluster.engines(checked)
+                        parts = build_parts(where, ranks, model=model, tokenizer=tokenizer)
                         stack.push_async_callback(parts.aclose)
+                    rollouts: RolloutEngine | None = None
+                    if cluster is not None:
+                        outside = cluster.rollouts(checked, source, parts, stored)
+                        rollouts = await stack.enter_async_context(outside)
                     _warn_of_shared_questions(source, stored, shown)
                     note_weights(source, stored)
                     changed = changed_code(source, stored)
@@ -196,9 +229,11 @@ async def train_async(
                         parts,
                         source=source,
                         run=stored,
-                        evaluate=evaluate or held_out(checked, source, parts.client, stored, shown),
+                        evaluate=evaluate
+                        or held_out(checked, source, parts.client, stored, shown, rollouts),
                         reporter=shown,
                         ranks=ranks,
+                        rollouts=rollouts,
                     )
                     # `show --phase train` would read every rollout for it; it only saves time.
                     with suppress(StoreError):
@@ -367,7 +402,12 @@ def _warn_of_shared_questions(source: RolloutSource, run: Run, reporter: Reporte
 
 
 def held_out(
-    config: TrainConfig, source: RolloutSource, client: Any, run: Run, reporter: Reporter
+    config: TrainConfig,
+    source: RolloutSource,
+    client: Any,
+    run: Run,
+    reporter: Reporter,
+    rollouts: RolloutEngine | None = None,
 ) -> Evaluate:
     """Return the evaluation on the held-out split that the config's `eval` section describes."""
 
@@ -389,6 +429,7 @@ def held_out(
             deadline_s=config.engine.deadline_s,
             retries=config.engine.retries,
             on_progress=progress,
+            engine=rollouts,
         )
         return report.as_dict()
 

@@ -5,7 +5,6 @@ import contextlib
 import json
 import os
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import aiohttp
@@ -13,35 +12,11 @@ import aiohttp
 from rolltree.cluster.driver import Driver
 from rolltree.cluster.launchers import LocalLauncher
 from rolltree.training import Silent
+from rolltree.training.sections import ClusterSection
 from wait_kit import until
 
 FAKE = [sys.executable, str(Path(__file__).with_name("fake_role.py"))]
 ARGV = dict.fromkeys(("engine", "worker", "trainer"), FAKE)
-
-
-@dataclass
-class Engines:
-    count: int = 1
-    gpus: int = 0
-    kind: str = "serve"
-
-
-@dataclass
-class Trainer:
-    ranks: int = 1
-    gpus: int = 0
-
-
-@dataclass
-class Settings:
-    launcher: str = "local"
-    address: str = ""
-    rollout_workers: int = 2
-    stall_s: float = 1.0
-    orphan_s: float = 60.0
-    max_restarts: int = 5
-    engines: Engines = field(default_factory=Engines)
-    trainer: Trainer = field(default_factory=Trainer)
 
 
 class Heard(Silent):
@@ -119,7 +94,7 @@ class Driving:
 @contextlib.asynccontextmanager
 async def driving(run_dir, launcher=None, **settings):
     """Yield a driver that runs; its roles have ended afterwards."""
-    made = Driving(run_dir, Settings(**settings), launcher)
+    made = Driving(run_dir, ClusterSection(**{"stall_s": 1.0, **settings}), launcher)
     made.task = asyncio.ensure_future(made.driver.run())
     try:
         yield made

@@ -1,6 +1,6 @@
-"""A role that registers and beats, and does nothing else; orders come as files in the run directory.
+"""A role that registers and beats, and does nothing else; orders are files in the run.
 
-`NAME.do` holds the exit status to end with, or `busy`; `stuck` stops the main loop, not the beats.
+`NAME.do` holds the exit status to end with, or `stuck`, which stops the main loop, not the beats.
 Standard library only, so that it starts quickly.
 """
 

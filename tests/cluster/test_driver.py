@@ -1,6 +1,7 @@
-"""The driver with fake roles in real processes: starts, restarts, stalls, scaling, its own death."""
+"""The driver with fake roles in real processes: restarts, stalls, scaling, its own death."""
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -8,11 +9,18 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from driver_kit import driving, is_alive
 
+from rolltree.cli import app
 from rolltree.cluster.driver import TOKEN_FILE, read_state
 from rolltree.errors import ClusterError
 from wait_kit import until, wait_until
+
+
+def run_cli(*words):
+    return CliRunner().invoke(app, words)
+
 
 HERE = Path(__file__).parent
 
@@ -75,7 +83,7 @@ async def test_a_role_that_says_it_cannot_work_ends_the_run_at_once(tmp_path):
         body = {"name": "trainer", "error": "ConfigError", "message": "optim.lr is -1. Change it."}
         assert (await d.request("/fail", body))[0] == 200
         with pytest.raises(
-            ClusterError, match="trainer cannot go on .ConfigError.: optim.lr is -1"
+            ClusterError, match=r"trainer cannot go on .ConfigError.: optim.lr is -1"
         ):
             await d.task
 
@@ -232,3 +240,40 @@ class TestTheServer:
             assert "POST /register first" in answer["error"]
             assert (await d.request("/progress", {"call": "__init__", "values": {}}))[0] == 400
             assert (await d.request("/progress", {"call": "on_step", "values": {"a": 1}}))[0] == 400
+
+
+class TestTheCommand:
+    async def test_status_and_scale(self, tmp_path):
+        async with driving(tmp_path) as d:
+            await d.until_all()
+            shown = await asyncio.to_thread(run_cli, "cluster", "status", str(tmp_path))
+            assert "2 rollout_workers, 1 engines" in shown.output
+            row = next(line for line in shown.output.splitlines() if line.startswith("worker-0"))
+            assert f":{d.pid('worker-0')}" in row
+            assert "worker at work, waits for trainer" in row
+            words = ("cluster", "status", str(tmp_path), "--json")
+            found = json.loads((await asyncio.to_thread(run_cli, *words)).output)
+            assert {role["name"] for role in found["roles"]} == set(d.roster.roles)
+            assert d.driver.token not in json.dumps(found)
+            words = ("cluster", "scale", str(tmp_path), "rollout_workers=3")
+            scaled = await asyncio.to_thread(run_cli, *words)
+            assert scaled.output == "rollout_workers: 3, engines: 1\n"
+            await until(lambda: d.beats("worker-2"))
+            d.do("trainer", "0")
+            await d.task
+        over = run_cli("cluster", "status", str(tmp_path))
+        assert over.exit_code == 1
+        assert f"no driver runs for {tmp_path}" in over.output
+
+    @pytest.mark.parametrize(
+        ("setting", "said"),
+        [
+            ("workers=3", "Did you mean 'rollout_workers'?"),
+            ("engines=0", "at least 1"),
+            ("engines", "Write engines=N"),
+        ],
+    )
+    def test_what_cannot_be_scaled(self, tmp_path, setting, said):
+        shown = run_cli("cluster", "scale", str(tmp_path), setting)
+        assert shown.exit_code == 2
+        assert said in shown.output

@@ -5,11 +5,11 @@ import socket
 
 import pytest
 from driver_kit import driving, is_alive
-from wait_kit import until
 
 from rolltree.cluster.driver import read_state
 from rolltree.cluster.ray_launcher import RayLauncher
 from rolltree.errors import ClusterError
+from wait_kit import until
 
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 cluster_utils = pytest.importorskip("ray.cluster_utils")

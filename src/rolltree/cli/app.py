@@ -22,6 +22,7 @@ import click
 from rolltree import __version__
 from rolltree.cli import (
     audit,
+    cluster,
     compare,
     data,
     env,
@@ -116,7 +117,7 @@ app = Program(
     "rolltree",
     commands=[
         *(eval.evaluate_environment, train.train_model, train.run_demo, train.fork_stored_run),
-        *(serve.serve_model, gateway.serve_sessions),
+        *(serve.serve_model, gateway.serve_sessions, cluster.cluster),
         *(runs.list_stored_runs, show.show_run, view.view_runs),
         *(data.show_data, data.export_rollouts),
         *(audit.audit_run, compare.compare_stored_runs, replay.replay_rollouts),

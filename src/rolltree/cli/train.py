@@ -95,6 +95,11 @@ def fork_stored_run(
 
 def _train(config: TrainConfig, words: Sequence[str], transcripts: int) -> None:
     """Train, and print the report; `words` are the command."""
+    if config.cluster is not None:
+        from rolltree.cluster.driver import train_on_cluster
+
+        train_on_cluster(config, num_transcripts=transcripts, command=words)
+        return
     from rolltree.launch import train
 
     train(config, num_transcripts=transcripts, command=words)

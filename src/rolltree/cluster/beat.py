@@ -104,6 +104,7 @@ class Beats:
         kind: `engine`, `worker`, `trainer` or `rank`.
         url: where the role is called, None if nobody calls it.
         orphan_s: the role ends when no beat was heard for so long.
+        has_loop: whether a loop calls `advance`.
         on_notice: gets what the driver has to say to the head.
 
     `state`, `waits_for` and `metrics` are what the next beat says; `answer` is the last answer.
@@ -116,6 +117,7 @@ class Beats:
         url: str | None,
         *,
         orphan_s: float,
+        has_loop: bool = True,
         on_notice: Callable[[str], None] = lambda message: None,
     ) -> None:
         self.state = "starting"
@@ -124,7 +126,7 @@ class Beats:
         self.answer: dict[str, Any] = {}
         self.is_ending = False
         self._link, self._kind, self._url = link, kind, url
-        self._orphan_s, self._on_notice = orphan_s, on_notice
+        self._orphan_s, self._has_loop, self._on_notice = orphan_s, has_loop, on_notice
         self._advanced_at = time.monotonic()
         self._who = {"pid": os.getpid(), "host": socket.gethostname()}
         self._wake = threading.Event()
@@ -174,7 +176,7 @@ class Beats:
             "name": self._link.name,
             "state": self.state,
             "waits_for": self.waits_for,
-            "busy_since_s": time.monotonic() - self._advanced_at,
+            "busy_since_s": time.monotonic() - self._advanced_at if self._has_loop else 0.0,
             "metrics": self.metrics,
             **self._who,
         }

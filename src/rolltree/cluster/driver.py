@@ -27,7 +27,10 @@ from rolltree.cluster.roles import CLUSTER_TOKEN, CLUSTER_URL, LOST, RUN_DIR, La
 from rolltree.cluster.roster import Roster
 from rolltree.errors import ClusterError, ConfigError
 from rolltree.files import open_regular, write_whole
+from rolltree.launch import stop_on_sigterm
+from rolltree.models import check_loadable
 from rolltree.redact import remember
+from rolltree.reports import SafeConsole, TrainView, print_report, say
 from rolltree.store import Run
 from rolltree.tasks import run_shielded
 from rolltree.training import Reporter, TrainConfig, TrainReport
@@ -130,7 +133,7 @@ class Driver:
         Raises:
             ConfigError: the number cannot be used.
         """
-        for kind, name in _NAMES.items():
+        for name in _NAMES.values():
             number = getattr(to, name)
             if number is not None and number < 1:
                 raise ConfigError(f"{name} is {number}, and a run needs at least 1.")
@@ -232,7 +235,7 @@ class Driver:
         place = await self._launcher.where(name)
         role.place = asdict(place) if place is not None else {}
         self._write_state()
-        while (status := await self._launcher.alive(name)) is None:
+        while (status := await self._launcher.alive(name)) is None:  # noqa: ASYNC110  no event
             await asyncio.sleep(_POLL_S)
         # What its root left behind would hold the run's lock, or a port.
         await self._launcher.stop(name, 0)
@@ -458,6 +461,8 @@ async def run_cluster(config: TrainConfig, *, reporter: Reporter) -> TrainReport
     settings = config.cluster
     if settings is None:
         raise ConfigError("the config has no [cluster], so there is nothing to start. Add it.")
+    # Refused here, before a process is started that would end with it.
+    check_loadable(config.model.name, device=config.model.device)
     run_dir = Path(config.run.dir)
     driver = Driver(
         run_dir,
@@ -469,4 +474,34 @@ async def run_cluster(config: TrainConfig, *, reporter: Reporter) -> TrainReport
     )
     await driver.run()
     with Run.open(run_dir, "r") as finished:
-        return TrainReport.read(finished)
+        report = TrainReport.read(finished)
+    reporter.on_end(report)
+    return report
+
+
+def train_on_cluster(config: TrainConfig, *, num_transcripts: int, command: Sequence[str]) -> None:
+    """Do what `rolltree train` does: show progress on stderr, and the results on stdout.
+
+    Raises:
+        ClusterError: a role does not stay alive.
+        Stopped: SIGTERM came; progress is saved.
+    """
+    console = SafeConsole(stderr=True, only_shows=True)
+
+    async def work() -> None:
+        with stop_on_sigterm(), TrainView(console) as view:
+            await run_cluster(config, reporter=view)
+
+    try:
+        asyncio.run(work())
+    except KeyboardInterrupt:
+        say(console, "stopped; the same command continues the run")
+        raise
+    with Run.open(config.run.dir, "r") as finished:
+        print_report(
+            finished,
+            SafeConsole(only_shows=True),
+            num_transcripts=num_transcripts,
+            train_command=command,
+            has_env_object=False,
+        )

@@ -101,6 +101,11 @@ class Leases(Generic[T]):
         self._requeue(known.items - had)
         return [item_id for item_id in have if item_id not in known.items]
 
+    def is_current(self, worker: str, life: str) -> bool:
+        """Whether this life of a worker is the last that was heard of."""
+        known = self._workers.get(worker)
+        return known is not None and known.life == life
+
     def take(self, worker: str, free: int) -> list[Lease[T]]:
         """Lease what fits into `free` slots to a worker that has just polled."""
         known, found = self._workers[worker], list[Lease[T]]()
@@ -138,7 +143,8 @@ class Leases(Generic[T]):
     def settle(self, item_id: str, is_stored: bool) -> None:
         """Close a claimed item, or put it back because its result could not be stored."""
         item = self._items.get(item_id)
-        if item is None:
+        # It may have been withdrawn, and offered again.
+        if item is None or not item.is_claimed:
             return
         item.is_claimed = False
         if is_stored:

@@ -112,6 +112,7 @@ async def evaluate_async(
     reducers: Mapping[str, Reducer] = REDUCERS,
     on_result: Callable[[RolloutResult], None] | None = None,
     on_progress: Callable[[EvalProgress], None] | None = None,
+    engine: RolloutEngine | None = None,
     **unknown: Any,
 ) -> EvalReport:
     """Evaluate a model on `num_examples` (-1: all) of a source's split.
@@ -121,7 +122,8 @@ async def evaluate_async(
     that is stored is finished, unless a server or a sandbox failed it (`errors.INFRASTRUCTURE`) or
     `retry_failed` asks to run it again; an event records that. `sampling` overrides fields of the
     source's `sampling_args`; all seeds are derived from `seed`. `on_result` is called for new
-    results, `on_progress` also once at the start.
+    results, `on_progress` also once at the start. An `engine` that is given runs the rollouts, with
+    its own limits.
 
     Raises:
         ConfigError: nothing to run, or `run` holds this phase with other settings.
@@ -172,7 +174,7 @@ async def evaluate_async(
     tally = await asyncio.to_thread(_Tally, len(plan), found, on_progress)
     tally.report()
     num_resumed = len(found)
-    engine = RolloutEngine(
+    engine = engine or RolloutEngine(
         source,
         model,
         # The engine begins as many workers as it may, and a resumed evaluation may have one rollout

@@ -71,6 +71,7 @@ async def run_training(
     evaluate: Evaluate | None = None,
     reporter: Reporter | None = None,
     ranks: Ranks | None = None,
+    rollouts: RolloutEngine | None = None,
 ) -> TrainReport:
     """Train `parts.model` in place until `train.num_steps` steps are done, continuing `run`.
 
@@ -85,6 +86,7 @@ async def run_training(
         evaluate: called before, during and after training as `config.eval` says.
         reporter: gets progress callbacks.
         ranks: the processes that train with this one, which is rank 0; the others run `follow`.
+        rollouts: runs the rollouts, instead of an engine in this process.
 
     If cancelled, it finishes the step that writes weights, saves a checkpoint, and raises.
 
@@ -94,7 +96,7 @@ async def run_training(
     """
     if config.train.num_threads is not None:
         torch.set_num_threads(config.train.num_threads)
-    rollouts = RolloutEngine(
+    rollouts = rollouts or RolloutEngine(
         source,
         parts.client,
         max_concurrent=config.engine.max_concurrent,

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rolltree.errors import ConfigError
 from rolltree.inference import ChatRenderer, EndpointPool
@@ -31,6 +31,8 @@ from rolltree.training.servers import (
     check_served_names,
     weight_way,
 )
+
+ServerT = TypeVar("ServerT", bound=TrainedServer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,22 +125,9 @@ def _servers(config: TrainConfig, model: Any, tokenizer: Any) -> tuple[Any, Weig
     known = configured if isinstance(configured, list) else [configured]
     # A model may end its turns with more ids than the tokenizer's one.
     renderer = ChatRenderer(tokenizer, end_ids=[int(i) for i in known if i is not None])
+    vocab_size = int(model.get_input_embeddings().weight.shape[0])
     clients = [
-        TrainedServer(
-            url,
-            section.served_model or config.model.name,
-            api_key=_key("api_key_env", section.api_key_env),
-            admin_key=_key("admin_key_env", section.admin_key_env),
-            renderer=renderer,
-            token_ids="vllm",
-            # After the temperature, as the trainer computes them.
-            logprobs_mode="processed",
-            vocab_size=int(model.get_input_embeddings().weight.shape[0]),
-            # The pool repeats calls, and `Servers` has a say first: what answers next may be a
-            # restarted server.
-            retry=RetryPolicy(max_retries=0),
-        )
-        for url in section.urls
+        server_client(TrainedServer, config, url, renderer, vocab_size) for url in section.urls
     ]
     limit_s = section.away_limit_s
     # A call may wait for as long as the run does, and needs its own time after that.
@@ -152,6 +141,35 @@ def _servers(config: TrainConfig, model: Any, tokenizer: Any) -> tuple[Any, Weig
         address=section.transfer_address,
     )
     return pool, Servers(clients, way, away_limit_s=limit_s, pool=pool)
+
+
+def server_client(
+    kind: Callable[..., ServerT],
+    config: TrainConfig,
+    url: str,
+    renderer: ChatRenderer,
+    vocab_size: int,
+) -> ServerT:
+    """Return the client, of that `kind`, of one server of a run.
+
+    Raises:
+        ConfigError: a variable with a key is not set.
+    """
+    section = config.engine
+    return kind(
+        url,
+        section.served_model or config.model.name,
+        api_key=_key("api_key_env", section.api_key_env),
+        admin_key=_key("admin_key_env", section.admin_key_env),
+        renderer=renderer,
+        token_ids="vllm",
+        # After the temperature, as the trainer computes them.
+        logprobs_mode="processed",
+        vocab_size=vocab_size,
+        # The pool repeats calls, and `Servers` has a say first: what answers next may be a
+        # restarted server.
+        retry=RetryPolicy(max_retries=0),
+    )
 
 
 def _key(setting: str, variable: str | None) -> str | None:

@@ -31,7 +31,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from rolltree.errors import ConfigError, TrainingError
+from rolltree.errors import ConfigError, RankLost
 from rolltree.samples import SampleStream
 from rolltree.training.forward import LogprobModel
 from rolltree.types import Sample
@@ -77,7 +77,7 @@ class Ranks:
         """Send a command to all other ranks; only rank 0 may.
 
         Raises:
-            TrainingError: another rank is gone.
+            RankLost: another rank is gone.
         """
         content = encode({"name": name, "data": data or {}})
         # The others need the size first, to make room.
@@ -91,7 +91,7 @@ class Ranks:
         """Wait for rank 0's next command.
 
         Raises:
-            TrainingError: rank 0 is gone.
+            RankLost: rank 0 is gone.
         """
         size = torch.zeros(1, dtype=torch.int64)
         with _lost("rank 0 has ended"):
@@ -105,7 +105,7 @@ class Ranks:
         """Return the element-wise sums of every rank's arrays; all ranks call it alike.
 
         Raises:
-            TrainingError: a rank is gone.
+            RankLost: a rank is gone.
         """
         # Copies, since the reduction writes into them.
         summed = [torch.from_numpy(np.array(array, copy=True)) for array in arrays]
@@ -118,7 +118,7 @@ class Ranks:
         """Wait until every rank is here.
 
         Raises:
-            TrainingError: a rank is gone.
+            RankLost: a rank is gone.
         """
         with _lost("a rank that trains with this one has ended"):
             dist.barrier(group=self.group)
@@ -177,7 +177,7 @@ def _lost(what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # gloo names the socket, not the reason
-        raise TrainingError(
+        raise RankLost(
             f"{what}, and the ranks of a run end together. See that rank's own error message; once "
             f"it is fixed, the same command continues from the last checkpoint. ({error})"
         ) from error

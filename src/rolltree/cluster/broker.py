@@ -1,0 +1,519 @@
+"""The head's server for rollout workers: hands out work, stores results, says which engines work.
+
+It has a thread and an event loop of its own, since a synchronous training step holds the main one.
+A result is acknowledged when it is stored: what a worker was not told of, it sends again, and a
+second result is answered with "known".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import secrets
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from rolltree.cluster.leases import Leases
+from rolltree.cluster.messages import (
+    Finished,
+    FleetState,
+    Item,
+    Message,
+    Poll,
+    Served,
+    Suspect,
+    Work,
+    as_json,
+    decode,
+)
+from rolltree.errors import ClusterError, RolltreeError, StoreError, record_error
+from rolltree.rollouts.record import Stored, encode_result
+from rolltree.rollouts.wire import light, result_from_rows
+from rolltree.store import Run, StoredRollout
+from rolltree.types import RolloutRequest, RolloutResult
+
+SILENT_S = 30.0
+"""A worker that has not polled for so long is taken for dead."""
+_MAX_WAIT_S = 10.0
+_MAX_POLL_BYTES = 2**22
+_MAX_LATE = 1000
+_TICK_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of an offer: its stored results, or why there are none."""
+
+    item_id: str
+    stored: Sequence[Stored]
+    error: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Offer:
+    """Requests that are wanted, and who is told of their results (in the broker's thread).
+
+    `encoded` is what workers get of them. `replace_failed` and `replaced` are `Run.add_rollouts`'.
+    """
+
+    item_id: str
+    requests: tuple[RolloutRequest, ...]
+    encoded: tuple[bytes, ...]
+    done: Callable[[Outcome], None]
+    replace_failed: bool = False
+    replaced: frozenset[str] = frozenset()
+
+
+@dataclass(slots=True, eq=False)
+class _Arrival:
+    """A result that waits to be stored. `offer` is None if nobody has asked for it now."""
+
+    given: Finished
+    offer: Offer | None
+    answer: asyncio.Future[str]
+
+
+class WorkerLost(RolltreeError):
+    """A rollout was given up because the workers that played it were lost, one after another."""
+
+
+@dataclass(slots=True)
+class Head:
+    """What the broker needs of the head, once it is there."""
+
+    run: Run
+    env_id: str
+    served: Served
+    fleet: Callable[[], FleetState]
+    suspect: Callable[[str], None]
+
+
+@dataclass(slots=True)
+class Counts:
+    """What was done since the start, for `rolltree cluster status`."""
+
+    stored: int = 0
+    known: int = 0
+    refused: int = 0
+    late: int = 0
+    waiting_bytes: int = 0
+    workers: set[str] = field(default_factory=set)
+
+
+class Broker:
+    """Serves rollout workers.
+
+    Args:
+        host: the address to listen on.
+        token: what every request carries.
+        queue_bytes: results that may wait to be stored; workers keep the others.
+        there: the names of the workers that the driver sees, None if it is not known.
+        silent_s: a worker that has not polled for so long has lost its items.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        token: str,
+        *,
+        queue_bytes: int = 2**28,
+        there: Callable[[], Collection[str] | None] = lambda: None,
+        silent_s: float = SILENT_S,
+    ) -> None:
+        self.url = ""
+        """Where it is; empty until it is started."""
+        self.life = secrets.token_hex(8)
+        self.counts = Counts()
+        self._host, self._bearer = host, f"Bearer {token}".encode()
+        self._queue_bytes, self._there = queue_bytes, there
+        self._leases: Leases[Offer] = Leases(silent_s, time.monotonic)
+        self._head: Head | None = None
+        # Results that came before somebody asked for them, until somebody does.
+        self._late: OrderedDict[str, Sequence[Stored]] = OrderedDict()
+        self._lock = threading.Lock()  # of `_leases` and `_late`
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._serve, name="rolltree-broker", daemon=True)
+        self._is_up = threading.Event()
+        self._failure: Exception | None = None
+
+    def start(self) -> None:
+        """Listen on a free port.
+
+        Raises:
+            ClusterError: the address cannot be listened on.
+        """
+        self._thread.start()
+        self._is_up.wait()
+        if self._failure is not None:
+            raise ClusterError(
+                f"the head cannot listen on {self._host} for rollout workers ({self._failure}). "
+                "Check the address of this machine."
+            )
+
+    def attach(self, head: Head) -> None:
+        """Begin to take results: the store is open."""
+        self._head = head
+
+    def close(self) -> None:
+        """Stop listening. What is being stored is stored first, so the store may be closed."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stopping.set)
+            self._thread.join()
+
+    # -- the head's side -----------------------------------------------------------------------
+
+    def offer(self, offer: Offer) -> None:
+        """Have requests played; `offer.done` is called once, in the broker's thread."""
+        with self._lock:
+            late = self._late.pop(offer.item_id, None)
+            # What is played again on purpose is not what came late.
+            if late is None or {r.request_id for r in offer.requests} & offer.replaced:
+                self._leases.offer(offer.item_id, offer, len(offer.requests))
+                late = None
+        if late is not None:
+            offer.done(Outcome(offer.item_id, late))
+        else:
+            self._loop.call_soon_threadsafe(self._changed)
+
+    def withdraw(self, item_ids: Iterable[str]) -> None:
+        """Do without the results of these items; one that is being stored is stored."""
+        with self._lock:
+            self._leases.withdraw(item_ids)
+
+    @property
+    def num_slots(self) -> int:
+        """How many rollouts the workers that are there can play at a time."""
+        with self._lock:
+            return self._leases.num_slots
+
+    def metrics(self) -> dict[str, Any]:
+        """Return what `rolltree cluster status` shows of the queues."""
+        with self._lock:
+            leases = self._leases
+            return {
+                "queued": leases.num_queued,
+                "playing": len(leases) - leases.num_queued,
+                "requeued": leases.num_requeued,
+                "slots": leases.num_slots,
+                "stored": self.counts.stored,
+                "known": self.counts.known,
+                "late": self.counts.late,
+                "refused": self.counts.refused,
+                "waiting_bytes": self.counts.waiting_bytes,
+            }
+
+    # -- the thread ----------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._run())
+        finally:
+            self._loop.close()
+
+    async def _run(self) -> None:
+        self._stopping, self._news = asyncio.Event(), asyncio.Event()
+        self._arrivals: asyncio.Queue[_Arrival] = asyncio.Queue()
+        app = web.Application(
+            middlewares=[self._guard], client_max_size=max(self._queue_bytes, _MAX_POLL_BYTES)
+        )
+        app.add_routes(
+            [
+                web.post("/work", self._work),
+                web.post("/result", self._result),
+                web.post("/suspect", self._suspect),
+                web.get("/fleet", self._fleet),
+                web.get("/served", self._served),
+            ]
+        )
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, self._host, 0)
+            await site.start()
+            host = f"[{self._host}]" if ":" in self._host else self._host
+            self.url = f"http://{host}:{runner.addresses[0][1]}"
+        except OSError as error:
+            self._failure = error
+            await runner.cleanup()
+            return
+        finally:
+            self._is_up.set()
+        tasks = [asyncio.create_task(work) for work in (self._store_all(), self._watch())]
+        try:
+            await self._stopping.wait()
+        finally:
+            await runner.cleanup()
+            # The storer ends between two batches: half a batch would be told to nobody.
+            tasks[1].cancel()
+            self._arrivals.put_nowait(_END)
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            with self._lock:
+                before = self._leases.num_queued
+                given_up = [
+                    offer
+                    for item_id in self._leases.expire(self._there())
+                    if (offer := self._leases.claim(item_id)) is not None
+                ]
+                is_more = self._leases.num_queued > before
+            for offer in given_up:
+                await self._give_up(offer)
+            if is_more:
+                self._changed()
+
+    def _changed(self) -> None:
+        self._news.set()
+
+    async def _give_up(self, offer: Offer) -> None:
+        """Store the failure of rollouts that may be what ends their workers."""
+        error = WorkerLost(
+            "every worker that played this rollout was lost before its end, so it is not tried "
+            "again. Does it use up the memory of its worker? See the workers' logs."
+        )
+        failed = [
+            RolloutResult(request, (), record_error(error, "environment"))
+            for request in offer.requests
+        ]
+        pairs = [(result, encode_result(result)) for result in failed]
+        await asyncio.to_thread(self._commit, [(offer, pairs)])
+        with self._lock:
+            self._leases.settle(offer.item_id, True)
+        offer.done(Outcome(offer.item_id, [(result, light(rows)) for result, rows in pairs]))
+
+    # -- requests ------------------------------------------------------------------------------
+
+    @web.middleware
+    async def _guard(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """Refuse requests without the token before anything of their body is read."""
+        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        if not hmac.compare_digest(given, self._bearer):
+            return _failure(401, "this server takes requests with the run's token only")
+        if self._head is None:
+            return _failure(503, "the head is not ready yet")
+        try:
+            return await handler(request)
+        except msgspec.DecodeError as error:
+            return _failure(400, f"{error}")
+
+    @property
+    def _there_is(self) -> Head:
+        assert self._head is not None  # `_guard` has looked
+        return self._head
+
+    async def _work(self, request: web.Request) -> web.Response:
+        if (request.content_length or 0) > _MAX_POLL_BYTES:
+            return _failure(413, "a poll is smaller than this")
+        poll = decode(Poll, await request.read())
+        with self._lock:
+            drop = self._leases.hear(poll.worker, poll.life, poll.slots, poll.have)
+            leased = self._leases.take(poll.worker, poll.free)
+        end = time.monotonic() + min(poll.wait_s, _MAX_WAIT_S)
+        while not leased and not drop and poll.free > 0 and not self._stopping.is_set():
+            left_s = end - time.monotonic()
+            if left_s <= 0:
+                break
+            self._news.clear()
+            try:
+                async with asyncio.timeout(left_s):
+                    await self._news.wait()
+            except TimeoutError:
+                break
+            with self._lock:
+                # A newer poll, or life, of this worker may have come meanwhile.
+                if not self._leases.is_current(poll.worker, poll.life):
+                    break
+                leased = self._leases.take(poll.worker, poll.free)
+        items = [
+            Item(
+                item_id=lease.item_id,
+                attempt=lease.attempt,
+                requests=lease.content.encoded,
+            )
+            for lease in leased
+        ]
+        work = Work(
+            head=self.life, items=tuple(items), drop=tuple(drop), fleet=self._there_is.fleet()
+        )
+        return _answer(work)
+
+    async def _fleet(self, request: web.Request) -> web.Response:
+        return _answer(self._there_is.fleet())
+
+    async def _served(self, request: web.Request) -> web.Response:
+        return _answer(self._there_is.served)
+
+    async def _suspect(self, request: web.Request) -> web.Response:
+        self._there_is.suspect(decode(Suspect, await request.read()).url)
+        return _answer(self._there_is.fleet())
+
+    async def _result(self, request: web.Request) -> web.Response:
+        size = request.content_length
+        if size is None:
+            return _failure(411, "a result says how long it is")
+        # One that is larger than the whole queue gets in alone.
+        if self.counts.waiting_bytes and self.counts.waiting_bytes + size > self._queue_bytes:
+            return _failure(503, "results wait to be stored; send it again", retry_after=1)
+        self.counts.waiting_bytes += size
+        try:
+            given = decode(Finished, await request.read())
+            with self._lock:
+                if self._leases.is_claimed(given.item_id):
+                    # It is known once it is stored, and may be wanted if that fails.
+                    return _failure(503, "another result is being stored", retry_after=1)
+                offer = self._leases.claim(given.item_id)
+            arrival = _Arrival(given, offer, asyncio.get_running_loop().create_future())
+            self._arrivals.put_nowait(arrival)
+            status = await arrival.answer
+        except StoreError as error:
+            self.counts.refused += 1
+            return _failure(400, f"{error}")
+        finally:
+            self.counts.waiting_bytes -= size
+        return web.json_response({"status": status})
+
+    # -- results -------------------------------------------------------------------------------
+
+    async def _store_all(self) -> None:
+        """Store what arrives, in one transaction what arrived meanwhile."""
+        while True:
+            batch = [await self._arrivals.get()]
+            while not self._arrivals.empty():
+                batch.append(self._arrivals.get_nowait())
+            is_last = _END in batch
+            batch = [arrival for arrival in batch if arrival is not _END]
+            if batch:
+                await self._take_in(batch)
+            if is_last:
+                return
+
+    async def _take_in(self, batch: Sequence[_Arrival]) -> None:
+        for arrival in batch:
+            self._find_offer(arrival)
+        read = await asyncio.to_thread(lambda: [self._read(arrival) for arrival in batch])
+        kept = [
+            (arrival, found)
+            for arrival, found in zip(batch, read, strict=True)
+            if not isinstance(found, StoreError | None)
+        ]
+        failure: Exception | None = None
+        try:
+            await asyncio.to_thread(self._commit, [(a.offer, found) for a, found in kept])
+        except Exception as error:  # noqa: BLE001  whoever waits for these results raises it
+            failure = error
+        for arrival, found in zip(batch, read, strict=True):
+            self._settle(arrival, failure or found)
+
+    def _find_offer(self, arrival: _Arrival) -> None:
+        """Look again who wants a result: since it arrived, it may have been asked for, or come."""
+        item_id = arrival.given.item_id
+        with self._lock:
+            if arrival.offer is None:
+                arrival.offer = self._leases.claim(item_id)
+            elif (late := self._late.pop(item_id, None)) is not None:
+                # The store has that one, so it is what trains.
+                self._leases.settle(item_id, True)
+                arrival.offer.done(Outcome(item_id, late))
+                arrival.offer = None
+
+    def _read(self, arrival: _Arrival) -> list[tuple[RolloutResult, list[StoredRollout]]] | Any:
+        """Return the results of an arrival; None if they are known, the error if they are none."""
+        given, offer = arrival.given, arrival.offer
+        try:
+            if offer is None:
+                found = [result_from_rows(rows) for rows in given.results]
+                return found if all(self._is_wanted(rows) for _, rows in found) else None
+            if len(given.results) != len(offer.requests):
+                return StoreError(f"{given.item_id!r} has {len(offer.requests)} requests.")
+            return [
+                result_from_rows(rows, request)
+                for rows, request in zip(given.results, offer.requests, strict=True)
+            ]
+        except StoreError as error:
+            return error
+
+    def _is_wanted(self, rows: Sequence[StoredRollout]) -> bool:
+        """Whether a result that nobody asks for now is one that this run will ask for."""
+        head, row = self._there_is, rows[0]
+        # An evaluation asks for its rollouts again. A failure may be that of the head's own end.
+        return (
+            row.phase == "train"
+            and row.env_id == head.env_id
+            and row.status == "ok"
+            and not head.run.num_rollouts(phase="train", request_id=row.request_id)
+        )
+
+    def _commit(self, found: Sequence[tuple[Offer | None, Sequence[Any]]]) -> None:
+        run = self._there_is.run
+        for replace_failed in (False, True):
+            some = [
+                (offer, pairs)
+                for offer, pairs in found
+                if (offer is not None and offer.replace_failed) is replace_failed
+            ]
+            rows = [row for _, pairs in some for _, rows in pairs for row in rows]
+            replaced = {name for offer, _ in some if offer for name in offer.replaced}
+            if rows:
+                run.add_rollouts(rows, replace_failed=replace_failed, replaced=replaced)
+                self.counts.stored += sum(len(pairs) for _, pairs in some)
+
+    def _settle(self, arrival: _Arrival, found: Any) -> None:
+        """Tell the worker, and whoever asked for the result, what became of it."""
+        offer, item_id = arrival.offer, arrival.given.item_id
+        is_stored = isinstance(found, list)
+        stored = [(result, light(rows)) for result, rows in found] if is_stored else []
+        with self._lock:
+            if offer is not None:
+                self._leases.settle(item_id, is_stored)
+            elif is_stored:
+                self.counts.late += 1
+                # It may have been asked for while it was stored.
+                offer = self._leases.claim(item_id)
+                if offer is not None:
+                    self._leases.settle(item_id, True)
+                else:
+                    self._late[item_id] = stored
+                    if len(self._late) > _MAX_LATE:
+                        self._late.popitem(last=False)
+        if found is None:
+            self.counts.known += 1
+        if offer is not None and is_stored:
+            offer.done(Outcome(item_id, stored))
+        elif offer is not None and not isinstance(found, StoreError):
+            # The store failed and not the worker: the run cannot go on.
+            offer.done(Outcome(item_id, (), found))
+        if arrival.answer.done():
+            return
+        if isinstance(found, Exception):
+            arrival.answer.set_exception(found)
+        else:
+            arrival.answer.set_result("stored" if is_stored else "known")
+
+
+_END: Any = object()
+
+
+def _answer(message: Message) -> web.Response:
+    return web.Response(body=message.to_bytes(), content_type="application/msgpack")
+
+
+def _failure(status: int, message: str, *, retry_after: int | None = None) -> web.Response:
+    headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
+    return web.Response(
+        body=as_json({"error": message}),
+        status=status,
+        content_type="application/json",
+        headers=headers,
+    )

@@ -1,0 +1,150 @@
+"""An engine: `python -m rolltree.cluster.engine`.
+
+It starts `rolltree serve`, or vLLM, as a process of its own, registers its address, and beats as
+long as that answers. The token is in its environment, so it is in no list of processes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from typing import Any
+
+from rolltree.cluster.beat import ENDED, Beats, Link
+from rolltree.cluster.roles import CLUSTER_TOKEN
+from rolltree.errors import ClusterError, ConfigError, RolltreeError
+from rolltree.training import TrainConfig, load_train_config
+
+_START_S = 600.0
+_HEALTH_S = 10.0
+_LOOK_S = 1.0
+
+
+def serve_command(config: TrainConfig, host: str, port: int) -> list[str]:
+    """Return the command of `rolltree serve` with the settings of the `engine` section."""
+    section = config.engine
+    words = [
+        *(sys.executable, "-m", "rolltree", "serve", config.model.name),
+        *("--served-model-name", config.model.name, "--device", config.model.device),
+        *("--host", host, "--port", str(port), "--seed", str(config.run.seed)),
+        *("--api-key-env", CLUSTER_TOKEN, "--admin-key-env", CLUSTER_TOKEN),
+        *("--max-batch", str(section.max_batch)),
+    ]
+    given: dict[str, Any] = {
+        "--max-context": section.max_context,
+        "--batch-invariant": section.batch_invariant,
+        "--record-experts": section.record_experts,
+        "--allow-remote": not host.startswith("127."),
+    }
+    for flag, value in given.items():
+        # A flag without a value, or an option with one.
+        words += [flag] * (value is True) if isinstance(value, bool | None) else [flag, str(value)]
+    return words
+
+
+def vllm_command(config: TrainConfig, host: str, port: int) -> list[str]:
+    """Return the command of vLLM, with the extension that renews every weight.
+
+    Raises:
+        ConfigError: a setting of the engine is not vLLM's.
+    """
+    section = config.engine
+    if section.batch_invariant:
+        raise ConfigError(
+            "engine.batch_invariant is set, and cluster.engines.kind = 'vllm' has no such mode. "
+            "Leave it out, or use cluster.engines.kind = 'serve'."
+        )
+    from rolltree.models import resolve_model
+
+    words = [
+        *("vllm", "serve", str(resolve_model(config.model.name))),
+        *("--served-model-name", config.model.name, "--host", host, "--port", str(port)),
+        *("--worker-extension-cls", "rolltree.inference.vllm.worker.WeightReload"),
+        *("--seed", str(config.run.seed), "--max-num-seqs", str(section.max_batch)),
+        *("--logprobs-mode", "processed_logprobs"),
+    ]
+    if section.max_context is not None:
+        words += ["--max-model-len", str(section.max_context)]
+    return words + ["--enable-return-routed-experts"] * section.record_experts
+
+
+_COMMANDS: dict[str, Callable[[TrainConfig, str, int], list[str]]] = {
+    "serve": serve_command,
+    "vllm": vllm_command,
+}
+
+
+def run(link: Link) -> int:
+    """Run the engine of the driver's config until it ends; return its exit status.
+
+    Raises:
+        ConfigError: the settings cannot be used.
+        ClusterError: it does not answer.
+    """
+    config = load_train_config(link.config())
+    if config.cluster is None:
+        raise ConfigError("the driver's config has no [cluster].")
+    # A new port in every life: nobody takes an engine for the one that was there before.
+    port = _free_port(link.host)
+    command = _COMMANDS[config.cluster.engines.kind](config, link.host, port)
+    # vLLM reads its keys from its own variable, and serves weight updates in this mode only.
+    environment = os.environ | {"VLLM_API_KEY": link.token, "VLLM_SERVER_DEV_MODE": "1"}
+    print("starting", *command, flush=True)
+    process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
+    signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    url = f"http://{f'[{link.host}]' if ':' in link.host else link.host}:{port}"
+    end = time.monotonic() + _START_S
+    while not _is_healthy(url):
+        if (status := process.poll()) is not None:
+            return status or ENDED
+        if time.monotonic() > end:
+            process.kill()
+            raise ClusterError(f"the engine did not answer at {url} within {_START_S:g} s.")
+        time.sleep(0.1)
+    beats = Beats(link, "engine", url, orphan_s=config.cluster.orphan_s)
+    beats.say("serving")
+    beats.start()
+    while (status := process.poll()) is None:
+        # A process that is stopped does not answer, and the driver names it.
+        if _is_healthy(url):
+            beats.advance()
+        time.sleep(_LOOK_S)
+    return status or ENDED
+
+
+def _free_port(host: str) -> int:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def _is_healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=_HEALTH_S) as answer:
+            return int(answer.status) == 200
+    except OSError:
+        return False
+
+
+def main() -> int:
+    """Run an engine; return the exit status."""
+    link = Link()
+    try:
+        return run(link)
+    except ConfigError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        link.fail(error)
+        return 1
+    except RolltreeError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""What workers and the head say to each other, as MessagePack; nothing is pickled."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+
+from rolltree.rollouts.wire import Row
+
+T = TypeVar("T")
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of the messages."""
+
+    def to_bytes(self) -> bytes:
+        """Return it as bytes for `decode`."""
+        return _encode(self)
+
+
+def decode(kind: type[T], data: bytes) -> T:
+    """Return the message.
+
+    Raises:
+        msgspec.DecodeError: these are not the bytes of such a message.
+    """
+    return msgspec.msgpack.decode(data, type=kind)
+
+
+class EngineState(Message, frozen=True):
+    """One engine. It is `is_ready` while it has the published weights and passed the probe."""
+
+    url: str
+    is_ready: bool
+    version: int
+    epoch: int
+
+
+class FleetState(Message, frozen=True):
+    """The engines that workers may ask, and the labels that their weights may have."""
+
+    version: int
+    labels: tuple[str, ...]
+    engines: tuple[EngineState, ...]
+
+
+class Served(Message, frozen=True):
+    """What workers must know of the model to render prompts and read answers as the head does."""
+
+    model: str
+    end_ids: tuple[int, ...]
+    vocab_size: int
+
+
+class Poll(Message, frozen=True):
+    """A worker asks for work.
+
+    `life` is a name of its process, `slots` how many rollouts it plays at a time, `free` how many
+    more it can begin, `have` the items that it has. The answer may take `wait_s`.
+    """
+
+    worker: str
+    life: str
+    slots: int
+    free: int
+    have: tuple[str, ...]
+    wait_s: float
+
+
+class Item(Message, frozen=True):
+    """Requests whose results belong together: one, or a group whose members are compared."""
+
+    item_id: str
+    attempt: int
+    requests: tuple[bytes, ...]
+
+
+class Work(Message, frozen=True):
+    """The answer to a poll: new items, what need not be played any more, and the engines.
+
+    `head` names the head's life. Another one does not know what was played for the last.
+    """
+
+    head: str
+    items: tuple[Item, ...]
+    drop: tuple[str, ...]
+    fleet: FleetState
+
+
+class Finished(Message, frozen=True):
+    """The results of an item, in the order of its requests, as the store's rows."""
+
+    item_id: str
+    results: tuple[tuple[Row, ...], ...]
+
+
+class Suspect(Message, frozen=True):
+    """A call to an engine failed; the head looks at it before it is asked again."""
+
+    url: str
+
+
+def as_json(value: Any) -> bytes:
+    """Return plain data as JSON."""
+    return msgspec.json.encode(value)

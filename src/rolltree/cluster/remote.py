@@ -1,0 +1,116 @@
+"""Rollouts that workers in other processes play, for the training loop and evaluation."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, Collection, Iterable, Iterator
+from contextlib import aclosing, suppress
+from typing import Any
+
+from rolltree.cluster.broker import Broker, Offer, Outcome
+from rolltree.errors import ConfigError
+from rolltree.rollouts import RolloutEngine, RolloutSource
+from rolltree.rollouts.record import Stored
+from rolltree.rollouts.requests import GroupScorer, with_tools
+from rolltree.rollouts.wire import request_to_bytes
+from rolltree.store import Run
+from rolltree.types import RolloutRequest, RolloutResult
+
+
+class RemoteRollouts(RolloutEngine):
+    """Stands in for a `RolloutEngine`: the broker hands the requests out, and stores the results.
+
+    Args:
+        source: the environment, as the workers have it too.
+        client: the head's own client of the engines, for what is not a rollout.
+        broker: serves the workers.
+        run: where results are stored; the only run that requests can be of.
+        max_concurrent: rollouts in flight while no worker has said how many it can play.
+    """
+
+    def __init__(
+        self,
+        source: RolloutSource,
+        client: object,
+        broker: Broker,
+        run: Run,
+        *,
+        max_concurrent: int,
+    ) -> None:
+        super().__init__(source, client, max_concurrent=max_concurrent)
+        self._broker, self._run = broker, run
+
+    async def run_ready(
+        self, requests: Iterable[RolloutRequest]
+    ) -> AsyncGenerator[list[RolloutResult], None]:
+        """Do what `RolloutEngine.run_ready` does; the results are stored, too."""
+        async with aclosing(self.run_stored(requests, self._run)) as batches:
+            async for batch in batches:
+                yield [result for result, _ in batch]
+
+    async def run_stored(
+        self,
+        requests: Iterable[RolloutRequest],
+        run: Run | None,
+        *,
+        replace_failed: bool = False,
+        replaced: Collection[str] = (),
+    ) -> AsyncGenerator[list[Stored], None]:
+        """Yield results, as they come, once they are stored; with their rows without blobs.
+
+        Raises:
+            ConfigError: a request cannot leave this process, or the results belong elsewhere.
+        """
+        if run is not self._run:
+            raise ConfigError(
+                "rollout workers store what they play in the run that they work for, and another "
+                "one was given. Evaluate without [cluster]."
+            )
+        loop, arrived = asyncio.get_running_loop(), asyncio.Queue[Outcome]()
+
+        def done(outcome: Outcome) -> None:
+            # The loop is closed once nobody wants the result any more.
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(arrived.put_nowait, outcome)
+
+        items, is_open, num_open = self._items(requests), dict[str, int](), 0
+        again = frozenset(replaced)
+        try:
+            while True:
+                # As many as workers can play, and as many again, so that none has to wait.
+                window = max(self.max_concurrent, 2 * self._broker.num_slots)
+                while num_open < window:
+                    members = next(items, None)
+                    if members is None:
+                        break
+                    item_id = members[0].request_id
+                    encoded = tuple(map(request_to_bytes, members))
+                    offer = Offer(item_id, members, encoded, done, replace_failed, again)
+                    self._broker.offer(offer)
+                    is_open[item_id] = len(members)
+                    num_open += len(members)
+                if not is_open:
+                    return
+                outcomes = [await arrived.get()]
+                while not arrived.empty():
+                    outcomes.append(arrived.get_nowait())
+                for outcome in outcomes:
+                    num_open -= is_open.pop(outcome.item_id)
+                    if outcome.error is not None:
+                        raise outcome.error
+                yield [pair for outcome in outcomes for pair in outcome.stored]
+        finally:
+            self._broker.withdraw(is_open)
+
+    def _items(self, requests: Iterable[RolloutRequest]) -> Iterator[tuple[RolloutRequest, ...]]:
+        """Yield what one worker plays: a request, or a group if its members are compared."""
+        source: Any = self.source
+        if isinstance(source, GroupScorer) and source.has_group_rewards:
+            listed = sorted(requests, key=lambda request: request.group_id)
+            checked = with_tools(listed, source, self.client)
+            for _, members in itertools.groupby(checked, key=lambda request: request.group_id):
+                yield tuple(members)
+            return
+        for request in with_tools(requests, source, self.client):
+            yield (request,)

@@ -1,0 +1,269 @@
+"""The trainer's processes: `torchrun ... -m rolltree.cluster.trainer`.
+
+Rank 0 is the head: it runs the training loop, holds the store, publishes weights to the engines and
+serves the rollout workers. The other ranks follow it. When one of them dies, all end, and the
+driver starts them again; the run continues from its checkpoint and its stored rollouts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import msgspec
+
+from rolltree.cluster.beat import ENDED, Beats, Link
+from rolltree.cluster.broker import Broker, Head
+from rolltree.cluster.messages import EngineState, FleetState, Served
+from rolltree.cluster.relay import RelayReporter
+from rolltree.cluster.remote import RemoteRollouts
+from rolltree.cluster.roles import CLUSTER_TOKEN
+from rolltree.errors import ConfigError, RankLost, RolltreeError, Stopped, StoreError
+from rolltree.inference import EndpointPool
+from rolltree.launch import stop_on_sigterm, train_async
+from rolltree.redact import remember
+from rolltree.rollouts import RolloutEngine, RolloutSource
+from rolltree.store import Run
+from rolltree.training import Reporter, TrainConfig, TrainParts, TrainStart, load_train_config
+from rolltree.training.parts import server_client
+from rolltree.training.ranks import is_rank0
+from rolltree.training.sections import ClusterSection, EngineSection
+from rolltree.training.servers import Servers, TrainedServer
+
+_TICK_S = 0.5
+
+
+def with_engines(config: TrainConfig, urls: list[str]) -> TrainConfig:
+    """Return the config of a process that reaches the engines at these addresses."""
+    given = config.engine
+    # With the rest of the section each engine was started.
+    kept = ("probe_tolerance", "max_concurrent", "time_limit_s", "deadline_s", "retries")
+    section = EngineSection(
+        kind="servers",
+        urls=tuple(f"{url}/v1" for url in urls),
+        api_key_env=CLUSTER_TOKEN,
+        admin_key_env=CLUSTER_TOKEN,
+        **{name: getattr(given, name) for name in kept},
+    )
+    return msgspec.structs.replace(config, engine=section, cluster=None)
+
+
+class HeadProcess:
+    """What the head has outside of itself, as `rolltree.launch.Outside`.
+
+    Args:
+        link: the way to the driver.
+        settings: the `cluster` section.
+    """
+
+    def __init__(self, link: Link, settings: ClusterSection) -> None:
+        self.broker = Broker(
+            link.host,
+            link.token,
+            queue_bytes=settings.queue_bytes,
+            there=lambda: self.beats.answer.get("workers"),
+        )
+        self.broker.start()
+        self._settings = settings
+        self._run: Run | None = None
+        self._config: TrainConfig | None = None
+        self.beats = Beats(
+            link,
+            "trainer",
+            self.broker.url,
+            orphan_s=settings.orphan_s,
+            on_notice=self._note,
+        )
+        self._early: list[str] = []
+
+    async def engines(self, config: TrainConfig) -> TrainConfig:
+        """Wait for an engine, and return the config with the addresses of all that are there."""
+        self.beats.say("waiting for engines", "engine")
+        while not (urls := self._urls()):
+            await asyncio.sleep(_TICK_S / 5)
+            self.beats.advance()
+            self.beats.hurry()
+        self.beats.say("loading the model")
+        self._config = with_engines(config, urls)
+        return self._config
+
+    def _urls(self) -> list[str]:
+        return sorted(engine["url"] for engine in self.beats.answer.get("engines", ()))
+
+    @asynccontextmanager
+    async def rollouts(
+        self, config: TrainConfig, source: RolloutSource, parts: TrainParts, run: Run
+    ) -> AsyncIterator[RolloutEngine]:
+        """Serve rollout workers; the value runs the rollouts of `run`."""
+        servers: Any = parts.engine
+        pool: EndpointPool = parts.client
+        loop = asyncio.get_running_loop()
+        first = pool.clients[0]
+        vocab_size = int(parts.model.get_input_embeddings().weight.shape[0])
+        served = Served(
+            model=first.model, end_ids=tuple(first.renderer.end_ids), vocab_size=vocab_size
+        )
+
+        def suspect(url: str) -> None:
+            for client in pool.clients:
+                if client.server.base_url == url and not client.is_suspect:
+                    client.is_suspect = True
+                    loop.call_soon_threadsafe(_revive, servers, client)
+
+        self._run = run
+        early, self._early = self._early, []
+        for message in early:
+            run.add_event("notice", {"message": message})
+        env_id = source.env_id
+        self.broker.attach(Head(run, env_id, served, lambda: _fleet(servers, pool), suspect))
+        settings = self._settings
+        rollouts = RemoteRollouts(
+            source,
+            pool,
+            self.broker,
+            run,
+            max_concurrent=settings.rollout_workers * settings.slots_per_worker,
+        )
+        ticking = asyncio.create_task(self._tick(servers, pool, vocab_size))
+        try:
+            yield rollouts
+        finally:
+            self._run = None
+            ticking.cancel()
+            await asyncio.gather(ticking, return_exceptions=True)
+            await asyncio.to_thread(self.broker.close)
+
+    async def _tick(self, servers: Any, pool: EndpointPool, vocab_size: int) -> None:
+        """Say that the loop goes on, and follow the engines that come and go."""
+        config = self._config
+        assert config is not None
+        while True:
+            self.beats.advance()
+            self.beats.metrics = {
+                "progress": self.broker.counts.stored,
+                "version": servers.version,
+                **self.broker.metrics(),
+            }
+            urls = {f"{url}/v1" for url in self._urls()}
+            clients = {client.server.base_url: client for client in pool.clients}
+            for url in sorted(urls - clients.keys()):
+                renderer = pool.clients[0].renderer
+                servers.add(server_client(TrainedServer, config, url, renderer, vocab_size))
+            # An empty list says that the driver knows of none yet, not that all are gone.
+            for url in sorted(clients.keys() - urls) if urls else ():
+                servers.remove(clients[url])
+            await asyncio.sleep(_TICK_S)
+
+    def _note(self, message: str) -> None:
+        """Store what the driver has said; it has shown it."""
+        run = self._run
+        if run is None:
+            self._early.append(message)
+            return
+        with suppress(StoreError):
+            run.add_event("notice", {"message": message})
+
+
+class HeadReporter(RelayReporter):
+    """Sends progress to the driver's terminal, and says in the beats what the head does."""
+
+    def __init__(self, link: Link, beats: Beats) -> None:
+        super().__init__(link.url, link.token)
+        self._beats = beats
+
+    def on_start(self, start: TrainStart) -> None:
+        """Say it."""
+        super().on_start(start)
+        self._beats.say("starting to train")
+
+    def on_rollouts(self, step: int, num_done: int, num_total: int) -> None:
+        """Say it."""
+        super().on_rollouts(step, num_done, num_total)
+        if num_done < num_total:
+            wait = f"waiting for {num_total - num_done} of {num_total} rollouts of step {step}"
+            self._beats.say(wait, "worker")
+        else:
+            self._beats.say(f"training step {step}")
+
+    def on_eval_progress(self, phase: str, num_done: int, num_total: int) -> None:
+        """Say it."""
+        super().on_eval_progress(phase, num_done, num_total)
+        self._beats.say(f"evaluating {phase}: {num_done} of {num_total}", "worker")
+
+
+def _fleet(servers: Servers, pool: EndpointPool) -> FleetState:
+    """Return what workers must know of the engines; called from the broker's thread."""
+    engines = [
+        EngineState(
+            url=client.server.base_url,
+            is_ready=not (client.is_suspect or client.needs_weights) and servers.version >= 0,
+            version=client.version,
+            epoch=client.epoch,
+        )
+        for client in pool.clients
+    ]
+    return FleetState(
+        version=servers.version, labels=tuple(sorted(servers.labels)), engines=tuple(engines)
+    )
+
+
+def _revive(servers: Servers, client: TrainedServer) -> None:
+    # It may have been taken out meanwhile.
+    with suppress(RolltreeError):
+        servers.revive(client)
+
+
+async def _lead(link: Link, config: TrainConfig, settings: ClusterSection) -> None:
+    head = HeadProcess(link, settings)
+    head.beats.start()
+    reporter: Reporter = HeadReporter(link, head.beats)
+    with stop_on_sigterm():
+        await train_async(config, cluster=head, reporter=reporter)
+
+
+async def _follow(link: Link, config: TrainConfig, settings: ClusterSection) -> None:
+    # It waits for commands of rank 0 without a loop of its own.
+    beats = Beats(link, "rank", None, orphan_s=settings.orphan_s, has_loop=False)
+    beats.say("following rank 0", "trainer")
+    beats.start()
+    await train_async(config, cluster=_NOBODY)
+
+
+_NOBODY: Any = object()
+"""What a rank that follows has outside of itself: it never asks."""
+
+
+def main() -> int:
+    """Train as the driver's config says; return the exit status."""
+    rank = int(os.environ.get("RANK", "0"))
+    link = Link()
+    if rank:
+        link.name = f"{link.name}-{rank}"
+    try:
+        config = load_train_config(link.config())
+        remember(link.token)
+        if config.cluster is None:
+            raise ConfigError("the driver's config has no [cluster].")
+        work = _lead if is_rank0() else _follow
+        asyncio.run(work(link, config, config.cluster))
+    except (Stopped, KeyboardInterrupt) as error:
+        print(error, file=sys.stderr)
+        return ENDED
+    except RankLost as error:
+        # They start again together.
+        print(error, file=sys.stderr)
+        return 1
+    except RolltreeError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        if rank == 0:
+            link.fail(error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

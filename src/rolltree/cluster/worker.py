@@ -1,0 +1,469 @@
+"""A rollout worker: `python -m rolltree.cluster.worker`.
+
+It asks the head for as many requests as it has free slots, plays them with its own environment on
+the engines that the head says are ready, and sends each result until the head has stored it. It
+listens nowhere, and takes work only from the head that the driver names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
+from typing import Any, TypeVar, cast
+
+import aiohttp
+
+from rolltree.cluster.beat import ENDED, Beats, Link
+from rolltree.cluster.messages import (
+    EngineState,
+    Finished,
+    FleetState,
+    Item,
+    Message,
+    Poll,
+    Served,
+    Suspect,
+    Work,
+    decode,
+)
+from rolltree.environments import load_environment
+from rolltree.errors import (
+    BadResponse,
+    ClusterError,
+    ConfigError,
+    ConnectionFailed,
+    RolltreeError,
+    Stopped,
+)
+from rolltree.inference import ChatRenderer, EndpointPool
+from rolltree.inference.pool import Endpoint
+from rolltree.launch import stop_on_sigterm
+from rolltree.models import load_tokenizer
+from rolltree.rollouts import RolloutEngine
+from rolltree.rollouts.requests import current_episode
+from rolltree.rollouts.wire import request_from_bytes, result_to_rows
+from rolltree.tasks import yield_fairly
+from rolltree.training import TrainConfig, load_train_config
+from rolltree.training.parts import server_client
+from rolltree.training.servers import Servers, TrainedServer
+from rolltree.types import RolloutResult
+
+T = TypeVar("T", bound=Message)
+_POLL_S = 10.0
+_RENEW_S = 5.0
+"""How often a worker without a free slot says that it still has its items."""
+_RETRY_S = 0.3
+_RATE_S = 30.0
+
+
+class HeadLost(ClusterError):
+    """The head does not answer; the driver starts another one."""
+
+
+class HeadClient:
+    """The head's server, wherever it is now.
+
+    Args:
+        link: the way to the driver, with the token.
+        beats: know where the head is.
+    """
+
+    def __init__(self, link: Link, beats: Beats) -> None:
+        self._link, self._beats = link, beats
+        self._http: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> HeadClient:
+        timeout = aiohttp.ClientTimeout(total=60.0, sock_connect=5.0)
+        connector = aiohttp.TCPConnector(limit=0)
+        self._http = aiohttp.ClientSession(
+            headers=self._link.headers, timeout=timeout, connector=connector, trust_env=False
+        )
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        if self._http is not None:
+            await self._http.close()
+
+    async def ask(self, kind: type[T], path: str, message: Message | None = None) -> T:
+        """Return the head's answer.
+
+        Raises:
+            HeadLost: it is not there, or not ready.
+        """
+        return decode(kind, (await self.request(path, message))[1])
+
+    async def request(self, path: str, message: Message | None) -> tuple[int, bytes]:
+        """Return status (200 or 400) and body of the answer.
+
+        Raises:
+            HeadLost: see `ask`.
+        """
+        url = self._beats.answer.get("head")
+        if url is None or self._http is None:
+            raise HeadLost("the driver knows of no head")
+        method, body = ("GET", None) if message is None else ("POST", message.to_bytes())
+        try:
+            async with self._http.request(method, f"{url}{path}", data=body) as answer:
+                content = await answer.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            self._beats.hurry()
+            raise HeadLost(f"the head at {url} does not answer ({error!r})") from error
+        if answer.status not in (200, 400):
+            raise HeadLost(f"the head answered {answer.status}: {content[:200]!r}")
+        return answer.status, content
+
+
+class Engines:
+    """The engines as the head sees them; stands in for `Servers` where a call is made.
+
+    A call is made only on an engine that the head says is ready, and counts only if the engine has
+    published weights after it.
+    """
+
+    def __init__(self, head: HeadClient, first: FleetState) -> None:
+        self._head, self._state = head, first
+        self._by_url: dict[str, EngineState] = {}
+        self._news = asyncio.Event()
+        self._asking: asyncio.Task[None] | None = None
+        self.take(first)
+
+    @property
+    def version(self) -> int:
+        """The version that was published last."""
+        return self._state.version
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The labels that engines may report."""
+        return self._state.labels
+
+    @property
+    def urls(self) -> list[str]:
+        """The addresses of all engines."""
+        return list(self._by_url)
+
+    def take(self, state: FleetState) -> None:
+        """Take what the head says."""
+        self._state = state
+        self._by_url = {engine.url: engine for engine in state.engines}
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def refresh(self) -> None:
+        """Ask the head; all who ask at once share the answer."""
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._refresh())
+        await asyncio.shield(self._asking)
+
+    async def _refresh(self) -> None:
+        with suppress(HeadLost):
+            self.take(await self._head.ask(FleetState, "/fleet"))
+
+    async def ready(self, server: RoutedServer) -> float:
+        """Wait until an engine can be asked; return how long.
+
+        Raises:
+            ConnectionFailed: another one can be asked instead.
+        """
+        began, url = time.monotonic(), server.server.base_url
+        if server.is_suspect:
+            with suppress(HeadLost):
+                self.take(await self._head.ask(FleetState, "/suspect", Suspect(url=url)))
+                server.is_suspect = False
+        # The deadline of the rollout stands still: an engine that is away is not the model's doing.
+        episode = current_episode()
+        while server.is_suspect or not self._is_ready(url):
+            if any(engine.is_ready and engine.url != url for engine in self._state.engines):
+                raise ConnectionFailed(
+                    f"{url} is away, or has not got the run's weights yet. The call is made on "
+                    "another engine."
+                )
+            with nullcontext() if episode is None else episode.clock.postponed():
+                await asyncio.sleep(_RETRY_S)
+                await self.refresh()
+            # A head that has just begun has not heard of it, and looks at every engine anyway.
+            server.is_suspect = False
+        known = self._by_url[url]
+        server.version, server.epoch = known.version, known.epoch
+        return time.monotonic() - began
+
+    def _is_ready(self, url: str) -> bool:
+        known = self._by_url.get(url)
+        return known is not None and known.is_ready
+
+    async def confirm(self, server: RoutedServer, epoch: int, label: str) -> None:
+        """Raise `BadResponse` unless an answer came from published weights."""
+        if label not in self.labels:
+            # The head may have published since it was asked last.
+            await self.refresh()
+        known = self._by_url.get(server.server.base_url)
+        if known is None or known.epoch != epoch or label not in self.labels:
+            raise BadResponse(
+                f"{server.server.root_url} answered with weights that it calls {label!r}, and "
+                f"version {self.version} was published, so the answer is not used."
+            )
+
+    def revive(self, server: RoutedServer) -> None:
+        """Leave it to the next call, which tells the head."""
+
+
+class RoutedServer(TrainedServer):
+    """The client of one engine, in a worker."""
+
+    async def _confirm(self, epoch: int) -> None:
+        engines = cast(Engines, self.fleet)
+        await engines.confirm(self, epoch, await self._label())
+
+
+class Worker:
+    """Plays what the head hands out.
+
+    Args:
+        link: the way to the driver.
+        config: the settings of the run.
+        beats: say what it does.
+        head: the head's server.
+    """
+
+    def __init__(self, link: Link, config: TrainConfig, beats: Beats, head: HeadClient) -> None:
+        assert config.cluster is not None
+        self._name, self._life = link.name, secrets.token_hex(8)
+        self._config, self._beats, self._head = config, beats, head
+        self._slots = config.cluster.slots_per_worker
+        self._playing: dict[str, asyncio.Task[Finished]] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._costs: dict[str, int] = {}
+        self._head_life = ""
+        self._ended = asyncio.Event()
+        self._done: deque[tuple[float, int]] = deque()
+        self._num_rollouts = self._num_tokens = 0
+        self._engines: Engines | None = None
+        self._rollouts: RolloutEngine | None = None
+
+    async def run(self, source: Any) -> None:
+        """Work until the driver drains this worker."""
+        config = self._config
+        tokenizer = await asyncio.to_thread(load_tokenizer, config.model.name)
+        served = await self._when_ready(Served, "/served")
+        self._engines = engines = Engines(self._head, await self._when_ready(FleetState, "/fleet"))
+        self._renderer = ChatRenderer(tokenizer, end_ids=list(served.end_ids))
+        self._vocab_size = served.vocab_size
+        pool = EndpointPool(
+            [self._client(url) for url in engines.urls],
+            # A call waits for engines for as long as the head does, and is then repeated.
+            deadline_s=config.engine.away_limit_s,
+        )
+        self._rollouts = RolloutEngine(
+            source,
+            pool,
+            max_concurrent=max(self._slots, config.algorithm.group_size),
+            time_limit_s=config.engine.time_limit_s,
+            deadline_s=config.engine.deadline_s,
+            retries=config.engine.retries,
+        )
+        ticking = asyncio.create_task(self._tick())
+        try:
+            await self._work(pool)
+        finally:
+            ticking.cancel()
+            for task in (*self._playing.values(), *self._tasks.values()):
+                task.cancel()
+            await asyncio.gather(ticking, *self._tasks.values(), return_exceptions=True)
+            await pool.aclose()
+
+    async def _when_ready(self, kind: type[T], path: str) -> T:
+        self._beats.say("waiting for the head", "trainer")
+        while True:
+            with suppress(HeadLost):
+                found = await self._head.ask(kind, path)
+                if not isinstance(found, FleetState) or found.engines:
+                    return found
+            self._beats.advance()
+            self._beats.hurry()
+            await asyncio.sleep(_RETRY_S)
+
+    def _client(self, url: str) -> RoutedServer:
+        from rolltree.cluster.trainer import with_engines
+
+        config = with_engines(self._config, [url.removesuffix("/v1")])
+        client = server_client(RoutedServer, config, url, self._renderer, self._vocab_size)
+        client.fleet = cast(Servers, self._engines)
+        return client
+
+    async def _work(self, pool: EndpointPool) -> None:
+        assert self._engines is not None
+        while not self._beats.answer.get("drain") or self._tasks:
+            free = self._slots - sum(self._costs.values())
+            if self._beats.answer.get("drain"):
+                free = 0
+            poll = Poll(
+                worker=self._name,
+                life=self._life,
+                slots=self._slots,
+                free=max(0, free),
+                have=tuple(self._tasks),
+                wait_s=_POLL_S,
+            )
+            self._ended.clear()
+            try:
+                work = await self._head.ask(Work, "/work", poll)
+            except HeadLost:
+                self._beats.say(f"waiting for the head, {len(self._tasks)} in hand", "trainer")
+                await asyncio.sleep(_RETRY_S)
+                continue
+            self._take(work, pool)
+            if len(self._tasks) and free <= len(work.items):
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_RENEW_S):
+                        await self._ended.wait()
+
+    def _take(self, work: Work, pool: EndpointPool) -> None:
+        """Begin what is new, and end what nobody wants."""
+        assert self._engines is not None
+        self._engines.take(work.fleet)
+        self._follow(pool)
+        dropped = set(work.drop)
+        if work.head != self._head_life:
+            # Another head: its engines have other weights, so what is half played is begun again.
+            # What is finished is sent; it belongs to the run.
+            self._head_life = work.head
+            dropped = set(self._playing)
+        for item_id in dropped & self._playing.keys():
+            self._playing[item_id].cancel()
+        for item in work.items:
+            old = self._tasks.get(item.item_id)
+            self._costs[item.item_id] = len(item.requests)
+            task = asyncio.create_task(self._finish(item, old), name=f"item-{item.item_id}")
+            self._tasks[item.item_id] = task
+        num = sum(self._costs.values())
+        if num:
+            self._beats.say(f"sampling {num} rollouts")
+        else:
+            self._beats.say("waiting for rollouts to play", "trainer")
+
+    def _follow(self, pool: EndpointPool) -> None:
+        """Ask the engines that the head has, and no others."""
+        assert self._engines is not None
+        urls = self._engines.urls
+        if not urls:
+            return
+        known = {endpoint.name: endpoint for endpoint in pool.endpoints}
+        gone = [endpoint for name, endpoint in known.items() if name not in urls]
+        for endpoint in gone:
+            pool.note_failure(endpoint)  # so that rollouts that are at home there move on
+        new = [Endpoint(self._client(url), url) for url in urls if url not in known]
+        if gone or new:
+            pool.endpoints = [e for e in pool.endpoints if e not in gone] + new
+
+    async def _finish(self, item: Item, old: asyncio.Task[None] | None) -> None:
+        """Play an item and send its results."""
+        playing = asyncio.create_task(self._play(item))
+        self._playing[item.item_id] = playing
+        try:
+            if old is not None:
+                await asyncio.wait([old])
+            await asyncio.wait([playing])
+            if playing.cancelled():
+                return
+            await self._send(playing.result())
+        except RolltreeError as error:
+            # The head hears nothing of it, takes it back at the next poll, and gives up in the end.
+            print(f"{item.item_id}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        finally:
+            playing.cancel()
+            if self._tasks.get(item.item_id) is asyncio.current_task():
+                del self._tasks[item.item_id], self._costs[item.item_id]
+            if self._playing.get(item.item_id) is playing:
+                del self._playing[item.item_id]
+            self._ended.set()
+
+    async def _play(self, item: Item) -> Finished:
+        assert self._rollouts is not None
+        requests = list(map(request_from_bytes, item.requests))
+        results = await self._rollouts.run_all(requests)
+        rows = await asyncio.to_thread(_encoded, results)
+        num_tokens = sum(
+            len(step["tokens"]["completion_ids"])
+            for result in results
+            for state in result.states
+            for step in state.trajectory
+            if step.get("tokens") is not None
+        )
+        self._num_rollouts += len(results)
+        self._num_tokens += num_tokens
+        self._done.append((time.monotonic(), num_tokens))
+        await yield_fairly()
+        return Finished(item_id=item.item_id, results=rows)
+
+    async def _send(self, finished: Finished) -> None:
+        """Send results until the head has stored them, whichever head that is."""
+        del self._playing[finished.item_id]
+        while True:
+            try:
+                status, answer = await self._head.request("/result", finished)
+            except HeadLost:
+                await asyncio.sleep(_RETRY_S)
+                continue
+            if status != 200:
+                print(f"{finished.item_id}: the head refused it: {answer!r}", file=sys.stderr)
+            return
+
+    async def _tick(self) -> None:
+        while True:
+            self._beats.advance()
+            now = time.monotonic()
+            while self._done and now - self._done[0][0] > _RATE_S:
+                self._done.popleft()
+            self._beats.metrics = {
+                "rollouts": self._num_rollouts,
+                "in_flight": sum(self._costs.values()),
+                "tokens_per_s": round(sum(num for _, num in self._done) / _RATE_S, 1),
+            }
+            await asyncio.sleep(1.0)
+
+
+def _encoded(results: Sequence[RolloutResult]) -> tuple[Any, ...]:
+    return tuple(tuple(result_to_rows(result)) for result in results)
+
+
+async def run(link: Link) -> None:
+    """Work for the driver's run until it ends.
+
+    Raises:
+        ConfigError: the settings, or the environment, cannot be used.
+    """
+    config = load_train_config(link.config())
+    if config.cluster is None:
+        raise ConfigError("the driver's config has no [cluster].")
+    if not config.env.id:
+        raise ConfigError("the config has no env.id, so a worker has nothing to play. Set it.")
+    beats = Beats(link, "worker", None, orphan_s=config.cluster.orphan_s)
+    beats.say("loading the environment")
+    beats.start()
+    source = load_environment(config.env.id, compat=config.env.compat, **config.env.args)
+    with stop_on_sigterm():
+        async with source, HeadClient(link, beats) as head:
+            await Worker(link, config, beats, head).run(source)
+
+
+def main() -> int:
+    """Run a worker; return the exit status."""
+    link = Link()
+    try:
+        asyncio.run(run(link))
+    except (Stopped, KeyboardInterrupt):
+        return ENDED
+    except ConfigError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        link.fail(error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
