@@ -77,12 +77,14 @@ def copies(
         record = json.loads(row.record)
         sampling_seed = derive_seed(derive_seed(seed, "sampling"), "member", member)
         record["request"] |= names | {"seed": seed, "sampling_seed": sampling_seed}
+        record["state"]["fields"]["timing"]["start_time"] = float(index)
         yield replace(
             row,
             **names,
             min_version=step - 1,
             max_version=step - 1,
             started_at=float(index),
+            created_at=time.time(),
             record=json.dumps(record, separators=(",", ":")).encode(),
             tokens=at_version(row.tokens, step - 1) if for_audit else row.tokens,
         )
@@ -93,6 +95,8 @@ def trained(rows: list[StoredRollout], step: int) -> list[TrainedRollout]:
     results = [decode_rollout(row) for row in rows]
     report = assign_credit(results)
     found = []
+    # Every call counts the same, as the algorithm of the run's settings says: `sequence_mean`.
+    num_calls = sum(len(result.states[0]["trajectory"]) for result in results)
     for result, advantages in zip(results, report.advantages, strict=True):
         steps = result.states[0]["trajectory"]
         tree, calls = resolve_tokens(0, steps)
@@ -104,7 +108,7 @@ def trained(rows: list[StoredRollout], step: int) -> list[TrainedRollout]:
                 step=step,
                 num_sampled=sizes,
                 advantage=np.repeat(advantages, sizes),
-                weight=np.ones(len(logprob), np.float32),
+                weight=np.repeat(1 / (sizes * num_calls), sizes).astype(np.float32),
                 logprob=logprob,
                 entropy=np.zeros(len(logprob), np.float32),
             )
@@ -120,6 +124,8 @@ def make_run(path: Path, source: Path, num: int, *, for_audit: bool = True) -> P
     """
     with Run.open(source, "r") as real:
         rows = list(real.rollouts(phase="train"))
+    # Group after group, so that the copies of a group have one question.
+    rows.sort(key=lambda row: (row.group_id, row.index_in_group))
     size = GROUPS * MEMBERS
     with Run.create(path, config=TrainConfig().as_dict(), kind="train") as run:
         batch: list[StoredRollout] = []

@@ -12,6 +12,13 @@ from rolltree.store.rows import STORED, from_sql, to_sql, with_checksums
 from rolltree.store.trained import TRAINED_COLUMNS, insert_trained, trained_from_sql, trained_to_sql
 from rolltree.tokens import TokenTree
 
+OF_TOKENS = (
+    *("num_calls", "num_prompt_tokens", "num_completion_tokens", "num_unique_tokens"),
+    *("generation_ms", "scoring_ms", "total_ms", "started_at", "reward", "metrics"),
+    *("finish_reason", "truncated", "truncation_reason", "stop_condition", "terminated"),
+)
+"""The columns that what was played determines."""
+
 
 class Corrupter:
     """Edits rollouts, trained tokens, steps and sums of the run at `path`."""
@@ -85,6 +92,18 @@ class Corrupter:
             new.insert(**values, agent=old.agent(call), turn=old.turn(call))
         self.edit(request_id, tokens=new.to_bytes(), num_unique_tokens=new.num_tokens)
 
+    def delegated(self, edit, **columns):
+        """Change the record of the first delegated rollout, and columns with it."""
+        sql = f"SELECT {', '.join(STORED)} FROM rollouts WHERE parent_rollout IS NOT NULL"
+        values = self.db.execute(sql).fetchone()
+        row = from_sql(values)
+        data = loads(row.record)
+        edit(data)
+        known = {name: value for name, value in columns.items() if hasattr(row, name)}
+        with self.change(row.phase) as change:
+            self.db.execute("DELETE FROM rollouts WHERE id = ?", (values[0],))
+            self._insert(change, values[0], replace(row, record=dumps(data).encode(), **known))
+
     def delete(self, request_id):
         """Take a row away."""
         _, row = self.row(request_id)
@@ -112,6 +131,56 @@ class Corrupter:
         with self.change():
             self.db.execute("DELETE FROM trained WHERE id = ?", (values[0],))
             insert_trained(self.db, values[0], trained_to_sql(replace(row, **new)))
+
+    def retarget(self, request_id, to):
+        """Make the trained tokens of a rollout those of another one."""
+        self.db.execute("UPDATE trained SET request_id = ? WHERE request_id = ?", (to, request_id))
+        names = ", ".join(TRAINED_COLUMNS)
+        sql = f"SELECT {names} FROM trained WHERE request_id = ?"
+        row_id, *light = self.db.execute(sql, (to,)).fetchone()
+        with self.change():
+            self.db.execute("DELETE FROM trained WHERE id = ?", (row_id,))
+            insert_trained(self.db, row_id, (*light[: len(TRAINED_COLUMNS) - 4], light[-1]))
+
+    def event(self, kind, step, edit):
+        """Change the data of an event, or take it away where `edit` is None."""
+        sql = "SELECT id, created_at, data FROM events WHERE kind = ? AND step = ?"
+        row_id, created, text = self.db.execute(sql, (kind, step)).fetchone()
+        with self.change() as change:
+            self.db.execute("DELETE FROM events WHERE id = ?", (row_id,))
+            change.counts.events -= 1
+            if edit is not None:
+                data = loads(text)
+                edit(data)
+                change.put("events", row_id, created, kind, step, dumps(data))
+
+    def meta(self, key, edit):
+        """Change what the run keeps under a key."""
+        data = loads(self.db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()[0])
+        edit(data)
+        with self.change() as change:
+            change.put("meta", key, dumps(data))
+
+    def step_time(self, step, shift_s):
+        """Move the time of a step."""
+        created, text = self.db.execute(
+            "SELECT created_at, metrics FROM steps WHERE step = ?", (step,)
+        ).fetchone()
+        with self.change() as change:
+            change.put("steps", step, created + shift_s, text)
+
+    def swap(self, one, other, parts):
+        """Let two rollouts change places, in `parts` of their records and in their tokens."""
+        rows = {name: self.row(name)[1] for name in (one, other)}
+        data = {name: loads(row.record) for name, row in rows.items()}
+        for name, source in ((one, other), (other, one)):
+            mine = data[name] | {part: data[source][part] for part in parts}
+            self.edit(
+                name,
+                record=dumps(mine).encode(),
+                tokens=rows[source].tokens,
+                **{each: getattr(rows[source], each) for each in OF_TOKENS},
+            )
 
     def train_again(self, request_id, step):
         """Store the trained tokens of a rollout for another step too."""

@@ -4,31 +4,18 @@ import shutil
 
 import numpy as np
 import pytest
+from audit_kit import make_trained_run
 from corrupt_kit import Corrupter
 
 import rolltree as rt
-from golden import make_runs
 from golden_kit import SCHEMAS, unpack
-from rolltree.models import make_tiny
 from rolltree.records.tokenizer import RunTokenizer
 
 
 @pytest.fixture(scope="module")
 def trained_run(tmp_path_factory):
     """A training run of three-turn rollouts, some failed, with a checkpoint and trained tokens."""
-    folder = tmp_path_factory.mktemp("audited")
-    (folder / "model").mkdir()
-    make_tiny(folder / "model", make_runs.TINY)
-    sections = {
-        "run": {"dir": str(folder / "run"), "seed": 3},
-        "model": {"name": str(folder / "model")},
-    }
-    rt.train(
-        make_runs.TRAIN | sections,
-        environment=make_runs.letters_environment(),
-        reporter=rt.Silent(),
-    )
-    return folder / "run"
+    return make_trained_run(tmp_path_factory.mktemp("audited"))
 
 
 @pytest.fixture

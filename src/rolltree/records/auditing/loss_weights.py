@@ -26,6 +26,8 @@ _NO_LIMIT = 3e38
 # Two passes over one model agree on a logprob to about this; a correction reads the first of them.
 _LOGPROB_NOISE = 1e-3
 _RELATIVE = 1e-4
+# What an environment may put in the place of what was recorded, but for masks.
+_TOKEN_LISTS = frozenset(("prompt_ids", "completion_ids", "completion_logprobs"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,7 @@ def used_tokens(
             mask = call.tokens["completion_mask"]
         elif call.value_range("weight") != (1.0, 1.0):
             mask = call.tokens.tree.mask(call.handle)
-        is_known = is_known and not {*call.tokens.assigned} - {"completion_mask"}
+        is_known = is_known and not _TOKEN_LISTS & {*call.tokens.assigned}
         if mask is not None:
             values = np.asarray(mask, np.float32)
             if len(values) != size or not np.isin(values, (0.0, 1.0)).all():

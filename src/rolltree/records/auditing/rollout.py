@@ -14,6 +14,7 @@ from operator import attrgetter
 from typing import Any
 from zlib import crc32
 
+import msgspec
 import numpy as np
 
 from rolltree.errors import RolltreeError
@@ -245,7 +246,7 @@ class RolloutAudit:
         asked, facts = request.input, self.facts
         # The columns of a row that an environment may change while it plays are left out.
         question = [asked.get(name) for name in ("example_id", "task", "prompt", "answer")]
-        facts.asked = crc32(dumps(question).encode())
+        facts.asked = crc32(_digestible(question))
         if state is None or not self.calls:
             return
         first = self.calls[0]
@@ -373,7 +374,7 @@ class RolloutAudit:
     def _assigned(self, call: Call) -> None:
         """Check what was put over a recorded call: a mask may change, what was sampled may not."""
         tree, handle = call.tokens.tree, call.handle
-        given = {name: call.tokens[name] for name in call.tokens.assigned}
+        given: dict[str, Any] = {name: call.tokens[name] for name in call.tokens.assigned}
         recorded = {
             "prompt_ids": tree.prompt_ids(handle),
             "completion_ids": tree.completion_ids(handle),
@@ -388,7 +389,8 @@ class RolloutAudit:
                     f"{name} of call {handle} were replaced after the engine had answered; what is "
                     "trained would not be what was sampled",
                 )
-        lengths = {name: len(value) for name, value in given.items() if value is not None}
+        # What is given per token; an environment may put flags beside it.
+        lengths = {name: len(value) for name, value in given.items() if hasattr(value, "__len__")}
         sampled = lengths.get("completion_ids", tree.num_sampled(handle))
         prompt = lengths.get("prompt_ids", tree.prompt_len(handle))
         sizes = {"prompt_mask": prompt, "completion_mask": sampled, "completion_logprobs": sampled}
@@ -491,6 +493,13 @@ def _group_seeds(seed: int, step: int, group: str) -> tuple[int, int]:
     """Return the world's seed of a group, and the one that its members' sampling comes from."""
     world = group_seed(seed, step, group)
     return world, derive_seed(world, "sampling")
+
+
+def _digestible(value: Any) -> bytes:
+    try:
+        return msgspec.msgpack.encode(value)
+    except (msgspec.MsgspecError, TypeError, OverflowError, ValueError):
+        return dumps(value).encode()
 
 
 def _last_message(prompt: Any) -> Any:

@@ -1,0 +1,310 @@
+"""Corruptions that somebody makes who has not read the audit: each found with its cause."""
+
+import shutil
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+from audit_kit import make_trained_run
+from corrupt_kit import OF_TOKENS, Corrupter
+
+import rolltree as rt
+from golden.pack import ROOT
+from golden_kit import unpack
+from rolltree.rollouts.decode import decode_rollout
+from rolltree.rollouts.record import encode_result
+
+
+@pytest.fixture(scope="module")
+def trained_run(tmp_path_factory):
+    return make_trained_run(tmp_path_factory.mktemp("audited"))
+
+
+@pytest.fixture
+def corrupter(trained_run, tmp_path):
+    (tmp_path / "model").symlink_to(trained_run.parent / "model")
+    return Corrupter(shutil.copytree(trained_run, tmp_path / "run"))
+
+
+def trained(**edits):
+    """The corruption that changes what training knew of a rollout's tokens."""
+    return lambda c, victim: c.trained(victim, **edits)
+
+
+def fields(column=None, **values):
+    """The corruption that changes fields of the state, and a column of the same name with them."""
+
+    def plant(c, victim):
+        columns = {name: values[name] for name in column or ()}
+        c.record(victim, lambda r: r["state"]["fields"].update(values), **columns)
+
+    return plant
+
+
+def timing(**values):
+    """The corruption that changes times of a rollout, in its columns too."""
+
+    def plant(c, victim):
+        def edit(record):
+            record["state"]["fields"]["timing"] |= values
+
+        names = {"start_time": "started_at"}
+        c.record(victim, edit, **{names.get(name, name): v for name, v in values.items()})
+
+    return plant
+
+
+def request(**values):
+    """The corruption that changes what was requested."""
+    return lambda c, victim: c.record(victim, lambda r: r["request"].update(values))
+
+
+def sampling(**values):
+    return lambda c, victim: c.record(victim, lambda r: r["request"]["sampling"].update(values))
+
+
+def metric(step=2, **edit):
+    """The corruption that changes metrics of a step."""
+    return lambda c, victim: c.step(step, {k.replace("__", "/"): v for k, v in edit.items()})
+
+
+def of_evaluation(plant):
+    """The corruption of a rollout of the evaluation before training."""
+
+    def planted(c, victim):
+        plant(c, c.ids("phase = 'eval_before' AND status = 'ok'")[1])
+
+    return planted
+
+
+def other_answer(c, victim):
+    """Another answer in the dataset row, everywhere it is stored."""
+    _, row = c.row(victim)
+
+    def edit(record):
+        record["request"]["input"]["fields"]["answer"] = "z"
+
+    c.record(victim, edit, input={**row.input, "answer": "z"})
+
+
+def other_function(c, victim):
+    """Another value of the reward function, with the reward as it was."""
+    _, row = c.row(victim)
+    metrics = {**row.metrics, "letters": row.metrics["letters"] + 0.5}
+    c.record(victim, lambda r: r["state"]["fields"].update(metrics=metrics), metrics=metrics)
+
+
+def whole_step(c, victim):
+    """All loss weights of a step times 10."""
+    _, row = c.row(victim)
+    for name in c.ids(f"phase = 'train' AND status = 'ok' AND train_step = {row.train_step}"):
+        c.trained(name, weight=lambda w: w * 10)
+
+
+def whole_group(c, victim):
+    """All advantages of a group moved by the same amount."""
+    _, row = c.row(victim)
+    for name in c.ids(f"phase = 'train' AND status = 'ok' AND group_id = '{row.group_id}'"):
+        c.trained(name, advantage=lambda a: a + 0.1)
+
+
+def cut(weight):
+    weight[len(weight) // 2 :] = 0
+    return weight
+
+
+def no_evaluation(c, victim):
+    c.event("evaluation", 2, None)
+    for name in c.ids("phase = 'eval/000002'"):
+        c.delete(name)
+
+
+def of_other_group(c, victim):
+    """A member that fits its group: same step, another task."""
+    _, row = c.row(victim)
+    where = f"phase = 'train' AND status = 'ok' AND group_id != '{row.group_id}'"
+    return next(
+        name for name in c.ids(where) if c.row(name)[1].input["answer"] != row.input["answer"]
+    )
+
+
+def foreign_answer(c, victim):
+    """What another group's rollout played, under this one's request."""
+    result, (_, other) = decode_rollout(c.row(victim)[1]), c.row(of_other_group(c, victim))
+    mixed = replace(result, states=decode_rollout(other).states)
+    (row,) = encode_result(mixed)
+    c.edit(victim, **{name: getattr(row, name) for name in ("record", "tokens", *OF_TOKENS)})
+
+
+def swapped_members(c, victim):
+    """Two members of a group, of one length, change places: tokens, messages and rewards."""
+    rows = [c.row(name)[1] for name in c.ids()]
+    one, other = next(
+        (a.request_id, b.request_id)
+        for a, b in combinations(rows, 2)
+        if (a.group_id, a.num_completion_tokens) == (b.group_id, b.num_completion_tokens)
+    )
+    c.swap(one, other, ("state", "table"))
+
+
+def swapped_rows(c, victim):
+    """Two rollouts change places with their whole records."""
+    c.swap(victim, of_other_group(c, victim), ("state", "table", "request", "error"))
+
+
+def other_environment(c, victim):
+    c.record(victim, lambda r: r["request"].update(env_id="digits"), env_id="digits")
+
+
+def moved_to_test(c, victim):
+    """The trained tokens are those of an evaluation's rollout."""
+    c.retarget(victim, c.ids("phase = 'eval_before' AND status = 'ok'")[0])
+
+
+def other_run(c, victim):
+    """A rollout of another run in its place: the same task, other seeds."""
+    c.record(victim, lambda r: r["request"].update(seed=77, sampling_seed=78))
+
+
+def event_mean(c, victim):
+    c.event("evaluation", 2, lambda data: data["metrics"]["reward"].update(mean=0.9))
+
+
+def event_metric(c, victim):
+    c.event("evaluation", 2, lambda data: data["metrics"]["metrics"]["length"].update(mean=1.0))
+
+
+def event_count(c, victim):
+    c.event("evaluation", 2, lambda data: data["metrics"].update(num_failed=0))
+
+
+def kept_mean(c, victim):
+    def edit(report):
+        report["results"]["reward"][0] = 0.9
+
+    c.meta("report.eval/000002", edit)
+
+
+def other_agent(c, victim):
+    def edit(record):
+        record["state"]["steps"][0]["extras"]["agent"] = "nobody"
+
+    c.record(victim, edit)
+
+
+def future(c, victim):
+    c.tree(victim, versions=lambda call, v: v + 90)
+    c.edit(victim, min_version=c.row(victim)[1].min_version, max_version=99)
+
+
+STRANGER = {
+    # what was trained
+    "a loss weight of 0": (trained(weight=lambda w: w * 0), "alignment", "weight_differs"),
+    "a loss weight times 10": (trained(weight=lambda w: w * 10), "alignment", "weight_differs"),
+    "loss weights cut": (trained(weight=cut), "alignment", "weight_differs"),
+    "the loss weights of a step": (whole_step, "alignment", "weight_differs"),
+    "a negative loss weight": (trained(weight=lambda w: -w), "logprobs", "impossible"),
+    "an entropy above the vocabulary's": (
+        *(trained(entropy=lambda e: e * 3), "logprobs"),
+        "impossible",
+    ),
+    "a little entropy": (trained(entropy=lambda e: e * 0.5), "steps", "metrics_differ"),
+    "a probability above 1": (trained(logprob=lambda p: -p), "logprobs", "impossible"),
+    "trained tokens of a test": (moved_to_test, "counted_once", "trained_on_test"),
+    "the advantages of a group": (whole_group, "advantages", "advantage_differs"),
+    # rewards
+    "a function's value": (other_function, "rewards", "not_the_sum"),
+    "a function's value, in the means": (other_function, "steps", "metrics_differ"),
+    "an evaluation's mean": (event_mean, "rewards", "evaluation_differs"),
+    "an evaluation's metric": (event_metric, "rewards", "evaluation_differs"),
+    "an evaluation's failures": (event_count, "rewards", "evaluation_differs"),
+    "a kept report": (kept_mean, "rewards", "report_differs"),
+    # counts and metrics of steps
+    "a count of records": (metric(train__num_records=9.0), "steps", "metrics_differ"),
+    "a count of skipped records": (
+        *(metric(train__num_skipped_records=9.0), "steps"),
+        "metrics_differ",
+    ),
+    "a mean length": (metric(train__completions__mean_length=1.0), "steps", "metrics_differ"),
+    "a share of failures": (metric(error__mean=0.9), "steps", "metrics_differ"),
+    "a kind of failure": (metric(error__Invented=1.0), "steps", "metrics_differ"),
+    "a metric's mean": (metric(metrics__letters=1.0), "steps", "metrics_differ"),
+    "a mean entropy": (metric(train__entropy=1.0), "steps", "metrics_differ"),
+    "an evaluation gone": (no_evaluation, "counted_once", "missing_evaluation"),
+    "an evaluation's result gone": (
+        *(lambda c, v: c.event("evaluation", 2, None), "counted_once"),
+        "missing_evaluation",
+    ),
+    # groups
+    "a foreign answer": (foreign_answer, "groups", "foreign_answer"),
+    "another dataset answer": (other_answer, "groups", "mixed_group"),
+    "another dataset answer of a test": (
+        *(of_evaluation(other_answer), "groups"),
+        "changed_example",
+    ),
+    "an answer in its column": (
+        *(lambda c, v: c.edit(v, input={**c.row(v)[1].input, "answer": "z"}), "columns"),
+        "column_differs",
+    ),
+    "another environment": (other_environment, "groups", "foreign_environment"),
+    "another environment in a test": (
+        *(of_evaluation(other_environment), "groups"),
+        "foreign_environment",
+    ),
+    "members that changed places": (swapped_members, "logprobs", "engine_differs"),
+    "rows that changed places": (swapped_rows, "columns", "column_differs"),
+    "another run's rollout": (other_run, "sampler", "seed"),
+    "another run's rollout in a test": (of_evaluation(other_run), "sampler", "seed"),
+    # times and versions
+    "a negative time": (timing(generation_ms=-5.0), "times", "negative_time"),
+    "a start after the end": (timing(start_time=4e9), "times", "backward_time"),
+    "a time in its column": (lambda c, v: c.edit(v, total_ms=1.0), "columns", "column_differs"),
+    "a step before its rollouts": (lambda c, v: c.step_time(3, -9e5), "times", "backward_step"),
+    "stored before the run": (lambda c, v: c.edit(v, created_at=1e9), "times", "before_the_run"),
+    "a version of the future": (future, "versions", "future_version"),
+    # requests and labels
+    "another limit": (sampling(max_tokens=99), "sampler", "other_settings"),
+    "another temperature of a test": (
+        *(of_evaluation(sampling(temperature=0.1)), "sampler"),
+        "other_settings",
+    ),
+    "an unknown agent": (other_agent, "tokens", "agent_differs"),
+    "a cause of failure": (
+        lambda c, v: c.edit(
+            c.ids("phase = 'train' AND status = 'error'")[0], error_type="TimeLimit"
+        ),
+        *("columns", "column_differs"),
+    ),
+}
+"""Name -> (plant it in a rollout, check, cause)."""
+
+
+@pytest.mark.parametrize("name", STRANGER)
+def test_it_is_found_with_its_cause(name, corrupter):
+    plant, check, cause = STRANGER[name]
+    plant(corrupter, corrupter.ids()[5])
+    report = rt.audit(corrupter.path)
+    assert not report.ok
+    found = [item for item in report.findings if (item.check, item.cause) == (check, cause)]
+    assert found, [str(item) for item in report.findings]
+
+
+@pytest.mark.parametrize("edit", [{"depth": 3}, {"parent_step": 7}])
+def test_a_delegation_fits_its_parent(edit, tmp_path):
+    corrupter = Corrupter(unpack("4/agents", tmp_path / "run"))
+    corrupter.delegated(lambda record: record["state"]["fields"].update(edit), **edit)
+    report = rt.audit(corrupter.path)
+    assert "wrong_parent" in {item.cause for item in report.findings}
+
+
+def test_rules_are_documented_and_planted():
+    """Every rule has its planted corruption here, and its row in the docs."""
+    from rolltree.records.auditing.rules import ROLLOUT_RULES, RUN_RULES
+
+    planted = {(check, cause) for _, check, cause in STRANGER.values()}
+    named = {(rule.check, rule.cause) for rule in (*ROLLOUT_RULES, *RUN_RULES)}
+    assert named - planted == {("groups", "wrong_parent")}
+    docs = (ROOT / "docs" / "records.md").read_text(encoding="utf-8")
+    assert [
+        rule.cause for rule in (*ROLLOUT_RULES, *RUN_RULES) if f"`{rule.cause}`" not in docs
+    ] == []
