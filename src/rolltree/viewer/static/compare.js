@@ -6,13 +6,12 @@ import { comparison } from "./runs.js";
 
 export async function render(root, params, api) {
   const found = await api.compare(new URLSearchParams(location.hash.split("?")[1] ?? "").getAll("arm"));
-  const curves = h("div");
+  const curves = await overlaid(found.arms, api).catch(() => null);
   put(root, armsOf(found), curves, found.pairs.map((pair, at) => {
     const ends = [found.arms[0], found.arms[at + 1]];
     if (!at) return h("section", null, h("h2", null, titleOf(pair)), pairOf(pair, ends));
     return h("details", { "data-row": true }, h("summary", null, h("b", null, titleOf(pair))), pairOf(pair, ends));
   }));
-  overlaid(found.arms, api).then((drawn) => put(curves, drawn), () => null);
 }
 
 const OVERLAID = ["reward/mean", "eval/reward", "train/entropy", "train/kl", "train/grad_norm",

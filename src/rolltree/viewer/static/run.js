@@ -54,10 +54,10 @@ export async function render(root, params, api) {
     const sentences = told.error?.message ?? told.sentences;
     redraw(story, sentences, () => told.error ? put(story, h("p", { class: "error", role: "alert" }, sentences))
       : drawStory(story, sentences, run, curves.pair));
-    story.removeAttribute("aria-busy");
     const found = await api.gain(run).catch(() => null);
     if (api.signal.aborted) return;
     redraw(gain, found, () => put(gain, found && gained(found, run)));
+    story.removeAttribute("aria-busy");
     if (told.again_s) again = setTimeout(tell, 1000 * told.again_s);
   }
 

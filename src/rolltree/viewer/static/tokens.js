@@ -14,6 +14,7 @@ const COLOURS = {
   difference: { label: "trainer minus engine", kind: "signed", scale: null, floor: 0.02,
     says: ["engine likes it more", "trainer likes it more"] },
   version: { label: "policy version", kind: "category" },
+  gradient: { label: "advantage × loss weight", kind: "signed", scale: null, says: ["made rarer", "made likelier"] },
   loss_weight: { label: "loss weight", kind: "hot", scale: null, says: ["not trained", "full weight"] },
 };
 const AUTHORS = {
@@ -32,7 +33,12 @@ const blockOf = (position) => position - (position % BLOCK);
 export async function render(root, params, api) {
   const { run, id, index } = params;
   const call = Number(params.call);
-  const read = (offset) => api.tokens(run, { id, index, call, offset, limit: BLOCK });
+  const read = async (offset) => {
+    const data = await api.tokens(run, { id, index, call, offset, limit: BLOCK });
+    const { advantage, loss_weight: weight } = data; // their product is what a token's gradient is multiplied by
+    const gradient = advantage && weight && advantage.map((value, at) => isNone(value) ? null : value * weight[at]);
+    return { ...data, gradient };
+  };
   const wanted = Math.floor(Number(params.at ?? 0));
   let at = Number.isSafeInteger(wanted) ? Math.max(0, wanted) : 0;
   let first = await read(blockOf(at));
