@@ -33,7 +33,10 @@ FLAGS = {
         "--max-calls", "--max-tokens", "--time-limit", "--seed",
     },
     "runs": {"root", "--json"},
-    "view": {"path", "--port", "--no-browser", "--export", "--where", "--sort", "-n", "--limit"},
+    "view": {
+        *("path", "--port", "--no-browser", "--export", "--tokenizer"),
+        *("--where", "--sort", "-n", "--limit"),
+    },
     "show": {
         "run", "--phase", "--step", "--failed", "--where", "--sort", "--last", "--transcripts",
         "--limit", "--json",

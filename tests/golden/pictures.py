@@ -98,8 +98,8 @@ def served() -> Iterator[str]:
             yield link
 
 
-TOLD = "() => document.querySelector('.story[aria-busy]') === null"
-"""Whether the sentences of a run stand on its page, which does not wait for them."""
+TOLD = "() => document.querySelector('[aria-busy]') === null"
+"""Whether the sentences of runs stand on the page, which does not wait for them."""
 
 
 @contextmanager

@@ -27,6 +27,7 @@ def addresses(page, run):
     name = f"{part(row['request_id'])}/{row['trajectory_index']}"
     base = f"#/run/{part(run)}"
     found = [base, f"{base}/rollouts", f"{base}/rollouts?by=group", f"{base}/rollout/{name}"]
+    found += [f"{base}/rollouts?sort=-breaks", f"{base}/evaluation/{part(row['phase'])}"]
     found += [f"{base}/tokens/{name}/0", f"{base}/tree/{name}"]
     colours = ("logprob", "advantage", "entropy", "difference", "version", "loss_weight")
     found += [f"{base}/tokens/{name}/0?colour={colour}" for colour in colours]

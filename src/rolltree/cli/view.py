@@ -36,6 +36,12 @@ MAIL_BYTES = 18_000_000
     type=click.Path(path_type=Path),
     help="Write the run as one HTML file instead, with its most informative rollouts.",
 )
+@click.option(
+    "--tokenizer",
+    metavar="FOLDER",
+    type=click.Path(path_type=Path),
+    help="Show tokens by the tokenizer.json of this folder. Default: that of each run's model.",
+)
 @where_option
 @click.option("--sort", help="Order of the exported rollouts; -reward begins with the highest.")
 @click.option(
@@ -46,12 +52,17 @@ def view_runs(
     port: int,
     no_browser: bool,
     target: Path | None,
+    tokenizer: Path | None,
     where: tuple[str, ...],
     sort: str | None,
     limit: int | None,
 ) -> None:
     """Show runs in the browser, live while in progress; only this machine can reach the page."""
     # The server and --export have their own flags; those of the other one are errors.
+    if tokenizer is not None:
+        from rolltree.records.tokenizer import choose_tokenizer
+
+        choose_tokenizer(tokenizer)
     choice: dict[str, Any] = {"where": where, "sort": sort, "limit": limit}
     if target is not None:
         if port or no_browser:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -24,10 +24,13 @@ from rolltree.evaluation.comparison import (
     measure_names,
 )
 from rolltree.evaluation.reducers import values
+from rolltree.redact import redact
 from rolltree.rollouts.conversation import conversation_of
 from rolltree.rollouts.decode import decode_results, decode_rollout
 from rolltree.samples import build_samples
-from rolltree.store import Run, dumps
+from rolltree.store import Run, dumps, to_plain
+from rolltree.store.settings import flat_config
+from rolltree.store.weights import META
 
 NUM_EXAMPLES = 5
 # Breaks are counted in about this many rollouts of several calls at most; each takes 0.8 ms.
@@ -59,6 +62,10 @@ class ComparedArm:
     # Broken prefixes by example, and a hash of each example's dataset row (answer, info), per run.
     breaks: tuple[Clusters, ...]
     inputs: tuple[dict[Hashable, int], ...]
+    # Of each run: its settings by dotted name, and the weights of its reward functions by name,
+    # None if they were not stored.
+    settings: tuple[Mapping[str, Any], ...] = ()
+    weights: tuple[Mapping[str, float] | None, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Return its name, its runs and the reward of each, None if nothing was scored."""
@@ -98,6 +105,10 @@ class ComparedPair:
     shown: tuple[tuple[ShownRollout, ShownRollout], ...]
     # Common examples whose dataset rows (answer, info) differ although their ids are equal.
     num_other_inputs: int
+    # The settings that differ, each with its value in the two arms (None: not set).
+    settings: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+    # How the two arms were scored differently, "" if they were not, or if that is not known.
+    scoring: str = ""
 
     @property
     def reward(self) -> Comparison:
@@ -123,6 +134,11 @@ class ComparedPair:
         """Return the sentences with other names for the two arms."""
         reward = self.reward
         sentences = [reward.sentence(a, b)]
+        if self.scoring:
+            sentences.append(
+                f"The two were scored differently: {self.scoring.format(a=a, b=b)}. Their rewards "
+                "do not measure the same; compare a metric that both have."
+            )
         if self.num_other_inputs:
             sentences.append(
                 f"{self.num_other_inputs} of {reward.difference.num_examples} examples have the "
@@ -145,6 +161,10 @@ class ComparedPair:
             "num_lost": self.num_lost,
             "num_won": self.num_won,
             "num_other_inputs": self.num_other_inputs,
+            "settings": {
+                name: [to_plain(redact({name: each})[name]) for each in pair]
+                for name, pair in self.settings.items()
+            },
             "changes": [{**asdict(change), "flip": change.flip} for change in self.changes],
             "shown": [[{**asdict(one), "run": str(one.run)} for one in two] for two in self.shown],
         }
@@ -228,6 +248,8 @@ def compare(
                         for change in changes[:num_examples]
                     ),
                     num_other_inputs=_num_other_inputs(found[0], arm),
+                    settings=_differences(found[0].settings[0], arm.settings[0]),
+                    scoring=_scored_differently(found[0].weights[0], arm.weights[0]),
                 )
             )
     return RunComparison(found, tuple(pairs), confidence)
@@ -465,13 +487,57 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _read(name: str, runs: Sequence[RunPhase], settings: Settings) -> ComparedArm:
-    reports, breaks, inputs = [], [], []
+    reports, breaks, inputs, configs, weights = [], [], [], [], []
     for each in runs:
         with Run.open(each.path, mode="r") as run:
             reports.append(stored_report(run, each.phase, settings=settings))
             breaks.append(_breaks(run, each.phase))
             inputs.append(_inputs(run, each.phase))
-    return ComparedArm(name, tuple(runs), tuple(reports), tuple(breaks), tuple(inputs))
+            configs.append(flat_config(run.config))
+            weights.append(_weights(run))
+    return ComparedArm(
+        name,
+        tuple(runs),
+        tuple(reports),
+        tuple(breaks),
+        tuple(inputs),
+        tuple(configs),
+        tuple(weights),
+    )
+
+
+def _weights(run: Run) -> dict[str, float] | None:
+    """Return the weights that reward functions have by the last note, without those of 0."""
+    notes = run.meta.get(META)
+    if not isinstance(notes, Sequence) or not notes:
+        return None
+    found: dict[str, float] = {}
+    for part in notes[-1].get("parts") or ():
+        where = " of ".join(["", *(str(part[key]) for key in ("task", "agent") if part[key])])
+        found |= {f"{name}{where}": weight for name, weight in part["functions"] if weight}
+    return found
+
+
+_PLACES = ("run.dir", "run_dir", "out", "output_dir")
+"""Settings that differ between any two runs."""
+
+
+def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    names = sorted((a.keys() | b.keys()) - set(_PLACES))
+    pairs = {name: (a.get(name), b.get(name)) for name in names}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _scored_differently(a: Mapping[str, float] | None, b: Mapping[str, float] | None) -> str:
+    if a is None or b is None:
+        return ""
+    said = []
+    for name in dict.fromkeys([*a, *b]):
+        if a.get(name) != b.get(name):
+            one, other = (f"{each.get(name, 0.0):g}" for each in (a, b))
+            told = name.replace("{", "{{").replace("}", "}}")
+            said.append(f"{told} has weight {one} in {{a}} and {other} in {{b}}")
+    return "; ".join(said)
 
 
 _KEY = ("env_id", "task", "example_id")

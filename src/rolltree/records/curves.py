@@ -89,9 +89,11 @@ def _series(
     name: str, values: Mapping[str, list[float | None]], told: Mapping[str, tuple[str, str, str]]
 ) -> dict[str, Any]:
     group, label, unit = told.get(name, (_group(name), name, ""))
-    found = {"name": name, "label": label, "unit": unit, "group": group, "values": values[name]}
-    # Measured at a few steps, with nothing known between them.
-    found["is_points"] = name.startswith("eval/")
+    found = {
+        **{"name": name, "label": label, "unit": unit, "group": group, "values": values[name]},
+        # Measured at a few steps, with nothing known between them.
+        "is_points": name.startswith("eval/"),
+    }
     return found | {end: values[bound] for end, bound in _bounds(name, values).items()}
 
 

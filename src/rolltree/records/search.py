@@ -58,9 +58,10 @@ class SearchIndex:
         """Return how many rollouts are in it, of how many, and whether those are all."""
         last = self._run.last_id
         with self._opened() as found:
-            about = None if found is None else self._about(found)
-            num = 0 if about is None else found.execute("SELECT count(*) FROM facts").fetchone()[0]
-        done = 0 if about is None else about[0]
+            done = num = 0
+            if found is not None and (about := self._about(found)) is not None:
+                done, _ = about
+                num = found.execute("SELECT count(*) FROM facts").fetchone()[0]
         return {"indexed": num, "of": self._run.num_rollouts(), "is_whole": done >= last}
 
     def build(self, pause: Callable[[], None] = lambda: None) -> None:

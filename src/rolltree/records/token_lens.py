@@ -20,7 +20,7 @@ from rolltree.records.token_rows import (
     state_of,
     trained_tokens,
 )
-from rolltree.records.tokenizer import RunTokenizer, shown_tokenizer
+from rolltree.records.tokenizer import RunTokenizer, shown_tokenizer, why_raw
 from rolltree.samples.resolve import ResolvedRollout, resolve_rollout
 from rolltree.store import Run, StoredRollout, TrainedRollout
 from rolltree.tokens.breaks import NEIGHBOURHOOD_TOKENS
@@ -91,6 +91,7 @@ def token_lens(
         "offset": offset,
         "ids": ids.tolist(),
         "texts": texts,
+        "why_raw": why_raw(run) if tokenizer is None else None,
         # In hexadecimal: a token may hold a part of a character.
         "bytes": spelled,
         "author": np.where(by >= 0, "model", "environment").tolist(),

@@ -129,12 +129,47 @@ def _opened(folder: Path, written: int) -> RunTokenizer:
     return RunTokenizer(folder)
 
 
+_CHOSEN: list[Path] = []
+"""The folder whose tokenizer shows the ids of all runs, if somebody has named one."""
+
+
+def choose_tokenizer(folder: Path | None) -> None:
+    """Show ids by the tokenizer of this folder, whatever a run names; None: by each run's own.
+
+    Raises:
+        ConfigError: there is no tokenizer that can be read.
+    """
+    _CHOSEN[:] = [] if folder is None else [folder]
+    if folder is not None:
+        _opened(folder, _written(folder))
+
+
+def _written(folder: Path) -> int:
+    file = folder / "tokenizer.json"
+    return file.stat().st_mtime_ns if file.is_file() else 0
+
+
 def shown_tokenizer(run: StoredRun) -> RunTokenizer | None:
-    """Return `found_tokenizer`, and None for one that cannot be read: ids are shown without it."""
+    """Return the chosen tokenizer, else `found_tokenizer`; None for one that cannot be read."""
     try:
-        return found_tokenizer(run)
+        return _opened(_CHOSEN[0], _written(_CHOSEN[0])) if _CHOSEN else found_tokenizer(run)
     except ConfigError:
         return None
+
+
+def why_raw(run: StoredRun) -> str | None:
+    """Return why ids of a run are shown without text; None if there is a tokenizer."""
+    try:
+        if _CHOSEN or found_tokenizer(run) is not None:
+            return None
+    except ConfigError as error:
+        return str(error)
+    name = run.model_name
+    said = f"the model {name!r} is not on this machine" if name else "the run names no model"
+    return (
+        f"Tokens are shown by their ids: {said}, and the run has no copy of its tokenizer. Name a "
+        "folder with its tokenizer.json: rolltree view --tokenizer FOLDER."
+    )
 
 
 @cache

@@ -51,7 +51,7 @@ def config_differences(
     >>> config_differences({"a": {"b": 1}, "c": 2}, {"a": {"b": 3}, "c": 4}, may_change=["c"])
     ['a.b was 1 and is now 3']
     """
-    before, after = _flatten(old), _flatten(new)
+    before, after = flat_config(old), flat_config(new)
     found = []
     for key in sorted(before.keys() | after.keys()):
         # A parent names all of its keys: `may_change=["train"]` allows `train.num_steps`.
@@ -66,11 +66,12 @@ def _show(value: object) -> str:
     return "not set" if value is _MISSING else repr(value)
 
 
-def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of a config by their dotted names."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
-            flat.update(_flatten(value, f"{prefix}{key}."))
+            flat.update(flat_config(value, f"{prefix}{key}."))
         else:
             flat[f"{prefix}{key}"] = value
     return flat

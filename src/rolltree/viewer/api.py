@@ -30,6 +30,7 @@ from rolltree.errors import ConfigError, RolltreeError, StoreError, UnknownName,
 from rolltree.records import compare
 from rolltree.records.comparison import RunPhase, held_out_gain
 from rolltree.records.curves import run_curves
+from rolltree.records.evaluation_view import evaluation_view
 from rolltree.records.group_tree import group_tree, tree_picture
 from rolltree.records.overview import run_overview, run_summary
 from rolltree.records.pages import MAX_ROWS, group_page, rollout_page, row_previews
@@ -362,6 +363,10 @@ def _gain(run: Run) -> Any:
     return _GAINS[run][1]
 
 
+def _evaluation(run: Run, *, phase: str) -> Any:
+    return evaluation_view(run, phase)
+
+
 def _changed(run: Run, *, since: int = -1) -> Any:
     commits = run.num_commits
     return {"commits": commits, "is_running": is_running(run.path), "changed": commits != since}
@@ -371,6 +376,7 @@ _OF_RUN: dict[str, Callable[..., Any]] = {
     "": lambda run: run_summary(run),
     "changed": _changed,
     "curves": lambda run: run_curves(run),
+    "evaluation": _evaluation,
     "gain": _gain,
     "rollouts": _rollouts,
     "previews": _previews,

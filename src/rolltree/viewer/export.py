@@ -22,6 +22,7 @@ from rolltree.files import write_whole
 from rolltree.records.chosen import shown_requests, telling_requests
 from rolltree.records.comparison import held_out_gain
 from rolltree.records.curves import run_curves
+from rolltree.records.evaluation_view import evaluation_view
 from rolltree.records.glance import health_of, run_glance
 from rolltree.records.group_tree import group_tree, tree_picture
 from rolltree.records.overview import run_overview, run_summary
@@ -132,6 +133,11 @@ class _File:
             "curves": _answer(run_curves(run)),
             "gain": _answer(held_out_gain(run)),
             "story": _answer(story),
+            "evaluation": {
+                _name(phase): _answer(evaluation_view(run, phase))
+                for phase in run.phases()
+                if phase != "train"
+            },
             **self._views(),
             "rollouts": self._rollout_table(story),
             "groups": self._group_table(),

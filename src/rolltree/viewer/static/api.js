@@ -58,6 +58,7 @@ export function apiFor(signal) {
     curves: of("/curves"),
     story: of("/story"),
     gain: of("/gain"),
+    evaluation: of("/evaluation"),
     rollouts: of("/rollouts"),
     index: of("/index"),
     previews: (run, rows) => ask(`runs/${encodeURIComponent(run)}/previews?${new URLSearchParams(

@@ -1,16 +1,54 @@
 // Two evaluations or more, paired by example: how far each is from the first, whether that is noise, what flipped.
 
 import { folded, h, href, num, plainTable, put, select } from "./dom.js";
-import { interval } from "./chart.js";
+import { board, interval } from "./chart.js";
 import { comparison } from "./runs.js";
 
 export async function render(root, params, api) {
   const found = await api.compare(new URLSearchParams(location.hash.split("?")[1] ?? "").getAll("arm"));
-  put(root, armsOf(found), found.pairs.map((pair, at) => {
+  const curves = await overlaid(found.arms, api).catch(() => null);
+  put(root, armsOf(found), curves, found.pairs.map((pair, at) => {
     const ends = [found.arms[0], found.arms[at + 1]];
     if (!at) return h("section", null, h("h2", null, titleOf(pair)), pairOf(pair, ends));
     return h("details", { "data-row": true }, h("summary", null, h("b", null, titleOf(pair))), pairOf(pair, ends));
   }));
+}
+
+const OVERLAID = ["reward/mean", "eval/reward", "train/entropy", "train/kl", "train/grad_norm",
+  "train/completions/mean_length"];
+
+/** The curves of several training runs in one chart each, by their arms. */
+async function overlaid(arms, api) {
+  const runs = [...new Map(arms.map((arm) => [arm.id, arm])).values()];
+  if (runs.length < 2) return null;
+  const found = await Promise.all(runs.map((arm) => api.curves(arm.id)));
+  const steps = [...new Set(found.flatMap((each) => each.steps))].sort((a, b) => a - b);
+  const along = (own, values) => {
+    const known = new Map(own.map((step, at) => [step, values?.[at]]));
+    return values && steps.map((step) => known.get(step) ?? null);
+  };
+  const panels = OVERLAID.flatMap((name) => {
+    const series = runs.flatMap((arm, at) => {
+      const own = found[at].series.find((each) => each.name === name);
+      return own ? [{ ...own, label: arm.name, values: along(found[at].steps, own.values),
+        low: along(found[at].steps, own.low), high: along(found[at].steps, own.high) }] : [];
+    });
+    const first = found.flatMap((each) => each.series).find((each) => each.name === name);
+    return series.length > 1 ? [{ title: first.label, unit: first.unit, group: "", series }] : [];
+  });
+  if (!panels.length) return null;
+  const drawn = board(steps, panels, {});
+  const bar = h("div", { class: "bar" }, h("h2", null, "Curves"), drawn.logs, drawn.reset);
+  return h("section", null, bar, drawn.element);
+}
+
+/** The settings that are not the same in the two arms. */
+function settingsOf(pair) {
+  const rows = Object.entries(pair.settings ?? {});
+  const said = (value) => value === null ? "–" : typeof value === "string" ? value : JSON.stringify(value);
+  return h("details", { "data-row": true, open: rows.length < 9 },
+    h("summary", null, `${rows.length} settings differ`),
+    rows.length > 0 && plainTable(["setting", pair.a, pair.b], rows.map(([name, [a, b]]) => [name, said(a), said(b)])));
 }
 
 const titleOf = (pair) => [pair.b, h("span", { class: "muted" }, " against "), pair.a];
@@ -44,11 +82,13 @@ function pairOf(pair, ends) {
       Object.entries(pair.measures).map(([name, each]) => [
         h("b", null, name.replaceAll("_", " ")), num(each.before.mean), num(each.after.mean), ...gain(name, each),
       ]), [1, 2, 3, 4, 6]),
+    settingsOf(pair),
     h("h2", null, "Examples that changed"),
     h("p", null, `${pair.num_lost} pass with ${pair.a} and not with ${pair.b}, ${pair.num_won} the other way.`),
     pair.changes.slice(0, pair.shown.length).map((change, at) => changed(change, pair.shown[at], ends)),
     pair.changes.length > pair.shown.length && h("ul", { class: "members", "aria-label": "Other changes" },
-      pair.changes.slice(pair.shown.length).map((change) => h("li", null, headOf(change)))),
+      pair.changes.slice(pair.shown.length).map((change) => h("li", null, headOf(change), " ", ends.map((arm) =>
+        [" ", h("a", { class: "small", href: exampleOf(arm, change) }, arm.name)])))),
   ];
 }
 
@@ -68,6 +108,13 @@ function headOf(change) {
     h("b", null, [...new Set([change.example].flat())].join(" · ")), " ",
     h("span", { class: "muted" }, `${num(change.reward_a)} → ${num(change.reward_b)}`),
   ];
+}
+
+/** The rollouts of a changed example in an arm. */
+function exampleOf(arm, { example }) {
+  const id = [example].flat().at(-1);
+  const where = `example_id = ${typeof id === "string" ? JSON.stringify(id) : id}`;
+  return href(["run", arm.id, "rollouts"], { phase: arm.phase, where });
 }
 
 function changed(change, shown, ends) {

@@ -71,7 +71,7 @@ export async function render(root, params, api) {
     let from = 0;
     const pieces = segment.pieces ?? segment.authors.map(([author, size]) =>
       ({ author, text: segment.ids.slice(from, from += size).join(" ") }));
-    return h("div", { class: "said", title: `${count(segment.num_tokens)} tokens` },
+    return h("div", { class: "said", tabindex: "0", title: `${count(segment.num_tokens)} tokens` },
       pieces.map(({ author, text }) =>
         [h("span", { class: `by ${author}` }, folded(text, 1200)), !segment.pieces && " "]));
   }

@@ -5,6 +5,7 @@ import { h, href, keep, kept, line, put, visible } from "./dom.js";
 import { file, partsOf } from "./stored.js";
 import { listOf } from "./walk.js";
 import * as compare from "./compare.js";
+import * as evaluation from "./evaluation.js";
 import * as group from "./group.js";
 import * as rollout from "./rollout.js";
 import * as rollouts from "./rollouts.js";
@@ -18,6 +19,7 @@ const ROUTES = [
   ["compare", compare],
   ["run/:run", run],
   ["run/:run/rollouts", rollouts],
+  ["run/:run/evaluation/:phase", evaluation],
   ["run/:run/group/:id", group],
   ["run/:run/rollout/:id/:index", rollout],
   ["run/:run/tokens/:id/:index/:call", tokens],

@@ -2,7 +2,7 @@
 
 import { follow, markOf } from "./api.js";
 import {
-  button, count, duration, h, href, keep, kept, line, num, put, reward, s, select, showLive,
+  button, count, duration, h, href, isNone, keep, kept, line, num, put, reward, s, select, showLive,
 } from "./dom.js";
 import { PAGE, virtualTable } from "./table.js";
 import { opened } from "./walk.js";
@@ -21,7 +21,11 @@ const COLUMNS = [
   said("question", "question"),
   said("answer", "answer"),
   column("reward", "4.8rem", (row) => reward(row.reward), { narrow: "4.6rem", numeric: true, sort: "reward" }),
-  number("advantage", "5.6rem", (row) => num(row.advantage, true), "advantage"),
+  number("advantage", "5.6rem", (row) => isNone(row.advantage) ? "–" : h("a", {
+    title: "which of its tokens were trained",
+    href: href(["run", row.run, "tokens", row.request_id, row.trajectory_index, Math.max(0, row.num_calls - 1)],
+      { colour: "gradient" }),
+  }, num(row.advantage, true)), "advantage"),
   column("ended by", "minmax(5rem, 1.2fr)", ending, { narrow: "minmax(0, 1.2fr)" }),
   step("train_step"),
   minor("task", "minmax(4rem, 1fr)", (row) => row.task || row.env_id, { sort: "task" }),
@@ -135,6 +139,7 @@ export async function render(root, params, api) {
   const query = isGroups ? { ...part, sort: "-train_step" } : { ...part, where, sort, text };
   const fetchRows = async (offset, limit) => {
     const page = await (isGroups ? api.groups : api.rollouts)(run, { ...query, offset, limit });
+    for (const row of page.rows) row.run = run;
     put(total, page.of === undefined ? count(page.total)
       : `${count(page.total)} of ${count(page.of)} ${isGroups ? "groups" : "rollouts"} are in this file`);
     return page;

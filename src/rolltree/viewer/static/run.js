@@ -54,10 +54,10 @@ export async function render(root, params, api) {
     const sentences = told.error?.message ?? told.sentences;
     redraw(story, sentences, () => told.error ? put(story, h("p", { class: "error", role: "alert" }, sentences))
       : drawStory(story, sentences, run, curves.pair));
-    story.removeAttribute("aria-busy");
     const found = await api.gain(run).catch(() => null);
     if (api.signal.aborted) return;
     redraw(gain, found, () => put(gain, found && gained(found, run)));
+    story.removeAttribute("aria-busy");
     if (told.again_s) again = setTimeout(tell, 1000 * told.again_s);
   }
 
@@ -97,6 +97,7 @@ const dateOf = (record) => new Date(1000 * record.created_at).toLocaleString();
 
 function drawHead(head, run, params) {
   const { reward } = run;
+  const held = (run.phases ?? []).findLast(({ phase }) => phase !== "train");
   const rollouts = (query) => href(["run", params.run, "rollouts"], query);
   const facts = [
     ["reward", reward ? [h("b", null, num(reward.mean)),
@@ -111,7 +112,8 @@ function drawHead(head, run, params) {
   ];
   put(head,
     h("div", { class: "bar" }, h("h1", null, run.name), stateBadge(run),
-      button("Rollouts", rollouts()), button("Groups", rollouts({ by: "group" }))),
+      button("Rollouts", rollouts()), button("Groups", rollouts({ by: "group" })),
+      held && button("Evaluation", href(["run", params.run, "evaluation", held.phase]))),
     run.error && h("p", { class: "error" }, line(run.error, 400)),
     run.state === "killed" && h("p", { class: "error" }, "The process that wrote this run is gone and did not say ",
       "why: it was killed, or the machine went down. What is stored is whole; the same command continues it."),

@@ -251,6 +251,7 @@ export async function render(root, params, api) {
     if (!told || api.signal.aborted) return;
     for (const [id, glance] of Object.entries(told.runs)) glances.set(id, glance);
     draw();
+    if (!told.left) table.firstChild.removeAttribute("aria-busy");
     if (told.left) again = setTimeout(() => tell(Math.min(2000, 1.5 * wait_ms)), wait_ms);
   }
 
@@ -260,7 +261,7 @@ export async function render(root, params, api) {
   } });
   drawHeads();
   const table = h("div", { class: "scroll", tabindex: "0" },
-    h("table", { class: "runs" }, h("thead", null, heads), body), more);
+    h("table", { class: "runs", "aria-busy": "true" }, h("thead", null, heads), body), more);
   const none = h("p", null, `There is no run below ${found.root ?? "this folder"} yet. `,
     "Train or evaluate something: ", h("code", null, "rolltree eval arithmetic -m tiny"), ". It shows up here.");
 

@@ -96,6 +96,7 @@ export const storedApi = {
   run: async (run) => aged(await need("run", run, "summary")),
   curves: (run) => need("run", run, "curves"),
   story: (run) => need("run", run, "story"),
+  evaluation: (run, { phase }) => need("run", run, "evaluation", phase),
   gain: (run) => need("run", run, "gain"),
   rollouts: async (run, query) => page((await need("run", run, "rollouts")), query),
   groups: async (run, query) => page((await need("run", run, "groups")), query),

@@ -14,6 +14,7 @@ const COLOURS = {
   difference: { label: "trainer minus engine", kind: "signed", scale: null, floor: 0.02,
     says: ["engine likes it more", "trainer likes it more"] },
   version: { label: "policy version", kind: "category" },
+  gradient: { label: "advantage × loss weight", kind: "signed", scale: null, says: ["made rarer", "made likelier"] },
   loss_weight: { label: "loss weight", kind: "hot", scale: null, says: ["not trained", "full weight"] },
 };
 const AUTHORS = {
@@ -32,7 +33,12 @@ const blockOf = (position) => position - (position % BLOCK);
 export async function render(root, params, api) {
   const { run, id, index } = params;
   const call = Number(params.call);
-  const read = (offset) => api.tokens(run, { id, index, call, offset, limit: BLOCK });
+  const read = async (offset) => {
+    const data = await api.tokens(run, { id, index, call, offset, limit: BLOCK });
+    const { advantage, loss_weight: weight } = data; // their product is what a token's gradient is multiplied by
+    const gradient = advantage && weight && advantage.map((value, at) => isNone(value) ? null : value * weight[at]);
+    return { ...data, gradient };
+  };
   const wanted = Math.floor(Number(params.at ?? 0));
   let at = Number.isSafeInteger(wanted) ? Math.max(0, wanted) : 0;
   let first = await read(blockOf(at));
@@ -55,7 +61,7 @@ export async function render(root, params, api) {
   const choice = h("select", { "aria-label": "Colour by", onchange: () => {
     colour = choice.value;
     recolour();
-    history.replaceState(null, "", address(call));
+    history.replaceState(null, "", address(call, { at: text.querySelector(".chosen")?.dataset.at }));
   } }, Object.entries(COLOURS).map(([name, { label }]) => {
     const disabled = !known.includes(name);
     const said = `${label}${disabled ? ": not recorded" : ""}`;
@@ -64,6 +70,9 @@ export async function render(root, params, api) {
   const legend = h("div", { class: "scale" });
   const facts = h("div", { class: "facts inspector", role: "status" },
     muted("Point at a token for its id, bytes and values."));
+  const loose = h("button", {
+    type: "button", class: "quiet", hidden: true, "data-reset": true, onclick: () => release(),
+  }, "Unpin (Esc)");
   const text = h("div", { class: "tokens", tabindex: "0", "aria-label": "Tokens" });
   const jump = h("input", {
     type: "number", min: 0, max: total - 1, placeholder: "position (/)", "aria-label": "Go to position",
@@ -165,8 +174,13 @@ export async function render(root, params, api) {
       h("span", null, muted(`${name} `), h("b", null, value))));
   }
 
-  text.addEventListener("pointerover", ({ target }) => target.dataset?.at !== undefined && inspect(target));
-  text.addEventListener("click", ({ target }) => target.dataset?.at !== undefined && choose(target.dataset.at));
+  text.addEventListener("pointerover", ({ target }) =>
+    target.dataset?.at !== undefined && !text.querySelector(".chosen") && inspect(target));
+  text.addEventListener("click", ({ target }) => {
+    if (target.dataset?.at === undefined) return;
+    if (target.classList.contains("chosen")) release();
+    else choose(target.dataset.at);
+  });
   text.addEventListener("keydown", (event) => {
     const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
     if (!by) return;
@@ -182,6 +196,15 @@ export async function render(root, params, api) {
     span.classList.add("chosen");
     span.scrollIntoView({ block: "nearest" });
     inspect(span);
+    loose.hidden = false;
+    history.replaceState(history.state, "", address(call, { at: position }));
+  }
+
+  /** Let the values follow the pointer again. */
+  function release() {
+    text.querySelector(".chosen")?.classList.remove("chosen");
+    loose.hidden = true;
+    history.replaceState(history.state, "", address(call));
   }
 
   async function go(position) {
@@ -203,8 +226,8 @@ export async function render(root, params, api) {
       button("Tree", href(["run", run, "tree", id, index]))),
     breaks.map((each) => breakCard(each, address(call, { at: each.position }))),
     h("div", { class: "sticky" },
-      h("div", { class: "bar" }, h("label", null, "Colour by ", choice), legend, jump), facts),
-    !first.texts && h("p", { class: "muted" }, "No tokenizer was found, so tokens are shown by their ids."), text);
+      h("div", { class: "bar" }, h("label", null, "Colour by ", choice), legend, jump, loose), facts),
+    !first.texts && h("p", { class: "muted" }, first.why_raw), text);
   if (total) fill(begun, first);
   root.addEventListener("shown", () => { if (params.at !== undefined) go(at); }, { once: true });
 }
