@@ -50,7 +50,9 @@ def test_a_reward_below_zero_is_on_another_scale():
 
 
 def test_a_training_is_measured_at_its_end():
-    steps = [{"reward/mean": at / 30, "train/frac_reward_zero_std": float(at >= 27)} for at in range(30)]
+    steps = [
+        {"reward/mean": at / 30, "train/frac_reward_zero_std": float(at >= 27)} for at in range(30)
+    ]
     found = of_training(steps, [])
     assert found.equal_groups == 1.0
     assert (found.reward_before, found.reward) == pytest.approx((1 / 30, 28 / 30))

@@ -93,7 +93,10 @@ def test_the_readme_runs_in_a_notebook(tmp_path):
     sources = [*blocks("README.md"), "before", "report", "await rt.evaluate(env, client)"]
     notebook.cells = [nbformat.v4.new_code_cell(source) for source in sources]
     kernel = nbclient.NotebookClient(
-        notebook, timeout=500, resources={"metadata": {"path": str(tmp_path)}}, kernel_name="python3"
+        notebook,
+        timeout=500,
+        resources={"metadata": {"path": str(tmp_path)}},
+        kernel_name="python3",
     )
     kernel.execute()
     shown = [output for cell in notebook.cells[-3:] for output in cell.outputs]

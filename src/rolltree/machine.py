@@ -109,7 +109,6 @@ def suggested_config(machine: Machine | None = None) -> dict[str, Any]:
                 "name": "Qwen/Qwen3-0.6B",
                 "device": "cuda",
                 "compute_dtype": "bfloat16",
-                "backward_dtype": "bfloat16",
             },
             "sampling": {"max_tokens": 512},
             "algorithm": {"groups_per_step": 16, "group_size": 8},
