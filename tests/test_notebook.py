@@ -3,9 +3,9 @@
 import asyncio
 
 import pytest
-from docs_kit import blocks
 
 import rolltree as rt
+from docs_kit import blocks
 from rolltree.evaluation import build_report
 from rolltree.html_view import MOST_ROWS, html_table
 from rolltree.store import Run

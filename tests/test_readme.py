@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+
 from docs_kit import ROOT, blocks, text_of
 
 README = text_of("README.md")

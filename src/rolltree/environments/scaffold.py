@@ -222,8 +222,8 @@ rolltree train {name}                      # the settings are in train.toml
 rolltree view runs
 ```
 
-A mean reward of 5 to 95 % is a place to start training from. Below, put solved examples into the prompt (`few_shot=`), or give
-partial credit.
+A mean reward of 5 to 95 % is a place to start training from. Below, put solved examples into the
+prompt (`few_shot=`), or give partial credit.
 """
 
 KINDS: dict[str, str] = {"single": _SINGLE, "multi": _MULTI, "tool": _TOOL}

@@ -65,7 +65,7 @@ class Table:
         return f"<Table {self.name}: {', '.join(self.column_names)}>"
 
     def _repr_html_(self) -> str:
-        """Return the first rows for a notebook; what a row says is cut after some 200 characters."""
+        """Return the first rows for a notebook, long cells cut."""
         rows = [
             [str("" if value is None else value)[:200] for value in row.values()]
             for row in self.head(20).rows()

@@ -148,8 +148,8 @@ class LocalEngine(EngineThread[LocalRequest]):
         self._start("rolltree-engine")
 
     @property
-    def device(self) -> torch.device:
-        """Where the model is."""
+    def device(self) -> Any:
+        """The `torch.device` of the model."""
         return self._device
 
     def served_tensors(self) -> list[Any]:
