@@ -155,7 +155,7 @@ def run(code, server, home, **env):
     return done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_model_is_downloaded_once_and_then_needs_no_hub(server, tmp_path):
     code = (
         "import rolltree as rt\n"
@@ -191,7 +191,7 @@ def test_a_revision_and_a_token_from_its_own_place(server, tmp_path):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_rows_of_the_hub_are_a_data_set(server, tmp_path):
     code = (
         "import rolltree as rt\n"
