@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from docs_kit import ROOT
 from rolltree.advice import MOST, RULES, Measured, advise, of_training
+from test_pages import anchors
 
 EVAL = Measured(kind="eval", num_rollouts=100, num_examples=50, reward=0.5, half_width=0.05)
 TRAIN = Measured(kind="train", num_rollouts=30, num_steps=30, reward=0.5, reward_before=0.2)
@@ -50,7 +52,9 @@ def test_a_reward_below_zero_is_on_another_scale():
 
 
 def test_a_training_is_measured_at_its_end():
-    steps = [{"reward/mean": at / 30, "train/frac_reward_zero_std": float(at >= 27)} for at in range(30)]
+    steps = [
+        {"reward/mean": at / 30, "train/frac_reward_zero_std": float(at >= 27)} for at in range(30)
+    ]
     found = of_training(steps, [])
     assert found.equal_groups == 1.0
     assert (found.reward_before, found.reward) == pytest.approx((1 / 30, 28 / 30))
@@ -58,3 +62,11 @@ def test_a_training_is_measured_at_its_end():
     assert of_training([], []).reward is None
     # Too short for a beginning and an end.
     assert of_training(steps[:4], []).gain is None
+
+
+def test_every_rule_names_a_page_and_a_heading_that_exist():
+    for name, rule in RULES.items():
+        page, _, anchor = rule.page.partition("#")
+        file = ROOT / "docs" / page
+        assert file.is_file(), name
+        assert not anchor or anchor in anchors(file), name

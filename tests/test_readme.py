@@ -4,17 +4,23 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 from docs_kit import ROOT, blocks, text_of
 
 README = text_of("README.md")
 
 
+@pytest.mark.slow
 def test_the_python_blocks_run_in_order(tmp_path):
     code = "\n".join(blocks("README.md"))
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=280, cwd=tmp_path
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=600, cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
+    before, after = re.findall(r"^eval_\w+: held-out reward ([\d.]+)$", done.stdout, re.MULTILINE)
+    assert float(before) < 0.1
+    assert float(after) > 0.3  # 0.642 here, whichever the seed
     assert (tmp_path / "runs" / "sums" / "model").is_dir()
     last = [line.split() for line in done.stdout.splitlines()[-4:]]
     tokens = {scope: int(count) for scope, _, count in last}
@@ -36,9 +42,9 @@ def test_the_make_targets_exist():
 
 def test_the_commands_and_their_flags_exist():
     lines = re.findall(r"^rolltree (.*)$", "\n".join(blocks("README.md", "sh")), re.MULTILINE)
-    assert len(lines) == 5
+    assert len(lines) == 8
     for line in lines:
-        command, *words = line.split()
+        command, *words = line.partition("#")[0].split()
         shown = subprocess.run(
             [sys.executable, "-m", "rolltree", command, "--help"],
             capture_output=True,

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from docs_kit import ROOT, blocks
 
 pytestmark = pytest.mark.long

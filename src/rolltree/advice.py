@@ -76,13 +76,13 @@ RULES: Mapping[str, Rule] = {
     "all_failed": Rule(
         lambda at: at.failed >= 1.0 and at.num_rollouts > 0,
         "Every rollout failed, so nothing was measured: mend the first failure and run it again.",
-        "troubleshooting.md",
+        "first-hour.md#something-fails",
     ),
     "failures": Rule(
         lambda at: at.failed >= OFTEN,
         "{failed:.0%} of rollouts failed and are not in the means; what fails is rarely chance: "
         "read the failures before the reward.",
-        "troubleshooting.md",
+        "first-hour.md#something-fails",
     ),
     "cut": Rule(
         lambda at: at.cut_by_tokens >= OFTEN,

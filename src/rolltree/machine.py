@@ -6,11 +6,13 @@ the command that looks for what is broken.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
@@ -107,7 +109,6 @@ def suggested_config(machine: Machine | None = None) -> dict[str, Any]:
                 "name": "Qwen/Qwen3-0.6B",
                 "device": "cuda",
                 "compute_dtype": "bfloat16",
-                "backward_dtype": "bfloat16",
             },
             "sampling": {"max_tokens": 512},
             "algorithm": {"groups_per_step": 16, "group_size": 8},
@@ -123,6 +124,27 @@ def suggested_config(machine: Machine | None = None) -> dict[str, Any]:
         "train": {"num_steps": 30, "num_threads": found.num_cores},
         "eval": {"num_examples": 50},
     }
+
+
+def describe(machine: Machine) -> str:
+    """Return a machine in a few words: `2 CPU cores, 24 GB, no GPU`."""
+    gpus = [f"{gpu.name} ({gpu.memory_bytes / GIB:.0f} GB)" for gpu in machine.gpus]
+    memory = f"{machine.memory_bytes / GIB:.0f} GB"
+    return ", ".join([f"{machine.num_cores} CPU cores", memory, *(gpus or ["no GPU"])])
+
+
+def toml_sections(config: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return sections of numbers, strings and truths as TOML.
+
+    >>> toml_sections({"optim": {"lr": 1e-5}})
+    '\\n[optim]\\nlr = 1e-05\\n'
+    """
+    parts = []
+    for name, section in config.items():
+        # JSON's numbers, strings and truths are TOML's, too.
+        lines = [f"{key} = {json.dumps(value)}" for key, value in section.items()]
+        parts.append("\n".join(["", f"[{name}]", *lines, ""]))
+    return "".join(parts)
 
 
 def num_cores() -> int:

@@ -63,6 +63,7 @@ FLAGS = {
         "--max-concurrent", "--deadline", "--retries", "--top", "--json",
     },
     "models": {"prepare"},
+    "doctor": {"--json", "--no-measure"},
     "init": {"name", "--kind", "--path"},
     "env list": set(),
     "env install": {"where", "-e", "--editable"},

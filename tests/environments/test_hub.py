@@ -8,6 +8,7 @@ import types
 import pytest
 
 import rolltree.environments.dataset as module
+import rolltree.hub
 from rolltree.environments import Rows, SingleTurnEnv
 from rolltree.environments.dataset import RowFormat, benchmark_rows, hub_rows
 from rolltree.errors import ConfigError
@@ -43,7 +44,7 @@ def hub(monkeypatch):
 
     fake.load_dataset = load_dataset
     monkeypatch.setitem(sys.modules, "datasets", fake)
-    monkeypatch.setattr(module, "_hub_answers", lambda: True)
+    monkeypatch.setattr(module, "answers", lambda: True)
     return fake
 
 
@@ -64,12 +65,12 @@ def test_without_the_hub_there_are_no_rows_unless_they_are_asked_for(hub):
 
 def test_a_hub_that_cannot_be_reached_costs_no_minute(monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    module._hub_answers.cache_clear()
+    rolltree.hub._reached.cache_clear()
     started = time.monotonic()
     with pytest.raises(ConfigError, match="'no/such-data' could not be loaded"):
         hub_rows("no/such-data")
     assert time.monotonic() - started < 45
-    module._hub_answers.cache_clear()
+    rolltree.hub._reached.cache_clear()
     import datasets.config
 
     assert not datasets.config.HF_HUB_OFFLINE or os.environ.get("HF_HUB_OFFLINE")

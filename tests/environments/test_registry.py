@@ -104,7 +104,7 @@ def test_an_unknown_name_lists_the_nearest(here):
     write(here / "environments" / "my_words" / "my_words.py")
     with pytest.raises(UnknownName, match="Did you mean 'my_words'"):
         load_environment("my-word")
-    with pytest.raises(UnknownName, match="Known: .*my_words"):
+    with pytest.raises(UnknownName, match=r"Known: .*my_words"):
         load_environment("zzz")
 
 

@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 
@@ -7,6 +8,8 @@ import rolltree as rt
 from rolltree.environments.check import check_environment_async
 from rolltree.environments.scaffold import KINDS, scaffold
 from rolltree.errors import ConfigError, UnknownName
+from rolltree.launch import environment_config
+from rolltree.training import load_train_config
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -17,6 +20,8 @@ async def test_what_is_written_runs_and_is_sound(kind, tmp_path, monkeypatch):
         f"environments/my_{kind}/my_{kind}.py",
         f"environments/my_{kind}/pyproject.toml",
         f"environments/my_{kind}/README.md",
+        f"environments/my_{kind}/train.toml",
+        f"environments/my_{kind}/test_my_{kind}.py",
     ]
     report = await check_environment_async(
         lambda: rt.load_environment(f"my-{kind}"), num_examples=6
@@ -53,3 +58,31 @@ def test_names_that_are_no_modules(name, tmp_path):
 def test_unknown_kinds(tmp_path):
     with pytest.raises(UnknownName, match="Did you mean 'multi'"):
         scaffold("one", "multy", tmp_path)
+
+
+def test_its_config_fits_the_machine_and_its_test_passes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    files = scaffold("mine")
+    config = load_train_config(environment_config("mine"))
+    assert (config.env.id, config.run.dir) == ("mine", "runs/mine")
+    assert config.train.num_threads == len(os.sched_getaffinity(0))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(files[4].parent)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert "2 passed" in done.stdout
+
+
+@pytest.mark.long
+def test_its_training_works_from_end_to_end(tmp_path):
+    def rolltree(*words):
+        command = [sys.executable, "-m", "rolltree", *words]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    rolltree("init", "mine")
+    assert "mine: no faults" in rolltree("env", "check", "mine", "-n", "4")
+    quick = ("train.num_steps=2", "eval.num_examples=4", "algorithm.groups_per_step=2")
+    said = rolltree("train", "mine", "model.name=tiny", *quick)
+    assert "docs/first-hour.md" in said  # what to do next: the reward is near 0
+    assert (tmp_path / "runs" / "mine" / "model").is_dir()

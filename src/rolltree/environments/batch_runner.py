@@ -19,6 +19,7 @@ from rolltree.environments.lifecycle import failure_of
 from rolltree.environments.openai_view import OpenAIView
 from rolltree.environments.scoring import score_episode
 from rolltree.errors import ConfigError, did_you_mean, refuse_unknown
+from rolltree.html_view import html_table
 from rolltree.inference.client import ModelClient, as_client, sampling_to_args
 from rolltree.inference.deadline import seeded
 from rolltree.rollouts import (
@@ -35,7 +36,7 @@ from rolltree.rollouts import (
 from rolltree.rollouts.requests import Episode, call_seeds, playing
 from rolltree.rubrics import Rubric, write_advantages
 from rolltree.state import UnscoredSnapshot
-from rolltree.tasks import run_sync, yield_fairly
+from rolltree.tasks import Finished, run_sync, yield_fairly
 from rolltree.tokens import Trajectory
 from rolltree.types import (
     INPUT_FIELDS,
@@ -79,7 +80,7 @@ _DEFAULTS: dict[str, Any] = {"answer": "", "info": {}}
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class GenerateResults:
+class GenerateResults(Finished):
     """Finished rollouts in the order of their inputs, with one list per column.
 
     Columns are attributes and items: `results.reward` is `results["reward"]`. They are `state`,
@@ -121,6 +122,14 @@ class GenerateResults:
             f"GenerateResults({found.num_rollouts} rollouts of {found.env_id!r} with "
             f"{found.model!r}, avg_reward={found.avg_reward}, num_failed={found.num_failed})"
         )
+
+    def _repr_html_(self) -> str:
+        """Return the rollouts as a table for a notebook."""
+        rows = [
+            (state["example_id"], state["task"], state["reward"], len(state["trajectory"]))
+            for state in self.state
+        ]
+        return html_table(repr(self), ("example", "task", "reward", "calls"), rows)
 
     def __len__(self) -> int:
         return len(self.state)

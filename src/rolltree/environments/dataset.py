@@ -6,23 +6,23 @@ package is needed only for Parquet files and the Hugging Face hub.
 
 from __future__ import annotations
 
-import functools
 import json
-import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, overload
 
 from rolltree.errors import ConfigError
 from rolltree.files import write_whole
+from rolltree.hub import HubName, answers, cache_only, hub_name, unavailable
 from rolltree.types import ChatMessage, Messages, MessageType
 
 Row: TypeAlias = dict[str, Any]
 Data: TypeAlias = "Sequence[Mapping[str, Any]] | str | Path | Rows | Any"
-"""A list of dicts, a path to `.jsonl` or `.parquet`, a Hugging Face `Dataset`, or `Rows`."""
+"""A list of dicts, a path to `.jsonl` or `.parquet`, a name of the Hugging Face hub (`user/data`,
+`user/data@revision`, `user/data:split`; the split is `train`), a `Dataset`, or `Rows`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class Rows(Sequence[Row]):
         """
         if isinstance(data, Rows):
             return data
-        source = _read_file(Path(data)) if isinstance(data, str | Path) else data
+        source = _read_named(data) if isinstance(data, str | Path) else data
         if isinstance(source, Mapping) or not hasattr(source, "__getitem__"):
             raise ConfigError(
                 f"a {type(data).__name__} is not a data set of rows: rollouts are counted and "
@@ -236,8 +236,18 @@ def _without_none(message: Mapping[str, Any]) -> ChatMessage:
     return {key: value for key, value in message.items() if value is not None or key == "content"}
 
 
+def _read_named(name: str | Path) -> Any:
+    """Return the rows of a file, or of a data set of the hub: what is no file, and named so."""
+    path = Path(name)
+    repo, _, split = str(name).partition(":")
+    is_file = path.exists() or isinstance(name, Path) or path.suffix in _READERS
+    if is_file or hub_name(repo, "dataset") is None:
+        return _read_file(path)
+    return hub_rows(repo, split=split or "train")
+
+
 def _read_file(path: Path) -> Any:
-    reader = {".jsonl": _read_jsonl, ".parquet": _read_parquet}.get(path.suffix)
+    reader = _READERS.get(path.suffix)
     if reader is None:
         raise ConfigError(
             f"{path} cannot be read as a data set: its ending is {path.suffix!r}. Use .jsonl or "
@@ -285,57 +295,34 @@ def datasets_package(what: str) -> Any:
     return datasets
 
 
+_READERS: dict[str, Callable[[Path], Any]] = {
+    ".jsonl": _read_jsonl,
+    ".parquet": _read_parquet,
+}
+
+
 def hub_rows(dataset_id: str, config: str | None = None, split: str = "train") -> Any:
     """Return a split of a data set of the Hugging Face hub (or of its local cache).
+
+    `dataset_id` may name a revision: `owner/name@revision`.
 
     Raises:
         ConfigError: `datasets` is missing, or the data set cannot be loaded.
     """
     datasets = datasets_package(f"loading {dataset_id!r}")
+    name = hub_name(dataset_id, "dataset") or HubName(dataset_id, kind="dataset")
+    at = {} if name.revision is None else {"revision": name.revision}
     try:
         # Without a network its client retries for most of a minute before it looks into its cache.
-        with nullcontext() if _hub_answers() else _offline():
-            return datasets.load_dataset(dataset_id, config, split=split)
+        with nullcontext() if answers() else cache_only():
+            return datasets.load_dataset(name.repo, config, split=split, **at)
     except Exception as error:
         # It raises what its many back ends raise.
         raise ConfigError(
             f"the split {split!r} of {dataset_id!r} could not be loaded from the Hugging Face hub "
-            f"({type(error).__name__}: {error}). Pass the path of a .jsonl or .parquet file."
+            f"({type(error).__name__}: {error}). Pass the path of a .jsonl or .parquet file, or: "
+            + unavailable(name, type(error).__name__)
         ) from error
-
-
-@functools.cache
-def _hub_answers() -> bool:
-    """Whether the hub can be reached at all: its client would try for most of a minute."""
-    from urllib.error import HTTPError
-    from urllib.request import Request, urlopen
-
-    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-    try:
-        with urlopen(Request(endpoint, method="HEAD"), timeout=5.0):
-            return True
-    except HTTPError:
-        # An answer, if not the one that was hoped for.
-        return True
-    except (OSError, ValueError):
-        return False
-
-
-@contextmanager
-def _offline() -> Iterator[None]:
-    """Let `datasets` look into its cache only, while the block lasts."""
-    import datasets.config
-    import huggingface_hub.constants
-
-    modules: list[Any] = [datasets.config, huggingface_hub.constants]
-    before = [module.HF_HUB_OFFLINE for module in modules]
-    try:
-        for module in modules:
-            module.HF_HUB_OFFLINE = True
-        yield
-    finally:
-        for module, value in zip(modules, before, strict=True):
-            module.HF_HUB_OFFLINE = value
 
 
 def benchmark_rows(

@@ -6,7 +6,8 @@ A name is looked up in this order: the entry point group `rolltree.environments`
 module of that name (dashes become underscores) with a function `load_environment`; the folder
 `environments/<name>/` of the working directory with `<name>.py` or a package `<name>/`; one of the
 ready-made environments that rolltree brings along. Anything with a separator or the ending `.py`
-is a path; if there is none, `owner/name` is the installed environment `name`. Code that imports `verifiers` gets `rolltree.compat`'s.
+is a path; if there is none, `owner/name` is the installed environment `name`. Code that imports
+`verifiers` gets `rolltree.compat`'s.
 """
 
 from __future__ import annotations
@@ -102,8 +103,8 @@ def find_environment(name: str) -> Factory:
         raise UnknownName(
             f"there is no environment {name!r}: no entry point in {GROUP!r}, no installed module "
             f"{_module_name(short)} with load_environment(), no {FOLDER}/{_module_name(short)}/ "
-            f"here, and no ready-made one.{did_you_mean(short, known_environments())} Install its package (`rolltree env "
-            "install PATH`), or pass a path."
+            f"here, and no ready-made one.{did_you_mean(short, known_environments())} Install its "
+            "package (`rolltree env install PATH`), or pass a path."
         )
     raise UnknownName(
         f"there is no environment at {name}: it needs load_environment() in a file of that name, "

@@ -6,9 +6,11 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from rolltree.environments.project import TRAIN_CONFIG
 from rolltree.environments.registry import FOLDER
 from rolltree.errors import ConfigError, UnknownName, did_you_mean
 from rolltree.files import whole_folder
+from rolltree.machine import describe, look, suggested_config, toml_sections
 
 _HEAD = '''\
 """{title}: say here what the model must do.
@@ -166,6 +168,41 @@ dependencies = ["rolltree>=0.1"]
 py-modules = ["{module}"]
 """
 
+_TEST = """\
+\"\"\"The environment loads, keeps its contract, and rewards the right answer.\"\"\"
+
+from pathlib import Path
+
+import rolltree as rt
+from rolltree.environments.check import check_environment
+
+FOLDER = Path(__file__).parent
+
+
+def test_it_keeps_its_contract():
+    report = check_environment(lambda: rt.load_environment(FOLDER), num_examples=4)
+    assert report.findings == ()
+    assert report.mean_rewards["reference"] > 0.9
+
+
+def test_held_out_questions_are_new():
+    env = rt.load_environment(FOLDER)
+    trained = {{row["prompt"][-1]["content"] for row in env.dataset}}
+    assert not trained & {{row["prompt"][-1]["content"] for row in env.eval_dataset}}
+"""
+
+_TRAIN = """\
+# Settings for {machine}. Every setting: docs/settings.md of rolltree.
+# rolltree train {name}                     (again: continues)
+# rolltree train {name} model.name=tiny     a trial of the pipeline in a minute; it learns nothing
+
+[run]
+dir = "runs/{name}"
+
+[env]
+id = "{name}"
+{sections}"""
+
 _README = """\
 # {name}
 
@@ -178,9 +215,15 @@ Say here what the model must do, where the rows come from, and what earns a rewa
 | `seed` | 0 | which rows are made |
 
 ```
-rolltree env check {name}
-rolltree eval {name} -m MODEL -b URL
+rolltree env check {name}                  # probes: is it sound?
+python -m pytest {folder}                  # its test (pip install pytest)
+rolltree eval {name} -n 20                 # where does the model stand?
+rolltree train {name}                      # the settings are in train.toml
+rolltree view runs
 ```
+
+A mean reward of 5 to 95 % is a place to start training from. Below, put solved examples into the
+prompt (`few_shot=`), or give partial credit.
 """
 
 KINDS: dict[str, str] = {"single": _SINGLE, "multi": _MULTI, "tool": _TOOL}
@@ -188,6 +231,8 @@ KINDS: dict[str, str] = {"single": _SINGLE, "multi": _MULTI, "tool": _TOOL}
 
 def scaffold(name: str, kind: str = "single", folder: str | Path = FOLDER) -> list[Path]:
     """Write the package `folder/<name>/` and return its files.
+
+    It has the environment, a training config that fits this machine, a test and a README.
 
     Raises:
         ConfigError: the name cannot be a module's, or the folder exists: nothing is overwritten.
@@ -204,10 +249,22 @@ def scaffold(name: str, kind: str = "single", folder: str | Path = FOLDER) -> li
     target = Path(folder) / module
     if target.exists():
         raise ConfigError(f"{target} exists already; nothing was written. Choose another name.")
+    machine = look(folder if Path(folder).is_dir() else ".")
     fill: Callable[[str], str] = lambda text: text.format(  # noqa: E731
-        name=name, module=module, title=name.replace("-", " ").replace("_", " ").capitalize()
+        name=name,
+        module=module,
+        title=name.replace("-", " ").replace("_", " ").capitalize(),
+        folder=target,
+        machine=describe(machine),
+        sections=toml_sections(suggested_config(machine)),
     )
-    files = {f"{module}.py": KINDS[kind], "pyproject.toml": _PYPROJECT, "README.md": _README}
+    files = {
+        f"{module}.py": KINDS[kind],
+        "pyproject.toml": _PYPROJECT,
+        "README.md": _README,
+        TRAIN_CONFIG: _TRAIN,
+        f"test_{module}.py": _TEST,
+    }
     with whole_folder(target) as part:
         for file, text in files.items():
             (part / file).write_text(fill(text), encoding="utf-8")

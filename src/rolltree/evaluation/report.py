@@ -28,11 +28,12 @@ from rolltree.files import whole_file, write_whole
 from rolltree.html_view import html_lines, html_table
 from rolltree.redact import redact
 from rolltree.store import Run, StoredRollout, to_plain
+from rolltree.tasks import Finished
 from rolltree.types import RolloutResult, State
 
 
 @dataclass(frozen=True, slots=True)
-class EvalReport:
+class EvalReport(Finished):
     """One evaluation; the properties name the usual results."""
 
     env_id: str
@@ -55,6 +56,8 @@ class EvalReport:
     num_resumed: int = 0
     elapsed_s: float = 0.0
     run_path: str | None = None
+    # The machine has a GPU, and the model was on the CPU.
+    idle_gpu: bool = False
 
     @property
     def reward(self) -> Estimate | None:
@@ -91,6 +94,7 @@ class EvalReport:
                 half_width=(reward.high - reward.low) / 2 if has_interval else None,
                 failed=self.num_failed / num if num else 0.0,
                 cut_by_tokens=usage.get("num_cut_by_tokens", 0) / num if num else 0.0,
+                idle_gpu=self.idle_gpu,
             )
         )
 
@@ -142,6 +146,7 @@ def build_report(
     num_resumed: int = 0,
     elapsed_s: float = 0.0,
     run_path: str | None = None,
+    idle_gpu: bool = False,
 ) -> EvalReport:
     """Reduce rows, or the outcomes of rows, to a report.
 
@@ -160,6 +165,7 @@ def build_report(
         num_resumed=num_resumed,
         elapsed_s=elapsed_s,
         run_path=run_path,
+        idle_gpu=idle_gpu,
     )
 
 

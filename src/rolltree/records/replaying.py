@@ -30,7 +30,7 @@ from rolltree.rollouts import GroupScorer, RolloutEngine, RolloutSource, derive_
 from rolltree.rollouts.decode import decode_results
 from rolltree.rollouts.record import run_stored
 from rolltree.store import Opaque, Run, to_plain
-from rolltree.tasks import run_sync
+from rolltree.tasks import Finished, run_sync
 from rolltree.types import INPUT_FIELDS, RolloutInput, RolloutRequest, RolloutResult
 
 MAX_CONCURRENT = 32
@@ -38,7 +38,7 @@ BRANCH_PHASE = "branch"
 
 
 @dataclass(frozen=True, slots=True)
-class ReplayReport:
+class ReplayReport(Finished):
     """What became of one recorded rollout that was played again."""
 
     request_id: str  # of the recorded rollout

@@ -18,6 +18,7 @@ from rolltree.evaluation import Comparison, compare_reports, stored_report
 from rolltree.records.credit_states import credit_state
 from rolltree.rollouts.decode import decode_results
 from rolltree.store import Run
+from rolltree.tasks import Finished
 from rolltree.training import CreditPolicy, assign_credit, load_train_config
 from rolltree.types import RolloutResult
 
@@ -84,7 +85,7 @@ class CreditChange:
 
 
 @dataclass(frozen=True, slots=True)
-class RescoreReport:
+class RescoreReport(Finished):
     """What rescoring did. `changes` are the rollouts that changed most, at most `NUM_KEPT`."""
 
     source: str

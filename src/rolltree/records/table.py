@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from rolltree.errors import ConfigError, StoreError, UnknownName, did_you_mean
 from rolltree.files import whole_file
+from rolltree.html_view import html_table
 from rolltree.records.values import clean_text
 
 if TYPE_CHECKING:
@@ -62,6 +63,14 @@ class Table:
 
     def __repr__(self) -> str:
         return f"<Table {self.name}: {', '.join(self.column_names)}>"
+
+    def _repr_html_(self) -> str:
+        """Return the first rows for a notebook, long cells cut."""
+        rows = [
+            [str("" if value is None else value)[:200] for value in row.values()]
+            for row in self.head(20).rows()
+        ]
+        return html_table(f"{self.name}, its first rows", self.column_names, rows)
 
     @property
     def column_names(self) -> list[str]:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from rolltree.errors import TokenError
+from rolltree.html_view import html_table
 from rolltree.tokens.arena import NO_TURN, ROOT, CallTable, Place, TokenArena
 from rolltree.tokens.buffers import (
     EMPTY_IDS,
@@ -381,6 +382,19 @@ class TokenTree:
         return type(self).from_bytes, (self.to_bytes(),)
 
     # -- what a call is ----------------------------------------------------------------------
+
+    def _repr_html_(self) -> str:
+        """Return the calls as a table for a notebook: what each shares with an earlier one."""
+        rows = [
+            (call, self.agent(call), self.turn(call), self.parent(call), *self._sizes(call))
+            for call in range(self.num_calls)
+        ]
+        heads = ("call", "agent", "turn", "parent", "prompt tokens", "sampled tokens")
+        title = f"token tree: {self.num_calls} calls, {self.num_tokens:,} tokens stored"
+        return html_table(title, heads, rows)
+
+    def _sizes(self, call: int) -> tuple[int, int]:
+        return self.prompt_len(call), self.num_sampled(call)
 
     @property
     def num_calls(self) -> int:

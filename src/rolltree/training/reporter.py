@@ -11,6 +11,7 @@ from rolltree.advice import Advice, advise, of_training
 from rolltree.html_view import html_lines, html_table
 from rolltree.machine import has_gpu
 from rolltree.store import Run, StoredEvaluation
+from rolltree.tasks import Finished
 
 # What a printed report shows; `rows` has every metric.
 _COLUMNS = {
@@ -40,7 +41,7 @@ class TrainStart:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class TrainReport:
+class TrainReport(Finished):
     """The results of a training run. Print it, or read it: `pandas.DataFrame(report.rows())`.
 
     Attributes:

@@ -147,6 +147,11 @@ class LocalEngine(EngineThread[LocalRequest]):
         self._outdated = False
         self._start("rolltree-engine")
 
+    @property
+    def device(self) -> Any:
+        """The `torch.device` of the model."""
+        return self._device
+
     def served_tensors(self) -> list[Any]:
         """Return the tensors that forward passes read, or copies of which `publish` renews."""
         return self._decoder.runner.tensors()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from statistics import median
 from typing import Any, TypeAlias
+
+from rolltree.html_view import html_table
 
 CHECKS: dict[str, str] = {
     "storage": "checksums, counts, sums of each phase",
@@ -86,6 +88,12 @@ class AuditReport:
     def ok(self) -> bool:
         """Whether no check found anything."""
         return not any(check.num_problems for check in self.checks)
+
+    def _repr_html_(self) -> str:
+        """Return the checks as a table for a notebook."""
+        heads = ("check", "checked", "problems", "skipped")
+        rows = [astuple(check) for check in self.checks]
+        return html_table(f"audit of {self.run}", heads, rows)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as JSON data, `ok` included."""
