@@ -108,9 +108,7 @@ def teacher(seed: int) -> Any:
         if rng.random() < 0.5:
             name = rng.choice(NAMES)
         query = f"SELECT {column} FROM items WHERE name='{name}'"
-        return (
-            '<tool_call>\n{"name": "sql", "arguments": {"query": "' + query + '"}}\n</tool_call>'
-        )
+        return '<tool_call>\n{"name": "sql", "arguments": {"query": "' + query + '"}}\n</tool_call>'
 
     return play
 

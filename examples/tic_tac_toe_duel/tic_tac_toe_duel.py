@@ -29,9 +29,7 @@ PLAYERS = ("player_1", "player_2")
 def board(observation: Any, agent: str) -> str:
     """Return what a player sees: its own marks are X."""
     mine, theirs = (observation["observation"][:, :, side].ravel() for side in (0, 1))
-    cells = [
-        "X" if mine[cell] else "O" if theirs[cell] else str(cell + 1) for cell in range(9)
-    ]
+    cells = ["X" if mine[cell] else "O" if theirs[cell] else str(cell + 1) for cell in range(9)]
     return "\n".join("".join(cells[row : row + 3]) for row in (0, 3, 6))
 
 

@@ -56,9 +56,7 @@ def load_environment(num_train: int = 1000, num_eval: int = 160) -> rt.Environme
     rng = random.Random(0)
     rows = [{"question": "guess", "answer": rng.choice(WORDS)} for _ in range(num_train)]
     held_out = [{"question": "guess", "answer": WORDS[n % len(WORDS)]} for n in range(num_eval)]
-    return WordGame(
-        dataset=rows, eval_dataset=held_out, rubric=rt.Rubric([win]), max_turns=4
-    )
+    return WordGame(dataset=rows, eval_dataset=held_out, rubric=rt.Rubric([win]), max_turns=4)
 
 
 def teacher(seed: int) -> Any:
