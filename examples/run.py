@@ -29,7 +29,7 @@ from rolltree.reports.curves import reward_curve, save_curve
 from rolltree.rollouts.decode import decode_results
 
 HERE = Path(__file__).resolve().parent
-RECIPES = ("sql_agent", "word_game", "tic_tac_toe_duel")
+RECIPES = ("sql_agent", "guess_game", "tic_tac_toe_duel")
 
 
 def module_of(recipe: str) -> Any:
