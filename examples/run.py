@@ -16,7 +16,6 @@ import argparse
 import json
 import random
 import sys
-import time
 from collections.abc import Mapping
 from importlib import util
 from pathlib import Path
@@ -114,9 +113,7 @@ def figures_of(path: Path) -> dict[str, Any]:
 
 def run(recipe: str, runs: Path, seed: int) -> dict[str, Any]:
     """Train a recipe and its control, and return their figures."""
-    began = time.perf_counter()
     path = train(recipe, runs, seed, run_dir=str(runs / f"{recipe}-{seed}"))
-    trained_s = time.perf_counter() - began
     control = train(
         recipe, runs, seed, run_dir=str(runs / f"{recipe}-control-{seed}"), algorithm="zero"
     )
@@ -128,7 +125,6 @@ def run(recipe: str, runs: Path, seed: int) -> dict[str, Any]:
         "seed": seed,
         "trained": figures_of(path),
         "control": figures_of(control),
-        "seconds": round(trained_s),
     }
 
 

@@ -1,14 +1,14 @@
-"""Find a number from 1 to 7 in three guesses: each is answered with "more" or "less".
+"""Find a number from 1 to 7 in three guesses; after each the model is told which numbers are left.
 
-    user       guess
+    user       1-7
     assistant  4
-    user       more
+    user       5-7
     assistant  6
-    user       less
+    user       5-5
     assistant  5
 
-Halving what is left always wins. A model has to choose the first guess for what it will be told, and
-each later one by all that it was told: credit has to reach back over the turns.
+Halving what is left always wins. Which first guess is good shows only turns later, so credit has to
+reach back to it.
 """
 
 from __future__ import annotations
@@ -22,17 +22,20 @@ NUMBERS = range(1, 8)
 MAX_GUESSES = 3
 
 
-def answer_to(guess: str, secret: int) -> str:
-    """Return what a guess is told."""
-    if guess not in map(str, NUMBERS):
-        return "no number"
-    return "more" if int(guess) < secret else "less"
+def left_after(guesses: list[str], secret: int) -> str:
+    """Return which numbers are left; a guess that is none of 1 to 7 changes nothing."""
+    low, high = min(NUMBERS), max(NUMBERS)
+    for guess in guesses:
+        if guess in map(str, NUMBERS):
+            low = max(low, int(guess) + 1) if int(guess) < secret else low
+            high = min(high, int(guess) - 1) if int(guess) > secret else high
+    return f"{low}-{high}"
 
 
 class GuessGame(rt.MultiTurnEnv):
     async def env_response(self, messages: rt.Messages, state: rt.State) -> rt.Messages:
-        told = answer_to(messages[-1]["content"] or "", int(state["answer"]))
-        return [{"role": "user", "content": told}]
+        guesses = [m["content"] or "" for m in messages if m["role"] == "assistant"]
+        return [{"role": "user", "content": left_after(guesses, int(state["answer"]))}]
 
     @rt.stop
     async def solved(self, state: rt.State) -> bool:
@@ -73,13 +76,18 @@ def load_environment(num_train: int = 1000, num_eval: int = 210) -> rt.Environme
 
 
 def row(secret: int) -> dict[str, Any]:
-    return {"question": "guess", "answer": str(secret)}
+    return {"question": left_after([], secret), "answer": str(secret)}
 
 
 def teacher(seed: int) -> Any:
-    """Return a player for the warm-up who says any number from 1 to 7, whatever it was told."""
+    """Return a player for the warm-up who often forgets which numbers are left."""
     rng = random.Random(seed)
-    return lambda messages: str(rng.choice(NUMBERS))
+
+    def play(messages: rt.Messages) -> str:
+        low, high = map(int, messages[-1]["content"].split("-"))
+        return str(rng.randint(low, high) if rng.random() < 0.5 else rng.choice(NUMBERS))
+
+    return play
 
 
-WARM_UP = {"num_games": 500, "num_steps": 60, "batch_size": 32, "lr": 2e-3}
+WARM_UP = {"num_games": 1000, "num_steps": 200, "batch_size": 32, "lr": 2e-3}
