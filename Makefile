@@ -125,9 +125,11 @@ $(VF_VENV)/.verifiers: tests_compat/requirements.txt
 	$(VF_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt -r tests_compat/requirements.txt
 	@touch $@
 
-# Without constraints.txt: the agents pin versions of their own, and never import rolltree.
+# Without constraints.txt: the agents pin versions of their own, and never import rolltree. openenv
+# comes without what its server does not import: gradio and its 300 MB.
 $(AGENTS_VENV)/.agents: tests_agents/requirements.txt
 	@echo "Installing into $(AGENTS_VENV): agents from PyPI (two minutes) ..."
 	@test -x $(AGENTS_VENV)/bin/python || $(PYTHON) -m venv $(AGENTS_VENV)
 	$(AGENTS_VENV)/bin/python -m pip --disable-pip-version-check install --quiet -r tests_agents/requirements.txt
+	$(AGENTS_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps openenv==0.10.0
 	@touch $@

@@ -38,6 +38,7 @@ NAMES = [
     "ModelResponse",
     "MultiTurnEnv",
     "OpenAIClient",
+    "OpenEnv",
     "ParseResult",
     "Parser",
     "ProgramEnv",

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from rolltree.environments import HarborEnv as HarborEnv
     from rolltree.environments import MCPEnv as MCPEnv
     from rolltree.environments import MultiTurnEnv as MultiTurnEnv
+    from rolltree.environments import OpenEnv as OpenEnv
     from rolltree.environments import PythonEnv as PythonEnv
     from rolltree.environments import ReasoningGymEnv as ReasoningGymEnv
     from rolltree.environments import SandboxEnv as SandboxEnv
@@ -137,7 +138,7 @@ if TYPE_CHECKING:
 _ROOMS: dict[str, str] = {
     "agents": "Agent ReActAgent ToolAgent",
     "environments": "EnvGroup Environment GenerateMetadata GenerateResults GymEnv HarborEnv "
-    "MCPEnv MultiTurnEnv PythonEnv ReasoningGymEnv SandboxEnv SingleTurnEnv StatefulToolEnv "
+    "MCPEnv MultiTurnEnv OpenEnv PythonEnv ReasoningGymEnv SandboxEnv SingleTurnEnv StatefulToolEnv "
     "TextArenaEnv ToolEnv WorldEnv cleanup load_environment stop teardown",
     "errors": "ConfigError ModelError PromptTooLong RolloutTimeout RolltreeError UnknownName",
     "evaluation": "evaluate evaluate_async",

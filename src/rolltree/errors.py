@@ -21,6 +21,7 @@
     ├── SandboxError           a sandbox could not do what was requested
     │   ├── SandboxFileError   a path that leaves the sandbox, is missing or is not a file
     │   └── SandboxUnavailable this machine cannot isolate untrusted code well enough
+    ├── WorldUnavailable       a world's server cannot be reached, hung up or broke its protocol
     ├── ProgramError           an agent program could not be started, or never asked its model
     ├── BudgetSpent            an agent has used up its model calls or its tokens
     ├── RolloutTimeout         an episode outlived its time limit                  (TimeoutError)
@@ -134,6 +135,10 @@ class SandboxUnavailable(SandboxError):
     """This machine cannot isolate untrusted code as asked."""
 
 
+class WorldUnavailable(RolltreeError):
+    """The server of a world could not be reached, hung up, or broke its protocol."""
+
+
 class ProgramError(RolltreeError):
     """An agent program could not be started, or ended without asking its model."""
 
@@ -154,11 +159,11 @@ INFRASTRUCTURE = frozenset(
     (
         *("ConnectionFailed", "CallTimeout", "ServerError", "BadResponse"),
         *("APIConnectionError", "APITimeoutError", "InternalServerError"),  # the openai package's
-        "SandboxError",
+        *("SandboxError", "WorldUnavailable"),
     )
 )
-"""The types of `ErrorRecord`s that say nothing about the episode: the model's server, a judge's or
-a sandbox did not work. Such a rollout is lost, and run again with its seeds, not counted. A machine
+"""The types of `ErrorRecord`s that say nothing about the episode: the model's server, a judge's, a
+world's or a sandbox did not work. Such a rollout is lost, and run again with its seeds, not counted. A machine
 that cannot isolate code (`SandboxUnavailable`) is none of them: it would fail again."""
 
 

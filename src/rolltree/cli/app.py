@@ -74,6 +74,9 @@ def messages() -> Iterator[None]:
         # is a package to install.
         if extra is None and _is_ours(error):
             raise
+        if (error.name or "").startswith("verifiers.v1"):
+            echo(f"error: {_VERIFIERS_V1}", error=True)
+            raise click.exceptions.Exit(2) from None
         message = (
             f"this command needs the package {error.name}, which is not installed. Install "
             f"rolltree with its extra: pip install '{extra}'."
@@ -92,6 +95,14 @@ def messages() -> Iterator[None]:
         raise click.exceptions.Exit(1) from None
     except KeyboardInterrupt:
         raise click.exceptions.Exit(130) from None
+
+
+_VERIFIERS_V1 = (
+    "this environment is written for verifiers 0.4 (verifiers.v1), whose tasksets rolltree does not "
+    "run; it runs those of 0.1.8. docs/compat.md says what to do: its Harbor, OpenEnv and TextArena "
+    "tasksets are rt.HarborEnv, rt.OpenEnv and rt.TextArenaEnv, and its harnesses work behind "
+    "rolltree gateway."
+)
 
 
 def _is_ours(error: ModuleNotFoundError) -> bool:

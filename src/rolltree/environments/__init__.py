@@ -21,7 +21,7 @@ from rolltree.environments.registry import (
 from rolltree.environments.sandbox_env import PythonEnv, SandboxEnv
 from rolltree.environments.scoring import score_episode
 from rolltree.environments.tool_env import StatefulToolEnv, ToolEnv
-from rolltree.environments.worlds import GymEnv, TextArenaEnv, WorldEnv
+from rolltree.environments.worlds import GymEnv, OpenEnv, TextArenaEnv, WorldEnv
 from rolltree.tools import Tool, ToolUnavailable, convert_func_to_oai_tool
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "MCPEnv",
     "MCPServer",
     "MultiTurnEnv",
+    "OpenEnv",
     "ReasoningGymEnv",
     "ProtocolEnvironment",
     "PythonEnv",

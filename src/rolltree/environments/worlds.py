@@ -6,8 +6,10 @@ model-driven players and for agents with tools.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 from rolltree.agents import Agent
 from rolltree.environments.protocol_env import MakeWorld, ProtocolEnvironment
@@ -15,10 +17,11 @@ from rolltree.errors import ConfigError
 from rolltree.parsers.actions import ActionParser, as_text
 from rolltree.protocols import SingleAgentProtocol
 from rolltree.threads import run_in_thread
-from rolltree.types import RolloutInput
-from rolltree.worlds import GymWorld, TextArenaWorld, action_reader
+from rolltree.types import Info, RolloutInput
+from rolltree.worlds import GymWorld, OpenEnvWorld, StepOutcome, TextArenaWorld, action_reader
 from rolltree.worlds.gym import gym_maker
 from rolltree.worlds.interface import Adapter
+from rolltree.worlds.open_env import ToAction, ToText, observation_text
 from rolltree.worlds.textarena_game import game_maker
 
 _NO_LIMIT = 2**31
@@ -142,6 +145,97 @@ class TextArenaEnv(WorldEnv):
         super().__init__(
             _maker(in_thread, lambda: TextArenaWorld(make, opponents=opponents)), **settings
         )
+
+
+class OpenEnv(WorldEnv):
+    """Play the environment of an OpenEnv server; each rollout is a session of its own.
+
+    What the model says is the action's only field if the server's schema has one field and that is
+    text, or else a JSON object of the action's fields. An action that the server rejects is told to
+    the model. A server that dies fails the rollout with `WorldUnavailable`.
+
+    Args:
+        url: the server's, with http or https.
+        max_sessions: how many sessions the server has; more rollouts wait. None: no limit.
+        to_action: from text to the action's fields; it raises ValueError if there is no action.
+        to_text: from an observation's fields to text; by default the only field, or all as JSON.
+        reset_args: what `reset` is told beside the seed; a row's `info["reset"]` adds to it.
+        headers: of every request, such as {"Authorization": "Bearer ..."}; they are not stored.
+        message_limit_s: how long the server may take for one answer.
+        settings: `WorldEnv`'s.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        max_sessions: int | None = None,
+        to_action: ToAction | None = None,
+        to_text: ToText = observation_text,
+        reset_args: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
+        message_limit_s: float = 60.0,
+        **settings: Any,
+    ) -> None:
+        if max_sessions is not None and max_sessions < 1:
+            raise ConfigError(
+                f"max_sessions is {max_sessions}; no episode could begin. Use 1 or more."
+            )
+
+        def make(row: RolloutInput | None = None) -> OpenEnvWorld:
+            info = (row or {}).get("info")
+            own = (info.get("reset") if isinstance(info, Mapping) else None) or {}
+            return OpenEnvWorld(
+                url,
+                to_action=to_action,
+                to_text=to_text,
+                reset_args={**(reset_args or {}), **own},
+                headers=headers,
+                message_limit_s=message_limit_s,
+            )
+
+        # A wrong address is told now, and not in every rollout.
+        make()
+        self.max_sessions = max_sessions
+        # A semaphore belongs to one event loop.
+        self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
+            WeakKeyDictionary()
+        )
+        settings.setdefault("env_id", "openenv")
+        super().__init__(lambda row: _OneOf(make(row), self._slot()), **settings)
+
+    def _slot(self) -> asyncio.Semaphore | None:
+        if self.max_sessions is None:
+            return None
+        loop = asyncio.get_running_loop()
+        return self._slots.setdefault(loop, asyncio.Semaphore(self.max_sessions))
+
+
+class _OneOf:
+    """A world that begins when one of a limited number of places is free."""
+
+    in_thread = False
+
+    def __init__(self, world: OpenEnvWorld, slot: asyncio.Semaphore | None) -> None:
+        self._world, self._slot = world, slot
+        self._is_held = False
+
+    async def reset(self, *, seed: int | None = None) -> tuple[str, Info]:
+        if self._slot is not None and not self._is_held:
+            await self._slot.acquire()
+            self._is_held = True
+        return await self._world.reset(seed=seed)
+
+    async def step(self, action: Any) -> StepOutcome:
+        return await self._world.step(action)
+
+    async def close(self) -> None:
+        try:
+            await self._world.close()
+        finally:
+            if self._slot is not None and self._is_held:
+                self._is_held = False
+                self._slot.release()
 
 
 def _maker(in_thread: bool, make: Callable[[], Adapter]) -> MakeWorld:

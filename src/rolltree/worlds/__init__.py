@@ -1,4 +1,4 @@
-"""Worlds: what agents act in, as text, with one adapter per library of worlds.
+"""Worlds: what agents act in, as text, with one adapter per library or protocol of worlds.
 
 Gymnasium, PettingZoo and TextArena are imported only to make a world by its id.
 """
@@ -13,6 +13,7 @@ from rolltree.worlds.interface import (
     World,
     drive,
 )
+from rolltree.worlds.open_env import OpenEnvWorld
 from rolltree.worlds.petting import ParallelGame, TurnGame, board_text
 from rolltree.worlds.textarena_game import TextArenaWorld
 
@@ -20,6 +21,7 @@ __all__ = [
     "BAD_ACTION",
     "CanSnapshot",
     "GymWorld",
+    "OpenEnvWorld",
     "ParallelGame",
     "ParallelWorld",
     "StepOutcome",
