@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
+from io import BytesIO
 from typing import Any, TypeVar, cast
 
 import aiohttp
@@ -106,7 +107,9 @@ class HeadClient:
         url = self._beats.answer.get("head")
         if url is None or self._http is None:
             raise HeadLost("the driver knows of no head")
-        method, body = ("GET", None) if message is None else ("POST", message.to_bytes())
+        method = "GET" if message is None else "POST"
+        # aiohttp sends a file in parts, without holding the event loop.
+        body = None if message is None else BytesIO(message.to_bytes())
         try:
             async with self._http.request(method, f"{url}{path}", data=body) as answer:
                 content = await answer.read()
