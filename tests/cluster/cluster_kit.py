@@ -1,4 +1,4 @@
-"""A stand-in for the driver: a name service in this process, and roles that a test starts itself."""
+"""A stand-in for the driver: a name service in this process, and roles that a test starts."""
 
 from __future__ import annotations
 
