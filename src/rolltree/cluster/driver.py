@@ -257,7 +257,9 @@ class Driver:
             ):
                 break
             await asyncio.sleep(_POLL_S)
-        await self._launcher.stop(name, _DEFAULT_GRACE_S)
+        # Another of its name may run by now.
+        if self.roster.roles.get(name) is role:
+            await self._launcher.stop(name, _DEFAULT_GRACE_S)
 
     # -- all ---------------------------------------------------------------------------------------
 
