@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import fmean
-from typing import Literal, TypeAlias
+from statistics import fmean, median
+from typing import Literal, NamedTuple, TypeAlias
 
 from rolltree.estimate import Estimate, estimate, student_t
 
 Trend: TypeAlias = Literal["rises", "falls", "is flat"]
 _CLEAR_RATIO = 6.0
+LEAST_STEPS = 8
+"""Steps from which on quarters of a run are compared, and halves of a shorter one."""
 
 
 def since(pairs: Sequence[tuple[int, int]]) -> int:
@@ -58,6 +60,53 @@ def jump(values: Sequence[float]) -> int:
         if gain > best:
             best, at = gain, index
     return at
+
+
+class Shift(NamedTuple):
+    """A lasting change of level: from `at` on, with the medians of both sides."""
+
+    at: int
+    before: float
+    after: float
+
+    @property
+    def factor(self) -> float:
+        """How many times as large it became."""
+        return self.after / self.before
+
+
+def shift(values: Sequence[float], *, factor: float) -> Shift | None:
+    """Return where positive values became at least `factor` times as large for good, if they did.
+
+    The change must also be six times what values differ by on either side of it, so that a noisy
+    series has none. All is in logarithms: a growth from 1 to 10 counts as one from 10 to 100.
+    """
+    logs = [math.log(max(value, 1e-12)) for value in values]
+    at = jump(logs)
+    if not 2 <= at <= len(logs) - 2:
+        return None
+    sides = logs[:at], logs[at:]
+    low, high = map(median, sides)
+    noise = median(
+        abs(value - mid) for side, mid in zip(sides, (low, high), strict=True) for value in side
+    )
+    if high - low < max(math.log(factor), 6 * 1.48 * noise):
+        return None
+    return Shift(at, math.exp(low), math.exp(high))
+
+
+def ends(count: int) -> tuple[int, int]:
+    """Return how many steps the beginning and the end of a run have: quarters, of few halves."""
+    size = count // (4 if count >= LEAST_STEPS else 2)
+    return size, count - size
+
+
+def level_change(values: Sequence[float]) -> tuple[float, float, tuple[float, float, float]]:
+    """Return the mean at the beginning, at the end, and their difference with its interval."""
+    size, last = ends(len(values))
+    sides = values[:size], values[last:]
+    groups = [[[value] for value in side] for side in sides]
+    return fmean(sides[0]), fmean(sides[1]), mean_change(*groups)
 
 
 def consecutive(steps: Sequence[int], known: Sequence[int]) -> list[tuple[int, int]]:
