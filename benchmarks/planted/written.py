@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import rolltree as rt
 from rolltree.rollouts.record import encode_result
-from rolltree.store import Run
+from rolltree.store import Run, StoredRollout
 from rolltree.store.weights import META
 
 DRIFT = "train/sampling/sampling_logp_difference/mean"
@@ -104,6 +104,10 @@ def write(folder: Path, course: Course, seed: int = 0) -> Path:
             run.set_meta(META, [{"env_id": "sums", "since": 0.0, "parts": [part]}])
         for notice in course.notices:
             run.add_event("notice", {"message": notice})
+        # All rollouts at once: a transaction for each step is what takes the time.
+        steps = range(1, course.steps + 1 + course.num_ahead)
+        played = {step: list(_rollouts(course, step, draw)) for step in steps}
+        run.add_rollouts(row for pairs in played.values() for row, _ in pairs)
         for step in range(course.steps + 1):
             if step in course.held_out:
                 mean = course.held_out[step]
@@ -111,22 +115,24 @@ def write(folder: Path, course: Course, seed: int = 0) -> Path:
                 phase = {"phase": f"eval/{step}", "metrics": found}
                 run.add_event("evaluation", phase, step=step)
             if step:
-                _write_step(run, course, step, draw)
-        for step in range(course.steps + 1, course.steps + 1 + course.num_ahead):
-            run.add_rollouts(row for row, _ in _rollouts(course, step, draw))
+                _write_step(run, course, step, played[step], draw)
         if course.last_notice:
             run.add_event("notice", {"message": course.last_notice})
         if course.error:
             kind, _, message = course.error.partition(": ")
-            run.add_event("ended", {"type": kind, "message": message})
+            run.add_event("ended", {"state": "failed", "error": kind, "message": message})
         elif course.is_finished:
             run.add_event("finished", step=course.steps)
     return folder
 
 
-def _write_step(run: Run, course: Course, step: int, draw: random.Random) -> None:
-    pairs = list(_rollouts(course, step, draw))
-    run.add_rollouts(row for row, _ in pairs)
+def _write_step(
+    run: Run,
+    course: Course,
+    step: int,
+    pairs: list[tuple[StoredRollout, dict[str, Any]]],
+    draw: random.Random,
+) -> None:
     t = (step - 1) / max(1, course.steps - 1)
     groups: dict[str, list[float]] = {}
     for row, _ in pairs:
@@ -171,9 +177,19 @@ def _row(course: Course, spot: Spot, reward: float | None, metrics: Mapping[str,
     }
     if columns.get("status") == "error":
         reward = None
-    messages, steps, errors = None, [], []
-    if course.talk is not None:
-        messages, steps, errors = course.talk(spot, reward)
+    known: dict[str, Any] = {
+        "reward": reward,
+        "metrics": dict(metrics),
+        "group_id": name,
+        "index_in_group": spot.index,
+        "phase": course.phase,
+        "train_step": spot.step,
+        "env_id": "sums",
+        "example_id": spot.group,
+    }
+    if course.talk is None:
+        return StoredRollout(request_id=f"{name}/{spot.index}", **known, **columns)
+    messages, steps, errors = course.talk(spot, reward)
     request = rt.RolloutRequest(
         request_id=f"{name}/{spot.index}",
         env_id="sums",
@@ -191,16 +207,14 @@ def _row(course: Course, spot: Spot, reward: float | None, metrics: Mapping[str,
         trajectory=rt.Trajectory(steps),
         reward=reward,
         metrics=dict(metrics),
-        completion=messages or [_said("5")],
+        completion=messages,
         is_completed=True,
         tool_errors=errors,
     )
-    (row,) = encode_result(rt.RolloutResult(request, (state,), None, 1), blobs=bool(messages))
-    from dataclasses import replace
-
+    (row,) = encode_result(rt.RolloutResult(request, (state,), None, 1))
     if steps:
-        columns.pop("num_calls", None)
-    return replace(row, reward=reward, metrics=dict(metrics), **columns)
+        del columns["num_calls"]
+    return replace(row, **known, **columns)
 
 
 def _user(text: str) -> dict[str, Any]:
@@ -259,7 +273,11 @@ def two_calls(second: Callable[[Spot], tuple[list[int], list[Any]]]) -> Any:
     """Return a talk of two calls, the second with the ids and messages that are given."""
 
     def talk(spot: Spot, reward: float | None) -> Any:
-        question, first, more = _user("What is 2 + 3?"), _said("<think>Add.</think> 6"), _user("No.")
+        question, first, more = (
+            _user("What is 2 + 3?"),
+            _said("<think>Add.</think> 6"),
+            _user("No."),
+        )
         ids, messages = second(spot)
         steps = [
             _call([1, 2, 3, 4], THOUGHT + SPOKEN, [question], first),
@@ -277,7 +295,9 @@ KEPT = ([1, 2, 3, 4, *THOUGHT, *SPOKEN, 8, 9], _HISTORY)
 SLID = ([1, 2, *THOUGHT, *SPOKEN, 8, 9], _HISTORY[1:])
 
 
-def fails(at: int, share: float, kind: str = "SandboxError", phase: str = "environment") -> OfRollout:
+def fails(
+    at: int, share: float, kind: str = "SandboxError", phase: str = "environment"
+) -> OfRollout:
     """Return columns of rollouts that fail from a step on."""
     return lambda spot: (
         {"status": "error", "error_type": kind, "error_phase": phase}
@@ -304,9 +324,7 @@ def share_metric(before: float, after: float) -> OfRollout:
 def length_cut(at: int, share: float) -> OfRollout:
     """Return columns of rollouts that run into their limit of tokens from a step on."""
     return lambda spot: {
-        "finish_reason": "length"
-        if spot.step >= at and spot.draw.random() < share
-        else "stop"
+        "finish_reason": "length" if spot.step >= at and spot.draw.random() < share else "stop"
     }
 
 
@@ -337,7 +355,10 @@ FAULTS: Mapping[str, Fault] = {
         Course(
             reward=_paid,
             weights={"correct": 1.0, "long": 1.0},
-            metrics={"correct": share_metric(0.6, 0.2), "long": lambda s: 3 * s.t + s.draw.random()},
+            metrics={
+                "correct": share_metric(0.6, 0.2),
+                "long": lambda s: 3 * s.t + s.draw.random(),
+            },
         ),
     ),
     "format_only": Fault(
@@ -388,12 +409,16 @@ FAULTS: Mapping[str, Fault] = {
     "never_learns": Fault(("reward",), Course(reward=FLAT, steps=40, groups=8)),
     "length": Fault(
         ("length",),
-        Course(reward=FLAT, series={"train/completions/mean_length": ramp(40, 800)}, max_tokens=4096),
+        Course(
+            reward=FLAT, series={"train/completions/mean_length": ramp(40, 800)}, max_tokens=4096
+        ),
     ),
     "gradient": Fault(("gradient",), Course(series={"train/grad_norm": jumps(0.8, 1e5, 10, 0.4)})),
     "gradient_spike": Fault(
         ("gradient",),
-        Course(series={"train/grad_norm": lambda s, t, d: 1e5 if s == 9 else math.exp(d.gauss(0, 0.4))}),
+        Course(
+            series={"train/grad_norm": lambda s, t, d: 1e5 if s == 9 else math.exp(d.gauss(0, 0.4))}
+        ),
     ),
     "nan_loss": Fault(
         ("not_finite",), Course(series={"train/loss": lambda s, t, d: math.nan if s > 11 else 0.1})
@@ -459,9 +484,11 @@ FAULTS: Mapping[str, Fault] = {
     "truncated": Fault(
         ("truncated",),
         Course(
-            columns=lambda s: {"truncated": True, "truncation_reason": "max_turns"}
-            if s.step > 8 and s.index < 4
-            else {}
+            columns=lambda s: (
+                {"truncated": True, "truncation_reason": "max_turns"}
+                if s.step > 8 and s.index < 4
+                else {}
+            )
         ),
     ),
     "drift": Fault(("drift",), Course(series={DRIFT: jumps(0.003, 0.3, 8)})),
@@ -528,22 +555,22 @@ HEALTHY: Mapping[str, Course] = {
         weights={"correct": 1.0, "brief": 0.1},
         metrics={"correct": share_metric(0.2, 0.8), "brief": share_metric(0.9, 0.3)},
     ),
-    "reward_dips": Course(
-        reward=lambda s: coin(0.3, 0.8)(s) if s.step != 9 else coin(0.1, 0.1)(s)
-    ),
+    "reward_dips": Course(reward=lambda s: coin(0.3, 0.8)(s) if s.step != 9 else coin(0.1, 0.1)(s)),
     "solved_below_zero": Course(
         reward=lambda s: 0.0 if s.step > 10 else -float(s.draw.random() < 0.6 * (1 - s.t))
     ),
     "negative": Course(reward=lambda s: -2 + s.t + s.draw.gauss(0, 0.3)),
-    "sparse": Course(reward=lambda s: float(s.draw.random() < 0.02 + 0.12 * s.t), steps=30, groups=12),
-    "sparse_bursts": Course(reward=lambda s: float(s.group == 2) * coin(0.1, 0.9)(s)),
+    "sparse": Course(
+        reward=lambda s: float(s.draw.random() < 0.02 + 0.12 * s.t), steps=30, groups=12
+    ),
+    "sparse_late": Course(
+        reward=lambda s: float(s.draw.random() < (0.01 if s.t < 0.5 else 0.6 * s.t)), steps=24
+    ),
     "several_tasks": Course(
         **tasks({"adding": (0.3, 0.9), "sorting": (0.5, 0.5), "naming": (0.6, 0.5)})
     ),
     "bfloat16": Course(series={DRIFT: ramp(0.012, 0.02, 0.3)}),
-    "gradient_noise": Course(
-        series={"train/grad_norm": lambda s, t, d: math.exp(d.gauss(0, 1.0))}
-    ),
+    "gradient_noise": Course(series={"train/grad_norm": lambda s, t, d: math.exp(d.gauss(0, 1.0))}),
     "asynchronous": Course(
         series={
             "train/lag_mean": ramp(1.4, 1.6),
@@ -555,22 +582,24 @@ HEALTHY: Mapping[str, Course] = {
         steps=40,
     ),
     "kl_is_spent": Course(series={"train/kl": ramp(0.01, 1.3)}),
-    "confident": Course(
-        reward=coin(0.3, 1.2), series={"train/entropy": jumps(0.8, 0.01, 12)}
-    ),
+    "confident": Course(reward=coin(0.3, 1.2), series={"train/entropy": jumps(0.8, 0.01, 12)}),
     "empty_answers_lose": Course(
         reward=lambda s: 0.0 if s.index == 0 else float(s.draw.random() < 0.5 + 0.4 * s.t),
         talk=says(lambda s, r: "" if s.index == 0 else "5"),
     ),
     "delegation": Course(
         reward=lambda s: None if s.index > 3 else coin(0.3, 0.8)(s),
-        columns=lambda s: {"parent_rollout": f"train/{s.step}/p", "depth": 1} if s.index > 3 else {},
+        columns=lambda s: (
+            {"parent_rollout": f"train/{s.step}/p", "depth": 1} if s.index > 3 else {}
+        ),
     ),
     "slow_judge": Course(columns=lambda s: {"scoring_ms": 6000.0 + 2000 * s.draw.random()}),
     "rare_failure": Course(
-        columns=lambda s: fails(1, 1.0, "RolloutTimeout", "timeout")(s)
-        if (s.step, s.group, s.index) == (7, 2, 3)
-        else {},
+        columns=lambda s: (
+            fails(1, 1.0, "RolloutTimeout", "timeout")(s)
+            if (s.step, s.group, s.index) == (7, 2, 3)
+            else {}
+        ),
     ),
     "tool_is_learned": Course(
         talk=calls_tool(lambda s: s.draw.random() < 0.9 * (1 - s.t) ** 2, "ToolArgumentError")
@@ -606,9 +635,7 @@ HEALTHY: Mapping[str, Course] = {
         columns=lambda s: {"truncated": True, "truncation_reason": "max_turns", "num_calls": 8}
     ),
     "held_out": Course(held_out={step: 0.2 + 0.04 * step for step in range(0, 17, 2)}),
-    "curriculum": Course(
-        reward=coin(0.7, 0.45), metrics={"level": lambda s: 1 + s.step // 5}
-    ),
+    "curriculum": Course(reward=coin(0.7, 0.45), metrics={"level": lambda s: 1 + s.step // 5}),
     "curriculum_of_tasks": Course(
         reward=lambda s: coin(0.85, 0.85)(s) if s.step < 8 else coin(0.4, 0.5)(s),
         columns=lambda s: {"task": "easy" if s.step < 8 else "hard"},
@@ -620,6 +647,8 @@ HEALTHY: Mapping[str, Course] = {
     "partial_credit": Course(
         reward=lambda s: min(1.0, max(0.0, s.draw.gauss(0.3 + 0.4 * s.t, 0.2)))
     ),
-    "compiles_first": Course(series={"time/step": lambda s, t, d: 90.0 if s == 1 else 8 + d.random()}),
+    "compiles_first": Course(
+        series={"time/step": lambda s, t, d: 90.0 if s == 1 else 8 + d.random()}
+    ),
 }
 """Name to a healthy run of some shape."""

@@ -44,7 +44,7 @@ LEAST_ENTROPY, ENTROPY_RATIO = 0.05, 5
 LEAST_KL, RUNAWAY_KL = 0.1, 1.0
 # Share of the rewards' range below which there is more to earn. Some questions of most tasks cannot
 # be solved, so a flat reward is told of from a lower share on than a policy without variety.
-UNSOLVED, UNSOLVED_FLAT = 0.9, 0.75
+UNSOLVED, UNSOLVED_FLAT = 0.9, 0.7
 # Share of groups without variance from which on most of what is played teaches nothing.
 MANY_FLAT = 0.7
 # Times: of what a number was, from which on it is another number.
@@ -76,10 +76,13 @@ def zero_variance(facts: Facts) -> Cases:
     flat = [step for step, share in _flat_shares(facts) if share >= 0.999]
     known = [each.reward for each in facts.rollouts if each.reward is not None]
     best, worst = max(known, default=0.0), min(known, default=0.0)
-    # The last spans: a run that began flat and learned later is not told of its beginning for ever.
-    for first, last in consecutive(flat, list(facts.steps))[-3:]:
-        if last - first + 1 < min(LEAST_SPAN, len(facts.steps)):
-            continue
+    spans = [
+        (first, last)
+        for first, last in consecutive(flat, list(facts.steps))
+        if last - first + 1 >= min(LEAST_SPAN, len(facts.steps))
+    ]
+    # The last span: a run that began flat and learned later is not told of its beginning for ever.
+    for first, last in spans[-1:]:
         rows = [each for each in facts.rollouts if first <= (each.train_step or 0) <= last]
         rewards = Counter(each.reward for each in rows if each.reward is not None)
         norms = [value for step, value in facts.series("train/grad_norm") if first <= step <= last]
@@ -88,13 +91,21 @@ def zero_variance(facts: Facts) -> Cases:
         # The best of a run that had worse ones, or everything right from its first step on; a
         # reward that is 0.5 whatever happens is neither.
         is_solved = set(rewards) == {best} and (best > worst or best == 1)
+        # Rare rewards leave whole steps without any: a run that learns later was not broken.
+        is_over = last < max(facts.steps, default=last) and reward_moves(facts) == "rises"
+        is_fine = is_solved or is_over or _is_solved(facts, UNSOLVED_FLAT)
+        more = f", and in {len(spans) - 1} spans before" if len(spans) > 1 else ""
         yield {
-            "span": steps_of(first, last),
-            "so": "so nothing was learned" if is_idle else "so rewards taught nothing",
+            "span": steps_of(first, last) + more,
+            "so": "so there was nothing left to learn"
+            if is_solved
+            else "so nothing was learned"
+            if is_idle
+            else "so rewards taught nothing",
             "rewards": f": all {sum(rewards.values()):,} rewards were {next(iter(rewards)):g}"
             if len(rewards) == 1
             else "",
-            "severity": "info" if is_solved else "error" if is_idle else "warning",
+            "severity": "info" if is_fine else "error" if is_idle else "warning",
             "phase": facts.phase,
             "steps": [first, last],
             "step": last,
@@ -615,18 +626,19 @@ def form(facts: Facts) -> Cases:
             changes[series.removeprefix("metrics/")] = level_change(values)
     paid = {name: w for name, w in facts.weights.items() if w > 0 and name in changes}
     gained = {name: w * (changes[name][1] - changes[name][0]) for name, w in paid.items()}
-    total = sum(each for each in gained.values() if each > 0)
     most = max(paid.values(), default=0.0)
-    aims = [name for name in changes if _AIM.search(name.lower()) and not _COST.search(name.lower())]
+    aims = [
+        name for name in changes if _AIM.search(name.lower()) and not _COST.search(name.lower())
+    ]
     for name in dict.fromkeys([*(n for n in paid if paid[n] == most and len(paid) > 1), *aims]):
         began, ended, change = changes[name]
-        # It does not rise, it had room to, and others earned what was gained.
-        if ended > 0.75 or trend(change) != "is flat" or change[2] > 0.2:
+        best = max(gained, key=gained.__getitem__, default=name)
+        # It had room to rise and rose little or not at all, as far as its noise can say, while
+        # another function earned what was gained.
+        if best == name or _AIM.search(best.lower()) or ended > UNSOLVED_FLAT:
             continue
-        if total <= 0 or gained.get(name, 0.0) > 0.1 * total:
-            continue
-        best = max(gained, key=gained.__getitem__)
-        if best == name or _AIM.search(best.lower()):
+        other = changes[best][1] - changes[best][0]
+        if trend(change) != "is flat" or change[0] > 0.25 * other or change[2] > 0.5 * other:
             continue
         yield {
             "name": short(name),

@@ -99,9 +99,9 @@ class Facts:
     weights: Mapping[str, float] = field(default_factory=dict)
     # Metric to the first step at which it was NaN or infinite.
     not_finite: Mapping[str, int] = field(default_factory=dict)
-    # What the run announced: step (if any) and message.
+    # What the run announced.
     notices: Sequence[str] = ()
-    # What it announced after its last step.
+    # What it announced after its last step about waiting.
     waits: Sequence[str] = ()
 
     def series(self, name: str) -> list[tuple[int, float]]:
@@ -166,7 +166,7 @@ def read_facts(run: Run, *, quick: bool = False) -> Facts:
         is_done = any(event.kind == "finished" for event in events)
         newest = steps[-1].step + (not is_done)
         rollouts = [each for each in rollouts if (each.train_step or 0) <= newest]
-    told = [event for event in events if event.kind == "notice"]
+    told = [(e.created_at, str(e.data.get("message"))) for e in events if e.kind == "notice"]
     after = steps[-1].created_at if steps else 0.0
     decode = None if is_sampled else _decoder(run, rollouts)
     return Facts(
@@ -187,8 +187,8 @@ def read_facts(run: Run, *, quick: bool = False) -> Facts:
             for name, value in step.metrics.items()
             if is_number(value) and value - value != 0.0
         },
-        notices=[str(event.data.get("message")) for event in told],
-        waits=[str(e.data.get("message")) for e in told if e.created_at > after],
+        notices=[message for _, message in told],
+        waits=[message for at, message in told if at > after and " has waited " in message],
     )
 
 
