@@ -1,4 +1,4 @@
-"""Runs that `rt.train` really trains, with the tiny model: `train(folder, FAULTS["gaming"].run)`."""
+"""Runs of the tiny model that `rt.train` trains: `train(folder, FAULTS["gaming"].run)`."""
 
 from __future__ import annotations
 
@@ -198,9 +198,6 @@ FAULTS: Mapping[str, Fault] = {
     "trained_raises": Fault(("scoring", "failures", "unscored"), Training(rewards=(raises,))),
     "trained_unscored": Fault(("scoring", "failures", "unscored"), Training(rewards=(unsure,))),
     "trained_silence": Fault(("empty_answers",), Training(rewards=(silent,), num_steps=24)),
-    "trained_length": Fault(
-        ("length", "max_tokens"), Training(rewards=(long,), max_tokens=64, num_steps=24)
-    ),
     "trained_shared": Fault(
         ("shared_questions",), Training(num_held_out=8, is_shared=True, num_steps=8)
     ),

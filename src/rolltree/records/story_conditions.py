@@ -122,12 +122,8 @@ def flat_groups(facts: Facts) -> Cases:
     share = fmean(value for _, value in last)
     num_all = sum(value >= 0.999 for _, value in last)
     # Rare rewards make flat groups and are learned from all the same; a solved task makes them too.
-    if (
-        share < MANY_FLAT
-        or num_all == len(last)
-        or _is_solved(facts)
-        or reward_moves(facts) == "rises"
-    ):
+    is_fine = _is_solved(facts, UNSOLVED_FLAT) or reward_moves(facts) == "rises"
+    if share < MANY_FLAT or num_all == len(last) or is_fine:
         return
     yield {
         "percent": percent(share),
@@ -189,7 +185,7 @@ def share_of(
         return
     case: dict[str, Any] = {
         "share": share,
-        "is_new": at > 0,
+        "is_new": at > 0 and before < share / 2,
         "percent": percent(share),
         "phase": facts.phase,
     }
@@ -230,7 +226,7 @@ def _of_limit(
             rewards[holds(each)].append(each.reward)
     hit, free = rewards[True], rewards[False]
     if case["is_new"]:
-        return "error"
+        return "info" if is_meant else "error"
     if hit and free:
         # Answers that were cut earn less, by more than chance.
         costs = mean_change([[each] for each in free], [[each] for each in hit])[2] < 0
@@ -553,8 +549,8 @@ def collapse(facts: Facts) -> Cases:
 
 def tasks(facts: Facts) -> Cases:
     """One task of several that gets worse, which the mean over all hides."""
-    for task, by_step in facts.task_rewards().items():
-        steps = sorted(facts.group_rewards())
+    by_task, steps = facts.task_rewards(), sorted(facts.group_rewards())
+    for task, by_step in by_task.items():
         size, at = ends(len(steps))
         first, last = (_of_steps(by_step, part) for part in (steps[:size], steps[at:]))
         if min(len(first), len(last)) < 3:
@@ -562,8 +558,9 @@ def tasks(facts: Facts) -> Cases:
         began, ended = fmean(map(fmean, first)), fmean(map(fmean, last))
         known = [each for step in by_step for each in by_step[step].values()]
         worst = min(min(group) for group in known)
-        # By half of what it earned: of a dozen tasks one falls a little by chance.
-        if trend(mean_change(first, last)) == "falls" and ended - worst <= 0.5 * (began - worst):
+        # By half of what it earned, and by more than the worst of several tasks does by chance.
+        change = mean_change(first, last, confidence=1 - 0.05 / len(by_task))
+        if trend(change) == "falls" and ended - worst <= 0.5 * (began - worst):
             yield {
                 "task": short(task),
                 "began": f"{began:.3g}",

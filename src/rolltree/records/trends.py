@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import fmean, median
 from typing import Literal, NamedTuple, TypeAlias
 
-from rolltree.estimate import Estimate, estimate, student_t
+from rolltree.estimate import CONFIDENCE, Estimate, estimate, student_t
 
 Trend: TypeAlias = Literal["rises", "falls", "is flat"]
 _CLEAR_RATIO = 6.0
@@ -127,9 +127,11 @@ def group_estimate(groups: Sequence[Sequence[float]]) -> Estimate | None:
 
 
 def mean_change(
-    before: Sequence[Sequence[float]], after: Sequence[Sequence[float]]
+    before: Sequence[Sequence[float]],
+    after: Sequence[Sequence[float]],
+    confidence: float = CONFIDENCE,
 ) -> tuple[float, float, float]:
-    """Return the difference of two means over groups with its 95 % interval (Welch)."""
+    """Return the difference of two means over groups with its interval (Welch)."""
     sides = [[fmean(group) for group in groups] for groups in (before, after)]
     means = [fmean(side) for side in sides]
     change = means[1] - means[0]
@@ -140,7 +142,7 @@ def mean_change(
         math.fsum((value - mean) ** 2 for value in side) / (len(side) - 1) / len(side)
         for side, mean in zip(sides, means, strict=True)
     ]
-    half = student_t(min(map(len, sides)) - 1, 0.95) * math.sqrt(sum(variances))
+    half = student_t(min(map(len, sides)) - 1, confidence) * math.sqrt(sum(variances))
     return change, change - half, change + half
 
 
