@@ -525,6 +525,56 @@ FAULTS: Mapping[str, Fault] = {
         ),
     ),
     "ended": Fault(("ended",), Course(error="TrainingError: the loss is nan", steps=5)),
+    # Written after the rules, without looking at their numbers (design 30).
+    "accuracy_erodes": Fault(
+        ("gaming",),
+        Course(
+            reward=lambda s: 0.2 + 0.6 * s.t + s.draw.gauss(0, 0.1),
+            metrics={"accuracy": share_metric(0.9, 0.5)},
+            steps=40,
+        ),
+    ),
+    "tool_mostly_raises": Fault(
+        ("tools",),
+        Course(
+            talk=calls_tool(lambda s: s.step >= 3 and s.draw.random() < 0.7, "KeyError"), steps=12
+        ),
+    ),
+    "falls_to_crumbs": Fault(
+        ("collapse", "reward"),
+        Course(reward=lambda s: 0.1 if s.step > 20 else float(s.draw.random() < 0.45), steps=30),
+    ),
+    "drift_creeps": Fault(("drift",), Course(series={DRIFT: ramp(0.002, 0.2)}, steps=30)),
+    "slower_and_slower": Fault(("slow",), Course(series={"time/step": ramp(10, 250)}, steps=20)),
+    "gradient_creeps": Fault(
+        ("gradient",),
+        Course(
+            series={"train/grad_norm": lambda s, t, d: 3000**t * math.exp(d.gauss(0, 0.3))},
+            steps=24,
+        ),
+    ),
+    "one_of_five_tasks": Fault(
+        ("task",),
+        Course(
+            reward=lambda s: float(
+                s.draw.random()
+                < (
+                    0.1
+                    if s.group % 5 == 2 and s.step > 9
+                    else 0.5 + 0.4 * s.t
+                    if s.group % 5 != 2
+                    else 0.8
+                )
+            ),
+            columns=lambda s: {"task": f"t{s.group % 5}"},
+            steps=20,
+            groups=10,
+        ),
+    ),
+    "answers_grow": Fault(
+        ("length",),
+        Course(series={"train/completions/mean_length": ramp(60, 1500)}, max_tokens=8192, steps=20),
+    ),
 }
 """Name to a fault in a written run."""
 
@@ -650,5 +700,16 @@ HEALTHY: Mapping[str, Course] = {
     "compiles_first": Course(
         series={"time/step": lambda s, t, d: 90.0 if s == 1 else 8 + d.random()}
     ),
+    # Written after the rules, without looking at their numbers (design 30).
+    "nearly_solved": Course(reward=coin(0.95, 0.97), steps=30),
+    "self_play": Course(reward=lambda s: 1.0 if s.index % 2 == 0 else -1.0, steps=20),
+    "large_rewards": Course(reward=lambda s: 100 + 400 * s.t + s.draw.gauss(0, 80)),
+    "explores": Course(series={"train/entropy": ramp(0.4, 0.9), "train/kl": ramp(0, 0, 0)}),
+    "three_steps": Course(steps=3),
+    "busy_machine": Course(
+        series={"time/step": lambda s, t, d: 20 * math.exp(d.gauss(0, 0.8))}, steps=30
+    ),
+    "tool_sometimes": Course(talk=calls_tool(lambda s: s.draw.random() < 0.15)),
+    "hints_fall": Course(metrics={"used_hint": share_metric(0.8, 0.1)}),
 }
 """Name to a healthy run of some shape."""

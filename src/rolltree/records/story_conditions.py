@@ -16,11 +16,11 @@ from rolltree.records.trends import (
     consecutive,
     ends,
     group_estimate,
+    growth,
     jump,
     level_change,
     mean_change,
     ratio_of,
-    shift,
     since,
     trend,
 )
@@ -500,7 +500,11 @@ def _reward_severity(facts: Facts, change: tuple[float, float, float]) -> str:
     known = [each.reward for each in facts.rollouts if each.reward is not None]
     # An interval that holds a rise worth having says that it is too early, and not that it is flat.
     is_open = change[2] > 0.25 * (max(known) - min(known)) > 0
-    is_early = len(facts.group_rewards()) < LEAST_STEPS
+    by_step = facts.group_rewards()
+    is_early = len(by_step) < LEAST_STEPS
+    # In a game against oneself one wins what the other loses, and the mean stays where it is.
+    means = [fmean(group) for step in by_step for group in by_step[step].values()]
+    is_early |= max(known) > min(known) and max(means) - min(means) < 1e-9
     if found == "warning" and (is_open or is_early or _is_solved(facts, UNSOLVED_FLAT)):
         return "info"
     # What is earned of harder questions does not compare with what was earned of easy ones.
@@ -674,7 +678,7 @@ def gradient(facts: Facts) -> Cases:
     values = [value for _, value in series]
     if len(values) < 4:
         return
-    found, middle = shift(values, factor=STEEPER), median(values)
+    found, middle = growth(values, factor=STEEPER), median(values)
     first, size = None, 0.0
     if found is not None:
         first, middle, size = series[found.at][0], found.before, found.after
@@ -706,18 +710,15 @@ def length(facts: Facts) -> Cases:
     series = facts.series("train/completions/mean_length")
     if len(series) < 4:
         return
-    values = [max(value, 1.0) for _, value in series]
-    size, at = ends(len(values))
-    before, after = median(values[:size]), median(values[at:])
     least = LONGER_WITH_REWARD if reward_moves(facts) == "rises" else LONGER
-    if after >= least * before and min(values[at:]) > max(values[:size]):
-        where = next(i for i, value in enumerate(values) if value > math.sqrt(before * after))
+    found = growth([max(value, 1.0) for _, value in series], factor=least)
+    if found is not None:
         yield {
-            "factor": after / before,
-            "before": before,
-            "after": after,
-            "first": series[where][0],
-            "steps": [series[where][0], series[-1][0]],
+            "factor": found.factor,
+            "before": found.before,
+            "after": found.after,
+            "first": series[found.at][0],
+            "steps": [series[found.at][0], series[-1][0]],
         }
 
 
@@ -725,7 +726,7 @@ def slow(facts: Facts) -> Cases:
     """Steps that take many times as long as before."""
     series = facts.series("time/step")
     values = [max(value, 1e-3) for _, value in series]
-    found = shift(values, factor=SLOWER) if len(values) >= 4 else None
+    found = growth(values, factor=SLOWER) if len(values) >= 4 else None
     if found is None or found.after < LEAST_SLOW_S:
         return
     lengths = [value for _, value in facts.series("rollout/total_sampled_tokens")]
@@ -773,7 +774,8 @@ def drift(facts: Facts) -> Cases:
     if before and high >= 10 * low and high >= LEAST_DRIFT:
         first, were = series[at][0], f" ({low:.2g} before)"
     elif median(values) >= LEAST_CONSTANT_DRIFT:
-        first, were, high = series[0][0], "", median(values)
+        first = next(step for step, value in series if value >= LEAST_DRIFT)
+        were, high = "", median(values)
     else:
         at, middle = max(range(len(values)), key=values.__getitem__), median(values)
         if values[at] >= max(LEAST_CONSTANT_DRIFT, 10 * middle) and len(values) >= 4:

@@ -62,8 +62,8 @@ def jump(values: Sequence[float]) -> int:
     return at
 
 
-class Shift(NamedTuple):
-    """A lasting change of level: from `at` on, with the medians of both sides."""
+class Growth(NamedTuple):
+    """Values that became larger for good: from `at` on, with the levels before and after."""
 
     at: int
     before: float
@@ -71,28 +71,36 @@ class Shift(NamedTuple):
 
     @property
     def factor(self) -> float:
-        """How many times as large it became."""
+        """How many times as large they became."""
         return self.after / self.before
 
 
-def shift(values: Sequence[float], *, factor: float) -> Shift | None:
-    """Return where positive values became at least `factor` times as large for good, if they did.
+def growth(values: Sequence[float], *, factor: float) -> Growth | None:
+    """Return where positive values became at least `factor` times as large, if they stayed so.
 
-    The change must also be six times what values differ by on either side of it, so that a noisy
-    series has none. All is in logarithms: a growth from 1 to 10 counts as one from 10 to 100.
+    A jump must be six times what values differ by on either side of it; what grows evenly must end
+    above all that it was in its first quarter. All is in logarithms: a growth from 1 to 10 counts
+    as one from 10 to 100.
     """
-    logs = [math.log(max(value, 1e-12)) for value in values]
-    at = jump(logs)
-    if not 2 <= at <= len(logs) - 2:
+    logs, count = [math.log(max(value, 1e-12)) for value in values], len(values)
+    at, (size, end) = jump(logs), ends(count)
+    if 2 <= at <= count - 2:
+        sides = logs[:at], logs[at:]
+        low, high = map(median, sides)
+        noise = 1.48 * median(
+            abs(value - mid) for side, mid in zip(sides, (low, high), strict=True) for value in side
+        )
+        if high - low >= max(math.log(factor), 6 * noise):
+            return Growth(at, math.exp(low), math.exp(high))
+    # Two of two that are larger are chance; three of three, and by a factor, hardly.
+    if size < 3 or min(logs[end:]) <= max(logs[:size]):
         return None
-    sides = logs[:at], logs[at:]
-    low, high = map(median, sides)
-    noise = median(
-        abs(value - mid) for side, mid in zip(sides, (low, high), strict=True) for value in side
-    )
-    if high - low < max(math.log(factor), 6 * 1.48 * noise):
+    few = max(2, count // 8)
+    low, high = median(logs[:few]), median(logs[-few:])
+    if high - low < math.log(factor):
         return None
-    return Shift(at, math.exp(low), math.exp(high))
+    at = next(index for index, value in enumerate(logs) if value > (low + high) / 2)
+    return Growth(at, math.exp(low), math.exp(high))
 
 
 def ends(count: int) -> tuple[int, int]:
