@@ -575,6 +575,47 @@ FAULTS: Mapping[str, Fault] = {
         ("length",),
         Course(series={"train/completions/mean_length": ramp(60, 1500)}, max_tokens=8192, steps=20),
     ),
+    "nan_entropy": Fault(
+        ("not_finite",),
+        Course(series={"train/entropy": lambda s, t, d: math.nan if s > 5 else 0.5}),
+    ),
+    "ess_drops": Fault(
+        ("ess",), Course(series={"ratio/ess": jumps(0.95, 0.2, 12, 0.05)}, steps=20)
+    ),
+    "falls_below_zero": Fault(
+        ("reward",), Course(reward=lambda s: -0.5 - s.t + s.draw.gauss(0, 0.4), steps=20)
+    ),
+    "judge_slows": Fault(
+        ("waits",),
+        Course(
+            columns=lambda s: {
+                "scoring_ms": 90_000.0 * (1 + s.draw.random()) if s.step >= 10 else 1500.0
+            }
+        ),
+    ),
+    "more_are_cut": Fault(
+        ("max_tokens",),
+        Course(
+            columns=lambda s: {
+                "finish_reason": "length" if s.draw.random() < 0.15 + 0.45 * s.t else "stop"
+            },
+            steps=20,
+        ),
+    ),
+    "style_only": Fault(
+        ("form",),
+        Course(
+            reward=_paid,
+            weights={"solves": 2.0, "style": 1.0},
+            metrics={"solves": share_metric(0.3, 0.3), "style": share_metric(0.3, 0.95)},
+            steps=24,
+        ),
+    ),
+    "entropy_fades": Fault(
+        ("entropy",),
+        Course(reward=coin(0.3, 0.3), series={"train/entropy": ramp(0.9, 0.01)}, steps=24),
+    ),
+    "memorizes": Fault(("held_out",), Course(held_out={0: 0.7, 5: 0.68, 10: 0.6, 16: 0.45})),
 }
 """Name to a fault in a written run."""
 
@@ -711,5 +752,34 @@ HEALTHY: Mapping[str, Course] = {
     ),
     "tool_sometimes": Course(talk=calls_tool(lambda s: s.draw.random() < 0.15)),
     "hints_fall": Course(metrics={"used_hint": share_metric(0.8, 0.1)}),
+    "few_large_groups": Course(steps=8, groups=3, size=16),
+    "too_early": Course(reward=coin(0.5, 0.5), steps=8, groups=3),
+    "three_functions": Course(
+        reward=_paid,
+        weights={"a": 1.0, "b": 0.5, "c": 0.2},
+        metrics={
+            "a": share_metric(0.2, 0.7),
+            "b": share_metric(0.3, 0.6),
+            "c": share_metric(0.5, 0.8),
+            "tool_calls": lambda s: 5 - 3 * s.t,
+            "words": lambda s: 80 - 60 * s.t,
+        },
+    ),
+    "some_are_cut": Course(
+        columns=lambda s: {"finish_reason": "length" if s.draw.random() < 0.1 else "stop"}
+    ),
+    "one_large_gradient": Course(
+        series={"train/grad_norm": lambda s, t, d: 20.0 if s == 7 else math.exp(d.gauss(0, 0.3))}
+    ),
+    "stages": Course(
+        reward=lambda s: float(s.draw.random() < 0.45 + 0.4 * ((s.step - 1) % 8) / 8),
+        metrics={"stage": lambda s: (s.step - 1) // 8},
+        steps=32,
+    ),
+    "summaries": Course(
+        talk=two_calls(lambda s: ([7, 8, 9], [_user("Summary: 6 was wrong."), _user("No.")])),
+        series={"samples/break_rate": ramp(1, 1, 0)},
+    ),
+    "few_failures": Course(columns=fails(1, 0.004, "ServerError", "model")),
 }
 """Name to a healthy run of some shape."""

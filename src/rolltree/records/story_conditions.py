@@ -508,7 +508,7 @@ def _reward_severity(facts: Facts, change: tuple[float, float, float]) -> str:
     if found == "warning" and (is_open or is_early or _is_solved(facts, UNSOLVED_FLAT)):
         return "info"
     # What is earned of harder questions does not compare with what was earned of easy ones.
-    return "info" if found == "error" and _is_curriculum(facts) else found
+    return "info" if found != "good" and _is_curriculum(facts) else found
 
 
 def _is_curriculum(facts: Facts) -> bool:
@@ -817,7 +817,8 @@ def entropy(facts: Facts) -> Cases:
     if len(series) < LEAST_STEPS:
         return
     values = [value for _, value in series]
-    before, after = median(values[:size]), median(values[-size:])
+    few = max(2, len(values) // 8)
+    before, after = median(values[:size]), median(values[-few:])
     if after > LEAST_ENTROPY or after * ENTROPY_RATIO > before:
         return
     rewards = [each.reward for each in facts.rollouts if each.reward is not None]
@@ -834,7 +835,7 @@ def entropy(facts: Facts) -> Cases:
     at = next(
         i
         for i, value in enumerate(values)
-        if max(value, median(values[i : i + size])) <= LEAST_ENTROPY
+        if max(value, median(values[i : i + few])) <= LEAST_ENTROPY
     )
     yield {
         "first": series[at][0],
