@@ -293,7 +293,7 @@ def test_the_reward_rises_is_flat_or_falls():
     (found,) = told("reward", rollouts=by_reward(lambda step, i: step + i / 16))
     assert found["text"].startswith("The reward rises: 2.97 [")
     assert "still rises: +4 [" in found["text"]
-    (found,) = told("reward", rollouts=by_reward(lambda step, i: float(i % 2)))
+    (found,) = told("reward", rollouts=by_reward(lambda step, i: float(i % 3 == 0)))
     assert (found["text"][:18], found["severity"]) == ("The reward is flat", "warning")
     (found,) = told("reward", rollouts=by_reward(lambda step, i: -step + i / 16))
     assert (found["text"][:16], found["severity"]) == ("The reward falls", "error")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -128,22 +128,25 @@ class Facts:
 
         Groups, not rollouts, are what intervals count: the members of one share their question.
         """
-        return self._by_step(lambda each: True)
+        return self._by_step(None)
 
     def task_rewards(self) -> dict[str, dict[int, dict[str, list[float]]]]:
         """Return the same of each task."""
         tasks = dict.fromkeys(each.task for each in self.rollouts)
-        if not 1 < len(tasks) <= MAX_TASKS:
-            return {}
-        return {task: self._by_step(lambda each, t=task: each.task == t) for task in tasks}
+        return {task: self._by_step(task) for task in tasks} if 1 < len(tasks) <= MAX_TASKS else {}
 
-    def _by_step(self, holds: Callable[[StoryRollout], bool]) -> dict[int, dict[str, list[float]]]:
+    def _by_step(self, task: str | None) -> dict[int, dict[str, list[float]]]:
         found: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         for each in self.rollouts:
             step = each.train_step
             # A step that has not ended knows those who ended first, which are the easy ones.
             is_whole = step is not None and (not self.steps or step in self.steps)
-            if is_whole and each.reward is not None and not each.parent_rollout and holds(each):
+            if (
+                is_whole
+                and each.reward is not None
+                and not each.parent_rollout
+                and task in (None, each.task)
+            ):
                 found[step or 0][each.group_id].append(each.reward)
         return found
 

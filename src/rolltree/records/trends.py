@@ -113,8 +113,8 @@ def level_change(values: Sequence[float]) -> tuple[float, float, tuple[float, fl
     """Return the mean at the beginning, at the end, and their difference with its interval."""
     size, last = ends(len(values))
     sides = values[:size], values[last:]
-    groups = [[[value] for value in side] for side in sides]
-    return fmean(sides[0]), fmean(sides[1]), mean_change(*groups)
+    before, after = ([[value] for value in side] for side in sides)
+    return fmean(sides[0]), fmean(sides[1]), mean_change(before, after)
 
 
 def consecutive(steps: Sequence[int], known: Sequence[int]) -> list[tuple[int, int]]:
