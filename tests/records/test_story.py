@@ -293,7 +293,7 @@ def test_the_reward_rises_is_flat_or_falls():
     (found,) = told("reward", rollouts=by_reward(lambda step, i: step + i / 16))
     assert found["text"].startswith("The reward rises: 2.97 [")
     assert "still rises: +4 [" in found["text"]
-    (found,) = told("reward", rollouts=by_reward(lambda step, i: float(i // 4 % 2)))
+    (found,) = told("reward", rollouts=by_reward(lambda step, i: float(i % 3 == 0)))
     assert (found["text"][:18], found["severity"]) == ("The reward is flat", "warning")
     (found,) = told("reward", rollouts=by_reward(lambda step, i: -step + i / 16))
     assert (found["text"][:16], found["severity"]) == ("The reward falls", "error")
@@ -407,6 +407,7 @@ def test_each_planted_problem_is_the_only_one_that_alarms(tmp_path, problem):
     alarms = {each["kind"]: each for each in found if each["severity"] in ("error", "warning")}
     if problem == "zero_variance":
         assert alarms.pop("reward")["text"].startswith("The reward falls")
+        assert alarms.pop("collapse")["text"].startswith("The reward collapsed at step 6")
     assert set(alarms) == ({problem} if problem else set())
     if problem:
         assert planted_kit.PROBLEMS[problem] in alarms[problem]["text"]

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, Literal, TypeAlias
 
 from rolltree.records import story_conditions as conditions
+from rolltree.records import story_rewards, story_series
 from rolltree.records.story_facts import Facts, read_facts
 from rolltree.store import Run
 
@@ -28,13 +29,16 @@ class Detector:
     # words and numbers that the other fields name.
     condition: Callable[[Facts], Iterable[Case]]
     sentence: str  # a format string over the case
-    severity: Severity | Callable[[Case], Severity]
-    view: str  # the page's view that shows the evidence; a case with a `view` has another
+    severity: Severity | Callable[[Case], Severity] = field(default=lambda case: case["severity"])
+    view: str = "curves"  # of the page, with the evidence; a case with a `view` has another
     shows: tuple[str, ...] = ()  # the values of the case that the view is opened with
-    link: Mapping[str, Any] = field(default_factory=dict)  # and what is the same for all cases
+    series: str = ""  # and the metric, if it is the same for all cases
+    # Runs of `benchmarks/planted`: one that it names, and a healthy one that looks much like it.
+    runs: tuple[str, str] | None = None
 
     def sentences(self, kind: str, facts: Facts) -> Iterable[Sentence]:
         """Yield a sentence for each case."""
+        link = {"series": self.series} if self.series else {}
         for case in self.condition(facts):
             shown = {name: case[name] for name in self.shows if name in case}
             severity = self.severity if isinstance(self.severity, str) else self.severity(case)
@@ -42,7 +46,7 @@ class Detector:
                 "kind": kind,
                 "text": self.sentence.format(**case),
                 "severity": severity,
-                "evidence": {"view": case.get("view", self.view), **self.link, **shown},
+                "evidence": {"view": case.get("view", self.view), **link, **shown},
             }
 
 
@@ -64,17 +68,25 @@ def story(facts: Facts) -> list[Sentence]:
     found = [
         sentence for kind, each in DETECTORS.items() for sentence in each.sentences(kind, facts)
     ]
+    if {each["kind"] for each in found} & _DOUBTS:
+        # What is earned is not what is wanted: then it is no good news that it rises.
+        good = [each for each in found if each["severity"] == "good"]
+        found = [each | {"severity": "info"} if each in good else each for each in found]
     # A stable sort: among equally alarming sentences the order of `DETECTORS` stays.
     return sorted(found, key=lambda each: _ORDER.index(each["severity"]))
 
 
+_DOUBTS = {"gaming", "form", "empty_answers"}
+
+
 def _above(alarming: float) -> Callable[[Case], Severity]:
-    """Return a severity: an error from this share of rollouts on, else a warning."""
-    return lambda case: "error" if case["share"] >= alarming else "warning"
+    """Return a severity: an error from this share of rollouts on, else a warning, of few none."""
 
+    def severity(case: Case) -> Severity:
+        if case["share"] < conditions.FEW:
+            return "info"
+        return "error" if case["share"] >= alarming else "warning"
 
-def _as_found(case: Case) -> Severity:
-    severity: Severity = case["severity"]
     return severity
 
 
@@ -84,51 +96,133 @@ _ONE_ROLLOUT = ("request_id", "trajectory_index", "rollouts")
 
 DETECTORS: Mapping[str, Detector] = {
     "ended": Detector(
-        condition=conditions.ended,
+        condition=story_series.ended,
         sentence="The run ended with an error: {error}",
         severity="error",
-        view="curves",
-        link={"series": "reward/mean"},
+        series="reward/mean",
+        runs=("ended", "stopped_early"),
+    ),
+    "not_finite": Detector(
+        condition=story_series.not_finite,
+        sentence="{name} is not a number since step {first}, so the weights may be lost.",
+        severity="error",
+        shows=("series", "steps"),
+        runs=("nan_loss", "loss_near_zero"),
+    ),
+    "gaming": Detector(
+        condition=story_rewards.gaming,
+        sentence="The reward rises while {what} {name} falls: the reward went from {reward_began} "
+        "to {reward_ended}, {name} from {began} to {ended}. What is paid is not what is wanted.",
+        shows=("series", "beside", "steps"),
+        runs=("gaming", "cost_falls"),
+    ),
+    "form": Detector(
+        condition=story_rewards.form,
+        sentence="The reward rises by {best} ({best_began} to {best_ended}), while {name} does not "
+        "({began} to {ended}).",
+        severity="warning",
+        shows=("series", "beside"),
+        runs=("format_only", "format_first"),
+    ),
+    "collapse": Detector(
+        condition=story_rewards.collapse,
+        sentence="The reward collapsed at step {first}: its mean was {before} before and is "
+        "{after} since, the least there is.",
+        severity="error",
+        shows=("steps",),
+        series="reward/mean",
+        runs=("collapse", "reward_dips"),
     ),
     "zero_variance": Detector(
-        condition=conditions.zero_variance,
+        condition=story_rewards.zero_variance,
         sentence="No group had reward variance in {span}, {so}{rewards}.",
-        severity=_as_found,
         view="groups",
         shows=("phase", "steps", "step"),
-        link={"series": "train/frac_reward_zero_std"},
+        series="train/frac_reward_zero_std",
+        runs=("constant_reward", "solved_below_zero"),
+    ),
+    "flat_groups": Detector(
+        condition=story_rewards.flat_groups,
+        sentence="{percent} of groups had no reward variance in {span}, so most of what was played "
+        "taught nothing.",
+        severity="warning",
+        view="groups",
+        shows=("phase", "steps", "step"),
+        series="train/frac_reward_zero_std",
+        runs=("flat_groups", "sparse"),
+    ),
+    "task": Detector(
+        condition=story_rewards.tasks,
+        sentence="The task {task} gets worse: {began} in {first_steps}, {ended} in {last_steps}.",
+        severity="error",
+        view="rollouts",
+        shows=_ROLLOUTS,
+        runs=("one_task_lost", "several_tasks"),
     ),
     "drift": Detector(
-        condition=conditions.drift,
-        sentence="The engine's logprobs drift from the trainer's since step {first}: they differ "
+        condition=story_series.drift,
+        sentence="The engine's logprobs drift from the trainer's {since}: they differ "
         "by {size:.2g} nats per token{before}. What is trained is not what was sampled.",
         severity="error",
-        view="curves",
         shows=("series", "steps"),
+        runs=("drift", "bfloat16"),
+    ),
+    "gradient": Detector(
+        condition=story_series.gradient,
+        sentence="The gradient explodes at step {first}: its norm is {size:.3g}, and was "
+        "{before:.3g}.",
+        severity="error",
+        shows=("steps",),
+        series="train/grad_norm",
+        runs=("gradient", "gradient_noise"),
+    ),
+    "ess": Detector(
+        condition=story_series.ess,
+        sentence="A few tokens make the updates: the effective sample size is {percent} of the "
+        "tokens at the end.",
+        shows=("steps",),
+        series="ratio/ess",
+        runs=("ess", "asynchronous"),
     ),
     "kl": Detector(
-        condition=conditions.kl,
+        condition=story_series.kl,
         sentence="{text}",
-        severity=_as_found,
-        view="curves",
         shows=("steps",),
-        link={"series": "train/kl"},
+        series="train/kl",
+        runs=("kl", "kl_is_spent"),
     ),
     "entropy": Detector(
-        condition=conditions.entropy,
+        condition=story_series.entropy,
         sentence="The policy hardly varies since step {first}: its entropy is {after:.2g} nats per "
         "token ({before:.2g} at first), so little else is tried.{rewards}",
         severity="warning",
-        view="curves",
         shows=("series", "steps"),
+        runs=("entropy", "confident"),
     ),
     "empty_answers": Detector(
-        condition=conditions.empty_answers,
+        condition=story_rewards.empty_answers,
         sentence="Empty answers earn reward: of {num_read} rollouts that were looked at, {num} say "
         "nothing, and their mean reward is {mean:.3g} (all: {mean_of_all:.3g}).",
         severity="error",
         view="rollout",
         shows=(*_ONE_ROLLOUT, "phase"),
+        runs=("empty_answers", "empty_answers_lose"),
+    ),
+    "unscored": Detector(
+        condition=conditions.unscored,
+        sentence="Nothing scored {percent} of rollouts{since}, so they have no reward.",
+        severity=_above(0.1),
+        view="rollouts",
+        shows=_ROLLOUTS,
+        runs=("unscored", "delegation"),
+    ),
+    "waits": Detector(
+        condition=conditions.waits,
+        sentence="{text}",
+        severity="warning",
+        view="rollout",
+        shows=(*_ONE_ROLLOUT, "phase"),
+        runs=("dead_judge", "slow_judge"),
     ),
     "timeouts": Detector(
         condition=conditions.timeouts,
@@ -136,6 +230,15 @@ DETECTORS: Mapping[str, Detector] = {
         severity=_above(0.1),
         view="rollout",
         shows=(*_ONE_ROLLOUT, "phase", "where"),
+        runs=("timeouts", "rare_failure"),
+    ),
+    "tools": Detector(
+        condition=conditions.tools,
+        sentence="The tool {tool} raises {error} in {percent} of rollouts{since}.",
+        severity="error",
+        view="rollout",
+        shows=(*_ONE_ROLLOUT, "phase"),
+        runs=("tool_raises", "tool_is_learned"),
     ),
     "failures": Detector(
         condition=partial(
@@ -148,6 +251,7 @@ DETECTORS: Mapping[str, Detector] = {
         severity=_above(0.1),
         view="rollouts",
         shows=_ROLLOUTS,
+        runs=("failures", "rare_failure"),
     ),
     "scoring": Detector(
         condition=conditions.scoring,
@@ -156,60 +260,78 @@ DETECTORS: Mapping[str, Detector] = {
         severity=_above(0.1),
         view="rollout",
         shows=(*_ONE_ROLLOUT, "phase"),
+        runs=("scoring", "plain"),
     ),
     "breaks": Detector(
         condition=conditions.breaks,
         sentence="In {percent} of later calls the prompt does not extend the call before, because "
         "{why}; what follows is computed again.",
-        severity=lambda case: "info" if case["cause"] == "compaction" else "warning",
-        view="curves",
         shows=("series", *_ONE_ROLLOUT, "call", "position"),
+        runs=("breaks", "sliding_window"),
     ),
     "max_tokens": Detector(
-        condition=partial(
-            conditions.share_of,
-            conditions.hit_max_tokens,
-            where="finish_reason = length",
-            least=conditions.LEAST_SHARE,
-            words=conditions.limit_of_tokens,
-        ),
+        condition=conditions.max_tokens,
         sentence="{percent} of rollouts hit max_tokens{words}{since}.",
-        severity="error",
         view="rollouts",
         shows=_ROLLOUTS,
+        runs=("max_tokens", "one_token"),
+    ),
+    "length": Detector(
+        condition=story_series.length,
+        sentence="Answers became {factor:.0f} times as long, from step {first} on: {before:.3g} "
+        "tokens per rollout at first, {after:.3g} at the end.",
+        severity="warning",
+        shows=("steps",),
+        series="train/completions/mean_length",
+        runs=("length", "learns_to_think"),
+    ),
+    "slow": Detector(
+        condition=story_series.slow,
+        sentence="Steps take {factor:.0f} times as long since step {first}: {after:.3g} s, and "
+        "{before:.3g} s before{part}.",
+        severity="warning",
+        shows=("steps",),
+        series="time/step",
+        runs=("slow", "learns_to_think"),
     ),
     "truncated": Detector(
         condition=conditions.truncated,
         sentence="{percent} of rollouts were cut by {reason}{since}.",
-        severity="warning",
         view="rollouts",
         shows=_ROLLOUTS,
+        runs=("truncated", "fixed_turns"),
     ),
-    "reward": Detector(
-        condition=conditions.reward_trend,
-        sentence="The reward {trend}: {began} in {first_steps}, {ended} in {last_steps}.{now}",
-        severity=_as_found,
-        view="curves",
-        shows=("steps",),
-        link={"series": "reward/mean"},
-    ),
-    "held_out": Detector(
-        condition=conditions.held_out_change,
-        sentence="Held out, the reward {verb}: {began} after {first} steps, {ended} after {last}.",
-        severity=_as_found,
-        view="curves",
-        link={"series": "eval/reward"},
+    "shared_questions": Detector(
+        condition=story_series.shared_questions,
+        sentence="{all} {num_of} held-out questions are also training questions, so the held-out "
+        "reward includes memorization.",
+        severity="warning",
+        series="eval/reward",
+        runs=("shared_questions", "held_out"),
     ),
     "staleness": Detector(
-        condition=conditions.staleness,
+        condition=story_series.staleness,
         sentence="Tokens are trained {lag:.2g} versions after they were sampled on average{most}"
         "{stale}.",
-        severity=lambda case: "warning" if case["share"] >= 0.05 else "info",
-        view="curves",
-        link={"series": "train/lag_mean"},
+        severity=lambda case: "warning" if case["share"] >= 0.05 or case["lag"] >= 8 else "info",
+        series="train/lag_mean",
+        runs=("stale", "asynchronous"),
+    ),
+    "reward": Detector(
+        condition=story_rewards.reward_trend,
+        sentence="The reward {trend}: {began} in {first_steps}, {ended} in {last_steps}.{now}",
+        shows=("steps",),
+        series="reward/mean",
+        runs=("reward_falls", "curriculum"),
+    ),
+    "held_out": Detector(
+        condition=story_series.held_out_change,
+        sentence="{what}, the reward {verb}: {began} after {first} steps, {ended} after {last}.",
+        series="eval/reward",
+        runs=("overfit", "held_out"),
     ),
     "sampled": Detector(
-        condition=conditions.sampled,
+        condition=story_series.sampled,
         sentence="This is told from {num:,} of {num_of:,} rollouts, spread over the run, without "
         "their tokens; `rolltree view` reads all.",
         severity="info",

@@ -1,86 +1,34 @@
-"""Conditions of the narrator: what is worth telling of rollouts, and of series of numbers."""
+"""Conditions of the narrator on rollouts: endings, failures, limits, tools, scores, breaks."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from statistics import fmean, median
+from collections.abc import Callable, Mapping
+from statistics import fmean
 from typing import Any
 
 from rolltree.records.story_facts import Facts, StoryRollout
+from rolltree.records.story_rewards import earns_most, reward_moves
+from rolltree.records.story_words import (
+    Cases,
+    equals,
+    percent,
+    short,
+    shown_rollouts,
+)
 from rolltree.records.trends import (
-    Trend,
-    consecutive,
-    group_estimate,
-    jump,
     mean_change,
     ratio_of,
     since,
-    trend,
 )
 
-Cases = Iterator[dict[str, Any]]
-
-LEAST_SPAN = 2  # steps without reward variance, one after the other, that are worth a sentence
 LEAST_SHARE = 0.2  # of rollouts that end at a limit: it is told from here on
 LEAST_BREAKS = 0.05
-# Nats per token by which engine and trainer must differ after a jump, and from the beginning on;
-# 16-bit engines differ by about 0.01.
-LEAST_DRIFT = 0.02
-LEAST_CONSTANT_DRIFT = 0.05
-# Steps from which on quarters of a run are compared.
-LEAST_STEPS = 8
-# Nats per token, and the share of the first steps' entropy, to which it must have fallen. A choice
-# of two with 0.05 nats is 99 to 1; runs that learn to answer well end at 0.1 to 0.3.
-LEAST_ENTROPY, ENTROPY_RATIO = 0.05, 5
-# Nats per token at which KL is told if the reward falls, and if it does not rise. To go from 14 %
-# right to 87 % takes 1.3 nats in a whole rollout, whatever its length (the KL of the answers'
-# distributions bounds that of being right); at 1 nat each token is 2.7 times as likely as before.
-LEAST_KL, RUNAWAY_KL = 0.1, 1.0
-# Share of the rewards' range below which there is more to earn.
-UNSOLVED = 0.9
-NAME_LENGTH = 60
-
-
-# -- rollouts: groups, endings, failures, tools, breaks, rewards -----------------------------------
-
-
-def zero_variance(facts: Facts) -> Cases:
-    """Steps in which all groups' rewards were equal."""
-    flat = [step for step, share in _flat_shares(facts) if share >= 0.999]
-    best = max((each.reward for each in facts.rollouts if each.reward is not None), default=0.0)
-    # The last spans: a run that began flat and learned later is not told of its beginning for ever.
-    for first, last in consecutive(flat, list(facts.steps))[-3:]:
-        if last - first + 1 < min(LEAST_SPAN, len(facts.steps)):
-            continue
-        rows = [each for each in facts.rollouts if first <= (each.train_step or 0) <= last]
-        rewards = Counter(each.reward for each in rows if each.reward is not None)
-        norms = [value for step, value in facts.series("train/grad_norm") if first <= step <= last]
-        # A gradient without reward variance comes from a KL term or an entropy bonus.
-        is_idle = not any(norms)
-        is_solved = set(rewards) == {best} and best > 0
-        yield {
-            "span": steps_of(first, last),
-            "so": "so nothing was learned" if is_idle else "so rewards taught nothing",
-            "rewards": f": all {sum(rewards.values()):,} rewards were {next(iter(rewards)):g}"
-            if len(rewards) == 1
-            else "",
-            "severity": "info" if is_solved else "error" if is_idle else "warning",
-            "phase": facts.phase,
-            "steps": [first, last],
-            "step": last,
-        }
-
-
-def _flat_shares(facts: Facts) -> list[tuple[int, float]]:
-    """Return the share of groups without variance at each step, as logged or from the rewards."""
-    if logged := facts.series("train/frac_reward_zero_std"):
-        return logged
-    return [
-        (step, fmean(float(len(set(rewards)) == 1) for rewards in groups.values()))
-        for step, groups in sorted(facts.group_rewards().items())
-    ]
+LEAST_WAIT_MS = 60_000.0
+# Share of rollouts below which what befalls them is told, and alarms nobody.
+FEW = 0.01
+# A limit of so few tokens is part of the task: an answer of one letter, a choice of four.
+SHORT_LIMIT = 16
 
 
 def share_of(
@@ -110,7 +58,12 @@ def share_of(
         at, share = 0, ratio_of(pairs)  # it has become rarer: there is no "since" to warn of
     if share < least:
         return
-    case: dict[str, Any] = {"share": share, "percent": percent(share), "phase": facts.phase}
+    case: dict[str, Any] = {
+        "share": share,
+        "is_new": at > 0 and before < share / 2,
+        "percent": percent(share),
+        "phase": facts.phase,
+    }
     case |= {"where": where, "since": "", "words": words(facts)}
     if at:
         case["steps"] = [steps[at], steps[-1]]
@@ -129,9 +82,31 @@ def hit_max_tokens(rollout: StoryRollout) -> bool:
     return rollout.finish_reason == "length"
 
 
-def limit_of_tokens(facts: Facts) -> str:
-    """Return ` (64)`, the limit, if it is known."""
-    return "" if facts.max_tokens is None else f" ({facts.max_tokens})"
+def max_tokens(facts: Facts) -> Cases:
+    """Rollouts that ran into their limit of tokens."""
+    limit = "" if facts.max_tokens is None else f" ({facts.max_tokens})"
+    is_short = facts.max_tokens is not None and facts.max_tokens <= SHORT_LIMIT
+    found = share_of(hit_max_tokens, facts, where="finish_reason = length", least=LEAST_SHARE)
+    for case in found:
+        yield {**case, "words": limit, "severity": _of_limit(facts, hit_max_tokens, case, is_short)}
+
+
+def _of_limit(
+    facts: Facts, holds: Callable[[StoryRollout], bool], case: Mapping[str, Any], is_meant: bool
+) -> str:
+    """Return how bad a limit is: one that is hit more and more, or that costs reward."""
+    rewards: dict[bool, list[float]] = {True: [], False: []}
+    for each in facts.rollouts:
+        if each.reward is not None:
+            rewards[holds(each)].append(each.reward)
+    hit, free = rewards[True], rewards[False]
+    if case["is_new"]:
+        return "info" if is_meant else "error"
+    if hit and free:
+        # Answers that were cut earn less, by more than chance.
+        costs = mean_change([[each] for each in free], [[each] for each in hit])[2] < 0
+        return "error" if costs and not is_meant else "info"
+    return "info" if is_meant or earns_most(facts) or reward_moves(facts) == "rises" else "error"
 
 
 def kinds_of_failures(facts: Facts) -> str:
@@ -162,7 +137,67 @@ def truncated(facts: Facts) -> Cases:
 
         where = equals("truncation_reason", reason)
         for case in share_of(is_cut, facts, where=where, least=LEAST_SHARE):
-            yield {**case, "reason": short(reason)}
+            severity = "warning" if _of_limit(facts, is_cut, case, False) == "error" else "info"
+            yield {**case, "reason": short(reason), "severity": severity}
+
+
+def unscored(facts: Facts) -> Cases:
+    """Rollouts that ended well and that nothing scored."""
+    # A run without any reward has no rubric: that is told by its numbers.
+    if facts.phase != "train" and all(each.reward is None for each in facts.rollouts):
+        return
+    yield from share_of(is_unscored, facts, where="status = ok and reward = none")
+
+
+def is_unscored(rollout: StoryRollout) -> bool:
+    """Whether a rollout should have a reward and has none."""
+    return rollout.status == "ok" and rollout.reward is None and not rollout.parent_rollout
+
+
+def waits(facts: Facts) -> Cases:
+    """Minutes in which nothing happened: a judge that does not answer, a step that cannot begin."""
+    slow = [each for each in facts.rollouts if each.scoring_ms >= LEAST_WAIT_MS]
+    if slow:
+        longest = max(slow, key=lambda each: each.scoring_ms)
+        steps = sorted({each.train_step for each in slow if each.train_step is not None})
+        yield {
+            "text": f"Scoring takes minutes: {len(slow):,} of {len(facts.rollouts):,} rollouts "
+            f"waited {longest.scoring_ms / 60_000:.1f} min at most for their reward"
+            f"{f', from step {steps[0]} on' if steps else ''}.",
+            "phase": facts.phase,
+            **shown_rollouts([longest]),
+        }
+    elif facts.waits:
+        yield {
+            "text": f"The run does not go on: {short(facts.waits[-1], 300)}",
+            "view": "rollouts",
+            "phase": facts.phase,
+        }
+
+
+def tools(facts: Facts) -> Cases:
+    """Tools that raise in most rollouts at the end."""
+    last = [each for each in facts.looked if each.num_tools or each.tool_errors]
+    names = {tool for each in last for tool, kind in each.tool_errors if not is_time(kind)}
+    for tool in sorted(names):
+        raised = [any(name == tool for name, _ in each.tool_errors) for each in last]
+        at = since([(int(each), 1) for each in raised])
+        share, before = fmean(raised[at:]), fmean(raised[:at]) if at else 0.0
+        # A model learns to call a tool rightly; one that fails whoever calls it does not become
+        # better.
+        if share < 0.5 or share < before or len(raised[at:]) < 3:
+            continue
+        rows = [each.rollout for each, bad in zip(last[at:], raised[at:], strict=True) if bad]
+        kinds = Counter(k for each in last for name, k in each.tool_errors if name == tool)
+        step = last[at].rollout.train_step
+        yield {
+            "tool": short(tool),
+            "percent": percent(share),
+            "error": short(kinds.most_common(1)[0][0]),
+            "since": f" since step {step} ({percent(before)} before)" if at and step else "",
+            "phase": facts.phase,
+            **shown_rollouts(rows),
+        }
 
 
 def scoring(facts: Facts) -> Cases:
@@ -202,7 +237,7 @@ def timeouts(facts: Facts) -> Cases:
     calls: dict[str, list[StoryRollout]] = defaultdict(list)
     for looked in facts.looked:
         for tool, kind in looked.tool_errors:
-            if _is_time(kind):
+            if is_time(kind):
                 calls[tool].append(looked.rollout)
     for tool, rollouts in sorted(calls.items(), key=lambda item: -len(item[1])):
         names = {(each.request_id, each.trajectory_index) for each in rollouts}
@@ -216,32 +251,13 @@ def timeouts(facts: Facts) -> Cases:
 
 def _is_late(each: StoryRollout) -> bool:
     if failed(each):
-        return each.error_phase == "timeout" or _is_time(each.error_type or "")
+        return each.error_phase == "timeout" or is_time(each.error_type or "")
     return each.truncation_reason == "time_limit"
 
 
-def _is_time(kind: str) -> bool:
+def is_time(kind: str) -> bool:
+    """Whether a kind of error says that time ran out."""
     return "timeout" in kind.lower() or "timelimit" in kind.lower()
-
-
-def empty_answers(facts: Facts) -> Cases:
-    """Answers that say nothing and earn as much reward as others."""
-    rewards = [each.reward for each in facts.rollouts if each.reward is not None]
-    empty = [each.rollout for each in facts.looked if each.is_empty and each.rollout.reward]
-    if len(empty) < 2 or not rewards:
-        return
-    mean, mean_of_all = fmean(each.reward or 0.0 for each in empty), fmean(rewards)
-    # Silence may be the right answer now and then; as good as speech on average it is a hole in the
-    # reward.
-    if mean > 0 and mean >= mean_of_all:
-        yield {
-            "num": len(empty),
-            "num_read": len(facts.looked),
-            "mean": mean,
-            "mean_of_all": mean_of_all,
-            "phase": facts.phase,
-            **shown_rollouts(empty),
-        }
 
 
 _WHY = {
@@ -251,14 +267,19 @@ _WHY = {
     "history_rewritten": "earlier messages are rewritten",
     "compaction": "history is summarized or dropped",
 }
+# An environment that does it says so in its code; a template does it behind its back.
+_MEANT = ("compaction", "history_rewritten")
 
 
 def breaks(facts: Facts) -> Cases:
     """Prompts that do not extend what came before, by cause."""
     num_later = sum(each.num_later_calls for each in facts.looked)
+    # Of all rollouts if it is logged, and the causes of those that were looked at, which are read
+    # with a tokenizer as the page reads them.
+    logged = facts.average("samples/break_rate")
+    num_seen = sum(len(each.breaks) for each in facts.looked)
     for cause, why in _WHY.items():
         series = f"samples/breaks/{cause}"
-        logged = [value for _, value in facts.series(series)]
         seen = [
             (each.rollout, call, position)
             for each in facts.looked
@@ -266,265 +287,16 @@ def breaks(facts: Facts) -> Cases:
             if found == cause
         ]
         share = len(seen) / num_later if num_later else 0.0
-        if logged:  # all calls of the run, not of the rollouts that were looked at
-            share = sum(logged) / len(facts.steps)
+        if not num_seen:
+            share = facts.average(series)
+        elif logged:
+            share = logged * len(seen) / num_seen
         if share < LEAST_BREAKS:
             continue
-        case: dict[str, Any] = {"series": series}
+        case: dict[str, Any] = {"series": series} if facts.series(series) else {}
         if seen:
             rollout, call, position = seen[-1]
-            case = {"view": "tokens", **shown_rollouts([rollout])}
+            case |= {"view": "tokens", **shown_rollouts([rollout])}
             case |= {"call": call, "position": position}
-        yield {"percent": percent(share), "cause": cause, "why": why, **case}
-
-
-_SEVERITY: Mapping[Trend, str] = {"rises": "good", "is flat": "warning", "falls": "error"}
-
-
-def reward_trend(facts: Facts) -> Cases:
-    """Whether the reward of training rises, and still does."""
-    by_step = facts.group_rewards()
-    steps = sorted(by_step)
-    if len(steps) < 4:
-        return
-    # Quarters of a long run, halves of a short one: a single step is too noisy to compare.
-    size = len(steps) // (4 if len(steps) >= 8 else 2)
-    spans = [steps[:size], steps[-2 * size : -size], steps[-size:]]
-    first, before, last = ([g for step in span for g in by_step[step].values()] for span in spans)
-    began, ended = group_estimate(first), group_estimate(last)
-    if began is None or ended is None:
-        return
-    change, recent = mean_change(first, last), mean_change(before, last)
-    now = ""
-    if len(steps) >= 8:
-        verb = "still rises" if trend(recent) == "rises" else trend(recent)
-        bounds = f"{recent[0]:+.2g} [{recent[1]:+.2g}, {recent[2]:+.2g}]"
-        now = f" At the end it {verb}: {bounds} beside the {size} steps before."
-    highest = max(each for group in last for each in group)
-    severity = _SEVERITY[trend(change)]
-    if severity == "warning" and (len(steps) < 8 or ended.mean >= 0.9 * highest > 0):
-        severity = "info"  # too early to say, or there is not much to gain
-    yield {
-        "trend": trend(change),
-        "began": interval_text(began.mean, began.low, began.high),
-        "ended": interval_text(ended.mean, ended.low, ended.high),
-        "first_steps": steps_of(spans[0][0], spans[0][-1]),
-        "last_steps": steps_of(spans[2][0], spans[2][-1]),
-        "now": now,
-        "severity": severity,
-        "steps": [steps[0], steps[-1]],
-    }
-
-
-def sampled(facts: Facts) -> Cases:
-    """That numbers are those of a sample."""
-    if facts.num_sampled_of is not None:
-        num = len(facts.rollouts)
-        yield {"num": num, "num_of": facts.num_sampled_of, "phase": facts.phase}
-
-
-# -- series of numbers: drift, entropy, KL, staleness, evaluations ---------------------------------
-
-
-def drift(facts: Facts) -> Cases:
-    """Engine and trainer disagree on what was sampled."""
-    name = "train/sampling/sampling_logp_difference/mean"
-    series = facts.series(name)
-    if not series:
-        return
-    values = [value for _, value in series]
-    # In logarithms: a jump from 0.001 to 0.01 is as large as one from 0.01 to 0.1.
-    at = jump([math.log(max(value, 1e-7)) for value in values])
-    before, after = values[:at], values[at:]
-    low = median(before) if before else 0.0
-    high = median(after)
-    if before and high >= 10 * low and high >= LEAST_DRIFT:
-        first, were = series[at][0], f" ({low:.2g} before)"
-    elif median(values) >= LEAST_CONSTANT_DRIFT:
-        first, were, high = series[0][0], "", median(values)
-    else:
-        return
-    yield {
-        "first": first,
-        "size": high,
-        "before": were,
-        "series": name,
-        "steps": [first, series[-1][0]],
-    }
-
-
-def staleness(facts: Facts) -> Cases:
-    """How old tokens are when they are trained."""
-    lags = [value for _, value in facts.series("train/lag_mean")]
-    if not lags or fmean(lags) < 0.05:
-        return
-    most = max((value for _, value in facts.series("async/lag_max")), default=None)
-    stale = [value for _, value in facts.series("async/stale_share")]
-    share = fmean(stale) if stale else 0.0
-    yield {
-        "lag": fmean(lags),
-        "share": share,
-        "most": "" if most is None else f", {most:g} at most",
-        "stale": f"; {percent(share)} were too old to be trained" if share else "",
-    }
-
-
-def entropy(facts: Facts) -> Cases:
-    """The policy hardly varies any more, and there is more to earn."""
-    name = "train/entropy" if facts.series("train/entropy") else "rollout/entropy"
-    series = facts.series(name)
-    size = len(series) // 4
-    if len(series) < LEAST_STEPS:
-        return
-    values = [value for _, value in series]
-    before, after = median(values[:size]), median(values[-size:])
-    if after > LEAST_ENTROPY or after * ENTROPY_RATIO > before:
-        return
-    rewards = [each.reward for each in facts.rollouts if each.reward is not None]
-    last = [
-        reward for groups in _rewards(facts, series[-size][0], series[-1][0]) for reward in groups
-    ]
-    said = ""
-    if rewards and last:
-        best, worst = max(rewards), min(rewards)
-        if fmean(last) >= worst + UNSOLVED * (best - worst):
-            # Solved: there is nothing more to try.
-            return
-        said = f" The mean reward is {fmean(last):.3g}, the best {best:.3g}."
-    at = next(
-        i
-        for i, value in enumerate(values)
-        if max(value, median(values[i : i + size])) <= LEAST_ENTROPY
-    )
-    yield {
-        "first": series[at][0],
-        "after": after,
-        "before": before,
-        "rewards": said,
-        "series": name,
-        "steps": [series[at][0], series[-1][0]],
-    }
-
-
-def kl(facts: Facts) -> Cases:
-    """The policy moves away from the reference, and earns no more or less for it."""
-    series = facts.series("train/kl")
-    size = len(series) // 4
-    if len(series) < LEAST_STEPS:
-        return
-    parts = [series[at : at + size] for at in (0, size, 2 * size, len(series) - size)]
-    levels = [median(value for _, value in part) for part in parts]
-    rewards = [_rewards(facts, part[0][0], part[-1][0]) for part in parts]
-    if not all(rewards):
-        return
-    means = [fmean(map(fmean, groups)) for groups in rewards]
-    at = max(range(3), key=means.__getitem__)
-    first, last = parts[at], parts[3]
-    falls = trend(mean_change(rewards[at], rewards[3])) == "falls"
-    if falls and levels[3] >= max(LEAST_KL, 2 * levels[at]):
-        yield {
-            "text": "The policy moves away from the reference and earns less: the KL went from "
-            f"{levels[at]:.2g} to {levels[3]:.2g} nats per token and the reward from "
-            f"{means[at]:.3g} to {means[3]:.3g}, from {steps_of(first[0][0], first[-1][0])} to "
-            f"{steps_of(last[0][0], last[-1][0])}.",
-            "severity": "error",
-            "steps": [first[0][0], last[-1][0]],
-        }
-        return
-    # A reward that rose since the beginning, or that still does, is what the KL was spent on.
-    for at in (0, 2):
-        rises = trend(mean_change(rewards[at], rewards[3])) == "rises"
-        if rises or levels[3] < max(RUNAWAY_KL, 1.5 * levels[at]):
-            continue
-        first = parts[at]
-        yield {
-            "text": f"The KL to the reference grows and the reward does not: {levels[at]:.2g} nats "
-            f"per token in {steps_of(first[0][0], first[-1][0])}, {levels[3]:.2g} in "
-            f"{steps_of(last[0][0], last[-1][0])}.",
-            "severity": "warning",
-            "steps": [first[0][0], last[-1][0]],
-        }
-        return
-
-
-def _rewards(facts: Facts, first: int, last: int) -> list[list[float]]:
-    """Return the rewards of each group of some steps."""
-    by_step = facts.group_rewards()
-    return [
-        rewards
-        for step, groups in by_step.items()
-        if first <= step <= last
-        for rewards in groups.values()
-    ]
-
-
-def held_out_change(facts: Facts) -> Cases:
-    """The first and the last held-out evaluation."""
-    found = [each for each in facts.evaluations if each.reward is not None]
-    if len(found) < 2 or found[0].step == found[-1].step:
-        return
-    sides = [(each.reward, *(each.interval or (None, None))) for each in (found[0], found[-1])]
-    (_, low, high), (_, new_low, new_high) = sides
-    # Intervals that do not touch: stricter than a test of the difference, and seen in the curve.
-    verb, severity = "does not clearly differ", "info"
-    if new_low is not None and high is not None and new_low > high:
-        verb, severity = "rose", "good"
-    if new_high is not None and low is not None and new_high < low:
-        verb, severity = "fell", "error"
-    began, ended = (interval_text(*side) for side in sides)
-    yield {
-        "verb": verb,
-        "severity": severity,
-        "began": began,
-        "ended": ended,
-        "first": found[0].step,
-        "last": found[-1].step,
-    }
-
-
-def ended(facts: Facts) -> Cases:
-    """The error that the run ended with."""
-    if facts.error is not None:
-        yield {"error": short(facts.error, 300)}
-
-
-# -- words -----------------------------------------------------------------------------------------
-
-
-def steps_of(first: int, last: int) -> str:
-    """Return `steps 3 to 7`, or `step 3`."""
-    return f"step {first}" if first == last else f"steps {first} to {last}"
-
-
-def interval_text(mean: float | None, low: float | None, high: float | None) -> str:
-    """Return a mean with its interval if there is one: `0.5 [0.4, 0.6]`."""
-    return f"{mean:.3g}" if low is None or high is None else f"{mean:.3g} [{low:.3g}, {high:.3g}]"
-
-
-def percent(share: float) -> str:
-    """Return a share as `38 %`."""
-    return f"{100 * share:.0f} %" if share >= 0.01 or share == 0 else f"{100 * share:.2g} %"
-
-
-def short(text: str | None, limit: int = NAME_LENGTH) -> str:
-    """Return a text that a run wrote, in one line and cut where it is long."""
-    said = " ".join(str(text).split())
-    return said if len(said) <= limit else said[: limit - 1] + "…"
-
-
-def equals(column: str, text: str | None) -> str:
-    """Return the condition that a column is this text, for `where`.
-
-    A text with both kinds of quotes cannot be written there: then it is that there is a text.
-    """
-    quote = next((each for each in "\"'" if each not in str(text)), None)
-    return f"{column} != none" if quote is None else f"{column} = {quote}{text}{quote}"
-
-
-def shown_rollouts(rollouts: Sequence[StoryRollout]) -> dict[str, Any]:
-    """Return the first of some rollouts as evidence, with the names of the first ten."""
-    return {
-        "request_id": rollouts[0].request_id,
-        "trajectory_index": rollouts[0].trajectory_index,
-        "rollouts": [[each.request_id, each.trajectory_index] for each in rollouts[:10]],
-    }
+        severity = "info" if cause in _MEANT else "warning"
+        yield {"percent": percent(share), "why": why, "severity": severity, **case}

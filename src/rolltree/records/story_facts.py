@@ -10,21 +10,27 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from rolltree.errors import StoreError
-from rolltree.records.values import finite_numbers
+from rolltree.estimate import mean
+from rolltree.records.tokenizer import shown_tokenizer
+from rolltree.records.values import finite_numbers, is_number
 from rolltree.rollouts.conversation import conversation_of
 from rolltree.rollouts.decode import decode_rollout
 from rolltree.state import tool_errors
 from rolltree.store import Run, StoredEvaluation, StoredRollout, raised_by_rewards, summarize
+from rolltree.store.weights import META
+from rolltree.tokens.breaks import Decoder
 from rolltree.types import State
 
 MAX_LOOKED = 96
 MAX_SAMPLED, LONG_RUN = 1024, 4096
 """How many rollouts a command reads of a run with more than `LONG_RUN`."""
 MAX_TOKENS = 1_000_000
+MAX_TASKS = 24
+"""With more tasks than that, each has too few rollouts to be told apart."""
 _THOUGHT = re.compile(r"<think>.*?(</think>|\Z)", re.DOTALL)
 
 
@@ -46,6 +52,8 @@ class StoryRollout(NamedTuple):
     num_calls: int
     num_completion_tokens: int
     num_unique_tokens: int = 0
+    task: str = ""
+    scoring_ms: float = 0.0
 
 
 NAMES = StoryRollout._fields
@@ -60,6 +68,8 @@ class Looked:
     is_empty: bool = False
     # Tool and type of error.
     tool_errors: tuple[tuple[str, str], ...] = ()
+    # Calls of tools, by its answers.
+    num_tools: int = 0
     # Call, position and cause.
     breaks: tuple[tuple[int, int, str], ...] = ()
     # Calls that had one before.
@@ -85,20 +95,59 @@ class Facts:
     error: str | None = None
     # Of how many rollouts these are a sample; None if they are all.
     num_sampled_of: int | None = None
+    # Reward function to weight, as noted last; empty if none was noted.
+    weights: Mapping[str, float] = field(default_factory=dict)
+    # Metric to the first step at which it was NaN or infinite.
+    not_finite: Mapping[str, int] = field(default_factory=dict)
+    # What the run announced.
+    notices: Sequence[str] = ()
+    # What it announced after its last step about waiting.
+    waits: Sequence[str] = ()
 
     def series(self, name: str) -> list[tuple[int, float]]:
         """Return the steps at which a metric has a value, with the value."""
         return [(step, found[name]) for step, found in self.steps.items() if name in found]
+
+    def names(self, prefix: str) -> list[str]:
+        """Return the metrics of steps whose names begin so, in the order they came."""
+        found = dict.fromkeys(name for step in self.steps.values() for name in step)
+        return [name for name in found if name.startswith(prefix)]
+
+    def average(self, name: str) -> float:
+        """Return the mean of a metric over all steps; 0 where a step has none."""
+        return sum(value for _, value in self.series(name)) / max(1, len(self.steps))
+
+    def reward_means(self, steps: Sequence[int]) -> list[float]:
+        """Return the mean reward of each step that has one, among these."""
+        by_step = self.group_rewards()
+        found = [list(by_step[step].values()) for step in steps if step in by_step]
+        return [sum(map(mean, groups)) / len(groups) for groups in found]
 
     def group_rewards(self) -> dict[int, dict[str, list[float]]]:
         """Return the rewards of training by step and group, without those of delegated rollouts.
 
         Groups, not rollouts, are what intervals count: the members of one share their question.
         """
+        return self._by_step(None)
+
+    def task_rewards(self) -> dict[str, dict[int, dict[str, list[float]]]]:
+        """Return the same of each task."""
+        tasks = dict.fromkeys(each.task for each in self.rollouts)
+        return {task: self._by_step(task) for task in tasks} if 1 < len(tasks) <= MAX_TASKS else {}
+
+    def _by_step(self, task: str | None) -> dict[int, dict[str, list[float]]]:
         found: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         for each in self.rollouts:
-            if each.train_step is not None and each.reward is not None and not each.parent_rollout:
-                found[each.train_step][each.group_id].append(each.reward)
+            step = each.train_step
+            # A step that has not ended knows those who ended first, which are the easy ones.
+            is_whole = step is not None and (not self.steps or step in self.steps)
+            if (
+                is_whole
+                and each.reward is not None
+                and not each.parent_rollout
+                and task in (None, each.task)
+            ):
+                found[step or 0][each.group_id].append(each.reward)
         return found
 
 
@@ -113,16 +162,54 @@ def read_facts(run: Run, *, quick: bool = False) -> Facts:
     rollouts = list(map(StoryRollout._make, rows)) if phases else []
     sampling = run.config.get("sampling")
     limit = sampling.get("max_tokens") if isinstance(sampling, Mapping) else None
+    steps, events = run.steps(), run.events()
+    if phase == "train" and steps:
+        # An asynchronous feed plays ahead: what no step has trained is no step of the run. What a
+        # run that goes on plays now may well be why it stands still.
+        is_done = any(event.kind == "finished" for event in events)
+        newest = steps[-1].step + (not is_done)
+        rollouts = [each for each in rollouts if (each.train_step or 0) <= newest]
+    told = [(e.created_at, str(e.data.get("message"))) for e in events if e.kind == "notice"]
+    after = steps[-1].created_at if steps else 0.0
+    decode = None if is_sampled else _decoder(run, rollouts)
     return Facts(
         phase=phase,
-        steps={step.step: finite_numbers(step.metrics) for step in run.steps()},
+        steps={step.step: finite_numbers(step.metrics) for step in steps},
         rollouts=rollouts,
-        looked=list(_look(run, chosen(rollouts)[:: 4 if is_sampled else 1], not is_sampled)),
+        looked=list(
+            _look(run, chosen(rollouts)[:: 4 if is_sampled else 1], not is_sampled, decode)
+        ),
         evaluations=run.evaluations(),
         max_tokens=limit if type(limit) is int else None,
         error=summarize(run).error,
         num_sampled_of=num_rollouts if is_sampled else None,
+        weights=_weights(run.meta.get(META)),
+        not_finite={
+            str(name): step.step
+            for step in reversed(steps)
+            for name, value in step.metrics.items()
+            if is_number(value) and value - value != 0.0
+        },
+        notices=[message for _, message in told],
+        waits=[message for at, message in told if at > after and " has waited " in message],
     )
+
+
+def _weights(notes: Any) -> dict[str, float]:
+    """Return the weights of the last note of every environment."""
+    found: dict[str, float] = {}
+    for note in notes or ():
+        for part in note["parts"]:
+            found |= dict(part["functions"])
+    return found
+
+
+def _decoder(run: Run, rollouts: Sequence[StoryRollout]) -> Decoder | None:
+    """Return what reads ids, so that the causes of breaks are those that the page names."""
+    tokenizer = None
+    if any(each.num_calls > 1 for each in rollouts):
+        tokenizer = shown_tokenizer(run)
+    return None if tokenizer is None else tokenizer.decode
 
 
 def chosen(rollouts: Sequence[StoryRollout]) -> list[StoryRollout]:
@@ -154,17 +241,25 @@ def _spread(items: Sequence[StoryRollout], count: int) -> list[StoryRollout]:
     return [items[(index + 1) * len(items) // count - 1] for index in range(count)]
 
 
-def _look(run: Run, wanted: Sequence[StoryRollout], tokens: bool) -> Iterator[Looked]:
+def _look(
+    run: Run, wanted: Sequence[StoryRollout], tokens: bool, decode: Decoder | None
+) -> Iterator[Looked]:
     names = {(each.request_id, each.trajectory_index): each for each in wanted}
     if not names:
         return
     for row in run.rollouts(request_id=list(dict.fromkeys(name for name, _ in names))):
         rollout = names.get((row.request_id, row.trajectory_index))
         if rollout is not None:
-            yield looked_at(rollout, row, tokens=tokens)
+            yield looked_at(rollout, row, tokens=tokens, decode=decode)
 
 
-def looked_at(rollout: StoryRollout, row: StoredRollout, *, tokens: bool = True) -> Looked:
+def looked_at(
+    rollout: StoryRollout,
+    row: StoredRollout,
+    *,
+    tokens: bool = True,
+    decode: Decoder | None = None,
+) -> Looked:
     """Return what a stored row says beyond its columns; little if it cannot be read."""
     unread = Looked(rollout, scoring_errors=raised_by_rewards(row.errors))
     try:
@@ -175,16 +270,40 @@ def looked_at(rollout: StoryRollout, row: StoredRollout, *, tokens: bool = True)
         if tokens and row.num_calls > 1:
             from rolltree.records.token_rows import break_rows  # it loads numpy
 
-            breaks = break_rows(state, None)
+            breaks = break_rows(state, decode)
     except StoreError:
         return unread
     return replace(
         unread,
         is_empty=_is_empty(state),
         tool_errors=tuple((each["tool"], each["type"]) for each in tool_errors(state)),
-        breaks=tuple((each["call"], each["position"], each["cause"]) for each in breaks),
+        breaks=tuple(
+            (each["call"], each["position"], _cause(state, each))
+            for each in breaks
+            if each["previous_call"] is not None
+        ),
+        num_tools=sum(each.get("role") == "tool" for each in conversation_of(state)[1]),
         num_later_calls=max(0, row.num_calls - 1) if tokens else 0,
     )
+
+
+def _cause(state: State, found: Mapping[str, Any]) -> str:
+    """Return a break's cause; of one before the first answer, what happened to the messages.
+
+    Ids cannot tell a system message from a user's message, and what the calls were given can.
+    """
+    if found["cause"] != "system_or_tools_changed":
+        return str(found["cause"])
+    calls = [list(state["trajectory"][found[n]]["prompt"]) for n in ("previous_call", "call")]
+    heads = [[each for each in call if each.get("role") == "system"] for call in calls]
+    before, now = (_plain(call) for call in calls)
+    if heads[0] != heads[1] or before == now[: len(before)]:
+        return "system_or_tools_changed"
+    return "history_rewritten" if len(now) > len(before) else "compaction"
+
+
+def _plain(messages: Sequence[Mapping[str, Any]]) -> list[tuple[Any, str]]:
+    return [(each.get("role"), _text(each.get("content"))) for each in messages]
 
 
 def _is_empty(state: State) -> bool:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import fmean
-from typing import Literal, TypeAlias
+from statistics import fmean, median
+from typing import Literal, NamedTuple, TypeAlias
 
-from rolltree.estimate import Estimate, estimate, student_t
+from rolltree.estimate import CONFIDENCE, Estimate, estimate, student_t
 
 Trend: TypeAlias = Literal["rises", "falls", "is flat"]
 _CLEAR_RATIO = 6.0
+LEAST_STEPS = 8
+"""Steps from which on quarters of a run are compared, and halves of a shorter one."""
 
 
 def since(pairs: Sequence[tuple[int, int]]) -> int:
@@ -60,6 +62,61 @@ def jump(values: Sequence[float]) -> int:
     return at
 
 
+class Growth(NamedTuple):
+    """Values that became larger for good: from `at` on, with the levels before and after."""
+
+    at: int
+    before: float
+    after: float
+
+    @property
+    def factor(self) -> float:
+        """How many times as large they became."""
+        return self.after / self.before
+
+
+def growth(values: Sequence[float], *, factor: float) -> Growth | None:
+    """Return where positive values became at least `factor` times as large, if they stayed so.
+
+    A jump must be six times what values differ by on either side of it; what grows evenly must end
+    above all that it was in its first quarter. All is in logarithms: a growth from 1 to 10 counts
+    as one from 10 to 100.
+    """
+    logs, count = [math.log(max(value, 1e-12)) for value in values], len(values)
+    at, (size, end) = jump(logs), ends(count)
+    if 2 <= at <= count - 2:
+        sides = logs[:at], logs[at:]
+        low, high = map(median, sides)
+        noise = 1.48 * median(
+            abs(value - mid) for side, mid in zip(sides, (low, high), strict=True) for value in side
+        )
+        if high - low >= max(math.log(factor), 6 * noise):
+            return Growth(at, math.exp(low), math.exp(high))
+    # Two of two that are larger are chance; three of three, and by a factor, hardly.
+    if size < 3 or min(logs[end:]) <= max(logs[:size]):
+        return None
+    few = max(2, count // 8)
+    low, high = median(logs[:few]), median(logs[-few:])
+    if high - low < math.log(factor):
+        return None
+    at = next(index for index, value in enumerate(logs) if value > (low + high) / 2)
+    return Growth(at, math.exp(low), math.exp(high))
+
+
+def ends(count: int) -> tuple[int, int]:
+    """Return how many steps the beginning and the end of a run have: quarters, of few halves."""
+    size = count // (4 if count >= LEAST_STEPS else 2)
+    return size, count - size
+
+
+def level_change(values: Sequence[float]) -> tuple[float, float, tuple[float, float, float]]:
+    """Return the mean at the beginning, at the end, and their difference with its interval."""
+    size, last = ends(len(values))
+    sides = values[:size], values[last:]
+    before, after = ([[value] for value in side] for side in sides)
+    return fmean(sides[0]), fmean(sides[1]), mean_change(before, after)
+
+
 def consecutive(steps: Sequence[int], known: Sequence[int]) -> list[tuple[int, int]]:
     """Return runs of steps that follow each other among the known ones, as first and last."""
     order = {step: index for index, step in enumerate(sorted(known or steps))}
@@ -78,9 +135,11 @@ def group_estimate(groups: Sequence[Sequence[float]]) -> Estimate | None:
 
 
 def mean_change(
-    before: Sequence[Sequence[float]], after: Sequence[Sequence[float]]
+    before: Sequence[Sequence[float]],
+    after: Sequence[Sequence[float]],
+    confidence: float = CONFIDENCE,
 ) -> tuple[float, float, float]:
-    """Return the difference of two means over groups with its 95 % interval (Welch)."""
+    """Return the difference of two means over groups with its interval (Welch)."""
     sides = [[fmean(group) for group in groups] for groups in (before, after)]
     means = [fmean(side) for side in sides]
     change = means[1] - means[0]
@@ -91,7 +150,7 @@ def mean_change(
         math.fsum((value - mean) ** 2 for value in side) / (len(side) - 1) / len(side)
         for side, mean in zip(sides, means, strict=True)
     ]
-    half = student_t(min(map(len, sides)) - 1, 0.95) * math.sqrt(sum(variances))
+    half = student_t(min(map(len, sides)) - 1, confidence) * math.sqrt(sum(variances))
     return change, change - half, change + half
 
 

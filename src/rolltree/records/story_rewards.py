@@ -1,0 +1,355 @@
+"""Conditions of the narrator on rewards: whether they are learned, and whether they are meant."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+
+from rolltree.records.story_facts import Facts
+from rolltree.records.story_words import (
+    Cases,
+    equals,
+    interval_text,
+    percent,
+    short,
+    shown_rollouts,
+    steps_of,
+)
+from rolltree.records.trends import (
+    LEAST_STEPS,
+    Trend,
+    consecutive,
+    ends,
+    group_estimate,
+    level_change,
+    mean_change,
+    ratio_of,
+    since,
+    trend,
+)
+
+ByStep = Mapping[int, Mapping[str, list[float]]]
+LEAST_SPAN = 2  # steps without reward variance, one after the other, that are worth a sentence
+# Share of the rewards' range below which there is more to earn. Some questions of most tasks cannot
+# be solved, so a flat reward is told of from a lower share on than a policy without variety.
+UNSOLVED, UNSOLVED_FLAT = 0.9, 0.7
+# Share of groups without variance from which on most of what is played teaches nothing.
+MANY_FLAT = 0.7
+# Unpaid metrics whose fall is no loss: what something costs, or how often it goes wrong.
+_COST = re.compile(
+    r"err|fail|wrong|invalid|penal|cost|len|turn|call|token|tr(y|ies)|trunc|hint|repe|viol|time|step"
+    r"|loss|entropy|kl|num_|count|word|char|size|toxi|refus|miss|depth|latency|cheat|hack|bad|dup"
+)
+# And those that a policy is trained for, whatever it is paid for.
+_AIM = re.compile(r"correct|accura|exact|solved?|success|passed|right|match|win|goal")
+_LEVEL = re.compile(r"level|difficult|stage|curricul")
+
+
+def zero_variance(facts: Facts) -> Cases:
+    """Steps in which all groups' rewards were equal."""
+    flat = [step for step, share in _flat_shares(facts) if share >= 0.999]
+    known = [each.reward for each in facts.rollouts if each.reward is not None]
+    best, worst = max(known, default=0.0), min(known, default=0.0)
+    spans = [
+        (first, last)
+        for first, last in consecutive(flat, list(facts.steps))
+        if last - first + 1 >= min(LEAST_SPAN, len(facts.steps))
+    ]
+    # The last span: a run that began flat and learned later is not told of its beginning for ever.
+    for first, last in spans[-1:]:
+        rows = [each for each in facts.rollouts if first <= (each.train_step or 0) <= last]
+        rewards = Counter(each.reward for each in rows if each.reward is not None)
+        norms = [value for step, value in facts.series("train/grad_norm") if first <= step <= last]
+        # A gradient without reward variance comes from a KL term or an entropy bonus.
+        is_idle = not any(norms)
+        # The best of a run that had worse ones, or everything right from its first step on; a
+        # reward that is 0.5 whatever happens is neither.
+        is_solved = set(rewards) == {best} and (best > worst or best == 1)
+        # Rare rewards leave whole steps without any: a run that learns later was not broken.
+        is_over = last < max(facts.steps, default=last) and reward_moves(facts) == "rises"
+        is_fine = is_solved or is_over or earns_most(facts, UNSOLVED_FLAT)
+        more = f", and in {len(spans) - 1} spans before" if len(spans) > 1 else ""
+        yield {
+            "span": steps_of(first, last) + more,
+            "so": "so there was nothing left to learn"
+            if is_solved
+            else "so nothing was learned"
+            if is_idle
+            else "so rewards taught nothing",
+            "rewards": f": all {sum(rewards.values()):,} rewards were {next(iter(rewards)):g}"
+            if len(rewards) == 1
+            else "",
+            "severity": "info" if is_fine else "error" if is_idle else "warning",
+            "phase": facts.phase,
+            "steps": [first, last],
+            "step": last,
+        }
+
+
+def flat_groups(facts: Facts) -> Cases:
+    """Most groups, and not all, without reward variance, while there is more to earn."""
+    shares = _flat_shares(facts)
+    if len(shares) < 4:
+        return
+    _, at = ends(len(shares))
+    last = shares[at:]
+    share = fmean(value for _, value in last)
+    num_all = sum(value >= 0.999 for _, value in last)
+    # Rare rewards make flat groups and are learned from all the same; a solved task makes them too.
+    is_fine = earns_most(facts, UNSOLVED_FLAT) or reward_moves(facts) == "rises"
+    if share < MANY_FLAT or num_all == len(last) or is_fine:
+        return
+    yield {
+        "percent": percent(share),
+        "span": steps_of(last[0][0], last[-1][0]),
+        "phase": facts.phase,
+        "steps": [last[0][0], last[-1][0]],
+        "step": last[-1][0],
+    }
+
+
+def earns_most(facts: Facts, least: float = UNSOLVED) -> bool:
+    """Whether the last steps earn nearly the best reward that the run has seen."""
+    by_step = facts.group_rewards()
+    known = [each for groups in by_step.values() for group in groups.values() for each in group]
+    if not known:
+        return False
+    _, at = ends(len(by_step))
+    last = [fmean(group) for step in sorted(by_step)[at:] for group in by_step[step].values()]
+    best, worst = max(known), min(known)
+    return best > worst and fmean(last) >= worst + least * (best - worst)
+
+
+def _flat_shares(facts: Facts) -> list[tuple[int, float]]:
+    """Return the share of groups without variance at each step, as logged or from the rewards."""
+    if logged := facts.series("train/frac_reward_zero_std"):
+        return logged
+    return [
+        (step, fmean(float(len(set(rewards)) == 1) for rewards in groups.values()))
+        for step, groups in sorted(facts.group_rewards().items())
+    ]
+
+
+def empty_answers(facts: Facts) -> Cases:
+    """Answers that say nothing and earn as much reward as others."""
+    rewards = [each.reward for each in facts.rollouts if each.reward is not None]
+    empty = [each.rollout for each in facts.looked if each.is_empty and each.rollout.reward]
+    if len(empty) < 2 or not rewards:
+        return
+    mean, mean_of_all = fmean(each.reward or 0.0 for each in empty), fmean(rewards)
+    # Silence may be the right answer now and then; as good as speech on average it is a hole in the
+    # reward.
+    if mean > 0 and mean >= mean_of_all:
+        yield {
+            "num": len(empty),
+            "num_read": len(facts.looked),
+            "mean": mean,
+            "mean_of_all": mean_of_all,
+            "phase": facts.phase,
+            **shown_rollouts(empty),
+        }
+
+
+_SEVERITY: Mapping[Trend, str] = {"rises": "good", "is flat": "warning", "falls": "error"}
+
+
+def reward_moves(facts: Facts) -> Trend:
+    """Return whether the reward rises from the beginning of the run to its end."""
+    by_step = facts.group_rewards()
+    steps = sorted(by_step)
+    if len(steps) < 4:
+        return "is flat"
+    size, last = ends(len(steps))
+    return trend(mean_change(_of_steps(by_step, steps[:size]), _of_steps(by_step, steps[last:])))
+
+
+def _of_steps(by_step: ByStep, steps: Sequence[int]) -> list[list[float]]:
+    return [group for step in steps for group in by_step.get(step, {}).values()]
+
+
+def reward_trend(facts: Facts) -> Cases:
+    """Whether the reward of training rises, and still does."""
+    by_step = facts.group_rewards()
+    steps = sorted(by_step)
+    if len(steps) < 4:
+        return
+    # Quarters of a long run, halves of a short one: a single step is too noisy to compare.
+    size, at = ends(len(steps))
+    spans = [steps[:size], steps[at - size : at], steps[at:]]
+    first, before, last = (_of_steps(by_step, span) for span in spans)
+    began, ended = group_estimate(first), group_estimate(last)
+    if began is None or ended is None:
+        return
+    change, recent = mean_change(first, last), mean_change(before, last)
+    now = ""
+    if len(steps) >= LEAST_STEPS:
+        verb = "still rises" if trend(recent) == "rises" else trend(recent)
+        bounds = f"{recent[0]:+.2g} [{recent[1]:+.2g}, {recent[2]:+.2g}]"
+        now = f" At the end it {verb}: {bounds} beside the {size} steps before."
+    yield {
+        "trend": trend(change),
+        "began": interval_text(began.mean, began.low, began.high),
+        "ended": interval_text(ended.mean, ended.low, ended.high),
+        "first_steps": steps_of(spans[0][0], spans[0][-1]),
+        "last_steps": steps_of(spans[2][0], spans[2][-1]),
+        "now": now + (" The questions became harder meanwhile." if _is_curriculum(facts) else ""),
+        "severity": _reward_severity(facts, change),
+        "steps": [steps[0], steps[-1]],
+    }
+
+
+def _reward_severity(facts: Facts, change: tuple[float, float, float]) -> str:
+    found = _SEVERITY[trend(change)]
+    known = [each.reward for each in facts.rollouts if each.reward is not None]
+    # An interval that holds a rise worth having says that it is too early, and not that it is flat.
+    is_open = change[2] > 0.25 * (max(known) - min(known)) > 0
+    by_step = facts.group_rewards()
+    is_early = len(by_step) < LEAST_STEPS
+    # In a game against oneself one wins what the other loses, and the mean stays where it is.
+    means = [fmean(group) for step in by_step for group in by_step[step].values()]
+    is_early |= max(known) > min(known) and max(means) - min(means) < 1e-9
+    if found == "warning" and (is_open or is_early or earns_most(facts, UNSOLVED_FLAT)):
+        return "info"
+    # What is earned of harder questions does not compare with what was earned of easy ones.
+    return "info" if found != "good" and _is_curriculum(facts) else found
+
+
+def _is_curriculum(facts: Facts) -> bool:
+    """Whether the questions of the end are others than those of the beginning, and harder."""
+    for name in facts.names("metrics/"):
+        values = [value for _, value in facts.series(name)]
+        if _LEVEL.search(name.lower()) and len(values) >= 4 and level_change(values)[2][1] > 0:
+            return True
+    by_task = facts.task_rewards()
+    steps = sorted(facts.group_rewards())
+    size, at = ends(len(steps))
+    first, last = (
+        {task for task, by_step in by_task.items() if by_step.keys() & set(span)}
+        for span in (steps[:size], steps[at:])
+    )
+    return bool(first and last) and not first & last
+
+
+def collapse(facts: Facts) -> Cases:
+    """Rewards that were earned, and are not any more: the last steps have only the worst one."""
+    by_step = facts.group_rewards()
+    steps = sorted(by_step)
+    known = [each for groups in by_step.values() for group in groups.values() for each in group]
+    if len(steps) < 4 or max(known) == min(known) or _is_curriculum(facts):
+        return
+    worst = min(known)
+    pairs = []
+    for step in steps:
+        groups = by_step[step].values()
+        pairs.append((sum(max(group) > worst for group in groups), len(groups)))
+    at = since(pairs)
+    if not at or ratio_of(pairs[at:]) > 0.1 * ratio_of(pairs[:at]):
+        return
+    means = [fmean(map(fmean, _of_steps(by_step, part))) for part in (steps[:at], steps[at:])]
+    yield {
+        "first": steps[at],
+        "before": f"{means[0]:.2g}",
+        "after": f"{means[1]:.2g}",
+        "steps": [steps[at], steps[-1]],
+    }
+
+
+def tasks(facts: Facts) -> Cases:
+    """One task of several that gets worse, which the mean over all hides."""
+    by_task, steps = facts.task_rewards(), sorted(facts.group_rewards())
+    for task, by_step in by_task.items():
+        size, at = ends(len(steps))
+        first, last = (_of_steps(by_step, part) for part in (steps[:size], steps[at:]))
+        if min(len(first), len(last)) < 3:
+            continue
+        began, ended = fmean(map(fmean, first)), fmean(map(fmean, last))
+        known = [each for step in by_step for each in by_step[step].values()]
+        worst = min(min(group) for group in known)
+        # By half of what it earned, and by more than the worst of several tasks does by chance.
+        change = mean_change(first, last, confidence=1 - 0.05 / len(by_task))
+        if trend(change) == "falls" and ended - worst <= 0.5 * (began - worst):
+            yield {
+                "task": short(task),
+                "began": f"{began:.3g}",
+                "ended": f"{ended:.3g}",
+                "first_steps": steps_of(steps[0], steps[size - 1]),
+                "last_steps": steps_of(steps[at], steps[-1]),
+                "phase": facts.phase,
+                "where": f"{equals('task', task)} and train_step >= {steps[at]}",
+            }
+
+
+def gaming(facts: Facts) -> Cases:
+    """A function or a metric that falls while the reward rises."""
+    if reward_moves(facts) != "rises":
+        return
+    paid = {name: weight for name, weight in facts.weights.items() if weight}
+    most = max(paid.values(), default=0.0)
+    for series in facts.names("metrics/"):
+        name = series.removeprefix("metrics/")
+        points = facts.series(series)
+        values = [value for _, value in points]
+        if len(values) < 4:
+            continue
+        began, ended, change = level_change(values)
+        is_main = paid.get(name, 0.0) >= 0.5 * most > 0
+        is_share = min(values) >= 0.0 and max(values) <= 1.0 and not _COST.search(name.lower())
+        # A small part of a reward is traded for a large one as its weights say; what nobody pays
+        # counts if it reads like a share of something good.
+        if not (is_main or (name not in paid and is_share)):
+            continue
+        if trend(change) != "falls" or ended > 0.75 * began > 0:
+            continue
+        rewards = facts.reward_means([step for step, _ in points])
+        size, at = ends(len(points))
+        yield {
+            "name": short(name),
+            "what": "the reward function" if name in paid else "the metric",
+            "began": f"{began:.2g}",
+            "ended": f"{ended:.2g}",
+            "reward_began": f"{fmean(rewards[:size]):.2g}",
+            "reward_ended": f"{fmean(rewards[at:]):.2g}",
+            "severity": "error" if is_main or ended <= 0.5 * began else "warning",
+            "series": series,
+            "beside": "reward/mean",
+            "steps": [points[0][0], points[-1][0]],
+        }
+
+
+def form(facts: Facts) -> Cases:
+    """A reward that rises by the form of answers alone, while what is wanted does not."""
+    if reward_moves(facts) != "rises":
+        return
+    changes = {}
+    for series in facts.names("metrics/"):
+        values = [value for _, value in facts.series(series)]
+        if len(values) >= 4:
+            changes[series.removeprefix("metrics/")] = level_change(values)
+    paid = {name: w for name, w in facts.weights.items() if w > 0 and name in changes}
+    gained = {name: w * (changes[name][1] - changes[name][0]) for name, w in paid.items()}
+    most = max(paid.values(), default=0.0)
+    aims = [
+        name for name in changes if _AIM.search(name.lower()) and not _COST.search(name.lower())
+    ]
+    for name in dict.fromkeys([*(n for n in paid if paid[n] == most and len(paid) > 1), *aims]):
+        began, ended, change = changes[name]
+        best = max(gained, key=gained.__getitem__, default=name)
+        # It had room to rise and rose little or not at all, as far as its noise can say, while
+        # another function earned what was gained.
+        if best == name or _AIM.search(best.lower()) or ended > UNSOLVED_FLAT:
+            continue
+        other = changes[best][1] - changes[best][0]
+        if trend(change) != "is flat" or change[0] > 0.25 * other or change[2] > 0.5 * other:
+            continue
+        yield {
+            "name": short(name),
+            "best": short(best),
+            "began": f"{began:.2g}",
+            "ended": f"{ended:.2g}",
+            "best_began": f"{changes[best][0]:.2g}",
+            "best_ended": f"{changes[best][1]:.2g}",
+            "series": f"metrics/{name}",
+            "beside": f"metrics/{best}",
+        }

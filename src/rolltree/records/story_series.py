@@ -1,0 +1,333 @@
+"""Conditions of the narrator on series of numbers, and on what the run itself said."""
+
+from __future__ import annotations
+
+import math
+import re
+from statistics import fmean, median
+
+from rolltree.records.story_facts import Facts
+from rolltree.records.story_rewards import UNSOLVED, reward_moves
+from rolltree.records.story_words import (
+    Cases,
+    interval_text,
+    percent,
+    short,
+    steps_of,
+)
+from rolltree.records.trends import (
+    LEAST_STEPS,
+    ends,
+    growth,
+    jump,
+    mean_change,
+    trend,
+)
+
+# Nats per token by which engine and trainer must differ after a jump, and from the beginning on;
+# 16-bit engines differ by about 0.01.
+LEAST_DRIFT = 0.02
+LEAST_CONSTANT_DRIFT = 0.05
+# Nats per token, and the share of the first steps' entropy, to which it must have fallen. A choice
+# of two with 0.05 nats is 99 to 1; runs that learn to answer well end at 0.1 to 0.3.
+LEAST_ENTROPY, ENTROPY_RATIO = 0.05, 5
+# Nats per token at which KL is told if the reward falls, and if it does not rise. To go from 14 %
+# right to 87 % takes 1.3 nats in a whole rollout, whatever its length (the KL of the answers'
+# distributions bounds that of being right); at 1 nat each token is 2.7 times as likely as before.
+LEAST_KL, RUNAWAY_KL = 0.1, 1.0
+# Times: of what a number was, from which on it is another number.
+LONGER, LONGER_WITH_REWARD, SLOWER, STEEPER = 4.0, 10.0, 5.0, 30.0
+# Effective sample size, as a share.
+LEAST_ESS = 0.3
+LEAST_SLOW_S = 2.0
+
+
+def sampled(facts: Facts) -> Cases:
+    """That numbers are those of a sample."""
+    if facts.num_sampled_of is not None:
+        num = len(facts.rollouts)
+        yield {"num": num, "num_of": facts.num_sampled_of, "phase": facts.phase}
+
+
+def not_finite(facts: Facts) -> Cases:
+    """Numbers of the optimizer that are none."""
+    found = {name: step for name, step in facts.not_finite.items() if name.startswith("train/")}
+    if found:
+        first = min(found.values())
+        name = min(name for name, step in found.items() if step == first)
+        yield {"name": name, "first": first, "series": name, "steps": [first, max(facts.steps)]}
+
+
+def gradient(facts: Facts) -> Cases:
+    """A gradient that explodes: for good, or in single steps."""
+    series = [(step, value) for step, value in facts.series("train/grad_norm") if value > 0]
+    values = [value for _, value in series]
+    if len(values) < 4:
+        return
+    found, middle = growth(values, factor=STEEPER), median(values)
+    first, size = None, 0.0
+    if found is not None:
+        first, middle, size = series[found.at][0], found.before, found.after
+    elif max(values) >= STEEPER**2 * middle:
+        first, size = max(series, key=lambda each: each[1])
+    if first is not None:
+        last = series[-1][0] if found else first
+        # Small gradients may grow large without harm: the optimizer divides by their size.
+        yield {"first": first, "size": size, "before": middle, "steps": [first, last]}
+
+
+def ess(facts: Facts) -> Cases:
+    """Importance weights so uneven that a few tokens make the update."""
+    series = facts.series("ratio/ess")
+    if len(series) < 2:
+        return
+    _, at = ends(len(series))
+    level = median(value for _, value in series[at:])
+    if level < LEAST_ESS:
+        yield {
+            "percent": percent(level),
+            "severity": "error" if level < 0.1 else "warning",
+            "steps": [series[at][0], series[-1][0]],
+        }
+
+
+def length(facts: Facts) -> Cases:
+    """Answers that become many times as long, and earn no more for it."""
+    series = facts.series("train/completions/mean_length")
+    if len(series) < 4:
+        return
+    least = LONGER_WITH_REWARD if reward_moves(facts) == "rises" else LONGER
+    found = growth([max(value, 1.0) for _, value in series], factor=least)
+    if found is not None:
+        yield {
+            "factor": found.factor,
+            "before": found.before,
+            "after": found.after,
+            "first": series[found.at][0],
+            "steps": [series[found.at][0], series[-1][0]],
+        }
+
+
+def slow(facts: Facts) -> Cases:
+    """Steps that take many times as long as before."""
+    series = facts.series("time/step")
+    values = [max(value, 1e-3) for _, value in series]
+    found = growth(values, factor=SLOWER) if len(values) >= 4 else None
+    if found is None or found.after < LEAST_SLOW_S:
+        return
+    lengths = [value for _, value in facts.series("rollout/total_sampled_tokens")]
+    first = series[found.at][0]
+    if len(lengths) == len(values):
+        more = median(lengths[found.at :]) / max(1.0, median(lengths[: found.at]))
+        # Longer answers take longer: that is told by their length.
+        if found.factor < SLOWER / 2 * more:
+            return
+    parts = {}
+    for name in ("time/wait_for_batch", "time/train_s", "time/broadcast_weights"):
+        late = [value for step, value in facts.series(name) if step >= first]
+        parts[name] = median(late) if late else 0.0
+    part = max(parts, key=parts.__getitem__)
+    said = f", most of it {_PARTS[part]}" if parts[part] > 0.5 * found.after else ""
+    yield {
+        "factor": found.factor,
+        "before": found.before,
+        "after": found.after,
+        "first": first,
+        "part": said,
+        "steps": [first, series[-1][0]],
+    }
+
+
+_PARTS = {
+    "time/wait_for_batch": "waiting for rollouts",
+    "time/train_s": "training",
+    "time/broadcast_weights": "handing over weights",
+}
+
+
+def drift(facts: Facts) -> Cases:
+    """Engine and trainer disagree on what was sampled."""
+    name = "train/sampling/sampling_logp_difference/mean"
+    series = facts.series(name)
+    if not series:
+        return
+    values = [value for _, value in series]
+    # In logarithms: a jump from 0.001 to 0.01 is as large as one from 0.01 to 0.1.
+    at = jump([math.log(max(value, 1e-7)) for value in values])
+    before, after = values[:at], values[at:]
+    low = median(before) if before else 0.0
+    high = median(after)
+    if before and high >= 10 * low and high >= LEAST_DRIFT:
+        first, were = series[at][0], f" ({low:.2g} before)"
+    elif median(values) >= LEAST_CONSTANT_DRIFT:
+        first = next(step for step, value in series if value >= LEAST_DRIFT)
+        were, high = "", median(values)
+    else:
+        at, middle = max(range(len(values)), key=values.__getitem__), median(values)
+        if values[at] >= max(LEAST_CONSTANT_DRIFT, 10 * middle) and len(values) >= 4:
+            step = series[at][0]
+            words = {"since": f"in step {step}", "size": values[at]}
+            words |= {"before": f" ({middle:.2g} otherwise)", "steps": [step, step]}
+            yield {"series": name, **words}
+        return
+    yield {
+        "since": f"since step {first}",
+        "size": high,
+        "before": were,
+        "series": name,
+        "steps": [first, series[-1][0]],
+    }
+
+
+def staleness(facts: Facts) -> Cases:
+    """How old tokens are when they are trained."""
+    lags = [value for _, value in facts.series("train/lag_mean")]
+    if not lags or fmean(lags) < 0.05:
+        return
+    most = max((value for _, value in facts.series("async/lag_max")), default=None)
+    stale = [value for _, value in facts.series("async/stale_share")]
+    share = fmean(stale) if stale else 0.0
+    yield {
+        "lag": fmean(lags),
+        "share": share,
+        "most": "" if most is None else f", {most:g} at most",
+        "stale": f"; {percent(share)} were too old to be trained" if share else "",
+    }
+
+
+def entropy(facts: Facts) -> Cases:
+    """The policy hardly varies any more, and there is more to earn."""
+    name = "train/entropy" if facts.series("train/entropy") else "rollout/entropy"
+    series = facts.series(name)
+    size = len(series) // 4
+    if len(series) < LEAST_STEPS:
+        return
+    values = [value for _, value in series]
+    few = max(2, len(values) // 8)
+    before, after = median(values[:size]), median(values[-few:])
+    if after > LEAST_ENTROPY or after * ENTROPY_RATIO > before:
+        return
+    rewards = [each.reward for each in facts.rollouts if each.reward is not None]
+    last = [
+        reward for groups in _rewards(facts, series[-size][0], series[-1][0]) for reward in groups
+    ]
+    said = ""
+    if rewards and last:
+        best, worst = max(rewards), min(rewards)
+        if fmean(last) >= worst + UNSOLVED * (best - worst):
+            # Solved: there is nothing more to try.
+            return
+        said = f" The mean reward is {fmean(last):.3g}, the best {best:.3g}."
+    at = next(
+        i
+        for i, value in enumerate(values)
+        if max(value, median(values[i : i + few])) <= LEAST_ENTROPY
+    )
+    yield {
+        "first": series[at][0],
+        "after": after,
+        "before": before,
+        "rewards": said,
+        "series": name,
+        "steps": [series[at][0], series[-1][0]],
+    }
+
+
+def kl(facts: Facts) -> Cases:
+    """The policy moves away from the reference, and earns no more or less for it."""
+    series = facts.series("train/kl")
+    size = len(series) // 4
+    if len(series) < LEAST_STEPS:
+        return
+    parts = [series[at : at + size] for at in (0, size, 2 * size, len(series) - size)]
+    levels = [median(value for _, value in part) for part in parts]
+    rewards = [_rewards(facts, part[0][0], part[-1][0]) for part in parts]
+    if not all(rewards):
+        return
+    means = [fmean(map(fmean, groups)) for groups in rewards]
+    at = max(range(3), key=means.__getitem__)
+    first, last = parts[at], parts[3]
+    falls = trend(mean_change(rewards[at], rewards[3])) == "falls"
+    if falls and levels[3] >= max(LEAST_KL, 2 * levels[at]):
+        yield {
+            "text": "The policy moves away from the reference and earns less: the KL went from "
+            f"{levels[at]:.2g} to {levels[3]:.2g} nats per token and the reward from "
+            f"{means[at]:.3g} to {means[3]:.3g}, from {steps_of(first[0][0], first[-1][0])} to "
+            f"{steps_of(last[0][0], last[-1][0])}.",
+            "severity": "error",
+            "steps": [first[0][0], last[-1][0]],
+        }
+        return
+    # A reward that rose since the beginning, or that still does, is what the KL was spent on.
+    for at in (0, 2):
+        rises = trend(mean_change(rewards[at], rewards[3])) == "rises"
+        if rises or levels[3] < max(RUNAWAY_KL, 1.5 * levels[at]):
+            continue
+        first = parts[at]
+        yield {
+            "text": f"The KL to the reference grows and the reward does not: {levels[at]:.2g} nats "
+            f"per token in {steps_of(first[0][0], first[-1][0])}, {levels[3]:.2g} in "
+            f"{steps_of(last[0][0], last[-1][0])}.",
+            "severity": "warning",
+            "steps": [first[0][0], last[-1][0]],
+        }
+        return
+
+
+def _rewards(facts: Facts, first: int, last: int) -> list[list[float]]:
+    """Return the rewards of each group of some steps."""
+    by_step = facts.group_rewards()
+    return [
+        rewards
+        for step, groups in by_step.items()
+        if first <= step <= last
+        for rewards in groups.values()
+    ]
+
+
+_SHARED = re.compile(r"(\d+) of (\d+) evaluation questions are also training questions")
+
+
+def shared_questions(facts: Facts) -> Cases:
+    """Held-out questions that are trained on."""
+    for num, num_of in _shared(facts)[:1]:
+        yield {"num": num, "num_of": num_of, "all": "All" if num == num_of else f"{num} of"}
+
+
+def _shared(facts: Facts) -> list[tuple[int, int]]:
+    found = [match for each in facts.notices if (match := _SHARED.match(each))]
+    return [(int(match[1]), int(match[2])) for match in found]
+
+
+def held_out_change(facts: Facts) -> Cases:
+    """The first and the last held-out evaluation."""
+    found = [each for each in facts.evaluations if each.reward is not None]
+    if len(found) < 2 or found[0].step == found[-1].step:
+        return
+    sides = [(each.reward, *(each.interval or (None, None))) for each in (found[0], found[-1])]
+    (_, low, high), (_, new_low, new_high) = sides
+    # Intervals that do not touch: stricter than a test of the difference, and seen in the curve.
+    verb, severity = "does not clearly differ", "info"
+    if new_low is not None and high is not None and new_low > high:
+        verb, severity = "rose", "good"
+    if new_high is not None and low is not None and new_high < low:
+        verb, severity = "fell", "error"
+    began, ended = (interval_text(*side) for side in sides)
+    shared = _shared(facts)
+    is_known = any(num == num_of for num, num_of in shared)
+    yield {
+        "verb": verb,
+        # A rise on questions that were trained is no sign of learning more than them.
+        "severity": "info" if shared and severity == "good" else severity,
+        "what": "On its training questions" if is_known else "Held out",
+        "began": began,
+        "ended": ended,
+        "first": found[0].step,
+        "last": found[-1].step,
+    }
+
+
+def ended(facts: Facts) -> Cases:
+    """The error that the run ended with."""
+    if facts.error is not None:
+        yield {"error": short(facts.error, 300)}
