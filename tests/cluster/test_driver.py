@@ -142,6 +142,7 @@ async def test_scaling_a_running_one(tmp_path):
         assert not [notice for notice in d.heard.notices if "started again" in notice]
 
 
+@pytest.mark.long
 async def test_a_driver_that_is_killed_is_followed_by_another(tmp_path):
     said = tmp_path / "said"
 
@@ -257,7 +258,7 @@ class TestTheCommand:
             assert d.driver.token not in json.dumps(found)
             words = ("cluster", "scale", str(tmp_path), "rollout_workers=3")
             scaled = await asyncio.to_thread(run_cli, *words)
-            assert scaled.output == "rollout_workers: 3, engines: 1\n"
+            assert "rollout_workers: 3, engines: 1" in scaled.output.splitlines()
             await until(lambda: d.beats("worker-2"))
             d.do("trainer", "0")
             await d.task

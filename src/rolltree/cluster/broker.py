@@ -215,6 +215,11 @@ class Broker:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_until_complete(self._run())
+            # Connections that were open.
+            left = asyncio.all_tasks(self._loop)
+            for task in left:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
         finally:
             self._loop.close()
 

@@ -22,7 +22,7 @@ _MAX_BODY_BYTES = 16 * 2**20
 Answer = Mapping[str, Any]
 
 
-class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RoleFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What `POST /fail` takes: why it would be useless to start the role again."""
 
     name: str
@@ -65,7 +65,7 @@ class ControlServer:
         *,
         host: str,
         on_scale: Callable[[Scale], Answer],
-        on_fail: Callable[[Failure], None],
+        on_fail: Callable[[RoleFailure], None],
         on_progress: Callable[[Progress], None],
         describe: Callable[[], Answer],
     ) -> None:
@@ -89,7 +89,7 @@ class ControlServer:
                 web.post("/register", _taking(Registration, self._register)),
                 web.post("/beat", _taking(Beat, self._roster.hear)),
                 web.post("/scale", _taking(Scale, self._on_scale)),
-                web.post("/fail", _taking(Failure, self._fail)),
+                web.post("/fail", _taking(RoleFailure, self._fail)),
                 web.post("/progress", _taking(Progress, self._progress)),
                 web.get("/status", self._status),
                 web.get("/config", self._settings),
@@ -129,7 +129,7 @@ class ControlServer:
         self._roster.register(given)
         return {"ok": True}
 
-    def _fail(self, given: Failure) -> Answer:
+    def _fail(self, given: RoleFailure) -> Answer:
         self._on_fail(given)
         return {"ok": True}
 

@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rolltree.cluster.control import ControlServer, Failure, Progress, Scale
+from rolltree.cluster.control import ControlServer, Progress, RoleFailure, Scale
 from rolltree.cluster.launchers import LocalLauncher, kill_marked
 from rolltree.cluster.relay import relayed
 from rolltree.cluster.roles import CLUSTER_TOKEN, CLUSTER_URL, LOST, RUN_DIR, Launcher, RoleSpec
@@ -257,7 +257,9 @@ class Driver:
             ):
                 break
             await asyncio.sleep(_POLL_S)
-        await self._launcher.stop(name, _DEFAULT_GRACE_S)
+        # Another of its name may run by now.
+        if self.roster.roles.get(name) is role:
+            await self._launcher.stop(name, _DEFAULT_GRACE_S)
 
     # -- all ---------------------------------------------------------------------------------------
 
@@ -308,7 +310,7 @@ class Driver:
         for name in (STATE_FILE, TOKEN_FILE):
             (self.run_dir / name).unlink(missing_ok=True)
 
-    def _fail(self, failure: Failure) -> None:
+    def _fail(self, failure: RoleFailure) -> None:
         self._finish(
             ClusterError(
                 f"{failure.name} cannot go on ({failure.error}): {failure.message} Its log is "

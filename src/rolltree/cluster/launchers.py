@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rolltree.cluster.roles import HOST, LAUNCH, ROLE, Launcher, Place, RoleSpec
+from rolltree.cluster.roles import HOST, LAUNCH, ROLE, Launcher, RolePlace, RoleSpec
 from rolltree.errors import ClusterError
 
 _POLL_S = 0.05
@@ -134,10 +134,10 @@ class LocalLauncher(Launcher):
         """Return None while it runs, else its exit status."""
         return self._processes[name].status()
 
-    async def where(self, name: str) -> Place | None:
+    async def where(self, name: str) -> RolePlace | None:
         """Return this machine and the process."""
         process = self._processes.get(name)
-        return None if process is None else Place(socket.gethostname(), process.pid)
+        return None if process is None else RolePlace(socket.gethostname(), process.pid)
 
     async def aclose(self) -> None:
         """Do nothing."""

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rolltree.cluster.launchers import RoleProcess
-from rolltree.cluster.roles import LOST, Launcher, Place, RoleSpec
+from rolltree.cluster.roles import LOST, Launcher, RolePlace, RoleSpec
 from rolltree.errors import ClusterError
 
 _START_LIMIT_S = 60.0
@@ -99,7 +99,7 @@ class RayLauncher(Launcher):
             ) from error
         self.host = self._ray.util.get_node_ip_address() if address else "127.0.0.1"
         self._actors: dict[str, Any] = {}
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, RolePlace] = {}
         self._group: Any = None
         self._bundles: dict[str, int] = {}
 
@@ -137,7 +137,7 @@ class RayLauncher(Launcher):
             return
         except self._ray.exceptions.RayTaskError as error:
             raise ClusterError(f"{spec.name} cannot be started: {error.cause}") from None
-        self._places[spec.name] = Place(host, pid, node)
+        self._places[spec.name] = RolePlace(host, pid, node)
 
     def _strategy(self, name: str) -> Any:
         if name not in self._bundles:
@@ -185,7 +185,7 @@ class RayLauncher(Launcher):
             return LOST
         return status
 
-    async def where(self, name: str) -> Place | None:
+    async def where(self, name: str) -> RolePlace | None:
         """Return the machine that Ray chose."""
         return self._places.get(name)
 

@@ -42,7 +42,7 @@ class RoleSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RolePlace:
     """Where a role runs; `node_id` is Ray's name of the machine, "" without Ray."""
 
     host: str
@@ -74,7 +74,7 @@ class Launcher(Protocol):
     async def alive(self, name: str) -> int | None:
         """Return None while the role runs, else its exit status, negative for a signal."""
 
-    async def where(self, name: str) -> Place | None:
+    async def where(self, name: str) -> RolePlace | None:
         """Return where the role runs, None if nothing is known of it."""
 
     async def aclose(self) -> None:

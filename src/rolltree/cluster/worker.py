@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
+from io import BytesIO
 from typing import Any, TypeVar, cast
 
 import aiohttp
@@ -31,6 +32,7 @@ from rolltree.cluster.messages import (
     Work,
     decode,
 )
+from rolltree.cluster.trainer import with_engines
 from rolltree.environments import load_environment
 from rolltree.errors import (
     BadResponse,
@@ -39,6 +41,7 @@ from rolltree.errors import (
     ConnectionFailed,
     RolltreeError,
     Stopped,
+    UnknownName,
 )
 from rolltree.inference import ChatRenderer, EndpointPool
 from rolltree.inference.pool import Endpoint
@@ -106,7 +109,9 @@ class HeadClient:
         url = self._beats.answer.get("head")
         if url is None or self._http is None:
             raise HeadLost("the driver knows of no head")
-        method, body = ("GET", None) if message is None else ("POST", message.to_bytes())
+        method = "GET" if message is None else "POST"
+        # aiohttp sends a file in parts, without holding the event loop.
+        body = None if message is None else BytesIO(message.to_bytes())
         try:
             async with self._http.request(method, f"{url}{path}", data=body) as answer:
                 content = await answer.read()
@@ -253,11 +258,10 @@ class Worker:
         self._engines = engines = Engines(self._head, await self._when_ready(FleetState, "/fleet"))
         self._renderer = ChatRenderer(tokenizer, end_ids=list(served.end_ids))
         self._vocab_size = served.vocab_size
-        pool = EndpointPool(
-            [self._client(url) for url in engines.urls],
-            # A call waits for engines for as long as the head does, and is then repeated.
-            deadline_s=config.engine.away_limit_s,
-        )
+        clients = [self._client(url) for url in engines.urls]
+        # A call waits for engines for as long as the head does, and needs its own time after that.
+        limit_s = config.engine.away_limit_s + max(c.server.deadline_s for c in clients)
+        pool = EndpointPool(clients, deadline_s=limit_s)
         self._rollouts = RolloutEngine(
             source,
             pool,
@@ -288,8 +292,6 @@ class Worker:
             await asyncio.sleep(_RETRY_S)
 
     def _client(self, url: str) -> RoutedServer:
-        from rolltree.cluster.trainer import with_engines
-
         config = with_engines(self._config, [url.removesuffix("/v1")])
         client = server_client(RoutedServer, config, url, self._renderer, self._vocab_size)
         client.fleet = cast(Servers, self._engines)
@@ -317,7 +319,10 @@ class Worker:
                 await asyncio.sleep(_RETRY_S)
                 continue
             self._take(work, pool)
-            if len(self._tasks) and free <= len(work.items):
+            if work.drop and not work.items:
+                # What is being sent to another head is nothing that this one waits for.
+                await asyncio.sleep(_RETRY_S)
+            elif self._tasks and free <= len(work.items):
                 with suppress(TimeoutError):
                     async with asyncio.timeout(_RENEW_S):
                         await self._ended.wait()
@@ -458,7 +463,7 @@ def main() -> int:
         asyncio.run(run(link))
     except (Stopped, KeyboardInterrupt):
         return ENDED
-    except ConfigError as error:
+    except (ConfigError, UnknownName) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         link.fail(error)
         return 1

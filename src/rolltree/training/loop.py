@@ -180,8 +180,9 @@ class _Loop:
                 self._save(self.done)
             raise
         finally:
-            # Here and not when the parts are closed: the run's database may be closed by then.
-            if isinstance(self.parts.engine, Servers):
+            # Here and not when the parts are closed: the run's database may be closed by then. The
+            # engines of a [cluster] end with their run.
+            if isinstance(self.parts.engine, Servers) and self.config.cluster is None:
                 with suppress(StoreError):
                     self.parts.engine.announce_kept_weights()
 

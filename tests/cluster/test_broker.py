@@ -1,0 +1,226 @@
+"""The broker over real HTTP: workers that work, and clients that do not."""
+
+import asyncio
+import io
+import time
+
+import aiohttp
+import pytest
+from cluster_kit import TOKEN
+
+from rolltree.cluster.broker import Broker, Head
+from rolltree.cluster.messages import (
+    Finished,
+    FleetState,
+    Poll,
+    Served,
+    Suspect,
+    Work,
+    decode,
+)
+from rolltree.cluster.remote import RemoteRollouts
+from rolltree.inference import OpenAIClient
+from rolltree.rollouts.requests import example_request
+from rolltree.rollouts.wire import request_from_bytes, result_to_rows
+from rolltree.store import Run
+from rolltree.types import RolloutResult, SamplingParams, State
+from wait_kit import until
+
+FLEET = FleetState(version=3, labels=("3",), engines=())
+
+
+class Source:
+    env_id = "letters"
+
+    def num_examples(self, split):
+        return 9
+
+    def example(self, split, index):
+        return {}
+
+    async def run_request(self, request, client):
+        raise AssertionError("the head plays nothing")
+
+
+def requests(number, step=1):
+    return [
+        example_request(
+            "letters",
+            {"prompt": [{"role": "user", "content": f"{n}"}], "example_id": n, "task": "t"},
+            group_id=f"train/{step:06d}/g{n:02d}",
+            seed=n,
+            sampling=SamplingParams(max_tokens=4, extra={"api_key": "kept-for-the-worker"}),
+            phase="train",
+            train_step=step,
+        )
+        for n in range(number)
+    ]
+
+
+def played(request, reward=1.0):
+    state = State(input=dict(request.input), trajectory=[], error=None, reward=reward)
+    return RolloutResult(request, (state,), None)
+
+
+class Hand:
+    """A worker by hand."""
+
+    def __init__(self, url, name="worker-0", life="1", token=TOKEN):
+        self.url, self.name, self.life = url, name, life
+        self.http = aiohttp.ClientSession(headers={"Authorization": f"Bearer {token}"})
+
+    async def post(self, path, body):
+        async with self.http.post(self.url + path, data=body) as answer:
+            return answer.status, await answer.read()
+
+    async def poll(self, free=8, have=(), wait_s=5.0):
+        poll = Poll(
+            worker=self.name,
+            life=self.life,
+            slots=8,
+            free=free,
+            have=tuple(have),
+            wait_s=wait_s,
+        )
+        status, body = await self.post("/work", poll.to_bytes())
+        assert status == 200, body
+        return decode(Work, body)
+
+    async def send(self, item_id, *results):
+        rows = tuple(tuple(result_to_rows(result)) for result in results)
+        return await self.post("/result", Finished(item_id=item_id, results=rows).to_bytes())
+
+
+@pytest.fixture
+async def at(tmp_path):
+    """A broker with a store, and a worker."""
+    run = Run.create(tmp_path / "run", config={}, kind="train")
+    broker = Broker("127.0.0.1", TOKEN, queue_bytes=2**16)
+    broker.start()
+    suspects = []
+    served = Served(model="m", end_ids=(1,), vocab_size=10)
+    broker.attach(Head(run, "letters", served, lambda: FLEET, suspects.append))
+    hand = Hand(broker.url)
+    hand.run, hand.broker, hand.suspects = run, broker, suspects
+    hand.rollouts = RemoteRollouts(
+        Source(), OpenAIClient("http://127.0.0.1:9/v1", "m"), broker, run, max_concurrent=64
+    )
+    yield hand
+    await hand.rollouts.client.aclose()
+    await hand.http.close()
+    broker.close()
+    run.close()
+
+
+async def collect(rollouts, wanted, found):
+    async for batch in rollouts.run_stored(wanted, rollouts._run):
+        found += [result for result, rows in batch if rows]
+
+
+async def test_work_goes_out_and_comes_back_stored(at):
+    found = []
+    task = asyncio.create_task(collect(at.rollouts, requests(3), found))
+    work = await at.poll()
+    assert (work.fleet, len(work.items), work.drop) == (FLEET, 3, ())
+    given = [request_from_bytes(item.requests[0]) for item in work.items]
+    assert given == requests(3)
+    for item, request in zip(work.items, given, strict=True):
+        status, body = await at.send(item.item_id, played(request))
+        assert (status, body) == (200, b'{"status": "stored"}')
+    await task
+    assert [result.request for result in found] == requests(3)
+    assert at.run.num_rollouts() == 3
+    # The second result of a rollout is known, and changes nothing.
+    status, body = await at.send(work.items[0].item_id, played(given[0], reward=9.0))
+    assert (status, body) == (200, b'{"status": "known"}')
+    assert [row.reward for row in at.run.rollouts()] == [1.0, 1.0, 1.0]
+    assert "kept-for-the-worker" not in str([row.record for row in at.run.rollouts(blobs=True)])
+
+
+async def test_a_result_of_a_former_head_is_taken_and_not_played_again(at):
+    (request,) = requests(1, step=7)
+    status, body = await at.send(request.request_id, played(request))
+    assert (status, body) == (200, b'{"status": "stored"}')
+    found = []
+    await collect(at.rollouts, [request], found)
+    assert len(found) == at.run.num_rollouts() == 1
+
+
+async def test_a_foreign_result_is_refused_and_the_request_played_again(at):
+    (request,) = requests(1)
+    found = []
+    task = asyncio.create_task(collect(at.rollouts, [request], found))
+    work = await at.poll()
+    (other,) = requests(1, step=2)
+    item_id = work.items[0].item_id
+    for bad in ([played(other)], [], [played(request)] * 2):
+        status, _ = await at.send(item_id, *bad)
+        assert status == 400
+    for rows in (((b"{}", b"", b""),), ((b"junk", b"x", b"y"),), ()):
+        status, _ = await at.post("/result", Finished(item_id=item_id, results=(rows,)).to_bytes())
+        assert status == 400
+    assert (await at.post("/result", b"junk"))[0] == 400
+    assert at.run.num_rollouts() == 0
+    work = await at.poll()
+    await at.send(work.items[0].item_id, played(request))
+    await task
+    assert len(found) == 1
+
+
+async def test_nobody_gets_in_without_the_token(at):
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {TOKEN}"}):
+        async with aiohttp.ClientSession(headers=headers) as http:
+            for path in ("/work", "/result", "/suspect"):
+                async with http.post(at.url + path, data=io.BytesIO(b"x" * 2**20)) as answer:
+                    assert answer.status == 401
+            for path in ("/fleet", "/served"):
+                async with http.get(at.url + path) as answer:
+                    assert answer.status == 401
+
+
+async def test_results_that_would_not_fit_are_kept_by_the_worker(at):
+    at.broker.counts.waiting_bytes = 2**16
+    async with at.http.post(at.url + "/result", data=b"x" * 100) as answer:
+        assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
+    at.broker.counts.waiting_bytes = 0
+    async with at.http.post(at.url + "/work", data=io.BytesIO(b"x" * 2**23)) as answer:
+        assert answer.status == 413
+
+
+async def test_a_worker_that_begins_again_gets_its_requests_again(at):
+    found = []
+    task = asyncio.create_task(collect(at.rollouts, requests(2), found))
+    first = await at.poll()
+    at.life = "2"
+    again = await at.poll()
+    assert [item.requests for item in again.items] == [item.requests for item in first.items]
+    assert [item.attempt for item in again.items] == [2, 2]
+    for item in again.items:
+        await at.send(item.item_id, played(request_from_bytes(item.requests[0])))
+    await task
+    assert len(found) == 2
+
+
+async def test_what_nobody_wants_any_more_is_dropped(at):
+    task = asyncio.create_task(collect(at.rollouts, requests(1), []))
+    work = await at.poll()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    have = [item.item_id for item in work.items]
+    assert list((await at.poll(have=have)).drop) == have
+
+
+async def test_a_suspect_is_passed_on(at):
+    status, body = await at.post("/suspect", Suspect(url="http://engine/v1").to_bytes())
+    assert (status, decode(FleetState, body)) == (200, FLEET)
+    assert at.suspects == ["http://engine/v1"]
+
+
+async def test_work_that_comes_during_a_poll_is_handed_out_at_once(at):
+    polling = asyncio.create_task(at.poll(wait_s=10.0))
+    await until(lambda: at.broker.num_slots == 8, "the poll")
+    began = time.monotonic()
+    task = asyncio.create_task(collect(at.rollouts, requests(1), []))
+    assert len((await polling).items) == 1
+    assert time.monotonic() - began < 5.0
+    task.cancel()
