@@ -1,4 +1,4 @@
-"""Two real vLLM engines of one run: one is killed, another joins, and rollouts stay where they are."""
+"""Two vLLM engines of one run: one is killed, another joins, and rollouts stay where they are."""
 
 import asyncio
 import signal
