@@ -58,11 +58,13 @@ class SearchIndex:
         """Return how many rollouts are in it, of how many, and whether those are all."""
         last = self._run.last_id
         with self._opened() as found:
-            done = num = 0
+            done = step = num = 0
             if found is not None and (about := self._about(found)) is not None:
-                done, _ = about
+                done, step = about
                 num = found.execute("SELECT count(*) FROM facts").fetchone()[0]
-        return {"indexed": num, "of": self._run.num_rollouts(), "is_whole": done >= last}
+        # Rollouts are stored before they are trained: their advantages come later.
+        is_whole = done >= last and step >= self._run.last_step()[0]
+        return {"indexed": num, "of": self._run.num_rollouts(), "is_whole": is_whole}
 
     def build(self, pause: Callable[[], None] = lambda: None) -> None:
         """Add what the run has stored since, or all of it; `pause` is called between batches.

@@ -139,9 +139,9 @@ def choose_tokenizer(folder: Path | None) -> None:
     Raises:
         ConfigError: there is no tokenizer that can be read.
     """
-    _CHOSEN[:] = [] if folder is None else [folder]
     if folder is not None:
         _opened(folder, _written(folder))
+    _CHOSEN[:] = [] if folder is None else [folder]
 
 
 def _written(folder: Path) -> int:
