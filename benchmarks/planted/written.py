@@ -431,10 +431,16 @@ FAULTS: Mapping[str, Fault] = {
     ),
     "tool_raises": Fault(
         ("tools",),
-        Course(talk=calls_tool(lambda s: s.step > 10), columns=lambda s: {"num_calls": 2}),
+        Course(
+            groups=3,
+            size=4,
+            talk=calls_tool(lambda s: s.step > 10),
+            columns=lambda s: {"num_calls": 2},
+        ),
     ),
     "tool_late": Fault(
-        ("timeouts",), Course(talk=calls_tool(lambda s: s.index % 2 == 0, "ToolTimeLimit"))
+        ("timeouts",),
+        Course(groups=3, size=4, talk=calls_tool(lambda s: s.index % 2 == 0, "ToolTimeLimit")),
     ),
     "timeouts": Fault(("timeouts",), Course(columns=fails(6, 0.3, "RolloutTimeout", "timeout"))),
     "unscored": Fault(
@@ -466,6 +472,8 @@ FAULTS: Mapping[str, Fault] = {
     "breaks": Fault(
         ("breaks",),
         Course(
+            groups=3,
+            size=4,
             talk=two_calls(lambda s: STRIPPED),
             series={
                 "samples/break_rate": ramp(1, 1, 0),
@@ -537,7 +545,10 @@ FAULTS: Mapping[str, Fault] = {
     "tool_mostly_raises": Fault(
         ("tools",),
         Course(
-            talk=calls_tool(lambda s: s.step >= 3 and s.draw.random() < 0.7, "KeyError"), steps=12
+            groups=3,
+            size=4,
+            talk=calls_tool(lambda s: s.step >= 3 and s.draw.random() < 0.7, "KeyError"),
+            steps=12,
         ),
     ),
     "falls_to_crumbs": Fault(
@@ -693,16 +704,20 @@ HEALTHY: Mapping[str, Course] = {
         ),
     ),
     "tool_is_learned": Course(
-        talk=calls_tool(lambda s: s.draw.random() < 0.9 * (1 - s.t) ** 2, "ToolArgumentError")
+        groups=3,
+        size=4,
+        talk=calls_tool(lambda s: s.draw.random() < 0.9 * (1 - s.t) ** 2, "ToolArgumentError"),
     ),
     "sliding_window": Course(
+        groups=3,
+        size=4,
         talk=two_calls(lambda s: SLID),
         series={
             "samples/break_rate": ramp(1, 1, 0),
             "samples/breaks/system_or_tools_changed": ramp(1, 1, 0),
         },
     ),
-    "two_turns": Course(talk=two_calls(lambda s: KEPT)),
+    "two_turns": Course(groups=3, size=4, talk=two_calls(lambda s: KEPT)),
     "one_token": Course(
         max_tokens=1,
         columns=lambda s: {"finish_reason": "length", "num_completion_tokens": 1},
@@ -750,7 +765,7 @@ HEALTHY: Mapping[str, Course] = {
     "busy_machine": Course(
         series={"time/step": lambda s, t, d: 20 * math.exp(d.gauss(0, 0.8))}, steps=30
     ),
-    "tool_sometimes": Course(talk=calls_tool(lambda s: s.draw.random() < 0.15)),
+    "tool_sometimes": Course(groups=3, size=4, talk=calls_tool(lambda s: s.draw.random() < 0.15)),
     "hints_fall": Course(metrics={"used_hint": share_metric(0.8, 0.1)}),
     "few_large_groups": Course(steps=8, groups=3, size=16),
     "too_early": Course(reward=coin(0.5, 0.5), steps=8, groups=3),
@@ -777,6 +792,8 @@ HEALTHY: Mapping[str, Course] = {
         steps=32,
     ),
     "summaries": Course(
+        groups=3,
+        size=4,
         talk=two_calls(lambda s: ([7, 8, 9], [_user("Summary: 6 was wrong."), _user("No.")])),
         series={"samples/break_rate": ramp(1, 1, 0)},
     ),
