@@ -122,7 +122,7 @@ def test_the_core_works_without_torch(version, wheel, tmp_path):
         took, num = run(programs / "python", "-c", code, cwd=empty).split()
     assert (float(took) < 0.3, num) == (True, "100")
     assert "arithmetic" in run(programs / "rolltree", "env", "list", cwd=empty)
-    run(programs / "rolltree", "env", "check", "arithmetic", "-n", "4", cwd=empty)
+    run(programs / "rolltree", "env", "check", "arithmetic", cwd=empty)
     run(programs / "rolltree", "doctor", "--no-measure", cwd=empty)
     # Without torch, an evaluation here says what to type.
     done = subprocess.run(

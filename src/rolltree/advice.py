@@ -14,7 +14,7 @@ MOST = 2
 LOW, HIGH = 0.05, 0.95
 """Mean rewards below and above which most groups have equal rewards, and so teach nothing."""
 OFTEN = 0.2
-"""Share of rollouts from which on something that went wrong is the first thing to mend."""
+"""Share of rollouts from which on something that went wrong is the first thing to fix."""
 CLEAR = 0.02
 """A smaller change of reward is none."""
 
@@ -75,7 +75,7 @@ def _is_wide(at: Measured) -> bool:
 RULES: Mapping[str, Rule] = {
     "all_failed": Rule(
         lambda at: at.failed >= 1.0 and at.num_rollouts > 0,
-        "Every rollout failed, so nothing was measured: mend the first failure and run it again.",
+        "Every rollout failed, so nothing was measured: fix the first failure and run it again.",
         "first-hour.md#something-fails",
     ),
     "failures": Rule(

@@ -51,7 +51,7 @@ class HubName:
     @property
     def cache_folder(self) -> Path:
         """Where the client keeps it."""
-        return cache_root() / f"{self.kind}s--{self.repo.replace('/', '--')}"
+        return hub_cache() / f"{self.kind}s--{self.repo.replace('/', '--')}"
 
 
 def hub_name(name: str, kind: Literal["model", "dataset"] = "model") -> HubName | None:
@@ -64,7 +64,7 @@ def hub_name(name: str, kind: Literal["model", "dataset"] = "model") -> HubName 
     return HubName(f"{found[1]}/{found[2]}", found[3], kind) if found else None
 
 
-def cache_root() -> Path:
+def hub_cache() -> Path:
     """Return the folder of the client's cache, without importing it."""
     home = os.environ.get("HF_HOME") or Path(
         os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "huggingface"
@@ -135,7 +135,7 @@ def unavailable(name: HubName, why: str) -> str:
     """Return what happened, what to download, and where to put it."""
     return (
         f"{name} is neither a folder here nor in the cache of the Hugging Face hub "
-        f"({cache_root()}), and it could not be downloaded ({why}). Check the name; a private or "
+        f"({hub_cache()}), and it could not be downloaded ({why}). Check the name; a private or "
         "gated one needs a token (`hf auth login`, or HF_TOKEN). Without a network, run "
         f"`{name.command}` on a machine that has one, and copy its folder "
         f"{name.cache_folder.name} to {name.cache_folder.parent}; or download with "

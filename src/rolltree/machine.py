@@ -52,7 +52,7 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class Host:
     """What `look` found."""
 
     python: str
@@ -75,9 +75,9 @@ class Machine:
         return bool(self.gpus) and self.torch_cuda is not None
 
 
-def look(folder: str | Path = ".") -> Machine:
+def look(folder: str | Path = ".") -> Host:
     """Return what this machine has; `folder` is where runs would be stored."""
-    return Machine(
+    return Host(
         python=".".join(map(str, sys.version_info[:3])),
         num_cores=num_cores(),
         memory_bytes=_memory_bytes(),
@@ -97,7 +97,7 @@ def look(folder: str | Path = ".") -> Machine:
     )
 
 
-def suggested_config(machine: Machine | None = None) -> dict[str, Any]:
+def suggested_config(machine: Host | None = None) -> dict[str, Any]:
     """Return the sections of a training config that fit a machine: this one by default.
 
     A CPU trains SmolLM2-135M on short answers; a GPU that torch can use trains Qwen3-0.6B.
@@ -126,7 +126,7 @@ def suggested_config(machine: Machine | None = None) -> dict[str, Any]:
     }
 
 
-def describe(machine: Machine) -> str:
+def describe(machine: Host) -> str:
     """Return a machine in a few words: `2 CPU cores, 24 GB, no GPU`."""
     gpus = [f"{gpu.name} ({gpu.memory_bytes / GIB:.0f} GB)" for gpu in machine.gpus]
     memory = f"{machine.memory_bytes / GIB:.0f} GB"
@@ -190,14 +190,12 @@ def _version(package: str) -> str | None:
 
 
 def _torch_cuda() -> str | None:
-    """Return the CUDA version that torch was built for, read from its file `version.py`."""
+    """Return the CUDA version that torch was built for, read from its own files."""
     spec = find_spec("torch") if _is_there("torch") else None
     if spec is None or spec.origin is None:
         return None
-    try:
-        text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
-    except OSError:
-        return None
+    files = Path(spec.origin).parent.glob("version.p*")
+    text = "".join(file.read_text(encoding="utf-8") for file in files if file.suffix == ".py")
     found = re.search(r"^cuda[^=\n]*= *['\"]([^'\"]+)['\"]", text, re.MULTILINE)
     return found[1] if found else None
 

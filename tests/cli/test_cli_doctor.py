@@ -7,10 +7,10 @@ import pytest
 from click.testing import CliRunner
 
 from rolltree.cli import app, doctor
-from rolltree.machine import Gpu, Machine, describe, look, suggested_config, toml_sections
+from rolltree.machine import Gpu, Host, describe, look, suggested_config, toml_sections
 from rolltree.training import load_train_config
 
-BARE = Machine(
+BARE = Host(
     python="3.12.1",
     num_cores=4,
     memory_bytes=16 * 1024**3,

@@ -9,7 +9,7 @@ import click
 from rolltree.cli.arguments import echo, echo_json
 
 if TYPE_CHECKING:
-    from rolltree.machine import Machine
+    from rolltree.machine import Host
 
 MEASURE_S = 10.0
 """Half of it samples, half of it trains."""
@@ -46,7 +46,7 @@ def examine(as_json: bool, no_measure: bool) -> None:
 
 
 def _facts(
-    machine: Machine, speed: dict[str, Any] | None, config: dict[str, Any]
+    machine: Host, speed: dict[str, Any] | None, config: dict[str, Any]
 ) -> list[tuple[str, str]]:
     from rolltree.machine import GIB
 
@@ -80,7 +80,7 @@ def _facts(
     return [*facts, ("speed", said), ("", estimate)]
 
 
-def _echo_extras(machine: Machine) -> None:
+def _echo_extras(machine: Host) -> None:
     from rolltree.machine import PROVIDES
 
     for extra, (_, what) in PROVIDES.items():
@@ -90,7 +90,7 @@ def _echo_extras(machine: Machine) -> None:
     echo("")
 
 
-def _advice(machine: Machine) -> list[str]:
+def _advice(machine: Host) -> list[str]:
     """Return what to type first; nothing on a machine that is ready."""
     from rolltree.machine import CPU_TORCH_COMMAND, GIB
 
@@ -113,7 +113,7 @@ def _advice(machine: Machine) -> list[str]:
     return found
 
 
-def _measured(machine: Machine) -> dict[str, Any]:
+def _measured(machine: Host) -> dict[str, Any]:
     """Sample and train for a few seconds each; what went wrong comes back as `error`."""
     from rolltree.errors import RolltreeError
 

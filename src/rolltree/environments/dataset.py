@@ -237,7 +237,7 @@ def _without_none(message: Mapping[str, Any]) -> ChatMessage:
 
 
 def _read_named(name: str | Path) -> Any:
-    """Return the rows of a file, or of a data set of the hub: what is no file, and named so."""
+    """Return the rows of a file, or of a data set of the hub if there is not such a file."""
     path = Path(name)
     repo, _, split = str(name).partition(":")
     is_file = path.exists() or isinstance(name, Path) or path.suffix in _READERS

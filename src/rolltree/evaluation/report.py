@@ -84,14 +84,15 @@ class EvalReport(Finished):
     def advice(self) -> tuple[Advice, ...]:
         """What to do next, from what was measured; each with its page of the docs."""
         num, usage, reward = self.num_rollouts, self.results.get("usage", {}), self.reward
-        has_interval = reward is not None and reward.low is not None and reward.high is not None
+        low, high = (None, None) if reward is None else (reward.low, reward.high)
+        half_width = None if low is None or high is None else (high - low) / 2
         return advise(
             Measured(
                 kind="eval",
                 num_rollouts=num,
                 num_examples=self.num_examples,
                 reward=None if reward is None else reward.mean,
-                half_width=(reward.high - reward.low) / 2 if has_interval else None,
+                half_width=half_width,
                 failed=self.num_failed / num if num else 0.0,
                 cut_by_tokens=usage.get("num_cut_by_tokens", 0) / num if num else 0.0,
                 idle_gpu=self.idle_gpu,

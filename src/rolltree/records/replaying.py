@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -63,7 +63,7 @@ class ReplayReport(Finished):
 
     def as_dict(self) -> dict[str, Any]:
         """Return what is not an episode, as plain data."""
-        found = {name: getattr(self, name) for name in self.__slots__}
+        found = {each.name: getattr(self, each.name) for each in fields(self)}
         del found["recorded"], found["live"]
         if self.difference is not None:
             found["difference"] = asdict(self.difference)
