@@ -2,9 +2,9 @@
 
 import asyncio
 
-import docs_kit
 import pytest
 
+import docs_kit
 from rolltree.errors import SandboxUnavailable
 from rolltree.sandbox import LocalBackend
 
