@@ -267,7 +267,7 @@ async def sandbox_world(
         if sandbox.level.name != "bubblewrap":
             raise SandboxUnavailable(
                 f"the Harbor task {task.name} names paths such as {files.workdir} and /tests, "
-                f"which the sandbox level {sandbox.level.name!r} cannot give it. Install bubblewrap: "
+                f"which the sandbox level {sandbox.level.name!r} cannot give it. Install it: "
                 "pip install 'rolltree[sandbox]'."
             )
         sandbox.at_root = (*files.top_folders, "tests", "solution", "logs")
