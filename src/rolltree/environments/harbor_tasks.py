@@ -1,6 +1,6 @@
 """Harbor's task folders, as `HarborTask`s: what a task says, and what of it needs Docker.
 
-A folder has `task.toml`, `instruction.md`, `environment/` (a Dockerfile), `tests/test.sh` and
+A folder has `task.toml`, an instruction, `environment/` (a Dockerfile), `test.sh` in `tests` and
 `solution/solve.sh`. The format is that of harbor 0.26 (schema 1.4). What rolltree cannot give a
 task is refused by name, and so are keys that the format does not have.
 """
@@ -134,7 +134,7 @@ class WorldFiles:
 
 @dataclass(frozen=True, slots=True)
 class HarborTask:
-    """A task. Times are in seconds; None is no limit."""
+    """A task. Times are in seconds; None: without a limit."""
 
     folder: Path
     name: str
@@ -322,7 +322,7 @@ def _bytes_of(folder: Path, name: str, megabytes: int | None, text: str | None) 
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([GMKgmk])\s*", text)
     if match is None:
         raise ConfigError(
-            f"the Harbor task {folder} has [environment] {name} = {text!r}, which is no size. "
+            f"the Harbor task {folder} has [environment] {name} = {text!r}, which is not a size. "
             f"Write {name}_mb = 512."
         )
     return int(float(match[1]) * units[match[2].upper()])

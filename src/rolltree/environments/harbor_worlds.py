@@ -123,7 +123,7 @@ async def verdict_on(world: HarborWorld, task: HarborTask) -> Verdict:
             try:
                 return Verdict(read(data), None, ran.ended, said)
             except ValueError as error:
-                return Verdict({}, f"{path} is no reward ({error})", ran.ended, said)
+                return Verdict({}, f"{path} is not a reward ({error})", ran.ended, said)
     return Verdict({}, "the tests wrote no reward", ran.ended, said)
 
 
@@ -150,7 +150,7 @@ async def solved(world: HarborWorld, task: HarborTask) -> RunResult:
 
 def _number(value: Any) -> float:
     if not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{value!r} is no finite number")
+        raise ValueError(f"{value!r} is not a finite number")
     return float(value)
 
 

@@ -124,7 +124,7 @@ class OpenEnvWorld:
         return outcome.obs or "", dict(outcome.info)
 
     async def step(self, action: Any) -> StepOutcome:
-        """Do what the model said; what is no action of this server is told to it.
+        """Do what the model said; what the server rejects is told to it.
 
         Raises:
             WorldUnavailable: the server hung up, or broke.
