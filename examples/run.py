@@ -34,7 +34,8 @@ RECIPES = ("sql_agent", "guess_game", "tic_tac_toe_duel")
 def module_of(recipe: str) -> Any:
     """Return a recipe's module."""
     spec = util.spec_from_file_location(recipe, HERE / recipe / f"{recipe}.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = util.module_from_spec(spec)
     sys.modules[recipe] = module
     spec.loader.exec_module(module)

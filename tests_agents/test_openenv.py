@@ -1,4 +1,4 @@
-"""`OpenEnv` against the server that openenv from PyPI ships as its template: an echo environment."""
+"""`OpenEnv` against the server that openenv from PyPI ships as its template: an echo."""
 
 from __future__ import annotations
 

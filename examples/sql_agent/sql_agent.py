@@ -52,7 +52,7 @@ class SqlEnv(rt.MultiTurnEnv):
 
     @rt.stop
     async def answered(self, state: rt.State) -> bool:
-        """The last message is no query, so it is the answer."""
+        """The last message is the answer: it does not ask."""
         return bool(state["trajectory"]) and not is_query(last(state))
 
 

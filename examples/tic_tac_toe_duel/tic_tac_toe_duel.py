@@ -1,4 +1,4 @@
-"""PettingZoo's tic-tac-toe: trained by playing itself, measured against an opponent that does not learn.
+"""PettingZoo's tic-tac-toe: trained against itself, measured against a fixed opponent.
 
     user       12X
                4O6

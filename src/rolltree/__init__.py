@@ -138,8 +138,8 @@ if TYPE_CHECKING:
 _ROOMS: dict[str, str] = {
     "agents": "Agent ReActAgent ToolAgent",
     "environments": "EnvGroup Environment GenerateMetadata GenerateResults GymEnv HarborEnv "
-    "MCPEnv MultiTurnEnv OpenEnv PythonEnv ReasoningGymEnv SandboxEnv SingleTurnEnv StatefulToolEnv "
-    "TextArenaEnv ToolEnv WorldEnv cleanup load_environment stop teardown",
+    "MCPEnv MultiTurnEnv OpenEnv PythonEnv ReasoningGymEnv SandboxEnv SingleTurnEnv "
+    "StatefulToolEnv TextArenaEnv ToolEnv WorldEnv cleanup load_environment stop teardown",
     "errors": "ConfigError ModelError PromptTooLong RolloutTimeout RolltreeError UnknownName",
     "evaluation": "evaluate evaluate_async",
     "gateway": "HarborProgramEnv ProgramEnv",

@@ -163,8 +163,9 @@ INFRASTRUCTURE = frozenset(
     )
 )
 """The types of `ErrorRecord`s that say nothing about the episode: the model's server, a judge's, a
-world's or a sandbox did not work. Such a rollout is lost, and run again with its seeds, not counted. A machine
-that cannot isolate code (`SandboxUnavailable`) is none of them: it would fail again."""
+world's or a sandbox did not work. Such a rollout is lost, and run again with its seeds, not
+counted. A machine that cannot isolate code (`SandboxUnavailable`) is none of them: it would fail
+again."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -60,7 +60,8 @@ TASKS = {
         "",
         test="""#!/bin/bash
 n=0; for x in a b c; do [ "$(cat $x 2>/dev/null)" = $x ] && n=$((n+1)); done
-python3 -c "import json,sys; json.dump({'reward': $n / 3, 'files': $n}, open('/logs/verifier/reward.json', 'w'))"
+python3 -c "import json; print(json.dumps({'reward': $n / 3, 'files': $n}))" \\
+> /logs/verifier/reward.json
 """,
     ),
     "fix": Made(

@@ -138,7 +138,7 @@ def test_tests_that_write_no_reward_are_worth_nothing_and_seen(tasks, tmp_path, 
     assert "what I saw" in state["harbor"]["said"]
     (task / "tests/test.sh").write_text("#!/bin/bash\necho nan > /logs/verifier/reward.txt\n")
     state = play(rt.HarborEnv(task, world="sandbox"), "true")
-    assert "no finite number" in state["harbor"]["problem"]
+    assert "not a finite number" in state["harbor"]["problem"]
 
 
 def test_the_task_bounds_the_agents_time(tasks, tmp_path, sandboxed):

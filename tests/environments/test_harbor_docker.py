@@ -98,7 +98,8 @@ def task(tmp_path):
     (folder / "environment/Dockerfile").write_text("FROM special\nRUN make\nWORKDIR /app\n")
     (folder / "task.toml").write_text(
         '[task]\nname = "kit/hello"\n[environment]\nnetwork_mode = "no-network"\ncpus = 2\n'
-        'memory_mb = 256\n[environment.env]\nA = "b c"\n[agent]\nuser = "agent"\ntimeout_sec = 60.0\n'
+        'memory_mb = 256\n[environment.env]\nA = "b c"\n'
+        '[agent]\nuser = "agent"\ntimeout_sec = 60.0\n'
     )
     (folder / "tests/test.sh").write_text(
         '#!/bin/sh\n[ "$(cat /app/hello.txt)" = hello ] && r=1 || r=0\n'

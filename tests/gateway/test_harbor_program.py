@@ -1,6 +1,7 @@
 """`HarborProgramEnv`: programs that solve Harbor tasks in the task's own world."""
 
 import asyncio
+import contextlib
 import sys
 from pathlib import Path
 
@@ -81,10 +82,8 @@ def test_a_function_that_is_late_cannot_touch_what_is_judged(tasks):
     async def agent(session, state):
         await asked(session, "q")
         shell = env.shell_of(state)
-        try:
+        with contextlib.suppress(asyncio.CancelledError):
             await asyncio.sleep(600)
-        except asyncio.CancelledError:
-            pass
         while not tried:
             try:
                 await shell.run("true")

@@ -98,10 +98,9 @@ def messages() -> Iterator[None]:
 
 
 _VERIFIERS_V1 = (
-    "this environment is written for verifiers 0.4 (verifiers.v1), whose tasksets rolltree does not "
-    "run; it runs those of 0.1.8. docs/compat.md says what to do: its Harbor, OpenEnv and TextArena "
-    "tasksets are rt.HarborEnv, rt.OpenEnv and rt.TextArenaEnv, and its harnesses work behind "
-    "rolltree gateway."
+    "this environment is written for verifiers 0.4 (verifiers.v1), whose tasksets rolltree cannot "
+    "run; it runs environments for 0.1.8. docs/compat.md says what to do: for its tasksets harbor, "
+    "openenv and textarena use rt.HarborEnv, rt.OpenEnv and rt.TextArenaEnv."
 )
 
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rolltree.environments.harbor_tasks import HarborTask, filled_env
+from rolltree.environments.harbor_tasks import HarborTask
 from rolltree.errors import SandboxError, SandboxUnavailable
 from rolltree.sandbox import Limits, RunResult, SandboxLevel
 from rolltree.tasks import run_shielded
@@ -208,7 +208,8 @@ async def _call_bytes(
         )
     except OSError as error:
         raise SandboxUnavailable(f"{line[0]} cannot be started ({error}).") from error
-    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
     try:
         async with asyncio.timeout(limit_s):
             outputs = await asyncio.gather(
@@ -228,8 +229,3 @@ async def _beginning(stream: asyncio.StreamReader, max_bytes: int) -> bytes:
     while part := await stream.read(_PART_BYTES):
         kept += part[: max_bytes - len(kept)]
     return bytes(kept)
-
-
-def container_env(task: HarborTask) -> dict[str, str]:
-    """Return the variables of the agent's commands."""
-    return filled_env(task.env, task)

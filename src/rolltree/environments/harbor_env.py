@@ -181,7 +181,7 @@ class HarborTasks:
 
 
 @run_inline
-def reward(state: State) -> float:
+def tests_reward(state: State) -> float:
     """What the task's tests gave."""
     return float(state["harbor"]["reward"])
 
@@ -194,7 +194,7 @@ def judged(state: State) -> float:
 
 def harbor_rubric() -> Rubric:
     """Return the rubric of Harbor tasks: the tests' reward, and whether there was one."""
-    rubric = Rubric([reward])
+    rubric = Rubric([tests_reward])
     rubric.add_metric(judged)
     return rubric
 
@@ -347,7 +347,7 @@ class HarborEnv(StatefulToolEnv):
         return await self.harbor.oracle(names)
 
     def oracle_sync(self, names: Sequence[str] | None = None) -> list[OracleResult]:
-        """`oracle`, also where an event loop runs already."""
+        """`oracle`, which also works if an event loop runs already."""
         return run_sync(self.oracle(names))
 
     async def check_findings(self) -> list[tuple[str, str]]:

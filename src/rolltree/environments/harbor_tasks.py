@@ -1,6 +1,6 @@
 """Harbor's task folders, as `HarborTask`s: what a task says, and what of it needs Docker.
 
-A folder has `task.toml`, `instruction.md`, `environment/` (a Dockerfile), `tests/test.sh` and
+A folder has `task.toml`, an instruction, `environment/` (a Dockerfile), `test.sh` in `tests` and
 `solution/solve.sh`. The format is that of harbor 0.26 (schema 1.4). What rolltree cannot give a
 task is refused by name, and so are keys that the format does not have.
 """
@@ -8,6 +8,7 @@ task is refused by name, and so are keys that the format does not have.
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import json
 import os
 import re
@@ -33,18 +34,18 @@ class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """A table of `task.toml`."""
 
 
-class _Solution(_Section):
+class _Solution(_Section, frozen=True, forbid_unknown_fields=True, kw_only=True):
     env: dict[str, str] = {}
 
 
-class _Agent(_Section):
+class _Agent(_Section, frozen=True, forbid_unknown_fields=True, kw_only=True):
     timeout_sec: float | None = None
     user: str | int | None = None
     network_mode: str | None = None
     allowed_hosts: list[str] | None = None
 
 
-class _Verifier(_Agent):
+class _Verifier(_Agent, frozen=True, forbid_unknown_fields=True, kw_only=True):
     timeout_sec: float | None = 600.0
     env: dict[str, str] = {}
     environment_mode: str | None = None
@@ -52,7 +53,7 @@ class _Verifier(_Agent):
     collect: list[Any] = []
 
 
-class _Environment(_Section):
+class _Environment(_Section, frozen=True, forbid_unknown_fields=True, kw_only=True):
     build_timeout_sec: float = 600.0
     docker_image: str | None = None
     os: str = "linux"
@@ -74,7 +75,7 @@ class _Environment(_Section):
     allowed_hosts: list[str] | None = None
 
 
-class _File(_Section):
+class _File(_Section, frozen=True, forbid_unknown_fields=True, kw_only=True):
     schema_version: str | None = None
     version: str | None = None
     task: dict[str, Any] | None = None
@@ -133,7 +134,7 @@ class WorldFiles:
 
 @dataclass(frozen=True, slots=True)
 class HarborTask:
-    """A task. Times are in seconds; None is no limit."""
+    """A task. Times are in seconds; None: without a limit."""
 
     folder: Path
     name: str
@@ -181,7 +182,7 @@ def read_tasks(places: str | Path | Sequence[str | Path]) -> list[HarborTask]:
             )
         folders += here
     tasks = sorted(map(read_task, folders), key=lambda task: task.name)
-    for one, other in zip(tasks, tasks[1:], strict=False):
+    for one, other in itertools.pairwise(tasks):
         if one.name == other.name:
             raise ConfigError(
                 f"the tasks {one.folder} and {other.folder} are both named {one.name!r}, so their "
@@ -321,7 +322,7 @@ def _bytes_of(folder: Path, name: str, megabytes: int | None, text: str | None) 
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([GMKgmk])\s*", text)
     if match is None:
         raise ConfigError(
-            f"the Harbor task {folder} has [environment] {name} = {text!r}, which is no size. "
+            f"the Harbor task {folder} has [environment] {name} = {text!r}, which is not a size. "
             f"Write {name}_mb = 512."
         )
     return int(float(match[1]) * units[match[2].upper()])
@@ -354,14 +355,14 @@ class _Dockerfile:
 
     def take(self, number: int, line: str) -> None:
         word, _, rest = line.strip().partition(" ")
-        known = {
+        known: dict[str, Callable[[str], None]] = {
             "FROM": self._from,
             "WORKDIR": self._workdir,
             "COPY": self._copy,
             "ENV": self._env,
-            "LABEL": lambda rest: None,
+            "LABEL": _nothing,
             # What runs in the world is what the agent and the tests run.
-            "CMD": lambda rest: None,
+            "CMD": _nothing,
         }
         try:
             if word.upper() not in known:
@@ -430,6 +431,10 @@ class _Dockerfile:
         if parts[1] in _OURS:
             raise _NeedsDocker(f"files in /{parts[1]}")
         return "/" + "/".join(parts[1:])
+
+
+def _nothing(rest: str) -> None:
+    """Carry out what changes nothing in the world."""
 
 
 def _world_files(folder: Path, asked: _Environment) -> WorldFiles:

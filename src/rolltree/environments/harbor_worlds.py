@@ -123,7 +123,7 @@ async def verdict_on(world: HarborWorld, task: HarborTask) -> Verdict:
             try:
                 return Verdict(read(data), None, ran.ended, said)
             except ValueError as error:
-                return Verdict({}, f"{path} is no reward ({error})", ran.ended, said)
+                return Verdict({}, f"{path} is not a reward ({error})", ran.ended, said)
     return Verdict({}, "the tests wrote no reward", ran.ended, said)
 
 
@@ -150,7 +150,7 @@ async def solved(world: HarborWorld, task: HarborTask) -> RunResult:
 
 def _number(value: Any) -> float:
     if not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{value!r} is no finite number")
+        raise ValueError(f"{value!r} is not a finite number")
     return float(value)
 
 
@@ -204,12 +204,7 @@ class SandboxWorld:
 
     async def add(self, folder: Path, name: str) -> None:
         """Put a folder of the task's at `/name`."""
-        files = {
-            f"{name}/{file.relative_to(folder).as_posix()}": file
-            for file in sorted(folder.rglob("*"))
-            if file.is_file()
-        }
-        await self._add(files)
+        await self._add(await asyncio.to_thread(_files_below, folder, name))
 
     async def _add(self, files: Mapping[str, Path]) -> None:
         for name, file in files.items():
@@ -271,9 +266,9 @@ async def sandbox_world(
     try:
         if sandbox.level.name != "bubblewrap":
             raise SandboxUnavailable(
-                f"the Harbor task {task.name} names paths such as {files.workdir} and /tests, which "
-                f"the sandbox level {sandbox.level.name!r} cannot give it. Install bubblewrap: pip "
-                "install 'rolltree[sandbox]'."
+                f"the Harbor task {task.name} names paths such as {files.workdir} and /tests, "
+                f"which the sandbox level {sandbox.level.name!r} cannot give it. Install it: "
+                "pip install 'rolltree[sandbox]'."
             )
         sandbox.at_root = (*files.top_folders, "tests", "solution", "logs")
         world = SandboxWorld(sandbox, files)
@@ -282,3 +277,12 @@ async def sandbox_world(
         await sandbox.close()
         raise
     return world
+
+
+def _files_below(folder: Path, name: str) -> dict[str, Path]:
+    """Return the files of a folder by their paths in the sandbox, below `name`."""
+    return {
+        f"{name}/{file.relative_to(folder).as_posix()}": file
+        for file in sorted(folder.rglob("*"))
+        if file.is_file()
+    }

@@ -183,7 +183,7 @@ class OpenEnv(WorldEnv):
             )
 
         def make(row: RolloutInput | None = None) -> OpenEnvWorld:
-            info = (row or {}).get("info")
+            info = None if row is None else row.get("info")
             own = (info.get("reset") if isinstance(info, Mapping) else None) or {}
             return OpenEnvWorld(
                 url,

@@ -195,7 +195,7 @@ class HarborProgramEnv(ProgramEnv):
         return await self.harbor.oracle(names)
 
     def oracle_sync(self, names: Sequence[str] | None = None) -> list[OracleResult]:
-        """`oracle`, also where an event loop runs already."""
+        """`oracle`, which also works if an event loop runs already."""
         return run_sync(self.oracle(names))
 
     async def check_findings(self) -> list[tuple[str, str]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rolltree.errors import ConfigError, WorldUnavailable
@@ -120,10 +121,10 @@ class OpenEnvWorld:
         if answer["type"] == "error":
             raise self._broken(f"could not reset: {_message_of(answer)}")
         outcome = self._outcome(answer["data"])
-        return outcome.obs or "", outcome.info
+        return outcome.obs or "", dict(outcome.info)
 
     async def step(self, action: Any) -> StepOutcome:
-        """Do what the model said; what is no action of this server is told to it.
+        """Do what the model said; what the server rejects is told to it.
 
         Raises:
             WorldUnavailable: the server hung up, or broke.
@@ -139,9 +140,9 @@ class OpenEnvWorld:
                 return bad_action(ValueError(_message_of(answer)))
             raise self._broken(f"could not step: {_message_of(answer)}")
         outcome = self._outcome(answer["data"])
-        if outcome.terminated:
-            outcome.info["state"] = await self.state()
-        return outcome
+        if not outcome.terminated:
+            return outcome
+        return replace(outcome, info={**outcome.info, "state": await self.state()})
 
     async def state(self) -> dict[str, Any]:
         """Return what the server says of the episode: its id, the number of steps, and its own.
