@@ -81,6 +81,9 @@ def test_every_view_opens_from_disk(browser, files, name, width):
     closed(tab, files[name])
 
 
+PREVIEWED = """() => [...document.querySelectorAll(".vbody .vrow")].every(
+  (row) => row.children[1].textContent)"""
+"""Whether the rows of a table have what is read after them: questions and answers."""
 SAME = re.compile(r"^last written\n.*\n", re.MULTILINE)
 
 
@@ -100,6 +103,7 @@ def test_a_file_says_what_the_page_says(browser, files, start, runs, name):
             shown = tab.page.locator("main").inner_text().partition("rolltree view.\n\n")
             assert SAME.sub("", shown[2] or shown[0]) == SAME.sub("", said), place
         else:
+            live.page.wait_for_function(PREVIEWED)
             assert tab.texts(".vrow") == live.texts(".vrow"), place
     live.page.context.close()
     closed(tab, files[name])

@@ -63,7 +63,7 @@ def rollout_page(
             filters = {name: value for name, value in filters.items() if name != "where"}
             filters |= {"where": rest} if rest else {}
             ids = index.ids(text, own, sort if is_own else None)
-            if filters or not is_own:
+            if filters or (sort and not is_own):  # else the index has the order of the run
                 ids = _both(ids, run.row_ids(sort=None if is_own else sort, **filters), is_own)
             return {
                 "total": len(ids),

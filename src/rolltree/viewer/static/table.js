@@ -17,6 +17,11 @@ export async function virtualTable({ columns, fetchRows, begun, link, sort, onSo
   const pages = new Map();
   const drawn = new Map();
   const extras = new Map();
+  const addresses = new WeakMap(); // an address is made once: every frame of a scroll asks for those in sight
+  const addressOf = (row) => {
+    if (!addresses.has(row)) addresses.set(row, link(row));
+    return addresses.get(row);
+  };
   let asked = new Set();
   let rest = 0;
   const first = begun ?? await fetchRows(0, PAGE);
@@ -80,7 +85,7 @@ export async function virtualTable({ columns, fetchRows, begun, link, sort, onSo
     if (above < sight[0] || below > sight[1]) sight = [Math.max(0, first - SPARE), Math.min(total, last + SPARE)];
     const [top, end] = sight;
     for (const [at, { element, row, more }] of drawn) {
-      if (at >= top && at < end && row === rowAt(at) && more === (row && extras.get(link(row)))) continue;
+      if (at >= top && at < end && row === rowAt(at) && more === (row && extras.get(addressOf(row)))) continue;
       element.remove();
       drawn.delete(at);
     }
@@ -88,7 +93,7 @@ export async function virtualTable({ columns, fetchRows, begun, link, sort, onSo
     for (let at = end - 1; at >= top; at -= 1) {
       if (!drawn.has(at)) {
         const row = rowAt(at);
-        const more = row && extras.get(link(row));
+        const more = row && extras.get(addressOf(row));
         drawn.set(at, { element: drawRow(at, more ? { ...row, ...more } : row), row, more });
         body.insertBefore(drawn.get(at).element, next);
       }
@@ -101,9 +106,9 @@ export async function virtualTable({ columns, fetchRows, begun, link, sort, onSo
 
   /** Ask for what else the rows in sight show. */
   async function fillIn() {
-    const rows = [...drawn.values()].map(({ row }) => row).filter((row) => row && !asked.has(link(row)));
+    const rows = [...drawn.values()].map(({ row }) => row).filter((row) => row && !asked.has(addressOf(row)));
     if (!rows.length || !box.isConnected) return;
-    rows.forEach((row) => asked.add(link(row)));
+    rows.forEach((row) => asked.add(addressOf(row)));
     const found = await complete(rows).catch(() => new Map());
     for (const [address, more] of found) {
       if (JSON.stringify(extras.get(address)) !== JSON.stringify(more)) extras.set(address, more);
