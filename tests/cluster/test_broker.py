@@ -16,7 +16,7 @@ from rolltree.cluster.messages import (
     Served,
     Suspect,
     Work,
-    decode,
+    read_message,
 )
 from rolltree.cluster.remote import RemoteRollouts
 from rolltree.errors import ConfigError
@@ -85,7 +85,7 @@ class Hand:
         )
         status, body = await self.post("/work", poll.to_bytes())
         assert status == 200, body
-        return decode(Work, body)
+        return read_message(Work, body)
 
     async def send(self, item_id, *results):
         rows = tuple(tuple(result_to_rows(result)) for result in results)
@@ -213,7 +213,7 @@ async def test_what_nobody_wants_any_more_is_dropped(at):
 
 async def test_a_suspect_is_passed_on(at):
     status, body = await at.post("/suspect", Suspect(url="http://engine/v1").to_bytes())
-    assert (status, decode(FleetState, body)) == (200, FLEET)
+    assert (status, read_message(FleetState, body)) == (200, FLEET)
     assert at.suspects == ["http://engine/v1"]
 
 

@@ -25,13 +25,13 @@ from rolltree.cluster.messages import (
     Finished,
     FleetState,
     Item,
-    Message,
     Poll,
+    RoleMessage,
     Served,
     Suspect,
     Work,
     as_json,
-    decode,
+    read_message,
 )
 from rolltree.errors import ClusterError, RolltreeError, StoreError, record_error
 from rolltree.rollouts.record import Stored, encode_result
@@ -48,7 +48,7 @@ _TICK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ItemOutcome:
     """What became of an offer: its stored results, or why there are none."""
 
     item_id: str
@@ -66,7 +66,7 @@ class Offer:
     item_id: str
     requests: tuple[RolloutRequest, ...]
     encoded: tuple[bytes, ...]
-    done: Callable[[Outcome], None]
+    done: Callable[[ItemOutcome], None]
     replace_failed: bool = False
     replaced: frozenset[str] = frozenset()
 
@@ -96,7 +96,7 @@ class Head:
 
 
 @dataclass(slots=True)
-class Counts:
+class BrokerCounts:
     """What was done since the start, for `rolltree cluster status`."""
 
     stored: int = 0
@@ -130,7 +130,7 @@ class Broker:
         self.url = ""
         """Where it is; empty until it is started."""
         self.life = secrets.token_hex(8)
-        self.counts = Counts()
+        self.counts = BrokerCounts()
         self._host, self._bearer = host, f"Bearer {token}".encode()
         self._queue_bytes, self._there = queue_bytes, there
         self._leases: Leases[Offer] = Leases(silent_s, time.monotonic)
@@ -178,7 +178,7 @@ class Broker:
                 self._leases.offer(offer.item_id, offer, len(offer.requests))
                 late = None
         if late is not None:
-            offer.done(Outcome(offer.item_id, late))
+            offer.done(ItemOutcome(offer.item_id, late))
         else:
             self._loop.call_soon_threadsafe(self._changed)
 
@@ -294,7 +294,7 @@ class Broker:
         await asyncio.to_thread(self._commit, [(offer, pairs)])
         with self._lock:
             self._leases.settle(offer.item_id, True)
-        offer.done(Outcome(offer.item_id, [(result, light(rows)) for result, rows in pairs]))
+        offer.done(ItemOutcome(offer.item_id, [(result, light(rows)) for result, rows in pairs]))
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -321,7 +321,7 @@ class Broker:
     async def _work(self, request: web.Request) -> web.Response:
         if (request.content_length or 0) > _MAX_POLL_BYTES:
             return _failure(413, "a poll is smaller than this")
-        poll = decode(Poll, await request.read())
+        poll = read_message(Poll, await request.read())
         with self._lock:
             drop = self._leases.hear(poll.worker, poll.life, poll.slots, poll.have)
             leased = self._leases.take(poll.worker, poll.free)
@@ -361,7 +361,7 @@ class Broker:
         return _answer(self._there_is.served)
 
     async def _suspect(self, request: web.Request) -> web.Response:
-        self._there_is.suspect(decode(Suspect, await request.read()).url)
+        self._there_is.suspect(read_message(Suspect, await request.read()).url)
         return _answer(self._there_is.fleet())
 
     async def _result(self, request: web.Request) -> web.Response:
@@ -373,7 +373,7 @@ class Broker:
             return _failure(503, "results wait to be stored; send it again", retry_after=1)
         self.counts.waiting_bytes += size
         try:
-            given = decode(Finished, await request.read())
+            given = read_message(Finished, await request.read())
             with self._lock:
                 if self._leases.is_claimed(given.item_id):
                     # It is known once it is stored, and may be wanted if that fails.
@@ -430,7 +430,7 @@ class Broker:
             elif (late := self._late.pop(item_id, None)) is not None:
                 # The store has that one, so it is what trains.
                 self._leases.settle(item_id, True)
-                arrival.offer.done(Outcome(item_id, late))
+                arrival.offer.done(ItemOutcome(item_id, late))
                 arrival.offer = None
 
     def _read(self, arrival: _Arrival) -> list[tuple[RolloutResult, list[StoredRollout]]] | Any:
@@ -495,10 +495,10 @@ class Broker:
         if found is None:
             self.counts.known += 1
         if offer is not None and is_stored:
-            offer.done(Outcome(item_id, stored))
+            offer.done(ItemOutcome(item_id, stored))
         elif offer is not None and not isinstance(found, StoreError):
             # The store failed and not the worker: the run cannot go on.
-            offer.done(Outcome(item_id, (), found))
+            offer.done(ItemOutcome(item_id, (), found))
         if arrival.answer.done():
             return
         if isinstance(found, Exception):
@@ -510,7 +510,7 @@ class Broker:
 _END: Any = object()
 
 
-def _answer(message: Message) -> web.Response:
+def _answer(message: RoleMessage) -> web.Response:
     return web.Response(body=message.to_bytes(), content_type="application/msgpack")
 
 

@@ -80,7 +80,7 @@ _COMMANDS: dict[str, Callable[[TrainConfig, str, int], list[str]]] = {
 }
 
 
-def run(link: Link) -> int:
+def _run(link: Link) -> int:
     """Run the engine of the driver's config until it ends; return its exit status.
 
     Raises:
@@ -136,7 +136,7 @@ def main() -> int:
     """Run an engine; return the exit status."""
     link = Link()
     try:
-        return run(link)
+        return _run(link)
     except ConfigError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         link.fail(error)

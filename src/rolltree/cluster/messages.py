@@ -12,15 +12,15 @@ T = TypeVar("T")
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class RoleMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Base of the messages."""
 
     def to_bytes(self) -> bytes:
-        """Return it as bytes for `decode`."""
+        """Return it as bytes for `read_message`."""
         return _encode(self)
 
 
-def decode(kind: type[T], data: bytes) -> T:
+def read_message(kind: type[T], data: bytes) -> T:
     """Return the message.
 
     Raises:
@@ -29,7 +29,7 @@ def decode(kind: type[T], data: bytes) -> T:
     return msgspec.msgpack.decode(data, type=kind)
 
 
-class EngineState(Message, frozen=True):
+class EngineState(RoleMessage, frozen=True):
     """One engine. It is `is_ready` while it has the published weights and passed the probe."""
 
     url: str
@@ -38,7 +38,7 @@ class EngineState(Message, frozen=True):
     epoch: int
 
 
-class FleetState(Message, frozen=True):
+class FleetState(RoleMessage, frozen=True):
     """The engines that workers may ask, and the labels that their weights may have."""
 
     version: int
@@ -46,7 +46,7 @@ class FleetState(Message, frozen=True):
     engines: tuple[EngineState, ...]
 
 
-class Served(Message, frozen=True):
+class Served(RoleMessage, frozen=True):
     """What workers must know of the model to render prompts and read answers as the head does."""
 
     model: str
@@ -54,7 +54,7 @@ class Served(Message, frozen=True):
     vocab_size: int
 
 
-class Poll(Message, frozen=True):
+class Poll(RoleMessage, frozen=True):
     """A worker asks for work.
 
     `life` is a name of its process, `slots` how many rollouts it plays at a time, `free` how many
@@ -69,7 +69,7 @@ class Poll(Message, frozen=True):
     wait_s: float
 
 
-class Item(Message, frozen=True):
+class Item(RoleMessage, frozen=True):
     """Requests whose results belong together: one, or a group whose members are compared."""
 
     item_id: str
@@ -77,7 +77,7 @@ class Item(Message, frozen=True):
     requests: tuple[bytes, ...]
 
 
-class Work(Message, frozen=True):
+class Work(RoleMessage, frozen=True):
     """The answer to a poll: new items, what need not be played any more, and the engines.
 
     `head` names the head's life. Another one does not know what was played for the last.
@@ -89,14 +89,14 @@ class Work(Message, frozen=True):
     fleet: FleetState
 
 
-class Finished(Message, frozen=True):
+class Finished(RoleMessage, frozen=True):
     """The results of an item, in the order of its requests, as the store's rows."""
 
     item_id: str
     results: tuple[tuple[Row, ...], ...]
 
 
-class Suspect(Message, frozen=True):
+class Suspect(RoleMessage, frozen=True):
     """A call to an engine failed; the head looks at it before it is asked again."""
 
     url: str

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Collection, Iterable, Iterator
 from contextlib import aclosing, suppress
 from typing import Any
 
-from rolltree.cluster.broker import Broker, Offer, Outcome
+from rolltree.cluster.broker import Broker, ItemOutcome, Offer
 from rolltree.errors import ConfigError
 from rolltree.rollouts import RolloutEngine, RolloutSource
 from rolltree.rollouts.record import Stored
@@ -67,9 +67,9 @@ class RemoteRollouts(RolloutEngine):
                 "rollout workers store what they play in the run that they work for, and another "
                 "one was given. Evaluate without [cluster]."
             )
-        loop, arrived = asyncio.get_running_loop(), asyncio.Queue[Outcome]()
+        loop, arrived = asyncio.get_running_loop(), asyncio.Queue[ItemOutcome]()
 
-        def done(outcome: Outcome) -> None:
+        def done(outcome: ItemOutcome) -> None:
             # The loop is closed once nobody wants the result any more.
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(arrived.put_nowait, outcome)

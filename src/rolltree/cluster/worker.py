@@ -25,12 +25,12 @@ from rolltree.cluster.messages import (
     Finished,
     FleetState,
     Item,
-    Message,
     Poll,
+    RoleMessage,
     Served,
     Suspect,
     Work,
-    decode,
+    read_message,
 )
 from rolltree.cluster.trainer import with_engines
 from rolltree.environments import load_environment
@@ -56,7 +56,7 @@ from rolltree.training.parts import server_client
 from rolltree.training.servers import Servers, TrainedServer
 from rolltree.types import RolloutResult
 
-T = TypeVar("T", bound=Message)
+T = TypeVar("T", bound=RoleMessage)
 _POLL_S = 10.0
 _RENEW_S = 5.0
 """How often a worker without a free slot says that it still has its items."""
@@ -92,15 +92,15 @@ class HeadClient:
         if self._http is not None:
             await self._http.close()
 
-    async def ask(self, kind: type[T], path: str, message: Message | None = None) -> T:
+    async def ask(self, kind: type[T], path: str, message: RoleMessage | None = None) -> T:
         """Return the head's answer.
 
         Raises:
             HeadLost: it is not there, or not ready.
         """
-        return decode(kind, (await self.request(path, message))[1])
+        return read_message(kind, (await self.request(path, message))[1])
 
-    async def request(self, path: str, message: Message | None) -> tuple[int, bytes]:
+    async def request(self, path: str, message: RoleMessage | None) -> tuple[int, bytes]:
         """Return status (200 or 400) and body of the answer.
 
         Raises:
@@ -436,7 +436,7 @@ def _encoded(results: Sequence[RolloutResult]) -> tuple[Any, ...]:
     return tuple(tuple(result_to_rows(result)) for result in results)
 
 
-async def run(link: Link) -> None:
+async def _run(link: Link) -> None:
     """Work for the driver's run until it ends.
 
     Raises:
@@ -460,7 +460,7 @@ def main() -> int:
     """Run a worker; return the exit status."""
     link = Link()
     try:
-        asyncio.run(run(link))
+        asyncio.run(_run(link))
     except (Stopped, KeyboardInterrupt):
         return ENDED
     except (ConfigError, UnknownName) as error:
