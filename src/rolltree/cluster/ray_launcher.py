@@ -92,7 +92,7 @@ class RayLauncher(Launcher):
                 log_to_driver=False,
                 **own,
             )
-        except Exception as error:  # noqa: BLE001  Ray raises plain ones
+        except Exception as error:  # Ray raises plain ones
             self._ray.shutdown()
             raise ClusterError(
                 f"the Ray cluster {address or 'of this machine'} cannot be joined ({error}). Check "
