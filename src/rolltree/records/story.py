@@ -112,8 +112,8 @@ DETECTORS: Mapping[str, Detector] = {
     "gaming": Detector(
         condition=story_rewards.gaming,
         sentence="The reward rises while {what} {name} falls: the reward went from "
-        "{reward_began} to {reward_ended}, {name} from {began} to {ended}. What earns reward is not "
-        "what is wanted.",
+        "{reward_began} to {reward_ended}, {name} from {began} to {ended}. What earns reward is "
+        "not what is wanted.",
         shows=("series", "beside", "steps"),
         runs=("gaming", "cost_falls"),
     ),
