@@ -69,7 +69,7 @@ def story(facts: Facts) -> list[Sentence]:
         sentence for kind, each in DETECTORS.items() for sentence in each.sentences(kind, facts)
     ]
     if {each["kind"] for each in found} & _DOUBTS:
-        # What is earned is not what is wanted: then it is no good news that it rises.
+        # What is earned is not what is wanted: then its rise is not good news.
         good = [each for each in found if each["severity"] == "good"]
         found = [each | {"severity": "info"} if each in good else each for each in found]
     # A stable sort: among equally alarming sentences the order of `DETECTORS` stays.
@@ -111,8 +111,9 @@ DETECTORS: Mapping[str, Detector] = {
     ),
     "gaming": Detector(
         condition=story_rewards.gaming,
-        sentence="The reward rises while {what} {name} falls: the reward went from {reward_began} "
-        "to {reward_ended}, {name} from {began} to {ended}. What is paid is not what is wanted.",
+        sentence="The reward rises while {what} {name} falls: the reward went from "
+        "{reward_began} to {reward_ended}, {name} from {began} to {ended}. What earns reward is "
+        "not what is wanted.",
         shows=("series", "beside", "steps"),
         runs=("gaming", "cost_falls"),
     ),
@@ -152,7 +153,7 @@ DETECTORS: Mapping[str, Detector] = {
         runs=("flat_groups", "sparse"),
     ),
     "task": Detector(
-        condition=story_rewards.tasks,
+        condition=story_rewards.task_loss,
         sentence="The task {task} gets worse: {began} in {first_steps}, {ended} in {last_steps}.",
         severity="error",
         view="rollouts",
@@ -302,7 +303,7 @@ DETECTORS: Mapping[str, Detector] = {
         runs=("truncated", "fixed_turns"),
     ),
     "shared_questions": Detector(
-        condition=story_series.shared_questions,
+        condition=story_series.known_questions,
         sentence="{all} {num_of} held-out questions are also training questions, so the held-out "
         "reward includes memorization.",
         severity="warning",

@@ -114,7 +114,7 @@ class Facts:
         return [name for name in found if name.startswith(prefix)]
 
     def average(self, name: str) -> float:
-        """Return the mean of a metric over all steps; 0 where a step has none."""
+        """Return the mean of a metric over all steps; a step without it counts as 0."""
         return sum(value for _, value in self.series(name)) / max(1, len(self.steps))
 
     def reward_means(self, steps: Sequence[int]) -> list[float]:
@@ -164,8 +164,8 @@ def read_facts(run: Run, *, quick: bool = False) -> Facts:
     limit = sampling.get("max_tokens") if isinstance(sampling, Mapping) else None
     steps, events = run.steps(), run.events()
     if phase == "train" and steps:
-        # An asynchronous feed plays ahead: what no step has trained is no step of the run. What a
-        # run that goes on plays now may well be why it stands still.
+        # An asynchronous feed plays ahead: what no step has trained does not count as a step. What
+        # a run that goes on plays now may well be why it stands still.
         is_done = any(event.kind == "finished" for event in events)
         newest = steps[-1].step + (not is_done)
         rollouts = [each for each in rollouts if (each.train_step or 0) <= newest]

@@ -37,12 +37,12 @@ LEAST_SPAN = 2  # steps without reward variance, one after the other, that are w
 UNSOLVED, UNSOLVED_FLAT = 0.9, 0.7
 # Share of groups without variance from which on most of what is played teaches nothing.
 MANY_FLAT = 0.7
-# Unpaid metrics whose fall is no loss: what something costs, or how often it goes wrong.
+# Unpaid metrics whose fall does not hurt: what something costs, or how often it goes wrong.
 _COST = re.compile(
     r"err|fail|wrong|invalid|penal|cost|len|turn|call|token|tr(y|ies)|trunc|hint|repe|viol|time|step"
     r"|loss|entropy|kl|num_|count|word|char|size|toxi|refus|miss|depth|latency|cheat|hack|bad|dup"
 )
-# And those that a policy is trained for, whatever it is paid for.
+# And those that a policy is trained for, whatever earns the reward.
 _AIM = re.compile(r"correct|accura|exact|solved?|success|passed|right|match|win|goal")
 _LEVEL = re.compile(r"level|difficult|stage|curricul")
 
@@ -256,7 +256,7 @@ def collapse(facts: Facts) -> Cases:
     }
 
 
-def tasks(facts: Facts) -> Cases:
+def task_loss(facts: Facts) -> Cases:
     """One task of several that gets worse, which the mean over all hides."""
     by_task, steps = facts.task_rewards(), sorted(facts.group_rewards())
     for task, by_step in by_task.items():

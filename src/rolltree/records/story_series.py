@@ -288,7 +288,7 @@ def _rewards(facts: Facts, first: int, last: int) -> list[list[float]]:
 _SHARED = re.compile(r"(\d+) of (\d+) evaluation questions are also training questions")
 
 
-def shared_questions(facts: Facts) -> Cases:
+def known_questions(facts: Facts) -> Cases:
     """Held-out questions that are trained on."""
     for num, num_of in _shared(facts)[:1]:
         yield {"num": num, "num_of": num_of, "all": "All" if num == num_of else f"{num} of"}
@@ -317,7 +317,7 @@ def held_out_change(facts: Facts) -> Cases:
     is_known = any(num == num_of for num, num_of in shared)
     yield {
         "verb": verb,
-        # A rise on questions that were trained is no sign of learning more than them.
+        # A rise on questions that were trained does not show learning more than them.
         "severity": "info" if shared and severity == "good" else severity,
         "what": "On its training questions" if is_known else "Held out",
         "began": began,
