@@ -19,8 +19,9 @@ from rolltree.cluster.messages import (
     decode,
 )
 from rolltree.cluster.remote import RemoteRollouts
+from rolltree.errors import ConfigError
 from rolltree.inference import OpenAIClient
-from rolltree.rollouts.requests import example_request
+from rolltree.rollouts.requests import example_request, group_member
 from rolltree.rollouts.wire import request_from_bytes, result_to_rows
 from rolltree.store import Run
 from rolltree.types import RolloutResult, SamplingParams, State
@@ -224,3 +225,35 @@ async def test_work_that_comes_during_a_poll_is_handed_out_at_once(at):
     assert len((await polling).items) == 1
     assert time.monotonic() - began < 5.0
     task.cancel()
+
+
+class Compared(Source):
+    has_group_rewards = True
+
+    async def score_group(self, states):
+        raise AssertionError("the head scores nothing")
+
+
+async def test_a_group_whose_members_are_compared_goes_to_one_worker_and_is_stored_whole(at):
+    members = [group_member(request, n) for request in requests(2) for n in range(3)]
+    rollouts = RemoteRollouts(Compared(), at.rollouts.client, at.broker, at.run, max_concurrent=64)
+    found = []
+    task = asyncio.create_task(collect(rollouts, members, found))
+    work = await at.poll(free=4)
+    assert [len(item.requests) for item in work.items] == [3]
+    more = await at.poll(free=4, have=[item.item_id for item in work.items])
+    for item in (*work.items, *more.items):
+        given = list(map(request_from_bytes, item.requests))
+        await at.send(item.item_id, *map(played, given[:2]))  # not whole: refused
+        assert not at.run.num_rollouts(group_id=given[0].group_id)
+        await at.send(item.item_id, *map(played, given))
+        assert at.run.num_rollouts(group_id=given[0].group_id) == 3
+    await task
+    assert [result.request for result in found] == members
+
+
+async def test_an_object_that_is_not_data_cannot_leave_the_process(at):
+    (request,) = requests(1)
+    request.input["game"] = object()
+    with pytest.raises(ConfigError, match="holds an object that is not data"):
+        await collect(at.rollouts, [request], [])

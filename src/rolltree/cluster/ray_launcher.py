@@ -92,7 +92,8 @@ class RayLauncher(Launcher):
                 log_to_driver=False,
                 **own,
             )
-        except (OSError, RuntimeError, ValueError) as error:
+        except Exception as error:  # Ray raises plain ones
+            self._ray.shutdown()
             raise ClusterError(
                 f"the Ray cluster {address or 'of this machine'} cannot be joined ({error}). Check "
                 "cluster.address, and that `ray status` shows it."

@@ -128,7 +128,7 @@ class HeadProcess:
             run,
             max_concurrent=settings.rollout_workers * settings.slots_per_worker,
         )
-        ticking = asyncio.create_task(self._tick(servers, pool, vocab_size))
+        ticking = asyncio.create_task(self._tick(servers, pool, vocab_size, run.num_rollouts()))
         try:
             yield rollouts
         finally:
@@ -137,14 +137,17 @@ class HeadProcess:
             await asyncio.gather(ticking, return_exceptions=True)
             await asyncio.to_thread(self.broker.close)
 
-    async def _tick(self, servers: Any, pool: EndpointPool, vocab_size: int) -> None:
+    async def _tick(
+        self, servers: Any, pool: EndpointPool, vocab_size: int, num_before: int
+    ) -> None:
         """Say that the loop goes on, and follow the engines that come and go."""
         config = self._config
         assert config is not None
         while True:
             self.beats.advance()
             self.beats.metrics = {
-                "progress": self.broker.counts.stored,
+                # Of the whole run, so that the driver sees whether a restarted head gets on.
+                "progress": num_before + self.broker.counts.stored,
                 "version": servers.version,
                 **self.broker.metrics(),
             }
