@@ -63,12 +63,19 @@ def vllm_command(config: TrainConfig, host: str, port: int) -> list[str]:
     from rolltree.models import resolve_model
 
     words = [
-        *("vllm", "serve", str(resolve_model(config.model.name))),
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", str(resolve_model(config.model.name))),
         *("--served-model-name", config.model.name, "--host", host, "--port", str(port)),
         *("--worker-extension-cls", "rolltree.inference.vllm.worker.WeightReload"),
         *("--seed", str(config.run.seed), "--max-num-seqs", str(section.max_batch)),
-        *("--logprobs-mode", "processed_logprobs"),
+        *("--logprobs-mode", "processed_logprobs", "--enable-scale-out"),
+        *("--weight-transfer-config", '{"backend": "rolltree"}'),
     ]
+    if config.model.device == "cpu":
+        # vLLM on a CPU dies of a seeded request whose prompt it cuts (docs/inference.md, vLLM).
+        longest = str(max(8192, section.max_context or 0))
+        words += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", longest]
+        words += ["--dtype", "float32", "--enforce-eager"]
     if section.max_context is not None:
         words += ["--max-model-len", str(section.max_context)]
     return words + ["--enable-return-routed-experts"] * section.record_experts
