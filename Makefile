@@ -73,7 +73,7 @@ docs: $(VENV)/.dev ## rewrite the outputs of commands that docs/ shows
 	cd tests && $(abspath $(BIN))/python -m golden.outputs $(ARGS)
 
 site: $(SITE_VENV)/.site ## build docs/ as a site in build/site, with the reference of every public name (warnings are errors)
-	$(SITE_VENV)/bin/mkdocs build --strict --quiet $(ARGS)
+	NO_MKDOCS_2_WARNING=1 PYTHONDONTWRITEBYTECODE=1 $(SITE_VENV)/bin/mkdocs build --strict --quiet $(ARGS)
 
 pictures: $(VENV)/.dev ## take the pictures that docs/ shows anew (needs Chromium)
 	cd tests && $(abspath $(BIN))/python -m golden.pictures

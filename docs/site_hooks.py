@@ -13,15 +13,14 @@ _OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./[^)]*\)")
 
 
 def public_names() -> dict[str, str]:
-    """Return the module of each public name of rolltree, in the order of the source."""
+    """Return the room of each public name of rolltree, as `rolltree/__init__.py` lists them."""
     tree = ast.parse((ROOT / "src" / "rolltree" / "__init__.py").read_text(encoding="utf-8"))
-    return {
-        alias.asname: node.module
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module is not None
-        for alias in node.names
-        if alias.asname is not None and alias.asname == alias.name and node.module != "__future__"
-    }
+    rooms = next(
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "_ROOMS" and node.value
+    )
+    return {name: f"rolltree.{room}" for room, names in rooms.items() for name in names.split()}
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
