@@ -7,6 +7,7 @@ VLLM_VENV ?= .venv-vllm
 GPU_VLLM ?= .venv-vllm-gpu
 VF_VENV ?= .venv-verifiers
 AGENTS_VENV ?= .venv-agents
+SITE_VENV ?= .venv-site
 # For two cores: many tests wait, for a process or for a page.
 WORKERS ?= 3
 BIN := $(VENV)/bin
@@ -16,7 +17,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long test-vllm test-compat test-agents test-models test-gpu bench-gpu check bench bench-quick docs pictures format clean
+.PHONY: help demo test test-long test-vllm test-compat test-agents test-models test-gpu bench-gpu check bench bench-quick docs site pictures format clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort
@@ -71,6 +72,9 @@ bench: $(VENV)/.dev ## run every benchmark and check its bars
 docs: $(VENV)/.dev ## rewrite the outputs of commands that docs/ shows
 	cd tests && $(abspath $(BIN))/python -m golden.outputs $(ARGS)
 
+site: $(SITE_VENV)/.site ## build docs/ as a site in build/site, with the reference of every public name (warnings are errors)
+	NO_MKDOCS_2_WARNING=1 PYTHONDONTWRITEBYTECODE=1 $(SITE_VENV)/bin/mkdocs build --strict --quiet $(ARGS)
+
 pictures: $(VENV)/.dev ## take the pictures that docs/ shows anew (needs Chromium)
 	cd tests && $(abspath $(BIN))/python -m golden.pictures
 
@@ -79,7 +83,7 @@ format: $(VENV)/.dev ## rewrite files to the house format
 	$(BIN)/ruff format .
 
 clean: ## remove the virtual environment and the caches (runs/ stays)
-	rm -rf $(VENV) $(VLLM_VENV) $(GPU_VLLM) $(VF_VENV) $(AGENTS_VENV) .venv-trl .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf $(VENV) $(VLLM_VENV) $(GPU_VLLM) $(VF_VENV) $(AGENTS_VENV) $(SITE_VENV) .venv-trl .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -132,4 +136,12 @@ $(AGENTS_VENV)/.agents: tests_agents/requirements.txt
 	@test -x $(AGENTS_VENV)/bin/python || $(PYTHON) -m venv $(AGENTS_VENV)
 	$(AGENTS_VENV)/bin/python -m pip --disable-pip-version-check install --quiet -r tests_agents/requirements.txt
 	$(AGENTS_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps openenv==0.10.0
+	@touch $@
+
+# The site reads the source without importing it, so rolltree itself is not installed.
+$(SITE_VENV)/.site: pyproject.toml constraints.txt
+	@echo "Installing into $(SITE_VENV): what builds the site (half a minute) ..."
+	@test -x $(SITE_VENV)/bin/python || $(PYTHON) -m venv $(SITE_VENV)
+	$(SITE_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt \
+	  mkdocs-material 'mkdocstrings[python]'
 	@touch $@

@@ -166,7 +166,13 @@ FOREIGN = {
     "EzPickle": "gymnasium",
     "ParallelEnv": "pettingzoo",
     "gate_up_proj": "transformers",
+    "max_async_level": "prime-rl",
+    "resume_from_checkpoint": "trl",
+    "reward_std": "trl",
+    "rollout_func": "trl",
     "routed_experts_prompt_start": "vllm",
+    "steps_per_generation": "trl",
+    "vllm_importance_sampling_correction": "trl",
 }
 """Identifiers of other libraries that our code does not write, by the library."""
 
