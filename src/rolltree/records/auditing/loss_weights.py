@@ -161,7 +161,8 @@ def differing_weights(
         found = coefficients(records, algorithm.aggregation, algorithm.fixed_length)
         if algorithm.over_rollout:
             _, group = np.unique(place[at], return_inverse=True)
-            found = (np.bincount(group, found) / np.bincount(group, weight[at]))[group] * weight[at]
+            mean = np.bincount(group, found) / np.bincount(group, weight[at])
+            found = (mean[group] * weight[at]).astype(np.float32)
         right[at] = found / weight[at]
     least = np.concatenate([row.least for row in rows]) if len(rows) else np.empty(0)
     most = np.concatenate([row.most for row in rows]) if len(rows) else np.empty(0)

@@ -295,7 +295,7 @@ def _parents(stored: Stored) -> Iterator[Found]:
         if item.rollout_id is not None
     }
     for item in stored.facts:
-        parent = by_name.get((item.request_id, item.parent_rollout))
+        parent = by_name.get((item.request_id, item.parent_rollout or ""))
         if parent is None:
             continue
         if item.depth != parent.depth + 1:

@@ -427,15 +427,15 @@ class TrainingAudit:
         in_loss = [each for _, _, each in found]
         wrong = differing_weights(rows, in_loss, self.config, self.algorithm)
         for index, call, right in wrong:
-            item, known, _ = found[index]
+            item, mine, _ = found[index]
             self.ledger.find(
                 *("alignment", "weight_differs"),
-                f"call {call} was trained with loss weights of {known.least[call]:.4g} or more, "
+                f"call {call} was trained with loss weights of {mine.least[call]:.4g} or more, "
                 f"and the aggregation {self.algorithm.aggregation!r} of the step's tokens gives "
                 f"{right:.4g}"
-                if known.least[call] > right
+                if mine.least[call] > right
                 else f"a token of call {call} was trained with a loss weight of at most "
-                f"{known.most[call]:.4g}, and the aggregation {self.algorithm.aggregation!r} of "
+                f"{mine.most[call]:.4g}, and the aggregation {self.algorithm.aggregation!r} of "
                 f"the step's tokens gives {right:.4g}",
                 item.place,
                 row.step,
