@@ -10,12 +10,12 @@ from cluster_kit import TOKEN
 
 from rolltree.cluster.broker import Broker, Head
 from rolltree.cluster.messages import (
-    Finished,
     FleetState,
     Poll,
     Served,
     Suspect,
     Work,
+    WorkDone,
     read_message,
 )
 from rolltree.cluster.remote import RemoteRollouts
@@ -89,7 +89,7 @@ class Hand:
 
     async def send(self, item_id, *results):
         rows = tuple(tuple(result_to_rows(result)) for result in results)
-        return await self.post("/result", Finished(item_id=item_id, results=rows).to_bytes())
+        return await self.post("/result", WorkDone(item_id=item_id, results=rows).to_bytes())
 
 
 @pytest.fixture
@@ -158,7 +158,7 @@ async def test_a_foreign_result_is_refused_and_the_request_played_again(at):
         status, _ = await at.send(item_id, *bad)
         assert status == 400
     for rows in (((b"{}", b"", b""),), ((b"junk", b"x", b"y"),), ()):
-        status, _ = await at.post("/result", Finished(item_id=item_id, results=(rows,)).to_bytes())
+        status, _ = await at.post("/result", WorkDone(item_id=item_id, results=(rows,)).to_bytes())
         assert status == 400
     assert (await at.post("/result", b"junk"))[0] == 400
     assert at.run.num_rollouts() == 0

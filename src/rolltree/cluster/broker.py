@@ -22,7 +22,6 @@ from aiohttp import web
 
 from rolltree.cluster.leases import Leases
 from rolltree.cluster.messages import (
-    Finished,
     FleetState,
     Item,
     Poll,
@@ -30,6 +29,7 @@ from rolltree.cluster.messages import (
     Served,
     Suspect,
     Work,
+    WorkDone,
     as_json,
     read_message,
 )
@@ -75,7 +75,7 @@ class Offer:
 class _Arrival:
     """A result that waits to be stored. `offer` is None if nobody has asked for it now."""
 
-    given: Finished
+    given: WorkDone
     offer: Offer | None
     answer: asyncio.Future[str]
 
@@ -373,7 +373,7 @@ class Broker:
             return _failure(503, "results wait to be stored; send it again", retry_after=1)
         self.counts.waiting_bytes += size
         try:
-            given = read_message(Finished, await request.read())
+            given = read_message(WorkDone, await request.read())
             with self._lock:
                 if self._leases.is_claimed(given.item_id):
                     # It is known once it is stored, and may be wanted if that fails.

@@ -89,7 +89,7 @@ class Work(RoleMessage, frozen=True):
     fleet: FleetState
 
 
-class Finished(RoleMessage, frozen=True):
+class WorkDone(RoleMessage, frozen=True):
     """The results of an item, in the order of its requests, as the store's rows."""
 
     item_id: str

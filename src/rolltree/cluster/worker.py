@@ -22,7 +22,6 @@ import aiohttp
 from rolltree.cluster.beat import ENDED, Beats, Link
 from rolltree.cluster.messages import (
     EngineState,
-    Finished,
     FleetState,
     Item,
     Poll,
@@ -30,6 +29,7 @@ from rolltree.cluster.messages import (
     Served,
     Suspect,
     Work,
+    WorkDone,
     read_message,
 )
 from rolltree.cluster.trainer import with_engines
@@ -240,7 +240,7 @@ class Worker:
         self._name, self._life = link.name, secrets.token_hex(8)
         self._config, self._beats, self._head = config, beats, head
         self._slots = config.cluster.slots_per_worker
-        self._playing: dict[str, asyncio.Task[Finished]] = {}
+        self._playing: dict[str, asyncio.Task[WorkDone]] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._costs: dict[str, int] = {}
         self._head_life = ""
@@ -387,7 +387,7 @@ class Worker:
                 del self._playing[item.item_id]
             self._ended.set()
 
-    async def _play(self, item: Item) -> Finished:
+    async def _play(self, item: Item) -> WorkDone:
         assert self._rollouts is not None
         requests = list(map(request_from_bytes, item.requests))
         results = await self._rollouts.run_all(requests)
@@ -403,9 +403,9 @@ class Worker:
         self._num_tokens += num_tokens
         self._done.append((time.monotonic(), num_tokens))
         await yield_fairly()
-        return Finished(item_id=item.item_id, results=rows)
+        return WorkDone(item_id=item.item_id, results=rows)
 
-    async def _send(self, finished: Finished) -> None:
+    async def _send(self, finished: WorkDone) -> None:
         """Send results until the head has stored them, whichever head that is."""
         del self._playing[finished.item_id]
         while True:

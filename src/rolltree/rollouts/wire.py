@@ -53,7 +53,7 @@ def request_from_bytes(data: bytes) -> RolloutRequest:
         found = loads(data)
         return decode_request(found["request"], MessageReader(found["table"]))
     except UNREADABLE as error:
-        raise StoreError(f"this is no request ({type(error).__name__}: {error}).") from error
+        raise StoreError(f"this is not a request ({type(error).__name__}: {error}).") from error
 
 
 def result_to_rows(result: RolloutResult) -> list[Row]:
@@ -78,7 +78,9 @@ def result_from_rows(
         stored = [_stored(row) for row in rows]
         (result,) = decode_results(stored)
     except UNREADABLE as error:
-        raise StoreError(f"these rows are no result ({type(error).__name__}: {error}).") from error
+        raise StoreError(
+            f"these rows are not a result ({type(error).__name__}: {error})."
+        ) from error
     asked = request or result.request
     for index, row in enumerate(stored):
         place = (row.request_id, row.trajectory_index, row.num_trajectories)

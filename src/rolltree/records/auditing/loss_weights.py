@@ -34,7 +34,7 @@ _TOKEN_LISTS = frozenset(("prompt_ids", "completion_ids", "completion_logprobs")
 class UsedTokens:
     """Which sampled tokens of a trajectory are in the loss, bool `[_T]`.
 
-    `is_known` is False where the stored values do not say it: weights that are no 0 or 1.
+    `is_known` is False if the stored values do not say it: weights other than 0 and 1.
     """
 
     used: NDArray[np.bool_]
