@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -129,6 +130,8 @@ class HeadProcess:
             max_concurrent=settings.rollout_workers * settings.slots_per_worker,
         )
         ticking = asyncio.create_task(self._tick(servers, pool, vocab_size, run.num_rollouts()))
+        # Without it the run would wait for engines for ever that nobody takes in.
+        ticking.add_done_callback(partial(_end_with, servers))
         try:
             yield rollouts
         finally:
@@ -143,6 +146,7 @@ class HeadProcess:
         """Say that the loop goes on, and follow the engines that come and go."""
         config = self._config
         assert config is not None
+        known = set[str]()
         while True:
             self.beats.advance()
             self.beats.metrics = {
@@ -153,7 +157,9 @@ class HeadProcess:
             }
             urls = {f"{url}/v1" for url in self._urls()}
             clients = {client.server.base_url: client for client in pool.clients}
-            for url in sorted(urls - clients.keys()):
+            # One that refused the weights was left out by `servers`; the driver may still name it.
+            known = (known | clients.keys()) & urls
+            for url in sorted(urls - known):
                 renderer = pool.clients[0].renderer
                 servers.add(server_client(TrainedServer, config, url, renderer, vocab_size))
             # An empty list says that the driver knows of none yet, not that all are gone.
@@ -218,6 +224,13 @@ def _revive(servers: Servers, client: TrainedServer) -> None:
     # It may have been taken out meanwhile.
     with suppress(RolltreeError):
         servers.revive(client)
+
+
+def _end_with(servers: Servers, ticking: asyncio.Task[None]) -> None:
+    """End the run with the error of the task that follows the engines."""
+    error = None if ticking.cancelled() else ticking.exception()
+    if isinstance(error, Exception):
+        servers.lose(error)
 
 
 async def _lead(link: Link, config: TrainConfig, settings: ClusterSection) -> None:

@@ -44,7 +44,6 @@ from rolltree.errors import (
     UnknownName,
 )
 from rolltree.inference import ChatRenderer, EndpointPool
-from rolltree.inference.pool import Endpoint
 from rolltree.launch import stop_on_sigterm
 from rolltree.models import load_tokenizer
 from rolltree.rollouts import RolloutEngine
@@ -357,13 +356,13 @@ class Worker:
         urls = self._engines.urls
         if not urls:
             return
-        known = {endpoint.name: endpoint for endpoint in pool.endpoints}
-        gone = [endpoint for name, endpoint in known.items() if name not in urls]
-        for endpoint in gone:
-            pool.note_failure(endpoint)  # so that rollouts that are at home there move on
-        new = [Endpoint(self._client(url), url) for url in urls if url not in known]
-        if gone or new:
-            pool.endpoints = [e for e in pool.endpoints if e not in gone] + new
+        known = {client.server.base_url: client for client in pool.clients}
+        for url in urls:
+            if url not in known:
+                pool.add(self._client(url))
+        for url, client in known.items():
+            if url not in urls:
+                pool.remove(client)  # rollouts that are at home there move on
 
     async def _finish(self, item: Item, old: asyncio.Task[None] | None) -> None:
         """Play an item and send its results."""

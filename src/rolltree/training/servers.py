@@ -378,14 +378,14 @@ class Servers:
                         self._give_up(server, error)
                         return
                 except Exception as error:  # noqa: BLE001  `or_lost` raises it
-                    self._lose(error)
+                    self.lose(error)
                     return
             else:
                 # Refusals count in a row. The process that comes back may be another one.
                 num_refused = 0
                 self._note_away(server)
                 if self._away_s() >= self._patience_s:
-                    self._lose(
+                    self.lose(
                         TrainingError(
                             f"no server has answered for {self._patience_s:g} s "
                             f"({self._limit()}): {self._names()}. Nothing that was done is lost. "
@@ -425,7 +425,7 @@ class Servers:
         """Do without a server that answers and cannot be used; end the run if it was the last."""
         others = [each for each in self._watched if each is not server]
         if all(each.is_suspect or each.needs_weights for each in others):
-            self._lose(error)
+            self.lose(error)
             return
         self.remove(server)
         self.notify(
@@ -504,7 +504,8 @@ class Servers:
     def _names(self) -> str:
         return ", ".join(each.server.root_url for each in self._watched)
 
-    def _lose(self, failure: Exception) -> None:
+    def lose(self, failure: Exception) -> None:
+        """End the run with this error: `or_lost` raises the first one."""
         self._failure = self._failure or failure
         self._lost.set()
 
