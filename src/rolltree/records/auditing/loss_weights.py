@@ -34,7 +34,7 @@ _TOKEN_LISTS = frozenset(("prompt_ids", "completion_ids", "completion_logprobs")
 class UsedTokens:
     """Which sampled tokens of a trajectory are in the loss, bool `[_T]`.
 
-    `is_known` is False if the stored values do not say it: weights other than 0 and 1.
+    `is_known`: the stored values say it, because masks are 0 or 1.
     """
 
     used: NDArray[np.bool_]
@@ -91,7 +91,7 @@ def note_weights_of_calls(
         return
     starts = np.concatenate([[0], np.cumsum(sizes)[:-1]])
     weight = row.weight.astype(np.float64)
-    low = high = np.ones(len(weight))
+    least = most = weight
     if algorithm.correction is not None:
         if engine is None or config.train.minibatches > 1:
             # Later mini-batches are corrected by logprobs of before the first update, and what is
@@ -99,11 +99,13 @@ def note_weights_of_calls(
             known.is_weighted = False
             return
         low, high = _factors(row, used, engine, algorithm)
-    least = np.where(used, weight / np.maximum(high, 1e-30), 0.0)
-    most = np.where(used & (low > 0), weight / np.maximum(low, 1e-30), _NO_LIMIT)
+        least = weight / np.maximum(high, 1e-30)
+        most = np.where(low > 0, weight / np.maximum(low, 1e-30), _NO_LIMIT)
+    if not used.all():
+        least, most = np.where(used, least, 0.0), np.where(used, most, _NO_LIMIT)
     known.used = np.add.reduceat(used, starts, dtype=np.int64).tolist()
-    known.least = np.minimum(np.maximum.reduceat(least, starts), _NO_LIMIT).tolist()
-    known.most = np.minimum(np.minimum.reduceat(most, starts), _NO_LIMIT).tolist()
+    known.least = np.maximum.reduceat(least, starts).tolist()
+    known.most = np.minimum.reduceat(most, starts).tolist()
 
 
 def _factors(

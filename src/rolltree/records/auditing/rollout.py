@@ -19,7 +19,7 @@ import numpy as np
 
 from rolltree.errors import RolltreeError
 from rolltree.records.auditing.report import Ledger, Place
-from rolltree.records.auditing.rules import ROLLOUT_RULES, StatedSettings
+from rolltree.records.auditing.rules import ROLLOUT_RULES, PlannedSettings
 from rolltree.records.auditing.text import TextCheck
 from rolltree.records.credit_states import credit_state
 from rolltree.redact import REDACTED
@@ -58,7 +58,7 @@ class Expected:
     is_training: bool = False  # whether rollouts of the phase `train` are trained by their own step
     is_async: bool = False
     end_ids: frozenset[int] = frozenset()
-    settings: StatedSettings = field(default_factory=StatedSettings)
+    settings: PlannedSettings = field(default_factory=PlannedSettings)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What else may have been changed: a table of rules, for one rollout and for a run.
+"""What else of a stored run can be compared: a table of rules, for one rollout and for a run.
 
 A row says what is compared, in which words a finding is told, and its cause. A rule's function
 yields the words' values for each thing that is wrong.
@@ -34,7 +34,7 @@ _CLOCK_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class StatedSettings:
+class PlannedSettings:
     """What a run says about its rollouts before any was played."""
 
     evaluations: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by phase
@@ -78,7 +78,7 @@ class Stored:
     """A run whose rollouts were read; `config` is None if it trained nothing."""
 
     run: Run
-    settings: StatedSettings
+    settings: PlannedSettings
     config: TrainConfig | None
     facts: Sequence[RolloutFacts]
 

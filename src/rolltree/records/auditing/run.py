@@ -22,7 +22,7 @@ from rolltree.files import read_regular
 from rolltree.models.load import found_model
 from rolltree.records.auditing.report import CHECKS, AuditReport, Ledger, Place, some
 from rolltree.records.auditing.rollout import Expected, RolloutAudit, RolloutFacts
-from rolltree.records.auditing.rules import RUN_RULES, StatedSettings, Stored
+from rolltree.records.auditing.rules import RUN_RULES, PlannedSettings, Stored
 from rolltree.records.auditing.text import TextCheck
 from rolltree.records.auditing.training import MOST_ENTROPY, TrainingAudit
 from rolltree.records.tokenizer import RunTokenizer, found_tokenizer
@@ -217,13 +217,13 @@ class _Audit:
         is_async = config.train.async_steps > 0
         return Expected(versions, config.run.seed, True, is_async, ends, self.settings)
 
-    def _settings(self) -> StatedSettings:
+    def _settings(self) -> PlannedSettings:
         meta, training = self.run.meta, self.training
         sampling: Mapping[str, Any] = {}
         if training is not None:
             given = msgspec.to_builtins(training.config.sampling)
             sampling = {name: value for name, value in given.items() if value is not None}
-        return StatedSettings(
+        return PlannedSettings(
             evaluations={
                 name.removeprefix(_EVALUATION): value
                 for name, value in meta.items()

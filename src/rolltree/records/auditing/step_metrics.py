@@ -1,6 +1,6 @@
 """The metrics of a step as its rollouts and its trained tokens give them.
 
-One row per family of metrics. It says nothing if what it needs was not stored.
+One row per family of metrics; a family gives no numbers if what it needs was not stored.
 """
 
 from __future__ import annotations
