@@ -82,9 +82,7 @@ class Fresh:
         shutil.copytree(ROOT / "src" / "rolltree", source / "src" / "rolltree")
         for name in ("pyproject.toml", "README.md", "LICENSE"):
             shutil.copy(ROOT / name, source / name)
-        self.run(
-            "python", "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", source
-        )
+        self.run("python", "-m", "pip", "install", "-q", "--no-deps", source)
 
     def environment(self) -> dict[str, str]:
         """The shell's variables without those that lead back to the project."""

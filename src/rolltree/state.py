@@ -21,7 +21,7 @@ OWN_KEYS = frozenset(
         *("agent", "rollout_id", "request_id", "parent_rollout", "parent_step", "depth", "seat"),
         *("subtask", "result", "rollout_meta", "environment_steps", "world_info"),
         *("sandbox_id", "sandbox_level", "judge_response", "math_gave_up", "game_completed"),
-        *("python_env", "ta_env"),
+        *("python_env", "ta_env", "harbor", "harbor_world"),
     ]
 )
 """Keys that rolltree gives a meaning: a column of this name is in `state["input"]` only."""

@@ -31,7 +31,7 @@ def test_from_nothing_to_a_sound_environment():
     made = invoke("init", "word-count")
     assert made.exit_code == 0
     assert made.stdout.splitlines()[-1] == "next: rolltree env check word-count"
-    assert invoke("env", "list").stdout.split() == ["word_count"]
+    assert "word_count" in invoke("env", "list").stdout.split()
     checked = invoke("env", "check", "word-count", "-n", "4")
     assert checked.exit_code == 0
     assert "no faults in 16 checks on 4 examples" in checked.stdout

@@ -104,11 +104,11 @@ def test_keys_that_rolltree_reads_are_its_own():
     }
     examples = {"found", "left"}  # in docstrings and the scaffold of a new environment
     examples.add("program")  # of ProgramEnv, which refuses such a column
-    others = {"exp_avg", "exp_avg_sq", "step"} | {
+    others = {"exp_avg", "exp_avg_sq", "step", "agent_s", "roles"} | {
         "fields",
         "notes",
         "steps",
-    }  # an optimizer's, a record's
+    }  # an optimizer's, a record's, a program's, a cluster's
     assert names - OWN_KEYS - set(State.INPUT_FIELDS) - examples - others == set()
 
 

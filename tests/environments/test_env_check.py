@@ -219,7 +219,8 @@ async def test_a_planted_fault_is_found(name):
 
 
 def test_every_check_has_a_planted_fault():
-    assert set(PLANTED) == set(CHECKS)
+    # test_harbor.py plants that one.
+    assert set(PLANTED) == set(CHECKS) - {"oracle-fails"}
 
 
 @pytest.mark.parametrize(

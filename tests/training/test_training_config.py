@@ -4,7 +4,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,9 +11,9 @@ from hypothesis import strategies as st
 import rolltree.training as room
 from rolltree.errors import ConfigError, RolltreeError, UnknownName
 from rolltree.samples import TruncationPolicy
-from rolltree.training import MAY_CHANGE, TrainConfig, load_train_config
+from rolltree.training import MAY_CHANGE, TrainConfig, config, load_train_config
 
-SECTIONS = {field.name: field.type for field in msgspec.structs.fields(TrainConfig)}
+SECTIONS = config._SECTIONS
 
 
 def test_the_defaults_are_a_valid_config_and_round_trip():

@@ -19,6 +19,7 @@ from rolltree.environments.lifecycle import failure_of
 from rolltree.environments.openai_view import OpenAIView
 from rolltree.environments.scoring import score_episode
 from rolltree.errors import ConfigError, did_you_mean, refuse_unknown
+from rolltree.finished import Finished
 from rolltree.html_view import html_table
 from rolltree.inference.client import ModelClient, as_client, sampling_to_args
 from rolltree.inference.deadline import seeded
@@ -36,7 +37,7 @@ from rolltree.rollouts import (
 from rolltree.rollouts.requests import Episode, call_seeds, playing
 from rolltree.rubrics import Rubric, write_advantages
 from rolltree.state import UnscoredSnapshot
-from rolltree.tasks import Finished, run_sync, yield_fairly
+from rolltree.tasks import run_sync, yield_fairly
 from rolltree.tokens import Trajectory
 from rolltree.types import (
     INPUT_FIELDS,

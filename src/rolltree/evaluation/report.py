@@ -25,10 +25,10 @@ from rolltree.evaluation.reducers import (
     Settings,
 )
 from rolltree.files import whole_file, write_whole
+from rolltree.finished import Finished
 from rolltree.html_view import html_lines, html_table
 from rolltree.redact import redact
 from rolltree.store import Run, StoredRollout, to_plain
-from rolltree.tasks import Finished
 from rolltree.types import RolloutResult, State
 
 

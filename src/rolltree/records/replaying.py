@@ -19,6 +19,7 @@ from rolltree.environments import Environment, load_environment
 from rolltree.environments.batch_runner import UnscoredSource
 from rolltree.environments.code import META, code_hashes
 from rolltree.errors import ConfigError, did_you_mean
+from rolltree.finished import Finished
 from rolltree.inference.client import ModelClient, as_client
 from rolltree.records.recorded import (
     Difference,
@@ -30,7 +31,7 @@ from rolltree.rollouts import GroupScorer, RolloutEngine, RolloutSource, derive_
 from rolltree.rollouts.decode import decode_results
 from rolltree.rollouts.record import run_stored
 from rolltree.store import Opaque, Run, to_plain
-from rolltree.tasks import Finished, run_sync
+from rolltree.tasks import run_sync
 from rolltree.types import INPUT_FIELDS, RolloutInput, RolloutRequest, RolloutResult
 
 MAX_CONCURRENT = 32

@@ -15,10 +15,10 @@ from typing import Any, TypeAlias
 
 from rolltree.errors import ConfigError, RolltreeError, record_error
 from rolltree.evaluation import Comparison, compare_reports, stored_report
+from rolltree.finished import Finished
 from rolltree.records.credit_states import credit_state
 from rolltree.rollouts.decode import decode_results
 from rolltree.store import Run
-from rolltree.tasks import Finished
 from rolltree.training import CreditPolicy, assign_credit, load_train_config
 from rolltree.types import RolloutResult
 

@@ -165,7 +165,7 @@ def _make(parent: Run, config: TrainConfig, target: Path, checkpoint: Path) -> N
 
 def _check_redacted(source: Path, config: Mapping[str, Any]) -> None:
     for section, values in config.items():
-        for key, value in values.items():
+        for key, value in (values or {}).items():
             # Secrets may be anywhere inside, as in the arguments of an environment.
             if REDACTED in json.dumps(value):
                 inner = [name for name in value if value[name] == REDACTED] if key == "args" else []

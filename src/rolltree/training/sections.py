@@ -160,7 +160,9 @@ class EngineSection(Section, frozen=True):
         # A struct does not know which fields were given, so a default that is written out passes.
         defaults = {f.name: f.default for f in msgspec.structs.fields(type(self))}
         for name in (*ignored, *other_way) if self.kind == "servers" else others:
-            if getattr(self, name) != defaults[name]:
+            # Runs from before there was a choice have stored the only way there was.
+            is_old = name == "publish" and self.publish == "disk"
+            if getattr(self, name) != defaults[name] and not is_old:
                 chosen = "publish" if name in other_way and self.kind == "servers" else "kind"
                 raise ConfigError(
                     f"engine.{name} is set, and engine.{chosen} = {getattr(self, chosen)!r} does "
