@@ -134,6 +134,7 @@ def test_settings_exist():
         "engine.is_alive",
         "model.forward",
         "model.safetensors",
+        "train.toml",
         "run.db",
         "run.lock",
         "run.commits",
@@ -162,5 +163,8 @@ def test_the_settings_page_has_every_key_with_its_default():
         for name, section in _SECTIONS.items()
         for field in msgspec.structs.fields(section)
     }
-    shown = {key: None if value is None else json.dumps(value) for key, value in real.items()}
+    shown = {
+        key: None if value is None else json.dumps(value, default=msgspec.structs.asdict)
+        for key, value in real.items()
+    }
     assert documented == shown

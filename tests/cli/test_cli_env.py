@@ -34,7 +34,7 @@ def test_from_nothing_to_a_sound_environment():
     assert "word_count" in invoke("env", "list").stdout.split()
     checked = invoke("env", "check", "word-count", "-n", "4")
     assert checked.exit_code == 0
-    assert "no faults in 16 checks on 4 examples" in checked.stdout
+    assert "no faults in 17 checks on 4 examples" in checked.stdout
     again = invoke("init", "word-count")
     assert again.exit_code == 2
     assert "exists already" in again.stderr

@@ -104,7 +104,7 @@ def test_keys_that_rolltree_reads_are_its_own():
     }
     examples = {"found", "left"}  # in docstrings and the scaffold of a new environment
     examples.add("program")  # of ProgramEnv, which refuses such a column
-    others = {"exp_avg", "exp_avg_sq", "step", "agent_s", "roles"} | {
+    others = {"exp_avg", "exp_avg_sq", "step", "agent_s", "roles", "control", "launch_id"} | {
         "fields",
         "notes",
         "steps",

@@ -72,6 +72,9 @@ class ModelSection(Section, frozen=True):
             )
 
 
+_ONCE_DEFAULTS = {("publish", "disk"), ("transfer_address", "127.0.0.1")}
+
+
 class EngineSection(Section, frozen=True):
     """The inference engine that samples rollouts.
 
@@ -161,7 +164,7 @@ class EngineSection(Section, frozen=True):
         defaults = {f.name: f.default for f in msgspec.structs.fields(type(self))}
         for name in (*ignored, *other_way) if self.kind == "servers" else others:
             # Runs from before there was a choice have stored the only way there was.
-            is_old = name == "publish" and self.publish == "disk"
+            is_old = (name, getattr(self, name)) in _ONCE_DEFAULTS
             if getattr(self, name) != defaults[name] and not is_old:
                 chosen = "publish" if name in other_way and self.kind == "servers" else "kind"
                 raise ConfigError(
