@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from rolltree.environments.project import TRAIN_CONFIG
 from rolltree.store import Run
 
 META = "environment_code"
@@ -70,6 +71,9 @@ def _neighbours(folder: Path) -> Iterator[Path]:
     for path in (*folder.rglob("*.py"), *folder.glob("*")):
         hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
         if hidden or not path.is_file() or path.suffix not in (".py", *_DATA):
+            continue
+        # The settings of a run are compared by themselves.
+        if path.name == TRAIN_CONFIG:
             continue
         if path.stat().st_size <= _MAX_BYTES:
             yield path.resolve()

@@ -47,7 +47,10 @@ export function put(element, ...children) {
 const drawn = new WeakMap();
 const CONTROLS = "a, button, input, select, summary, [tabindex]";
 
-/** Draw a part of a live view anew if its data is other data; what was open, marked or focused stays so. */
+/**
+ * Draw a part of a live view anew if its data is other data; what was open, marked or focused stays so, and what
+ * follows stays where one looks at it.
+ */
 export function redraw(box, data, draw) {
   const said = JSON.stringify(data);
   if (drawn.get(box) === said) return;
@@ -56,7 +59,11 @@ export function redraw(box, data, draw) {
   const open = all("details").map((each) => each.open);
   const marked = all("[data-row]").findIndex((each) => each.classList.contains("marked"));
   const focused = all(CONTROLS).indexOf(document.activeElement);
+  const next = box.nextElementSibling;
+  const place = next?.getBoundingClientRect().top;
   draw();
+  // Not at the top, where one reads what is new.
+  if (next && scrollY > 0 && place < innerHeight) scrollBy(0, next.getBoundingClientRect().top - place);
   all("details").forEach((each, at) => { each.open = open[at] ?? each.open; });
   all("[data-row]")[marked]?.classList.add("marked");
   all(CONTROLS)[focused]?.focus({ preventScroll: true });
