@@ -223,7 +223,32 @@ def tasks_of(
     return found, settings
 
 
-class HarborEnv(StatefulToolEnv):
+class HarborWorlds:
+    """What both environments of Harbor tasks share: the worlds that are open, and the oracle."""
+
+    harbor: HarborTasks
+    _worlds: dict[str, HarborWorld]
+
+    @teardown
+    async def close_worlds(self) -> None:
+        """Delete the worlds of rollouts that never reached their cleanup."""
+        left, self._worlds = list(self._worlds.values()), {}
+        await asyncio.gather(*(world.close() for world in left), return_exceptions=True)
+
+    async def oracle(self, names: Sequence[str] | None = None) -> list[OracleResult]:
+        """Play the tasks' own solutions and return what each earned; all must earn a reward."""
+        return await self.harbor.oracle(names)
+
+    def oracle_sync(self, names: Sequence[str] | None = None) -> list[OracleResult]:
+        """`oracle`, which also works if an event loop runs already."""
+        return run_sync(self.oracle(names))
+
+    async def check_findings(self) -> list[tuple[str, str]]:
+        """Return what the oracle solutions show."""
+        return await self.harbor.findings()
+
+
+class HarborEnv(HarborWorlds, StatefulToolEnv):
     """Harbor tasks, played by a model with the tool `bash`.
 
     Each rollout has a world of its own. When the model has ended (it answered without a call, or
@@ -335,24 +360,6 @@ class HarborEnv(StatefulToolEnv):
         world = self._worlds.pop(state.get("sandbox_id") or "", None)
         if world is not None:
             await world.close()
-
-    @teardown
-    async def close_worlds(self) -> None:
-        """Delete the worlds of rollouts that never reached their cleanup."""
-        left, self._worlds = list(self._worlds.values()), {}
-        await asyncio.gather(*(world.close() for world in left), return_exceptions=True)
-
-    async def oracle(self, names: Sequence[str] | None = None) -> list[OracleResult]:
-        """Play the tasks' own solutions and return what each earned; all must earn a reward."""
-        return await self.harbor.oracle(names)
-
-    def oracle_sync(self, names: Sequence[str] | None = None) -> list[OracleResult]:
-        """`oracle`, which also works if an event loop runs already."""
-        return run_sync(self.oracle(names))
-
-    async def check_findings(self) -> list[tuple[str, str]]:
-        """Return what the oracle solutions show."""
-        return await self.harbor.findings()
 
 
 def harbor_verdict(verdict: Verdict, tasks: HarborTasks) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rolltree.environments.harbor_env import (
-    OracleResult,
+    HarborWorlds,
     WorldKind,
     harbor_rubric,
     harbor_verdict,
@@ -22,13 +22,13 @@ from rolltree.environments.harbor_env import (
 )
 from rolltree.environments.harbor_tasks import HarborTask, filled_env
 from rolltree.environments.harbor_worlds import HarborWorld, sandbox_world, verdict_on
-from rolltree.environments.lifecycle import cleanup, teardown
+from rolltree.environments.lifecycle import cleanup
 from rolltree.errors import ConfigError, SandboxError
 from rolltree.gateway.program_env import PROGRAM_LIMITS, AgentFunction, ProgramEnv
 from rolltree.rubrics import Rubric
 from rolltree.sandbox import Limits, RunResult
 from rolltree.sandbox.folder import FolderSandbox
-from rolltree.tasks import run_shielded, run_sync
+from rolltree.tasks import run_shielded
 from rolltree.types import State
 
 
@@ -69,7 +69,7 @@ class AgentShell:
         await asyncio.gather(*running, return_exceptions=True)
 
 
-class HarborProgramEnv(ProgramEnv):
+class HarborProgramEnv(HarborWorlds, ProgramEnv):
     """Harbor tasks, played by a program; `HarborEnv` says how they are judged.
 
     Args:
@@ -183,21 +183,3 @@ class HarborProgramEnv(ProgramEnv):
         await self._end_agent(name)
         if world is not None and self.function is not None:
             await world.close()
-
-    @teardown
-    async def close_worlds(self) -> None:
-        """Delete the worlds of rollouts that never reached their cleanup."""
-        left, self._worlds = list(self._worlds.values()), {}
-        await asyncio.gather(*(world.close() for world in left), return_exceptions=True)
-
-    async def oracle(self, names: Sequence[str] | None = None) -> list[OracleResult]:
-        """Play the tasks' own solutions and return what each earned."""
-        return await self.harbor.oracle(names)
-
-    def oracle_sync(self, names: Sequence[str] | None = None) -> list[OracleResult]:
-        """`oracle`, which also works if an event loop runs already."""
-        return run_sync(self.oracle(names))
-
-    async def check_findings(self) -> list[tuple[str, str]]:
-        """Return what the oracle solutions show."""
-        return await self.harbor.findings()
