@@ -146,7 +146,7 @@ def test_a_model_object_gets_an_engine(model, tmp_path, path):
         ({"environment": "x", "evaluate": {"every": 1}}, ConfigError, "eval={...}"),
         ({"environment": "x", "engine": {"max_bach": 3}}, ConfigError, "Did you mean 'max_batch'"),
         ({"environment": rt.load_environment}, ConfigError, "Call it"),
-        ({"environment": "x", "model": "Qwen/Qwen3-4B"}, UnknownName, "no model 'Qwen/Qwen3-4B'"),
+        ({"environment": "x", "model": "qwen3-4b"}, UnknownName, "no model .qwen3-4b"),
         ({"environment": "x", "model_device": "gpu"}, ConfigError, "device 'gpu' is not one that"),
         ({"environment": "x", "learning_rate": 1}, ConfigError, "Did you mean 'optim.lr' .*lr="),
     ],
