@@ -4,7 +4,7 @@
     python benchmarks/replay.py --only wordle --num 10
 
 Each environment is played by a player that answers rightly, wrongly and without any form in turn,
-and calls tools where there are some. The run is then replayed with the environment loaded again.
+and calls tools if there are any. The run is then replayed with the environment loaded again.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ Prompts have 500 ids in the first turn and 500 more in every turn after it (400 
 same 400 tokens of text every turn, so that its text, which both libraries keep as it is, hardly
 counts as memory; `own text` shows 32 turns with new text in each.
 
-verifiers runs in its own virtual environment, made where it is missing, in
+verifiers runs in its own virtual environment, made if it is missing, in
 `~/.cache/rolltree/benchmarks` (or $ROLLTREE_HOME/benchmarks). The runs of the two alternate.
 """
 

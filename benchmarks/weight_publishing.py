@@ -1,6 +1,6 @@
 """Seconds to publish new weights to a server: by shared memory, by transfer, and by disk.
 
-    python benchmarks/weight_publishing.py            # rolltree serve; vLLM where it is installed
+    python benchmarks/weight_publishing.py            # rolltree serve; vLLM if it is installed
     python benchmarks/weight_publishing.py --check    # exit 1 when a bar is missed
     python benchmarks/weight_publishing.py --json     # one JSON object instead of the table
 

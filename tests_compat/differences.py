@@ -76,7 +76,7 @@ DIFFERENCES: tuple[Difference, ...] = (
         Seen(r"result\.cleaned after a failure"),
     ),
     Difference(
-        "a reward function that raises, or returns no number, scores 0.0 and is a line in the log",
+        "a reward function that raises, or returns no number, scores 0.0, and only the log says so",
         '`state["scoring_errors"]` holds the error and its traceback, too',
         Seen(rf"{_STATE}\.scoring_errors", _added),
     ),
@@ -100,7 +100,7 @@ DIFFERENCES: tuple[Difference, ...] = (
     Difference(
         "a stop condition that holds before the first turn is an IndexError, an `is_completed` "
         "that returns True by itself a KeyError",
-        "the rollout is over, with what has been said",
+        "the rollout ends with the messages so far",
         _outcome("turns_stopped|turns_own_completed_without_limit"),
     ),
     Difference(
@@ -111,12 +111,12 @@ DIFFERENCES: tuple[Difference, ...] = (
     Difference(
         "an environment that rewrites history to less than the row's prompt has an empty "
         "`completion`",
-        "`completion` is what was said",
+        "`completion` has the messages that were exchanged",
         Seen(r"result\.results\.rows\[\d+\]\.(state\.)?completion", cases="turns_forgets"),
     ),
     Difference(
         "`oai_tools` in a row's `info` are ignored",
-        "they are offered, and win over the environment's",
+        "they are offered, and take precedence over the environment's",
         Seen(".*", cases="calls_tools_in_info"),
     ),
     Difference(
@@ -138,13 +138,13 @@ DIFFERENCES: tuple[Difference, ...] = (
         Seen(r"result\.(no ids|dict|text)(\..*)?|requests.*", cases="generate_forms"),
     ),
     Difference(
-        "`get_dataset(seed=...)` shuffles the data set for everybody who asks later",
+        "`get_dataset(seed=...)` shuffles the data set for all later callers",
         "it shuffles what it returns",
         Seen(r"result\.shuffled for everybody"),
     ),
     Difference(
-        "an environment can only be made in the main thread",
-        "in any",
+        "an environment can only be created in the main thread",
+        "in any thread",
         Seen(r"result\.in a thread(\..*)?"),
     ),
     Difference(
@@ -178,12 +178,12 @@ DIFFERENCES: tuple[Difference, ...] = (
     ),
     Difference(
         "a call of a `StatefulToolEnv`'s tool whose arguments are not JSON raises",
-        "the model is told: a failed rollout has no reward, and a policy could learn to have none",
+        "the model is told: a failed rollout has no reward, and a policy could learn to fail",
         _outcome("edits_spoiled_text_stateful"),
     ),
     Difference(
         "a `ToolEnv` asserts that the message that it answers has tool calls",
-        "one without calls is answered with nothing, for the same reason",
+        "one without calls gets no answer, for the same reason",
         Seen(r"result\.\w+ (no calls|calls are none)", cases="tools_by_hand"),
     ),
     Difference(
@@ -197,7 +197,7 @@ DIFFERENCES: tuple[Difference, ...] = (
         Seen(r"result\.(Stateful|Later) removes", cases="tools_by_hand"),
     ),
     Difference(
-        "an `Environment` of one's own must define `setup_state`",
+        "a custom `Environment` must define `setup_state`",
         "it may leave it out",
         Seen(r"result\.NoSetup", cases="abstract_by_hand"),
     ),
@@ -232,7 +232,7 @@ DIFFERENCES: tuple[Difference, ...] = (
     ),
     Difference(
         "`PythonEnv` has private members of its worker (`_WORKER_SCRIPT`, ...)",
-        "there are none of these names",
+        "these names do not exist",
         Seen(r".*\.PythonEnv\.members\._\w+|.*\._get_metadata_text", cases="surface"),
     ),
     Difference(
@@ -246,8 +246,8 @@ DIFFERENCES: tuple[Difference, ...] = (
         ),
     ),
     Difference(
-        "messages of errors",
-        "the same classes, in words of their own that say what to do",
+        "error messages",
+        "the classes are the same; the messages differ, and say what to do",
         Seen(r".*\.text", _worded),
     ),
 )

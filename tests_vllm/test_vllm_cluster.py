@@ -140,7 +140,7 @@ async def test_one_of_two_engines_is_killed_and_replaced(folder, tmp_path):
     for engine in engines:
         assert f"{engine.url.removesuffix('/v1')}" in ways
     assert "weights go by shared memory." in ways
-    assert f"{third.url.removesuffix('/v1')} takes part, with version" in ways
+    assert f"{third.url.removesuffix('/v1')} has joined, with version" in ways
     # A rollout's calls stay on one engine, and a group's rollouts on the same one.
     for step in (1, NUM_STEPS):
         groups = {}

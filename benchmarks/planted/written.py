@@ -37,7 +37,7 @@ def ramp(before: float, after: float, noise: float = 0.1) -> Number:
 
 
 def jumps(before: float, after: float, at: int, noise: float = 0.1) -> Number:
-    """Return a number that is another one from a step on."""
+    """Return a number that changes at a step."""
     return lambda step, t, draw: (after if step >= at else before) * math.exp(draw.gauss(0, noise))
 
 

@@ -102,7 +102,7 @@ def opponent(skill: float) -> Opponent:
 
 
 def cell(text: str) -> ParseResult:
-    """The one number that the model says; who says several has not decided."""
+    """The one number that the model says; a model that says several has not decided."""
     said = re.findall(r"\d+", text, re.ASCII)
     if len(said) != 1 or said[0] not in set("123456789"):
         return ParseResult(None, obs="Answer with the number of one free cell.")

@@ -42,7 +42,7 @@ def colours(guess: str, secret: str) -> str:
 
 
 def guesses(parser: rt.Parser, state: rt.State) -> list[str]:
-    """Return the guess of each message so far, "" where there is none."""
+    """Return the guess of each message so far, "" if there is none."""
     said = [parser.parse_answer(step["completion"]) or "" for step in state["trajectory"]]
     return [text.strip().lower() for text in said]
 

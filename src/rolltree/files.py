@@ -64,7 +64,7 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY, *, follow: bool = F
     try:
         if kind is None:
             fd = os.open(path, flags, 0o644)
-            # It may be another one by now.
+            # It may be a different one by now.
             kind = _odd(os.fstat(fd), writes)
         if kind is not None:
             raise OSError(errno.EINVAL, f"it is {kind}, not a regular file of its own", str(path))
@@ -180,7 +180,7 @@ def _part_name(final: Path) -> Path:
 
 
 def _remove_abandoned(final: Path) -> None:
-    """Remove what killed programs left of this target; who still writes holds a lock."""
+    """Remove what killed programs left of this target; a process that still writes holds a lock."""
     start = f".{final.name[:40]}."
     left: list[str] = []
     with contextlib.suppress(OSError), os.scandir(final.parent) as entries:

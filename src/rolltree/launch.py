@@ -138,7 +138,7 @@ async def train_async(
         num_transcripts: held-out examples to print at the end, before and after training.
         command: the words of the command that called this, to suggest how to go on.
         run: where everything is stored, opened for writing, instead of the config's `run.dir`.
-        cluster: the engines and rollout workers of a run on several processes, of which this one
+        cluster: the engines and rollout workers of a run on several processes; this one
             trains; `rolltree train` starts those that the config's `[cluster]` names.
         settings: see `train`.
 

@@ -67,7 +67,7 @@ def _dumped(value: Any) -> Any:
 class ResponseMessage(ResponsePart):
     """The message of a `ModelResponse`. Its content, when it is assigned, becomes the response's.
 
-    The sampled ids stay as they are: the next prompt is another one than they would make.
+    The sampled ids stay as they are: the next prompt is not the one that they would make.
     """
 
     __slots__ = ("_response",)

@@ -200,7 +200,7 @@ async def test_a_rollout_that_ended_before_its_first_call_says_so():
     env = Over(dataset=ROWS[:1], rubric=rt.Rubric([last_word]))
     error = (await generated(env, ScriptedModel("one"))).state[0]["error"]
     assert error.type == "IndexError"
-    assert "ended before it (over)" in error.message
+    assert "ended before its first model call (over)" in error.message
 
 
 async def test_a_function_that_copes_with_an_empty_completion_scores_it():

@@ -1,14 +1,24 @@
 """Plain English: phrases that sound translated stay out of docs, comments and messages."""
 
 import re
+from pathlib import Path
 
 import pytest
 
-from house.texts import ROOT, code_files, pages, sentences, without_code
+from house.texts import ROOT, SRC, code_files, pages, sentences, without_code
 
 PHRASES = {
-    r"(?<!there )\b(?:is|are|was|were) no (?!longer|more|such|need|doubt|less)\w": "is not a ...",
+    r"(?<!there )\b(?:is|are|was|were) no (?!(?:longer|more|such|need|doubt|less)\b)[\w`{]": "is not a ...",
     r"\b(?:none|true|false|only|nothing|set|empty|zero|0|not|also) where\b": "... if",
+    r"\bwhere there (?:is|are) (?:no|none|some)\b": "if",
+    r"\bwhere (?:it is|they are) (?:none|missing|installed|long)\b": "if",
+    r"[.:;] who (?:only |still )?(?:asks|wants|reads|looks|needs|says|writes)\b": "a caller that ...",
+    r"\bto who (?:asks|has|wants)\b": "to a caller that ...",
+    r"\bof which (?:no|there|the|who|it is|even)\b": "whose ..., some of which",
+    r"\banother one than\b|\bthat is another one\b": "differs from",
+    r"\b(?:as|what|where) one (?:asks|looks|wants|sees)\b|\bone's own\b": "name who it is",
+    r"\bas ever\b": "as usual, still",
+    r"\bfor ever\b": "forever",
     r"\bnobody (?:knows|could tell|can tell|says)\b": "say what is not known",
     r"\bamiss\b": "rejects, wrong",
     r"\bmend(?:s|ed|ing)?\b": "fix",
@@ -28,9 +38,30 @@ def texts():
     """Yield (where, text) of everything that a person may read."""
     for page, text in pages().items():
         yield page, without_code(text)
-    for path in code_files():
-        for line, text in sentences(path):
+    for path in (*code_files(), *test_files()):
+        for line, text in joined(sentences(path)):
             yield f"{path.relative_to(ROOT)}:{line}", re.sub(r'(?<=["\s])\s+|"\s+f?"', " ", text)
+    for path in sorted((SRC / "viewer/static").glob("*.*s")):
+        yield str(path.relative_to(ROOT)), re.sub(r"\n\s*(?://|\*) ", " ", path.read_text("utf-8"))
+
+
+def test_files():
+    """Return every Python file of the tests, but this one, whose subject the phrases are."""
+    found = [path for folder in sorted(ROOT.glob("tests*")) for path in sorted(folder.rglob("*.py"))]
+    return [path for path in found if path != Path(__file__).resolve()]
+
+
+def joined(tokens):
+    """Yield the (line, text) of comments and strings, with what goes on in the next line."""
+    last, start, parts = -1, 0, []
+    for line, text in tokens:
+        is_comment = text.startswith("#")
+        if parts and (line > last + 1 or is_comment != parts[-1].startswith("#")):
+            yield start, " ".join(parts)
+            parts = []
+        start, last = (start, line) if parts else (line, line)
+        parts.append(text.strip("# ") if is_comment and parts else text)
+    yield start, " ".join(parts)
 
 
 def found_in(text):

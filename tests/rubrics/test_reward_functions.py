@@ -182,7 +182,7 @@ def test_positional_only_arguments_are_refused():
     def positional(answer, /):
         return 1.0
 
-    with pytest.raises(ConfigError, match="by position only"):
+    with pytest.raises(ConfigError, match="positional-only"):
         RewardFunction.of(positional, 1.0)
 
 

@@ -112,7 +112,7 @@ class TestMembers:
         assert await fleet.ready(new) == 0.0
         assert fleet._way.sent[-1] == ({new}, 3)
         assert probed == [(new, 3)]
-        assert fleet.said == ["http://a:5 takes part, with version 3."]
+        assert fleet.said == ["http://a:5 has joined, with version 3."]
         async with fleet.paused():
             await fleet.publish(4)
         assert fleet._way.sent[-1][0] == {*fleet._watched}
@@ -127,7 +127,7 @@ class TestMembers:
         await fleet.add(new)
         assert len([1 for clients, _ in fleet._way.sent if clients == {new}]) == 3
         assert new not in fleet._pool.clients
-        assert "http://a:5 is not used any more" in fleet.said[-1]
+        assert "http://a:5 is no longer used" in fleet.said[-1]
         assert "it serves other weights. The run goes on with http://a:1" in fleet.said[-1]
         assert await fleet.or_lost(asyncio.sleep(0, "goes on")) == "goes on"
         with pytest.raises(ConnectionFailed, match="was taken out"):
@@ -236,7 +236,7 @@ def test_a_server_joins_and_the_first_one_is_killed(model, tmp_path):
         said = " ".join(seen.notices)
         assert f"{first.url.removesuffix('/v1')}: weights go by shared memory." in said
         assert f"{second.url.removesuffix('/v1')}: weights go by shared memory." in said
-        assert f"{second.url.removesuffix('/v1')} takes part, with version" in said
+        assert f"{second.url.removesuffix('/v1')} has joined, with version" in said
         assert not (tmp_path / "run" / "weights").exists()
         assert [client.server.base_url for client in parts.client.clients] == [second.url]
     finally:

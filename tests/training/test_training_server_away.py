@@ -53,10 +53,10 @@ def test_servers_that_were_never_there_are_waited_for_a_few_seconds(model, tmp_p
     config = kit.server_config(model, tmp_path / "run", [nobody], train={"num_steps": 1})
     assert config.engine.away_limit_s == 1800.0
     seen = kit.At({}, lambda: None)
-    with pytest.raises(TrainingError, match=r"for 5 s \(none was there at the start\)"):
+    with pytest.raises(TrainingError, match=r"for 5 s \(none answered at the start\)"):
         start(config, kit.EarlyIsEasy(), reporter=seen)
     (notice,) = seen.notices
-    assert "ends after 5 s (none was there at the start)" in notice
+    assert "ends after 5 s (none answered at the start)" in notice
 
 
 def test_a_run_says_at_its_end_what_servers_go_on_with(model, tmp_path, server):

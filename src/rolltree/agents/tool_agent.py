@@ -37,8 +37,8 @@ class ToolAgent(Agent):
     Args:
         client: the model.
         tools: internal tools: functions with type hints and docstrings, plain or asynchronous.
-        external_tools: tools that the protocol answers: functions, of which only signature and
-            docstring are used, or OpenAI schemas.
+        external_tools: tools that the protocol answers: functions, used only for their
+            signature and docstring, or OpenAI schemas.
         max_tool_rounds: how many of a turn's answers may call tools. After that the
             model is told to give its final answer; a further call counts as no action.
         last_call: what it is told then.

@@ -45,7 +45,7 @@ def compare_stored_runs(
     from rolltree.records import compare
 
     if markdown and as_json:
-        raise click.UsageError("--markdown and --json exclude each other; choose one.")
+        raise click.UsageError("--markdown and --json cannot be combined; choose one.")
     found = compare(
         *arms,
         confidence=confidence,

@@ -50,8 +50,8 @@ def show_run(
     from rolltree.store import Run, summarize
 
     if last and sort:
-        raise click.UsageError("--last and --sort exclude each other; choose one.")
-    # What is read row by row, unfiltered, need not wait until the whole file is checked.
+        raise click.UsageError("--last and --sort cannot be combined; choose one.")
+    # Rows that are read one by one are checked on the way, without a check of the whole file.
     with Run.open(run, mode="r") as stored, Run.open(run, mode="r", check="rows") as rows_only:
         chosen = shown_requests(
             stored,
@@ -79,7 +79,7 @@ def show_run(
         from rolltree.rollouts.decode import decode_results
 
         console = SafeConsole()
-        # Whoever chooses rollouts wants to see only these.
+        # Users who choose rollouts want to see only these.
         if not (phase or chosen.words):
             from rolltree.records.story import run_story
 
@@ -98,8 +98,8 @@ def show_run(
             from rolltree.evaluation import stored_report
             from rolltree.reports import evaluation_facts, evaluation_table
 
-            # Aggregates that the evaluation stored: reading all rows again would take seconds for
-            # a large run.
+            # From the aggregates that the evaluation stored: reading all rows of a large run again
+            # would take seconds.
             report = stored_report(stored, phase, outcomes=False)
             console.print(evaluation_table(report), "", evaluation_facts(report))
         if chosen.words:

@@ -48,7 +48,7 @@ _DEFAULT_GRACE_S = 5.0
 _DRAIN_S = 60.0
 _SLOW_START_S = 120.0
 _NAMES = {"worker": "rollout_workers", "engine": "engines"}
-"""The kinds of which there may be any number, and their names in requests to scale."""
+"""The kinds that may occur any number of times, and their names in requests to scale."""
 
 
 class Driver:

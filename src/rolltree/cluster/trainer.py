@@ -130,7 +130,7 @@ class HeadProcess:
             max_concurrent=settings.rollout_workers * settings.slots_per_worker,
         )
         ticking = asyncio.create_task(self._tick(servers, pool, vocab_size, run.num_rollouts()))
-        # Without it the run would wait for engines for ever that nobody takes in.
+        # Without it the run would wait forever for engines that nobody adds.
         ticking.add_done_callback(partial(_end_with, servers))
         try:
             yield rollouts

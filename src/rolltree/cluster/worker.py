@@ -208,7 +208,7 @@ class Engines:
         known = self._by_url.get(server.server.base_url)
         if known is None or known.epoch != epoch or label not in self.labels:
             raise BadResponse(
-                f"{server.server.root_url} answered with weights that it calls {label!r}, and "
+                f"{server.server.root_url} answered with weights that it calls {label!r}, but "
                 f"version {self.version} was published, so the answer is not used."
             )
 

@@ -1,8 +1,8 @@
-"""`import verifiers` without verifiers: an import hook that gives `rolltree.compat.verifiers`.
+"""`import verifiers` without verifiers: an import hook that finds `rolltree.compat.verifiers`.
 
-`provide()` is called when an environment is loaded. It steps aside for the real package unless it
-is told not to. `install()` is the same for scripts that import `verifiers` themselves. The modules
-are registered under both names, so a class is one class.
+`provide()` is called when an environment is loaded. It gives way to the real package unless it
+is forced. `install()` is the same for scripts that import `verifiers` themselves. Modules are
+registered under both names, so that each class exists once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class VerifiersFinder(MetaPathFinder, Loader):
         """Return where a module comes from, or None for the real package and all other modules.
 
         Raises:
-            ModuleNotFoundError: it is one of verifiers' trainer.
+            ModuleNotFoundError: the module belongs to verifiers' trainer.
         """
         package, _, rest = fullname.partition(".")
         if package != _THEIRS:
@@ -44,7 +44,7 @@ class VerifiersFinder(MetaPathFinder, Loader):
             return None if not self.is_forced and real_verifiers() else self._spec(fullname, True)
         if not is_ours():
             return None
-        # Named here, since `No module named verifiers.rl` would send people to reinstall.
+        # Raised here, since `No module named verifiers.rl` would make people reinstall verifiers.
         if rest.partition(".")[0] == "rl":
             raise ModuleNotFoundError(
                 f"{fullname} is verifiers' trainer, which is not part of rolltree. Train with "
@@ -60,7 +60,7 @@ class VerifiersFinder(MetaPathFinder, Loader):
         return ModuleSpec(fullname, self, origin="rolltree", is_package=is_package)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return rolltree's module; importing is done."""
+        """Return rolltree's module, which is already imported."""
         path = spec.name.removeprefix(_THEIRS)
         module = import_module(SCRIPTS.get(path[1:]) or _OURS + path)
         # The import system writes the spec of the second name into the module.
@@ -68,18 +68,18 @@ class VerifiersFinder(MetaPathFinder, Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give the module its own spec back: it keeps the name it was made with."""
+        """Restore the module's own spec, and with it its own name."""
         if module.__spec__ is not None and module.__spec__.loader is self:
             module.__spec__ = module.__spec__.loader_state
 
 
 def provide(*, force: bool = False) -> None:
-    """Let `import verifiers` give rolltree's from now on, where the real package is not installed.
+    """Make `import verifiers` find rolltree's modules, unless the real package is installed.
 
-    With `force` also when it is, in this whole process. Calling it again costs nothing.
+    With `force`, even then, for the whole process. Calling it again changes nothing.
 
     Raises:
-        ConfigError: with `force`: the real package has been imported already.
+        ConfigError: `force` is set, and the real package has been imported already.
     """
     with _lock:
         finder = next((each for each in sys.meta_path if isinstance(each, VerifiersFinder)), None)
@@ -89,7 +89,7 @@ def provide(*, force: bool = False) -> None:
             # See design/0020-import-verifiers.md.
             sys.meta_path.insert(0, finder)
         if force:
-            # Classes of both in one process fail isinstance far from the cause.
+            # Classes of both packages in one process fail isinstance checks far from the cause.
             if _THEIRS in sys.modules and not is_ours():
                 raise ConfigError(
                     "the verifiers package has been imported already, so environments would get "
@@ -100,7 +100,7 @@ def provide(*, force: bool = False) -> None:
 
 
 def install() -> None:
-    """Let `import verifiers` and its modules resolve to rolltree's, in this process.
+    """Make `import verifiers` and its modules resolve to rolltree's, in this process.
 
     Raises:
         ConfigError: the real package has been imported already; its classes would mix with these.
@@ -110,7 +110,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Take back what `install` and `provide` did; modules that have imported names keep them."""
+    """Undo `install` and `provide`; modules that have imported names keep them."""
     with _lock:
         sys.meta_path[:] = [each for each in sys.meta_path if not isinstance(each, VerifiersFinder)]
         if is_ours():
@@ -125,10 +125,10 @@ def is_ours() -> bool:
 
 
 def real_verifiers() -> str | None:
-    """Return where the real package is, or None. A folder of that name without code is not it."""
+    """Return where the real package is, or None; a folder without code does not count."""
     for finder in sys.meta_path:
         find: Any = getattr(finder, "find_spec", None)
-        # Asked finder by finder, as `importlib.util.find_spec` would come back to this hook.
+        # One finder at a time, since `importlib.util.find_spec` would call this hook again.
         if find is None or isinstance(finder, VerifiersFinder):
             continue
         spec = find(_THEIRS, None)

@@ -65,7 +65,7 @@ def set_for_author(env: OwnNames, name: str, value: Any) -> None:
 
 
 class _Shared:
-    """A name that both have: who asks gets their own."""
+    """A name that both packages have: each caller gets its own."""
 
     def __init__(self, owner: type, name: str, theirs: Any = _UNSET) -> None:
         self.owner, self.name, self.theirs = owner, name, theirs

@@ -161,7 +161,7 @@ def load_environment(env_id: str, **env_args: Any) -> Environment:
         # that does not exist is a ValueError.
         if isinstance(error, UnknownName) and _is_module(env_id):
             raise RuntimeError(
-                f"Failed to load environment '{env_id}': the module of that name is another one, "
+                f"Failed to load environment '{env_id}': a different module has that name, "
                 "without load_environment(). Give the environment its own name, say "
                 f"'{env_id}-env'."
             ) from error

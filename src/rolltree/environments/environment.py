@@ -210,8 +210,8 @@ class Environment(BatchRunner):
         # Signal handlers can be set in the main thread only, and an environment may have been built
         # in another.
         watch()
-        # The row is the data set's, and shared by the members of a group: what one writes into it
-        # the others would read.
+        # The row is the data set's, and shared by the members of a group: each would read what
+        # the others write into it.
         row: dict[str, Any] = deepcopy(dict(input))
         info = row.get("info")
         if isinstance(info, str):
@@ -473,7 +473,7 @@ class Environment(BatchRunner):
             try:
                 await maybe_await(handler)
             except (Exception, asyncio.CancelledError):
-                # Told; the other handlers must run.
+                # Logged; the other handlers must still run.
                 if being_cancelled():
                     raise
                 logger.exception("teardown %s of %s failed", handler.__name__, self.env_id)

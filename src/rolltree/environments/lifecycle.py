@@ -157,7 +157,7 @@ def close_all() -> None:
         try:
             asyncio.run(environment.aclose())
         except Exception:
-            # Told; the other environments must be closed.
+            # Logged; the other environments must still be closed.
             logger.exception("the teardown of %s failed", type(environment).__name__)
 
 

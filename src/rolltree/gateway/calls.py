@@ -84,7 +84,7 @@ class AgentAnswer:
     """A finished answer.
 
     `message` has `content` (text or None), `reasoning_content` where the model reasoned, and
-    `tool_calls` where it called. `stop` is the stop string that ended it. `response` has ids and
+    `tool_calls` if it called any. `stop` is the stop string that ended it. `response` has ids and
     logprobs; `decode` turns ids into text where the tokenizer is known. `options` are those of the
     call, also when the answer is looked up later.
     """

@@ -331,7 +331,7 @@ def _frames(data: bytes) -> list[tuple[bytes, bytes]]:
             break
         text, tokens = data[begin:middle], data[middle:end]
         if zlib.crc32(tokens, zlib.crc32(text)) != check:
-            if end == len(data):  # the last one, of which not every page was written
+            if end == len(data):  # the last one, some pages of it not written
                 break
             raise ValueError(f"the frame at byte {at} has another checksum")
         found.append((text, tokens))

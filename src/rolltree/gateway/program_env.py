@@ -263,7 +263,7 @@ class ProgramEnv(Environment):
             self.record_failure(state, error)
         finally:
             state["program"] = to_plain(outcome.as_dict())
-            # What the agent offered its model, where that was one and the same.
+            # What the agent offered its model, if that was always the same.
             state.oai_tools = watch.tools
             if state.error is not None:
                 state.is_completed, state.terminated = False, False

@@ -213,7 +213,7 @@ class Gateway:
     ) -> GatewaySession:
         """Open a session; `async with` closes it. The arguments are `GatewaySession`'s.
 
-        `client` is another one than the gateway's, such as an episode's.
+        `client` is a different one from the gateway's, such as an episode's.
 
         Raises:
             ConfigError: the id is taken or no id, a setting cannot be used, or too many sessions
@@ -295,7 +295,7 @@ class Gateway:
         )
 
     async def close_session(self, session: GatewaySession, body: Mapping[str, Any]) -> None:
-        """Close a session with the outcome of a request, and store it where there is a run.
+        """Close a session with the outcome of a request, and store it if there is a run.
 
         Raises:
             RequestError: a field is unknown.

@@ -165,7 +165,7 @@ class GatewaySession:
         self._by_key: dict[str, _Flight] = {}
         self._by_content: dict[bytes, _Flight] = {}
         self._num_begun = 0
-        # Of who opened it: the client of an episode tells its clock by the context.
+        # Of the caller that opened it: the client of an episode tells its clock by the context.
         self._context = contextvars.copy_context()
         renderer = renderer_of(self._root)
         self._decode = None if renderer is None else renderer.decode
@@ -461,7 +461,7 @@ class GatewaySession:
         try:
             return await asyncio.shield(flight.task)
         except asyncio.CancelledError:
-            # Cancelled from within: by a limit or the end of the session, not by who waits.
+            # Cancelled from within: by a limit or the end of the session, not by a caller.
             if flight.task is not None and flight.task.cancelled() and self.ended is not None:
                 raise self._limit_error() from None
             if flight.task is not None and flight.task.cancelled() and self.is_closed:

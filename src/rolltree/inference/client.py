@@ -27,7 +27,7 @@ logger = logging.getLogger("rolltree.inference")
 
 @runtime_checkable
 class ModelClient(Protocol):
-    """A model one can talk to, by messages or by token ids.
+    """A model that can be called, by messages or by token ids.
 
     All methods raise `rolltree.errors.ModelError` (or a subclass) when the model gave no usable
     answer, and `TokenError` when the answer's tokens contradict themselves.

@@ -1,7 +1,8 @@
 """Computes how many tokens fit after a prompt, for servers that need a `max_tokens`.
 
 vLLM's `/v1/completions` treats a missing or null `max_tokens` as 16 and cuts the answer there.
-`/v1/models` says how long prompt and completion may be together, `/tokenize` how long a string is.
+`/v1/models` says how long prompt and completion may be together, and `/tokenize` how long a
+string is.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ DEFAULT_MAX_TOKENS = 16
 
 
 def cut_by_default(response: Response) -> bool:
-    """Whether an answer that had no limit was cut where servers do so by default."""
+    """Whether an answer to a request without a limit was cut at the default of servers."""
     if not response.choices or response.choices[0].finish_reason != "length":
         return False
-    # Ids are counted here; usage is what the server says.
+    # Counted ids are certain; `usage` is only what the server says.
     ids, usage = response.choices[0].token_ids, response.usage
     num_tokens = len(ids) if ids is not None else usage.completion_tokens if usage else None
     return num_tokens == DEFAULT_MAX_TOKENS
@@ -41,7 +42,7 @@ class _Count(msgspec.Struct):
 class ContextLimit:
     """The context windows of one server's models, asked for once.
 
-    `is_needed`: the server has cut an answer that had no limit.
+    `is_needed`: the server has cut an answer to a request without a limit.
     """
 
     def __init__(self, server: HttpClient) -> None:
@@ -54,7 +55,7 @@ class ContextLimit:
 
         Returns None if the server doesn't say, or if none fit.
         """
-        # Asked once, also if that failed: a server without this path has none later either.
+        # Asked only once, even if that failed: a server that lacks this path will not get it later.
         if self._contexts is None:
             self._contexts = await self._ask_contexts()
         context = self._contexts.get(model)

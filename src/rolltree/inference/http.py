@@ -201,7 +201,7 @@ class HttpClient:
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         deadline_s = self.deadline_s if timeout_s is None else 2.0 * timeout_s
         transport, slots = self._connect()
-        # A queue of one's own is not the server's fault: the wait for a slot is outside of the
+        # The caller's own queue is not the server's fault: the wait for a slot is outside of the
         # deadline (design/0015).
         start = monotonic()
         async with slots:

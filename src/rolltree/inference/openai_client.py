@@ -71,7 +71,7 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
         api_key: sent as a bearer token; never shown.
         admin_key: sent instead when weights are published; the `api_key` unless given.
         renderer: renders prompts on this side and sends ids; needs a server that returns ids.
-        token_ids: `"auto"` asks for ids and does without them where the server gives none (such
+        token_ids: `"auto"` asks for ids and does without them if the server gives none (such
             calls cannot be trained), `"vllm"` insists on them, `"off"` never asks.
         logprobs_mode: what the server's logprobs are: `"raw"` the model's own (vLLM's default), or
             `"processed"` those of the distribution sampled from. Raw ones are dropped when

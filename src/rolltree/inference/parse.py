@@ -238,7 +238,7 @@ def parse_response(
 
     `response` may be a record already (it is returned as it is), an object of the openai package,
     a dict of its shape, or a mock of one. `temperature` and `version` are those of the request;
-    `version` is used for tokens of which the response says no policy version.
+    `version` is used for tokens without a policy version in the response.
 
     Raises:
         BadResponse: there is no answer in it.
@@ -317,7 +317,7 @@ def read_tokens(
 ) -> bool:
     """Put the tokens of a response into its answer; False if the server gave no ids.
 
-    `version` is the policy's for tokens of which the response says none. The other arguments, and
+    `version` is the policy's for tokens without one in the response. The other arguments, and
     what is raised, are those of `extract_tokens`.
     """
     tokens = extract_tokens(response, message_type, sent_ids, max_tokens=max_tokens, check=check)
@@ -429,7 +429,7 @@ def first_choice(response: object) -> object:
     """Return the response's first choice.
 
     Raises:
-        BadResponse: there is none, or the first one says that it is another one.
+        BadResponse: there is none, or the first one says that it is a different one.
     """
     choices = read(response, "choices")
     if not isinstance(choices, list | tuple) or not choices:

@@ -138,9 +138,9 @@ def outgoing(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
 
 
 def distribution_changes(sampling: SamplingParams) -> dict[str, Any]:
-    """Return the settings that make a token's distribution another one than softmax(logits / T).
+    """Return the settings that make a token's distribution differ from softmax(logits / T).
 
-    A field of which it is not known what it does counts as one that does.
+    A field whose effect is unknown counts as one that does.
 
     >>> asked = SamplingParams(temperature=0.7, top_p=0.9, extra={"min_p": 0, "user": "me"})
     >>> distribution_changes(asked)

@@ -1,4 +1,4 @@
-"""Sessions that render prompts here: from messages to exact ids, from sampled ids to a record.
+"""Sessions that render prompts locally: messages to exact ids, sampled ids to a record.
 
 `TokenSession.prepare` returns the ids to send, and `TokenSession.complete` turns the sampled ids
 into a `ModelResponse` in the session's token tree. A prompt that continues an earlier call consists
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 class Prompt:
     """Ids to send, int32 `[_P]`, and how they came about.
 
-    `extends` is the `call_id` of the call that they continue exactly. `reason` says why they do not
-    continue a call whose messages come first in the history, if possible.
+    `extends` is the `call_id` of the call that they continue exactly. If the history
+    begins with the messages of a call that they do not continue, `reason` says why.
     """
 
     ids: IntArray
@@ -50,8 +50,7 @@ class TokenSession:
     """The calls of one rollout, for a client that sends token ids.
 
     One object serves one rollout, with any number of agents and branches in it. `prepare` and
-    `complete` are not to be called from several threads at once; calls that overlap in one event
-    loop are fine.
+    `complete` are not thread-safe; calls that overlap in one event loop are fine.
     """
 
     def __init__(self, renderer: ChatRenderer) -> None:
@@ -71,8 +70,8 @@ class TokenSession:
         """Return the prompt for `messages` (a string when `message_type` is "completion").
 
         Raises:
-            TemplateError: the template refuses these messages.
-            ConfigError: messages and `message_type` do not fit.
+            TemplateError: the template rejects these messages.
+            ConfigError: messages and `message_type` do not match.
         """
         check_message_type(messages, message_type)
         if isinstance(messages, str):
@@ -94,8 +93,8 @@ class TokenSession:
     def complete(self, prompt: Prompt, answer: Answer, call: ModelCall) -> ModelResponse:
         """Return the record of what was sampled after `prompt`; later prompts can continue it.
 
-        An answer without ids is recorded, and nothing continues it. Its text, if it has one, wins
-        over the decoded ids: a stop string is among them, and is cut off.
+        An answer without ids is recorded, but no prompt continues it. The answer's text, if it has
+        one, is used instead of the decoded ids, which may contain a stop string.
 
         Raises:
             TokenError: the arrays contradict each other.
@@ -109,7 +108,7 @@ class TokenSession:
         if prompt.reason:
             answer.info = {**answer.info, "rerendered": prompt.reason}
         answer.num_prompt_tokens = len(prompt.ids)
-        # No ids, no path: such a call is evaluated only.
+        # Without ids there is no path: such a call can be evaluated but not trained.
         if ids is None:
             return record_of(answer, call)
         answer.prompt_ids, answer.num_completion_tokens = prompt.ids, len(ids)
@@ -124,10 +123,10 @@ class TokenSession:
         model: str | None,
         response: ModelResponse,
     ) -> ModelResponse:
-        """Take in a call that was made elsewhere; later prompts continue it.
+        """Record a call that was made elsewhere; later prompts can continue it.
 
-        Its ids must be this model's: a conversation whose first prompt has other ids here, or none,
-        is taken in without, and what is returned has none either.
+        Its ids must be this model's: if the first prompt of the conversation has other ids here,
+        nothing is recorded, and the response is returned without ids.
         """
         prompt_ids = response.prompt_ids
         if prompt_ids is None or response.completion_ids is None:
@@ -155,7 +154,7 @@ class TokenSession:
         """Let later prompts continue a call."""
         assert response.completion_ids is not None
         if isinstance(prompt.messages, str):
-            # A string is continued by what it says, which may be less than was sampled.
+            # A string is matched by its text, which may cover fewer tokens than were sampled.
             num_kept, kept_text = self._spelled_out(response.completion_ids, response.text)
             size, call_id = len(prompt.ids) + num_kept, response.call_id
             self._texts.append(_Text(prompt.model, prompt.messages + kept_text, call_id, size))
@@ -164,7 +163,7 @@ class TokenSession:
             self._index.add(prompt.messages, message, call_id, prompt.tools, prompt.model)
 
     def _read_message(self, prompt: Prompt, answer: Answer) -> None:
-        """Set the answer's message, and with it the finish reason: tool calls are one."""
+        """Set the answer's message and its finish reason, which may become tool calls."""
         assert answer.text is not None
         if isinstance(prompt.messages, str):
             answer.message = {"role": "assistant", "content": answer.text}
@@ -175,7 +174,7 @@ class TokenSession:
     def _prepare_text(self, text: str, model: str | None) -> Prompt:
         best: _Text | None = None
         for entry in self._texts:
-            # `>=`: of equal texts the latest.
+            # `>=` takes the latest of equal texts.
             longer = best is None or len(entry.text) >= len(best.text)
             if longer and entry.model == model and text.startswith(entry.text):
                 best = entry
@@ -184,17 +183,17 @@ class TokenSession:
         path = self._calls.path(best.call_id)
         new = self.renderer.encode_text(text[len(best.text) :], start=False)
         ids = np.concatenate((path[: best.num_tokens], new))
-        # A prompt that leaves sampled tokens out is another path.
+        # A prompt that leaves sampled tokens out is a different path.
         exact = np.array_equal(ids[: len(path)], path)
         reason = None if exact else "the string leaves out tokens that were sampled at the end"
         return Prompt(ids, best.call_id if exact else None, reason, text, None, model)
 
     def _spelled_out(self, ids: IntArray, text: str) -> tuple[int, str]:
-        """Return how many of `ids` the `text` spells out from its start, and that part of it.
+        """Return how many of the first `ids` the `text` begins with, and their text.
 
         End tokens and stop strings are sampled but are not part of the text.
         """
-        # From the end: what is not in the text is one token, or a few.
+        # From the end, since only one token or a few are missing from the text.
         for num_kept in range(len(ids), 0, -1):
             spelled = self.renderer.decode(ids[:num_kept])
             if text.startswith(spelled):
@@ -204,7 +203,7 @@ class TokenSession:
 
 @dataclass(frozen=True, slots=True)
 class _Text:
-    """A prompt string with its answer, which the first `num_tokens` of a call's path spell."""
+    """A prompt string with its answer: the text of the first `num_tokens` of a call's path."""
 
     model: str | None
     text: str
@@ -213,7 +212,7 @@ class _Text:
 
 
 def without_ids(response: ModelResponse) -> ModelResponse:
-    """Return a response as a server gives it that reports no ids."""
+    """Return a response as a server that reports no ids would give it."""
     return replace(
         response,
         prompt_ids=None,

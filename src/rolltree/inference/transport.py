@@ -51,7 +51,7 @@ class Transport(Protocol):
         content: bytes | None,
         on_part: Callable[[bytes], None] | None = None,
     ) -> HttpAnswer:
-        """POST `content`, or GET where it is None.
+        """POST `content`, or GET if it is None.
 
         If the answer is a stream of events, `on_part` gets each part of it as it comes. What it
         raises ends the request.
@@ -109,7 +109,7 @@ class SocketTransport:
         content: bytes | None,
         on_part: Callable[[bytes], None] | None = None,
     ) -> HttpAnswer:
-        """POST `content`, or GET where it is None; see `Transport.send`.
+        """POST `content`, or GET if it is None; see `Transport.send`.
 
         Raises:
             OSError: no connection, or none that lasted.

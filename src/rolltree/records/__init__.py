@@ -1,4 +1,4 @@
-"""What one does with stored runs: read them as tables, audit, rescore, replay and compare them.
+"""Working with stored runs: read them as tables, audit, rescore, replay and compare them.
 
 Everything here reads through the store. Only what says so needs an environment, a model or torch.
 """

@@ -16,7 +16,7 @@ from rolltree.records.values import finite_numbers, rollout_values, stored_names
 from rolltree.store import Run, to_plain
 from rolltree.store.filters import parted, where_clause
 
-# Of one page; who wants more rows at once reads a table (`rt.read_run`).
+# Of one page; to read more rows at once, read a table (`rt.read_run`).
 MAX_ROWS = 1000
 COLUMNS = tuple(each.name for each in ROLLOUTS if each.name not in ("input", "errors"))
 """Columns of table `rollouts` that a page has; `metrics` comes with them."""

@@ -137,7 +137,7 @@ class ReplaySession:
 
     def is_same(self, recorded: Any, live: Any) -> bool:
         """Whether both sides are equal as they are stored, what is ignored left out."""
-        # As stored: what JSON cannot hold was recorded as its type, and would differ for ever.
+        # As stored: what JSON cannot hold was recorded as its type, and would differ forever.
         if recorded == live:
             return True
         return self._comparable(recorded) == self._comparable(live)

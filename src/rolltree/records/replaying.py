@@ -430,7 +430,7 @@ def playable(request: RolloutRequest) -> RolloutRequest:
     for name in INPUT_FIELDS:
         if name in lost:
             raise ConfigError(
-                f"{name!r} of the row of {request.request_id!r} held a {lost[name]}, of which a "
+                f"{name!r} of the row of {request.request_id!r} held a {lost[name]}, and a "
                 "run stores the type alone, so the environment cannot be given the same row. Keep "
                 "rows to plain data."
             )

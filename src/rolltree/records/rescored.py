@@ -30,7 +30,7 @@ Place: TypeAlias = tuple[str, int]  # request_id, trajectory_index
 
 @dataclass(frozen=True, slots=True)
 class RolloutChange:
-    """One rollout whose reward is another one now; None stands for no reward."""
+    """One rollout whose reward has changed; None stands for no reward."""
 
     request_id: str
     trajectory_index: int

@@ -186,7 +186,7 @@ class SearchIndex:
         return (row[3], row[4]) if row is not None and row[:3] == wanted else None
 
     def _gone(self) -> str:
-        """Return a text that is another one after rows were removed: their ids are used again."""
+        """Return a text that changes after rows were removed: their ids are used again."""
         gone = [each for each in self._run.events() if each.kind in ("retried", "truncated")]
         return json.dumps([len(gone), repr(gone[-1].data) if gone else ""])
 

@@ -57,7 +57,7 @@ def zero_variance(facts: Facts) -> Cases:
         for first, last in consecutive(flat, list(facts.steps))
         if last - first + 1 >= min(LEAST_SPAN, len(facts.steps))
     ]
-    # The last span: a run that began flat and learned later is not told of its beginning for ever.
+    # Only the last span: the flat start of a run that learned later is not reported forever.
     for first, last in spans[-1:]:
         rows = [each for each in facts.rollouts if first <= (each.train_step or 0) <= last]
         rewards = Counter(each.reward for each in rows if each.reward is not None)

@@ -27,7 +27,7 @@ def percent(share: float) -> str:
 
 
 def short(text: str | None, limit: int = NAME_LENGTH) -> str:
-    """Return a text that a run wrote, in one line and cut where it is long."""
+    """Return a text that a run wrote, in one line, cut if it is long."""
     said = " ".join(str(text).split())
     return said if len(said) <= limit else said[: limit - 1] + "…"
 

@@ -1,4 +1,4 @@
-"""Tables: documented columns, and rows that are read a batch at a time, as often as one asks.
+"""Tables: documented columns, and rows that are read a batch at a time, as often as needed.
 
 pyarrow, pandas, polars and DuckDB read a `Table` through Arrow's C stream protocol; rows are plain
 dicts. Only Arrow itself needs pyarrow: `pip install 'rolltree[data]'`.

@@ -53,7 +53,7 @@ def token_lens(
 ) -> dict[str, Any]:
     """Return the tokens `offset`, ... of a call's prompt and completion as columns, JSON-ready.
 
-    A column of which the rollout has no value is None; so are `texts` and `bytes` without a
+    A column without a value in the rollout is None; so are `texts` and `bytes` without a
     tokenizer.
 
     Raises:

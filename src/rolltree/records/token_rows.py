@@ -1,7 +1,7 @@
 """Rows of model calls, tokens and breaks: what a stored rollout's token tree says, as columns.
 
-Prompt tokens that an earlier call of the rollout already had are left out unless one asks for whole
-contexts, so a rollout of T turns has O(unique tokens) rows.
+Prompt tokens that an earlier call of the rollout already had are left out unless whole contexts are
+requested, so a rollout of T turns has O(unique tokens) rows.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ def is_running(folder: Path) -> bool:
 
 
 def change_mark(folders: Iterable[Path]) -> str:
-    """Return a text that is another one after a run was added, removed, written to, or ended."""
+    """Return a text that changes after a run was added, removed, written to, or ended."""
     marks = sorted(f"{folder} {is_running(folder)} {_written(folder)}" for folder in folders)
     return hashlib.blake2b("\n".join(marks).encode("utf-8", "replace"), digest_size=12).hexdigest()
 

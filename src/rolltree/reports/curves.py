@@ -44,9 +44,9 @@ def smooth(values: Sequence[float], width: int = 5) -> list[float]:
 
 
 def terminal_curve(curve: Curve, *, width: int = 64, height: int = 12) -> str:
-    """Return the curve as lines of text: dots of 2 x 4 a character, `o` where held-out means are.
+    """Return the curve as text: Braille dots, 2 x 4 to a character, and `o` for held-out means.
 
-    `width` and `height` are the plot area in characters, axes not counted.
+    `width` and `height` are those of the plot area in characters, without the axes.
     """
     means = [estimate.mean for _, estimate in curve.held_out]
     values = [*curve.rewards, *means]
@@ -65,7 +65,7 @@ def terminal_curve(curve: Curve, *, width: int = 64, height: int = 12) -> str:
 
     cells = [[0] * width for _ in range(height)]
     points = [place(*point) for point in zip(curve.steps, curve.rewards, strict=True)]
-    # A single step is a line to itself.
+    # A single step is drawn as a line to itself.
     for (x0, y0), (x1, y1) in zip(points, points[1:] or points, strict=False):
         length = max(abs(x1 - x0), abs(y1 - y0), 1)
         for at in range(length + 1):
@@ -92,7 +92,7 @@ def save_curve(curve: Curve, path: str | Path) -> Path:
         ConfigError: matplotlib is not installed.
     """
     try:
-        # Without pyplot, which would look for a display and keep every figure.
+        # Not pyplot, which would look for a display and keep every figure.
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError(
@@ -104,7 +104,7 @@ def save_curve(curve: Curve, path: str | Path) -> Path:
     axes.plot(curve.steps, curve.rewards, color="0.75", linewidth=1, label="training, each step")
     axes.plot(curve.steps, smooth(curve.rewards), color="C0", linewidth=2, label="mean of 5 steps")
     for number, (step, estimate) in enumerate(curve.held_out):
-        # One example has no interval; matplotlib needs numbers.
+        # A single example gives no interval, and matplotlib needs numbers.
         low = estimate.mean if estimate.low is None else estimate.low
         high = estimate.mean if estimate.high is None else estimate.high
         axes.errorbar(
@@ -116,7 +116,7 @@ def save_curve(curve: Curve, path: str | Path) -> Path:
             capsize=4,
             label="held out, with interval" if number == 0 else None,
         )
-    # A dollar sign in an environment's name is not mathematics.
+    # A dollar sign in an environment's name does not begin a formula.
     axes.set_title(shown(curve.title), parse_math=False)
     axes.set_xlabel("step")
     axes.set_ylabel("mean reward")
@@ -124,7 +124,7 @@ def save_curve(curve: Curve, path: str | Path) -> Path:
     axes.legend(loc="best")
     target = Path(path)
     with whole_file(target, follow=False) as part:
-        # Without matplotlib's version, the same curve is the same file.
+        # Without matplotlib's version in it, the same curve gives the same file.
         figure.savefig(part, format=target.suffix[1:] or "png", metadata={"Software": None})
     return target
 

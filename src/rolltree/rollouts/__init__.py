@@ -1,6 +1,6 @@
 """Rollouts: requests, strategies, and the engine that runs them.
 
-Names are loaded on first use (PEP 562): who only reads stored rollouts (`rollouts.decode`) loads
+Names are loaded on first use (PEP 562): reading stored rollouts (`rollouts.decode`) loads
 neither the engine nor the clients of models.
 """
 

@@ -1,6 +1,6 @@
 """Stored rows back to rollout results: whole, or without tokens.
 
-Who wants no tokens does not load the token tree and numpy.
+A caller that needs no tokens does not load the token tree and numpy.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ One row per trajectory: columns for queries, the token tree as bytes, and a JSON
 message once and every step as references (`message_table`, `record_steps`); `decode` reads it.
 Left out on purpose, besides what `record_steps` names:
 
-- values with behaviour (a game, a sandbox), of which `store.Opaque` keeps the type;
+- values with behaviour (a game, a sandbox), whose type `store.Opaque` keeps;
 - secrets in error texts and in pass-through sampling fields, which are cut out.
 """
 

@@ -1,7 +1,7 @@
 """The steps of a trajectory to record data and back, with their token tree.
 
-Left out is the raw response of a client that wraps another one, of which only identity and usage
-are kept: its text is in the completion, its ids and logprobs in the tree.
+Left out is the raw response of a client that wraps another one. Its identity and usage are
+kept; its text is in the completion, its ids and logprobs in the tree.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reward functions: what they ask for by argument name, and how they are called.
+"""Reward functions: the arguments they ask for by name, and how they are called.
 
 They have no time limit: a function that never returns keeps its rollout waiting.
 """
@@ -40,7 +40,7 @@ def run_inline(func: F) -> F:
     """Mark a synchronous reward function as quick enough for the event loop.
 
     Without the mark it runs in a thread, so that a slow one does not hold up every other rollout.
-    Use it for functions that take well under a tenth of a millisecond and wait for nothing.
+    Use it for functions that take well under a tenth of a millisecond and never block.
     """
     func.__rolltree_run_inline__ = True  # type: ignore[attr-defined]
     return func
@@ -54,23 +54,23 @@ class RewardFunction:
     name: str
     weight: float
     kind: Kind
-    # The arguments it can be given by name, and those of them with a default.
+    # The parameters that can be passed by name, and those that have a default.
     names: tuple[str, ...]
     optional: frozenset[str]
     # Whether it has `**kwargs`.
     takes_all: bool
     is_async: bool
-    # In the event loop and not in a thread.
+    # Whether it runs in the event loop instead of in a thread.
     runs_inline: bool
 
     @classmethod
     def of(
         cls, func: RewardFunc, weight: float, *, kind: Kind | None = None, runs_inline: bool = False
     ) -> RewardFunction:
-        """Read `func`. Without a `kind` it is a group function iff it asks for plurals.
+        """Read `func`; without a `kind`, asking for plurals or returning a list means a group.
 
         Raises:
-            ConfigError: an argument can only be given by position, or the weight is not finite.
+            ConfigError: an argument is positional-only, or the weight is not finite.
         """
         name, plain = function_name(func), _unwrapped(func)
         # A NaN would turn every reward into NaN, long after the mistake.
@@ -80,8 +80,8 @@ class RewardFunction:
         bad = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
         if bad:
             raise ConfigError(
-                f"reward function {name!r} takes {bad[0]!r} by position only; a rubric passes "
-                "arguments by name. Remove the `/` from its signature."
+                f"reward function {name!r} has the positional-only argument {bad[0]!r}; a rubric "
+                "passes arguments by name. Remove the `/` from its signature."
             )
         by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         names = tuple(p.name for p in by_name)
@@ -102,7 +102,7 @@ class RewardFunction:
         )
 
     def arguments(self, known: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments to call with: from `known`, then from the state's keys.
+        """Return the arguments of a call: from `known`, else from the state's keys.
 
         Raises:
             ConfigError: an argument without a default is in neither.
@@ -120,15 +120,15 @@ class RewardFunction:
     def _missing(
         self, name: str, known: Mapping[str, Any], state: Mapping[str, Any]
     ) -> ConfigError:
-        # The record of what a function raised names it.
+        # Without the function's name, which `scoring_error` puts in front.
         asked = f"it asks for {name!r}"
         if name in ("answer", "answers"):
             row = known["state"] if "state" in known else known["states"][0]
             columns = ", ".join(map(repr, row.get("input") or row))
             return ConfigError(
-                f"{asked}, but a row has no column 'answer', so there is nothing to compare with. "
-                f"The columns are {columns}: name the right one (answer_key=...), or ask for one "
-                "of them by name. A default (answer=None) makes the argument optional."
+                f"{asked}, but the row has no column 'answer', so there is nothing to compare "
+                f"with. The columns are {columns}: name the right one (answer_key=...), or ask for "
+                "one of them by name. A default (answer=None) makes the argument optional."
             )
         return ConfigError(
             f"{asked}, which neither the rollout nor the rubric has."
@@ -137,30 +137,29 @@ class RewardFunction:
 
 
 def function_name(func: RewardFunc) -> str:
-    """Return a function's name; of a partial without one, that of what it calls."""
+    """Return a function's name; for a partial without one, that of the function it wraps."""
     called = getattr(_unwrapped(func), "__name__", type(func).__name__)
     return str(getattr(func, "__name__", called))
 
 
 def scoring_error(func: RewardFunc, name: str, error: Exception) -> ErrorRecord:
-    """Return what a reward function raised as data; its message names function, file and line."""
+    """Return the record of a reward function's error; its message names function, file and line."""
     record = record_error(error, "scoring")
-    # First, because whoever shows a long message cuts its end.
+    # In front, because long messages are cut at the end.
     where = f"reward function {name!r}{_place(func, error)}"
     return replace(record, message=f"{where}: {record.message}")
 
 
 def _place(func: RewardFunc, error: Exception) -> str:
-    """Return file and line of a function: where it was when it raised, or else where it begins."""
+    """Return the file and line where a function raised, or else where it begins."""
     plain = _unwrapped(func)
     code = getattr(plain, "__code__", getattr(type(plain).__call__, "__code__", None))
     if code is None:
         return ""
-    # The function's own line, and not that of a library it called: it is where the author has to
-    # look.
+    # The function's own line, not that of a library it called: the author has to look there.
     lines = [at for frame, at in walk_tb(error.__traceback__) if frame.f_code is code]
     path = Path(code.co_filename)
-    # It is elsewhere.
+    # A file outside the working directory keeps its absolute path.
     with suppress(OSError, ValueError):
         path = path.relative_to(Path.cwd())
     return f", {path}:{(lines or [code.co_firstlineno])[-1]}"
@@ -174,14 +173,13 @@ def _unwrapped(func: Any) -> Any:
 
 
 def rollout_arguments(state: State, objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a rollout's reward functions can ask for, besides the state's own keys.
+    """Return the arguments that a rollout's reward functions can ask for, besides the state's keys.
 
-    That is the row's columns too, if the state has no key of that name. A row without an answer
-    has no argument of that name.
+    The row's columns are among them, unless the state has a key of that name. If the row has no
+    answer, there is no argument `answer`.
     """
     known = {k: v for k, v in state.columns.items() if not dict.__contains__(state, k)}
-    # The order says who wins: a column of the row, what the rubric offers, and last what a rollout
-    # always has.
+    # Later ones win: the row's columns, then the rubric's objects, then what every rollout has.
     known.update(objects)
     known["prompt"] = state.prompt
     known["state"] = state
@@ -189,8 +187,8 @@ def rollout_arguments(state: State, objects: Mapping[str, Any]) -> dict[str, Any
     for name, empty in _EMPTY.items():
         value = state.get(name)
         known[name] = empty if value is None else value
-    # A missing answer is left out and not None, so that a function that asks for it is an error
-    # instead of a comparison with nothing.
+    # Left out instead of None, so that a function that asks for a missing answer fails and does
+    # not compare with None.
     if state.get("answer") is not None:
         known["answer"] = state["answer"]
     return known
@@ -199,7 +197,7 @@ def rollout_arguments(state: State, objects: Mapping[str, Any]) -> dict[str, Any
 def group_arguments(states: Sequence[State], objects: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a group's reward functions can ask for: one list entry per rollout.
 
-    A column has its own name; the entry of a row without it is None.
+    A column keeps its name, and a row without it has None there.
     """
     rows = [rollout_arguments(state, {}) for state in states]
     columns = {name for state in states for name in state.columns} & {k for r in rows for k in r}
@@ -212,10 +210,10 @@ def group_arguments(states: Sequence[State], objects: Mapping[str, Any]) -> dict
 
 
 def without_semaphore(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a scoring method that can be called without `score_sem`, for any arguments.
+    """Return a scoring method that can be called with or without `score_sem`.
 
     Rubrics written for verifiers 0.1.8 override `score_rollout(self, state, score_sem)` and enter
-    the semaphore; they get one without a limit.
+    the semaphore; they get a `nullcontext`.
     """
     parameter = inspect.signature(method).parameters.get("score_sem")
     # Only overrides with verifiers' signature need it.
@@ -240,7 +238,7 @@ RawScore: TypeAlias = "Any | ErrorRecord"
 async def call_all(calls: Sequence[FunctionCall]) -> list[RawScore]:
     """Call the functions; each outcome is what one returned, or an `ErrorRecord`.
 
-    Asynchronous functions run side by side, those marked `run_inline` in this task, and the other
+    Asynchronous functions run concurrently, those marked `run_inline` in this task, and the other
     synchronous ones one after another in a thread.
     """
     outcomes: list[RawScore] = [None] * len(calls)
@@ -255,7 +253,7 @@ async def call_all(calls: Sequence[FunctionCall]) -> list[RawScore]:
         else:
             blocking.append(index)
     # All of them in one thread, one after another: a thread per function would cost more than most
-    # functions, and they may share what is not safe for threads.
+    # functions do, and they may share objects that are not thread-safe.
     if blocking:
         results = await run_in_pool(lambda: [_call(calls[index]) for index in blocking])
         for index, outcome in zip(blocking, results, strict=True):
@@ -277,10 +275,12 @@ def as_number(value: Any) -> float:
     if isinstance(value, str) or value is None:
         raise ValueError(f"a reward function returned {value!r}, which is not a number")
     try:
-        # A bool, a numpy scalar or a one-element tensor counts, too.
+        # A bool, a numpy scalar or a one-element tensor is a number, too.
         number = float(value)
     except OverflowError:
-        raise ValueError("a reward function returned an integer beyond all floats") from None
+        raise ValueError(
+            "a reward function returned an integer that is too large for a float"
+        ) from None
     if not math.isfinite(number):
         raise ValueError(f"a reward function returned {number}; rewards must be finite")
     return number
@@ -295,16 +295,16 @@ def _call(call: FunctionCall) -> RawScore:
 
 
 def _failure(error: Exception, call: FunctionCall) -> ErrorRecord:
-    """Return what a function raised; a rollout without a model call is named as the cause."""
+    """Return a function's error; if a rollout has no model call, the error says so."""
     function, known, _ = call
     record = scoring_error(function.func, function.name, error)
     states = known.get("states") or [known["state"]]
     empty = next((state for state in states if not state.get("trajectory")), None)
-    # A function that indexes an empty completion raises an IndexError that says nothing of its
-    # cause.
+    # A function that indexes an empty completion raises an IndexError that says nothing about
+    # the cause.
     if empty is None or isinstance(error, ConfigError):
         return record
-    kind, why = record.type, f"ended before it ({empty.get('stop_condition')})"
+    kind, why = record.type, f"ended before its first model call ({empty.get('stop_condition')})"
     is_long = empty.get("prompt_too_long")
     if is_long:
         kind, why = "PromptTooLong", "does not fit the model's context window"
@@ -325,7 +325,7 @@ async def _call_async(call: FunctionCall) -> RawScore:
 
 
 async def _settle(outcome: RawScore, call: FunctionCall) -> RawScore:
-    """Await what a plain function returned when it is awaitable (a lambda around a coroutine)."""
+    """Await what a plain function returned, if it is awaitable (a lambda around a coroutine)."""
     if not inspect.isawaitable(outcome):
         return outcome
     try:

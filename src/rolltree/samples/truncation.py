@@ -12,7 +12,7 @@ A rollout is truncated when its episode says so (spec 2), or when a call is long
 `max_seq_len`. That is neither `terminated` nor the model's finish reason: a completion cut by
 `max_tokens` is not a truncated episode, whatever the mode. `mask_truncated_completions` is about
 those, as in TRL: the tokens of a rollout whose last answer was cut have weight 0, its reward counts
-as ever. `assign_credit` decides with `truncation_effect` and reports the effects; `build_samples`
+as usual. `assign_credit` decides with `truncation_effect` and reports the effects; `build_samples`
 takes them, or decides itself when it is given a policy.
 """
 
@@ -133,7 +133,7 @@ def truncation_effect(
     """Apply the policy to one rollout.
 
     Args:
-        trajectory: a state, of which `truncated`, `truncation_reason`, `reward`, `bootstrap_value`
+        trajectory: a state, whose `truncated`, `truncation_reason`, `reward`, `bootstrap_value`
             and `trajectory` are read, or a plain list of steps.
         policy: what to do.
         max_seq_len: a rollout with a longer call counts as truncated by `max_seq_len`.

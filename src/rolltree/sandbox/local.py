@@ -392,7 +392,7 @@ def bwrap_arguments(
 
 
 def _shown(place: str) -> list[str]:
-    # On merged systems /bin is a link to /usr/bin: bound as a folder it would be another one.
+    # On merged systems /bin is a link to /usr/bin: bound as a folder it would be a different one.
     if os.path.islink(place):
         return ["--symlink", os.readlink(place), place]
     return ["--ro-bind-try", place, place]

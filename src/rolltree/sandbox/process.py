@@ -31,7 +31,7 @@ _REPL = Path(__file__).with_name("repl.py")
 _FLOOD = 256
 # How long pipes may stay open after the supervisor has ended.
 _GIVE_UP_S = 1.0
-# The longest secret of which no second half is kept.
+# The longest secret whose second half is never kept.
 _SECRET_BYTES = 8192
 _SHARED = (
     *("cwd", "folder", "trusted_processes", "ready_at", "mount_fd", "folder_fd", "cgroup"),

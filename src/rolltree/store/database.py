@@ -418,7 +418,7 @@ def _said(error: Exception) -> str:
 
 
 def check_files(folder: Path, *, writes: bool) -> None:
-    """Refuse a run of which a file is a link, a pipe, a device or another thing to wait for.
+    """Refuse a run with a file that is a link, a pipe, a device or another thing to wait for.
 
     SQLite opens its files by name and follows links, so this is done before it does.
 
@@ -553,7 +553,7 @@ class WriterLock:
 
 
 def _lock_soon(fd: int) -> None:
-    """Lock a file; who only looks whether it is locked (`holder`) is gone in an instant.
+    """Lock a file; a process that only checks the lock (`holder`) is gone in an instant.
 
     Raises:
         BlockingIOError: another process holds it.

@@ -1,7 +1,7 @@
 """Faults in a row: what goes wrong at the first call, the second, and so on.
 
-`FaultyClient` puts them in front of any model client; `ScriptedServer` takes `HttpFault`s, of which
-`rolltree.testing.hostile` has a table.
+`FaultyClient` puts them in front of any model client; `ScriptedServer` takes `HttpFault`s;
+`rolltree.testing.hostile` has a table of them.
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ class ScriptedClient(RootClient[_ScriptedMemory]):
     Answers in a row start over in every session, so that each rollout meets the same model; calls
     without a session go through the row once. `calls` lists every call of all sessions.
 
-    An answer comes after `delay_s`, and each of its tokens takes `token_delay_s` more, of which who
-    streams the answer sees one after the other.
+    An answer comes after `delay_s`, and each of its tokens takes `token_delay_s` more: a caller
+    that streams the answer sees one token after another.
 
     Example:
         >>> client = ScriptedClient(["12", "13"])

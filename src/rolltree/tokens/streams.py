@@ -89,7 +89,7 @@ class SampledStream:
             )
         if not self.holds(found):
             raise TokenError(
-                f"{name} holds values that are no {self.buffer.dtype} from {self.low:g} to "
+                f"{name} holds values that are not {self.buffer.dtype} from {self.low:g} to "
                 f"{self.high:g} (dtype {found.dtype}); they would change on the way, or train "
                 "against their sign. Give finite numbers in that range."
             )

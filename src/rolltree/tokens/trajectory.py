@@ -317,7 +317,7 @@ def _plain_step(
     turn: int | None,
     extras: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """Return the step of a call of which the tree does not know everything."""
+    """Return the step of a call that the tree does not fully know."""
     derived: dict[str, Any] = {
         "agent": agent,
         "turn": turn,

@@ -477,7 +477,7 @@ class TokenTree:
     def value_range(self, name: str, call: int) -> tuple[Any, Any] | None:
         """Return the smallest and the largest value that a call has in the stream `sampled[name]`.
 
-        None if it has none. Most calls have one version and one temperature, of which this makes no
+        None if it has none. Most calls have one version and one temperature, so this makes no
         array.
         """
         # `prompt_mask` is the one stream with a value per prompt token.

@@ -212,7 +212,7 @@ def join_credit(
     policy: CreditPolicy,
     averages: Averages | None = None,
 ) -> CreditReport:
-    """Return the report of a step's results, of which `groups` are the credit, group by group."""
+    """Return the report of a step's results; `groups` are their credit, group by group."""
     members = [member for group in groups for member in group.members]
     values = [mine for group in groups for mine in group.values]
     tally: Counter[str] = Counter()

@@ -51,7 +51,7 @@ def tree_hidden(
 ) -> Tensor:
     """Return the last hidden states `[_T, _D]` of a forest in one pass over unique tokens.
 
-    `experts` are those that `Replay.experts` returns, for a model in which they are replayed.
+    `experts` is what `Replay.experts` returns, if routing is replayed.
     """
     hidden: Tensor = body_of(model)(
         input_ids=_ids(forest.ids, device)[None],
@@ -70,21 +70,21 @@ def _replayed(experts: Tensor | None) -> dict[str, Tensor]:
 def rows_hidden(
     model: Any, forest: Forest, device: torch.device, experts: Tensor | None = None
 ) -> Tensor:
-    """Return the same, sample by sample; every sample must be an unbranched sequence.
+    """Return what `tree_hidden` returns, sample by sample; no sample may branch.
 
     Raises:
         TrainingError: a sample is a tree.
     """
     parts, first = [], 0
     while first < forest.num_tokens:
-        # A sample's tokens are all below its first one, so that subtree is the whole sample.
+        # The subtree of a sample's first token is the whole sample.
         stop = int(forest.subtree_end[first])
         if (forest.subtree_end[first:stop] != stop).any():
             raise TrainingError(
                 "a sample branches, and this model reads only unbranched rows, so the branches "
-                "would see each other. Set train.scope = 'interleave'."
+                "would attend to each other. Set train.scope = 'interleave'."
             )
-        # No position ids: on a path the model's own are the depths.
+        # No position ids: without branches, the model's own positions equal the depths.
         row = _ids(forest.ids[first:stop], device)[None]
         given = _replayed(None if experts is None else experts[first:stop])
         output = body_of(model)(input_ids=row, use_cache=False, **given)
@@ -99,7 +99,7 @@ FORWARDS: dict[str, HiddenFn] = {
     "rows": rows_hidden,
 }
 TREE_FORWARDS = {"segments": "tree", "flex": "tree_flex"}
-"""`train.tree_attention` -> what reads a tree."""
+"""`train.tree_attention` -> the key of `FORWARDS` for trees."""
 
 
 def choose_forward(model: Any, name: str, scope: str, attention: str = "segments") -> str:
@@ -112,9 +112,9 @@ def choose_forward(model: Any, name: str, scope: str, attention: str = "segments
         attention: `train.tree_attention`, for trees.
 
     Raises:
-        TrainingError: the model cannot do it.
-        ConfigError: rows were requested with the `tree` scope, or FlexAttention where it has
-            nothing to do or no gradient.
+        TrainingError: the model does not support it.
+        ConfigError: rows were requested with the `tree` scope, or FlexAttention for a model that
+            is trained row by row or is on a CPU.
     """
     chosen = _tree_or_rows(model, name, scope)
     if attention == "segments":
@@ -128,7 +128,7 @@ def choose_forward(model: Any, name: str, scope: str, attention: str = "segments
         raise ConfigError(
             f"train.tree_attention is {attention!r} and the model is on a CPU, where torch has no "
             "gradient for FlexAttention. Leave train.tree_attention out; on a CPU the default, "
-            "'segments', is the fast one."
+            "'segments', is fast."
         )
     return TREE_FORWARDS[attention]
 
@@ -142,7 +142,7 @@ def _tree_or_rows(model: Any, name: str, scope: str) -> str:
     if name == "tree" or scope == "tree":
         check_tree_support(model)
         return "tree"
-    # With "auto", a model that is exact on trees reads rows of any scope as trees, too.
+    # With "auto", a model that is exact on trees reads the samples of every scope as trees.
     if name != "rows" and why_not_tree(model) is None:
         return "tree"
     check_row_support(model)
@@ -158,9 +158,9 @@ class LogprobModel:
         compute_dtype: autocast to this while computing; float32 turns autocast off.
         chunk_rows: rows of logits that exist at the same time.
 
-    The module is put into evaluation mode, in which the engine samples. `around` is opened around
-    every pass: a second reader of one module may see it another way. With `replay` a forest's
-    routed experts are replayed; without, they are left alone.
+    The module is put into evaluation mode, as in the engine. Every pass runs inside `around`, so
+    that two readers of one module can see it differently (with and without its adapter). With
+    `replay`, the recorded experts of a forest are used; otherwise the model's routers choose.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class LogprobModel:
         self.compute_dtype = compute_dtype
         self.chunk_rows = chunk_rows
         self.device: torch.device = model.get_input_embeddings().weight.device
-        # `shard` replaces it by a method that gathers the weights first.
+        # `shard` replaces it with a method that gathers the weights first.
         self.run: Callable[..., tuple[Tensor, Tensor, Tensor | None]] = self.compute
         self.around: Callable[[], AbstractContextManager[None]] = nullcontext
         self.recomputes = False
@@ -195,7 +195,7 @@ class LogprobModel:
         """Recompute each layer in the backward pass from now on: less memory, a third more time.
 
         Raises:
-            ConfigError: the model cannot do it, or its gradient would be another one.
+            ConfigError: the model does not support it, or its gradient would change.
         """
         vocabulary = self.model.get_input_embeddings().weight.shape[0]
         forest = probe_forest(
@@ -211,9 +211,9 @@ class LogprobModel:
 
     @contextmanager
     def context(self) -> Iterator[None]:
-        """Open what must be open around a forward pass and its backward pass."""
+        """Enter the contexts that a forward pass and its backward pass need."""
         with ExitStack() as held:
-            # Recomputation comes last, so it is outermost: what is computed again includes the
+            # Entered last, recomputation wraps the others: what it computes again includes the
             # tree's layout and the replayed experts.
             held.enter_context(self.around())
             if self.forward != "rows":
@@ -239,7 +239,7 @@ class LogprobModel:
         frozen = None
         if teacher is not None:
             with torch.no_grad(), teacher.context():
-                # Only hidden states: logits are made chunk by chunk, like the student's.
+                # Only hidden states: logits are computed chunk by chunk, as the student's are.
                 hidden = teacher.wanted_hidden(forest).to(self.device)
             frozen = Teacher(hidden, teacher.head)
         return RecordLogprobs(*self.run(forest, entropy_gradient, frozen))
@@ -247,7 +247,7 @@ class LogprobModel:
     def compute(
         self, forest: Forest, entropy_gradient: bool = False, teacher: Teacher | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return logprob, entropy, KL; `run` is this, or this inside what gathers its weights."""
+        """Return logprob, entropy and KL; `run` is this method, perhaps wrapped by `shard`."""
         with self._autocast():
             found = gather_logprobs(
                 self.wanted_hidden(forest),
@@ -269,7 +269,7 @@ class LogprobModel:
             return head_logits(self.model, hidden)
 
     def wanted_hidden(self, forest: Forest) -> Tensor:
-        """Return the last hidden states `[_S, _D]` where a record reads logits.
+        """Return the last hidden states `[_S, _D]` of the tokens whose logits a record reads.
 
         Raises:
             TrainingError: a path is so long that it changes the rotary angles of all its tokens.
@@ -278,7 +278,7 @@ class LogprobModel:
         with self._autocast():
             experts = None if self.replay is None else self.replay.experts(forest, self.device)
             hidden = FORWARDS[self.forward](self.model, forest, self.device, experts)
-            # Before the head, so that it makes logits for these rows only.
+            # Selected before the head, so that it computes logits for these rows only.
             return hidden.index_select(0, torch.from_numpy(forest.rows).to(self.device))
 
     def _autocast(self) -> torch.autocast:
@@ -287,10 +287,10 @@ class LogprobModel:
 
 
 def sample_logprobs(model: Any, samples: Sequence[Sample]) -> FloatArray:
-    """Return a model's logprob of every record, float32 `[_R]`, sample after sample; no gradient.
+    """Return the logprob of every record, float32 `[_R]`, in sample order, without gradients.
 
     Raises:
-        TrainingError: the model cannot be read so, or a sample is longer than it allows.
+        TrainingError: the model is not exact in any forward, or a sample is longer than it allows.
     """
     logprobs = LogprobModel(model, choose_forward(model, "auto", "interleave"))
     with torch.no_grad(), logprobs.context():
@@ -302,7 +302,7 @@ def sample_logprobs(model: Any, samples: Sequence[Sample]) -> FloatArray:
 def backward_precision(dtype: str) -> Iterator[None]:
     """Let float32 matrix products on the CPU run in `dtype` while the context is open.
 
-    The switch is the process's: nothing else may multiply meanwhile, so the engine is paused.
+    The switch is global: nothing else may multiply matrices meanwhile, so the engine is paused.
     """
     if dtype == "float32":
         yield

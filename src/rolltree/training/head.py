@@ -74,7 +74,7 @@ def head_logits(model: Any, hidden: Tensor) -> Tensor:
 
 @torch.no_grad()
 def check_head(model: Any) -> None:
-    """Refuse a model of which `head_logits` does not give the logits, small ones or large ones.
+    """Refuse a model whose logits `head_logits` does not give, small ones or large ones.
 
     Raises:
         TrainingError: with the reason.
@@ -86,7 +86,7 @@ def check_head(model: Any) -> None:
     if reason:
         raise TrainingError(
             f"{type(model).__name__} cannot be trained: {reason}. The logprobs of the trainer "
-            "would not be the engine's. Models of which transformers' own forward pass makes the "
+            "would not be the engine's. Models whose forward pass in transformers makes the "
             "logits from the body's last hidden states can be trained."
         )
 

@@ -1,6 +1,6 @@
-"""Metrics of a step: what the optimizer saw per loss record, and its rollouts.
+"""Metrics of a step: its loss records, as the optimizer saw them, and its rollouts.
 
-All trained tokens count the same. Metrics per task are a query on the run store.
+All trained tokens have equal weight. For metrics per task, query the run store.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MISMATCH = "train/sampling/sampling_logp_difference/mean"
 class RecordStats:
     """Logprob, entropy, KL, clipping and correction of every record of one optimizer step.
 
-    `reference` is the logprob of the model that an estimated KL is to.
+    `reference` is the logprob of the reference model, for an estimated KL.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class RecordStats:
         factor: FloatColumn | None = None,
         reference: Tensor | None = None,
     ) -> None:
-        """Take the records of one pack; `factor` is the correction's."""
+        """Add the records of one pack; `factor` is that of the correction."""
         self.logprob[span] = got.logprob.detach().cpu().numpy()
         self.entropy[span] = got.entropy.detach().cpu().numpy()
         self.clipped[span] = terms.clipped.cpu().numpy()
@@ -71,7 +71,7 @@ class RecordStats:
             self.factor[span] = factor
 
     def sum_over(self, ranks: Ranks) -> None:
-        """Add what the other ranks saw of the same records; each record is one rank's."""
+        """Add the values of the other ranks; each record belongs to one rank."""
         names = ("logprob", "entropy", "clipped", "kl", "reference", "factor")
         found = {name: getattr(self, name) for name in names}
         columns = {name: column for name, column in found.items() if column is not None}
@@ -85,11 +85,11 @@ class RecordStats:
         """Return the summary; `records` are those of the step, in the same order.
 
         `mismatch/*` is trainer minus engine logprob before any update, of the tokens that `version`
-        sampled (None: of all); without such tokens it is not there. `ratio/*` is the exponential of
+        sampled (None: of all); without such tokens it is absent. `ratio/*` is the exponential of
         that difference for all tokens: `ratio/p01` and `ratio/p99` are its tails,
         `ratio/outside_share` the share below 1/2 or above 2, `ratio/ess` the effective sample size
-        as a share (Kish 1965). Tokens without a behaviour
-        logprob (supervised ones) have neither. `correction/*` is there with a correction.
+        as a share (Kish 1965). Tokens without a behaviour logprob (supervised ones) have neither.
+        `correction/*` is present with a correction.
         """
         metrics = {
             "train/loss": self.loss,
@@ -101,14 +101,14 @@ class RecordStats:
         if self.factor is not None:
             metrics["correction/mean"] = float(self.factor.mean())
             metrics["correction/masked_share"] = float((self.factor == 0).mean())
-        # Supervised tokens have no engine.
+        # No engine sampled supervised tokens.
         if not np.isnan(records.logprob).any():
             metrics |= self._against_engine(records, version)
         return metrics
 
     def _against_engine(self, records: Records, version: int | None) -> dict[str, float]:
         difference = (self.logprob - records.logprob).astype(np.float64)
-        # Float64 holds the exponential of 50, and its square below.
+        # Capped so that float64 holds the exponential, and its square below.
         ratio = np.exp(np.minimum(difference, 50.0))
         tails = np.quantile(ratio, (0.01, 0.99))
         metrics = {
@@ -120,7 +120,7 @@ class RecordStats:
             "ratio/outside_share": float(((ratio < 0.5) | (ratio > 2)).mean()),
             "ratio/ess": float(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())),
         }
-        # Older tokens differ because the policy has learned; that is `ratio/*`.
+        # Older tokens differ because the policy has changed since; `ratio/*` shows that.
         fresh = np.ones(len(ratio), bool) if version is None else records.version == version
         if not fresh.any():
             return metrics
@@ -129,7 +129,7 @@ class RecordStats:
             "mismatch/mean": float(own.mean()),
             MISMATCH: float(np.abs(own).mean()),
             "train/sampling/sampling_logp_difference/max": float(np.abs(own).max()),
-            # k3 of Schulman 2020: never negative, and with the mean of the KL.
+            # k3 of Schulman 2020: never negative, and its expectation is the KL.
             "mismatch_kl/mean": float((ratio[fresh] - 1 - own).mean()),
             **mismatch_metrics(take_records(records, fresh), own),
         }
@@ -144,7 +144,7 @@ def mismatch_metrics(records: Records, difference: NDArray[np.float64]) -> dict[
     """Return the mean absolute difference per range of positions and of calls.
 
     Example: `{"mismatch/at_0": ..., "mismatch/at_1-3": ..., "mismatch/call_0": ...,
-    "mismatch/call_16+": ...}`; a range without tokens is not there.
+    "mismatch/call_16+": ...}`; a range without tokens is absent.
 
     Args:
         records: `_R` loss records.
@@ -174,11 +174,11 @@ def rollout_metrics(results: Sequence[RolloutResult]) -> dict[str, float]:
     """Return the metrics of all rollouts of one step.
 
     Rewards and metrics are those of the episodes' own rollouts; with several agents, or delegation,
-    `reward/<agent>/mean` is each agent's. Lengths and calls are those of all. The interval of the
-    reward, `reward/low` to `reward/high`, takes the group as the unit, as an evaluation does.
+    `reward/<agent>/mean` is each agent's. Lengths and calls are over all rollouts. The interval of
+    the reward, `reward/low` to `reward/high`, takes the group as the unit, as an evaluation does.
     Rewards and `metrics/*` are means over rollouts that have one; failed rollouts have none and are
     counted in `error/*`. Lengths count sampled tokens (`rollout/max_sampled_tokens`: of one call),
-    `rollout/length_cut_share` is the share of calls that ran into their token limit.
+    `rollout/length_cut_share` is the share of calls that reached their token limit.
     """
     states = [state for result in results for state in result.states]
     # The reward of an episode is that of its own rollouts, not of those that they delegated to.
@@ -250,17 +250,17 @@ def _group_interval(
 
     Groups that lost episodes are smaller, and the mean over episodes is not that of the groups'
     means: a group counts by its size (the linearized ratio estimator; Cochran, Sampling Techniques,
-    chapter 2.11). Groups of one size count as they are.
+    chapter 2.11). Groups of equal size count equally.
     """
     # [center + share * n_g * (mean_g - center)] averages over groups to `center`, the mean over
     # episodes, and spreads as that mean does.
     share = len(groups) / num
-    weighed = {
+    weighted = {
         name: [center + share * len(values) * (fmean(values) - center)] * len(values)
         for name, values in groups.items()
     }
     are_shares = all(value in (0.0, 1.0) for values in groups.values() for value in values)
-    found = estimate(weighed, are_shares=are_shares)
+    found = estimate(weighted, are_shares=are_shares)
     return found.within(0.0, 1.0) if found and all_in_unit(groups.values()) else found
 
 
@@ -270,7 +270,7 @@ def _agent_rewards(states: Sequence[State]) -> dict[str, float]:
     for state in states:
         if state.get("reward") is not None:
             by_agent[str(state.get("agent") or "agent")].append(float(state["reward"]))
-    # `reward/mean` says it already.
+    # `reward/mean` is that agent's already.
     if len(by_agent) < 2:
         return {}
     return {f"reward/{agent}/mean": fmean(values) for agent, values in sorted(by_agent.items())}

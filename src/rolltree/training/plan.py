@@ -259,7 +259,7 @@ def stored_results(requests: Sequence[RolloutRequest], run: Run) -> dict[str, Ro
 
 
 def too_many(num_failed: int, num: int, max_failed_share: float) -> bool:
-    """Return whether a step of `num` rollouts, of which some failed, must not be trained."""
+    """Return whether a step of `num` rollouts, some of which failed, must not be trained."""
     # A share of 1 allows every failure but that of all: nothing would be left to learn from.
     return num_failed > max_failed_share * num or num_failed == num
 
@@ -271,11 +271,10 @@ async def until_enough(
     notify: Callable[[str], None],
     beside: Sequence[RolloutResult] = (),
 ) -> tuple[RolloutResult, ...]:
-    """Return results of a step of which, with those `beside`, a small enough share failed.
+    """Return a step's results if, with those `beside`, a small enough share failed.
 
-    That is at most `train.max_failed_share`. While those that a server or a sandbox failed are too
-    many, it waits, longer and longer, and calls `again`, which runs them again and returns their
-    results.
+    That is at most `train.max_failed_share`. While servers or sandboxes failed too many, it waits,
+    longer and longer, and calls `again`, which runs those again and returns their results.
 
     Raises:
         TrainingError: other failures are too many, or `engine.away_limit_s` passed.

@@ -143,7 +143,7 @@ class Publisher:
 
         `publish/probe_error` is how far what is served is from the trainer's weights, and
         `publish/probe_step` how far the step before moved these: upper quartiles of differences of
-        logprobs. A server that is away is left out: it gets the weights before another request.
+        logprobs. A server that is away is left out: it gets the weights before its next request.
 
         Raises:
             TrainingError: something serves other weights than the trainer's.

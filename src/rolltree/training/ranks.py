@@ -134,7 +134,7 @@ def start_ranks(device: str = "cpu", init_method: str = "env://") -> Iterator[Ra
     """Join the ranks that torchrun started, or yield None when this process is alone.
 
     `init_method` is torch.distributed's: where the ranks find each other. All ranks leave the
-    context together, unless one leaves it with an error, of which the others hear when its process
+    context together, unless one leaves it with an error, which the others notice when its process
     ends.
 
     Raises:

@@ -68,7 +68,7 @@ def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def check_recomputation(
     model: Any, hidden: Callable[[], Tensor], context: Callable[[], AbstractContextManager[None]]
 ) -> None:
-    """Refuse a model whose gradient is another one when its layers are recomputed.
+    """Refuse a model whose gradient changes when its layers are recomputed.
 
     Args:
         model: it has layers of transformers' `GradientCheckpointingLayer`.

@@ -88,7 +88,7 @@ class EngineSection(Section, frozen=True):
       that it can, and the run says which.
     - `served_model`: the model's name on the servers (None: `model.name`). `api_key_env`: the
       environment variable with their API key; `admin_key_env`: with the key that publishes weights,
-      if that is another one. `reload_method`: see `publish_weights`.
+      if that is different. `reload_method`: see `publish_weights`.
     - `probe_tolerance`: after every publish engines that hold a copy of the weights are probed. The
       bound follows from the step and from what the engine differed by at first; it is never more
       than this (16-bit servers need about 0.5).
@@ -140,7 +140,7 @@ class EngineSection(Section, frozen=True):
                 "Use engine.kind = 'local', or servers that were started with it "
                 "(`rolltree serve --batch-invariant`), and leave it out here."
             )
-        # Whoever sets one of these expects an effect, so each is an error where it has none.
+        # A user who sets one of these expects an effect, so each is an error if it has none.
         ignored = ("max_batch", "max_context", "kv_budget_bytes", "prefill_chunk")
         if self.kind == "servers" and self.record_experts:
             raise ConfigError(

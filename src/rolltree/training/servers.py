@@ -1,10 +1,10 @@
 """Servers that sample for a run: how they get weights, and what happens when one dies.
 
-A server is asked only while it has the published weights, and its answer counts only if it still
-has them afterwards. One that fails is waited for and asked for its weights' version before its next
-request; a restarted one says "default" and is given the weights again. Calls wait meanwhile, so no
-rollout is lost and none is sampled from other weights. When every server has been away for
-`engine.away_limit_s`, the run ends.
+A server gets requests only while it has the published weights, and its answer counts only if it
+still has them afterwards. If one fails, the run waits for it and asks for the version of its
+weights before the next request; a restarted server reports "default" and gets the weights again.
+Calls wait meanwhile, so no rollout is lost and none is sampled from other weights. When every
+server has been away for `engine.away_limit_s`, the run ends.
 """
 
 from __future__ import annotations
@@ -43,24 +43,24 @@ _WAITS = RetryPolicy(first_wait_s=0.5, max_wait_s=15.0)
 _MAX_REFUSALS = 3
 """How often a healthy server may reject weights before it is an error."""
 _PROBED: ContextVar[TrainedServer | None] = ContextVar("probed", default=None)
-"""The server that is probed in this task: its calls do not wait for what they are part of."""
+"""The server that this task probes: the probe's calls must not wait for the probe."""
 PublishName = Literal["auto", "shared", "transfer", "disk"]
 _ASK_S = 60.0
 """How long a server may take to report the version of its weights."""
 
 
 class TrainedServer(OpenAIClient):
-    """The client of one server of a run; `OpenAIClient` says what it takes.
+    """The client of one server of a run; it takes the arguments of `OpenAIClient`.
 
     Attributes:
-        is_suspect: a call failed, so the server may be gone, or another process in its place. Calls
-            wait until that is clear.
-        needs_weights: it did not take the published weights.
-        is_new: it was added while the run went on, and was never ready.
-        epoch: how often it was found to have other weights. An answer from before says nothing.
+        is_suspect: a call failed, so the server may be gone or restarted. Calls wait until this is
+            known.
+        needs_weights: it does not have the published weights.
+        is_new: it was added during the run, and has not been ready yet.
+        epoch: how often it was found with other weights. Answers from before do not count.
     """
 
-    # None outside a run, where the client is an `OpenAIClient` and nothing more.
+    # None outside a run, where the client is just an `OpenAIClient`.
     fleet: Servers | None = None
     is_suspect = needs_weights = is_new = False
     epoch = 0
@@ -73,7 +73,7 @@ class TrainedServer(OpenAIClient):
         Raises:
             ConnectionFailed: the server is away.
             BadResponse: it answered with other weights; it gets the published ones.
-            ModelError: as `OpenAIClient`.
+            ModelError: as in `OpenAIClient`.
         """
         if self.fleet is None or _PROBED.get() is self:
             return await super().respond(call, memory)
@@ -94,13 +94,13 @@ class TrainedServer(OpenAIClient):
         return answer.annotated(wait_s=waited_s) if waited_s else answer
 
     async def check_health(self) -> None:
-        """Return if the server answers, with the published weights.
+        """Return if the server answers and has the published weights.
 
         Raises:
-            ModelError: it does not, or not yet.
+            ModelError: it does not answer, or does not have them yet.
         """
         await super().check_health()
-        # The pool would send calls to a server that passes this check, and its weights are not
+        # The pool would send calls to a server that passes this check, but its weights are not
         # known yet.
         if self.fleet is not None and self.is_suspect:
             self.fleet.revive(self)
@@ -122,21 +122,21 @@ class TrainedServer(OpenAIClient):
         label = await self._label()
         if self.epoch != epoch or label not in self.fleet.labels:
             raise BadResponse(
-                f"{self.server.root_url} answered with weights that it calls {label!r}, and "
+                f"{self.server.root_url} answered with weights that it calls {label!r}, but "
                 f"version {self.fleet.version} was published, so the answer is not used."
             )
 
     async def _label(self) -> str:
-        """Return the version that the server says it has, asked after this was called.
+        """Return the version that the server reports, in answer to a request after this call.
 
-        All who ask while a question is on its way share the next one.
+        Callers that come while a request is in flight share the next one.
         """
-        # An answer that is under way may be older than the caller's tokens, so only the next
-        # question counts. A server has at most one of these at a time (design/0014).
+        # An answer in flight may be older than the caller's tokens, so only the next request
+        # counts. A server has at most one of these at a time (design/0014).
         running = self._check
         if running is not None and not running.done():
             await asyncio.wait([running])
-        # The first one to wake asks; the others find its task.
+        # The first caller to wake asks; the others find its task.
         if self._check is running or self._check is None:
             self._check = asyncio.create_task(served_version(self.server, timeout_s=_ASK_S))
             self._check.add_done_callback(_retrieved)
@@ -147,12 +147,12 @@ class TrainedServer(OpenAIClient):
 class Servers:
     """The servers of a run as its `WeightTarget`.
 
-    They have copies of the weights, so they go on while the optimizer writes, and weights are given
-    again only when it does not.
+    They have copies of the weights, so they keep sampling while the optimizer writes; weights are
+    sent again only when it does not.
 
     Args:
-        clients: one per server. `TrainedServer`s are waited for; with others, every failure is an
-            error.
+        clients: one per server. The run waits for `TrainedServer`s that fail; any failure of
+            another client is final.
         way: how they get weights.
         away_limit_s: how long all servers may be away.
         pool: the client that sends calls to them, if it is to follow `add` and `remove`.
@@ -175,13 +175,13 @@ class Servers:
             client.fleet = self
         self._leaving: TrainedServer | None = None
         self.version = -1
-        """The version that was published last; -1 before the first."""
+        """The last published version; -1 before the first."""
         self.labels: frozenset[str] = frozenset()
         """The labels that servers may report: that version, and the one being published."""
         self.notify: Callable[[str], None] = lambda message: None
-        """Gets what a person should know; the loop puts its own function here."""
+        """Receives notices for the user; the loop sets its own function."""
         self.probe: Callable[[Any, int], Awaitable[None]] | None = None
-        """Checks what one server samples with a version; the loop puts its publisher's here."""
+        """Probes one server with a version; the loop sets its publisher's function."""
         self._lock = asyncio.Lock()
         self._revivals: dict[TrainedServer, asyncio.Task[None]] = {}
         self._has_answered = False
@@ -190,17 +190,17 @@ class Servers:
 
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
-        """Let no weights be given again: the trainer may write them, and publish."""
+        """Hold back resending of weights, so that the trainer may write and publish them."""
         async with self._lock:
             yield
 
     async def publish(self, version: int) -> None:
-        """Give every server the weights; call it inside `paused()`.
+        """Send every server the weights; call it inside `paused()`.
 
         A server that does not answer gets them before its next request.
 
         Raises:
-            PublishFailed: servers answer, and none of them takes the weights.
+            PublishFailed: servers answer, but none of them accepts the weights.
         """
         self._way.outdate()
         # A restarted process has lost the connection for transfers, which has to be made again
@@ -215,7 +215,7 @@ class Servers:
             try:
                 await self._way.send(waiting, version)
             except PublishFailed as error:
-                # One that was taken out meanwhile is missed by nobody.
+                # Servers that were removed meanwhile do not matter.
                 failed = [client for client in error.clients if client in self._clients]
                 # Other clients cannot be revived, so their failure is final.
                 if not set(failed) <= set(self._watched):
@@ -237,9 +237,9 @@ class Servers:
         self.version, self.labels = version, frozenset([str(version)])
 
     async def start(self) -> None:
-        """Wait until a server answers; a few seconds, since none of them may ever have been there.
+        """Wait until a server answers, for a few seconds only: perhaps none was ever started.
 
-        `or_lost` raises where none does.
+        `or_lost` raises if none answers.
         """
         # As if all had failed: each has to answer once before it gets a call.
         for server in self._watched:
@@ -249,10 +249,10 @@ class Servers:
             await asyncio.wait(revivals, return_when=asyncio.FIRST_COMPLETED)
 
     async def ready(self, server: TrainedServer) -> float:
-        """Wait until a server that failed is there, with the published weights; return how long.
+        """Wait until a failed server is back with the published weights; return the seconds.
 
         Raises:
-            ConnectionFailed: another server is there instead, or none was for too long.
+            ConnectionFailed: another server can answer instead, or none did for too long.
         """
         began = monotonic()
         # Every call helps to bring all servers back, since its pool may send the next one to any.
@@ -260,15 +260,15 @@ class Servers:
         if server not in away and server in self._watched:
             return 0.0
         revivals = [self.revive(each) for each in away]
-        # Only then is there nobody else to ask. The deadline of the rollout stands still
-        # meanwhile: a server that is away is not the model's doing (design/0014).
+        # Wait only if no other server can answer. The rollout's deadline is suspended meanwhile:
+        # that a server is away is not the model's fault (design/0014).
         if len(away) == len(self._watched):
             episode = current_episode()
             with nullcontext() if episode is None else episode.clock.postponed():
                 await asyncio.wait(revivals, return_when=asyncio.FIRST_COMPLETED)
         if server.is_suspect or server.needs_weights:
             raise ConnectionFailed(
-                f"{server.server.root_url} is away, was taken out, or has yet to get the run's "
+                f"{server.server.root_url} is away, was removed, or has yet to get the run's "
                 "weights. The call is made on another server."
             )
         return monotonic() - began
@@ -280,7 +280,7 @@ class Servers:
             ConnectionFailed: it was removed.
         """
         if server not in self._watched:
-            raise ConnectionFailed(f"{server.server.root_url} was taken out of this run.")
+            raise ConnectionFailed(f"{server.server.root_url} was removed from this run.")
         task = self._revivals.get(server)
         if task is None or task.done():
             task = asyncio.create_task(self._revive(server), name="revive-server")
@@ -288,12 +288,12 @@ class Servers:
         return task
 
     def add(self, server: TrainedServer) -> asyncio.Task[None]:
-        """Take in a server while the run goes on; return the task that waits until it is ready.
+        """Add a server during the run; return the task that waits until it is ready.
 
         It gets the published weights, and is probed, before its first request.
         """
         server.fleet, server.is_new, server.is_suspect = self, True, True
-        # Whatever it says: a label of an earlier life of the run may be right by chance.
+        # Whatever it reports: a label from before the run was restarted may match by chance.
         server.needs_weights = self.version >= 0
         self._clients.append(server)
         self._watched.append(server)
@@ -305,9 +305,9 @@ class Servers:
         return self.revive(server)
 
     def remove(self, server: TrainedServer) -> None:
-        """Do without a server from now on; its calls move on. Its client stays open.
+        """Stop using a server; its calls move to others. Its client stays open.
 
-        The last one stays until another is added, and is waited for as any other.
+        The last server stays until another is added; if it fails, the run waits for it.
         """
         if server not in self._watched:
             return
@@ -320,7 +320,7 @@ class Servers:
         if self._pool is not None:
             self._pool.remove(server)
         task = self._revivals.pop(server, None)
-        # `_revive` itself may do without its server.
+        # `_revive` itself may remove its server.
         if task is not None and task is not asyncio.current_task():
             task.cancel()
         self._way.forget(server)
@@ -335,7 +335,7 @@ class Servers:
         lost = asyncio.create_task(self._lost.wait())
         try:
             await asyncio.wait([task, lost], return_when=asyncio.FIRST_COMPLETED)
-            # First: `work` may have ended with an error that only follows from this one.
+            # Checked first: an error of `work` may only be a consequence of this one.
             if self._failure is not None:
                 raise self._failure
             return task.result()
@@ -350,14 +350,14 @@ class Servers:
         if self.version > 0:
             model = getattr(self._clients[0], "model", "the model")
             self.notify(
-                f"{', '.join(each.server.root_url for each in self._clients)} go on with the "
-                f"weights of version {self.version} under the name {model!r}: who asks for that "
-                "model now measures the trained one. Start the servers again for the model that "
-                "they began with."
+                f"{', '.join(each.server.root_url for each in self._clients)} keep the "
+                f"weights of version {self.version} under the name {model!r}, so requests for that "
+                "model now get the trained one. Restart the servers to get the original model "
+                "back."
             )
 
     async def aclose(self) -> None:
-        """Stop waiting for servers, and close what carries weights to them."""
+        """Stop waiting for servers, and close the connections that carry weights."""
         for task in self._revivals.values():
             task.cancel()
         await asyncio.gather(*self._revivals.values(), return_exceptions=True)
@@ -381,25 +381,25 @@ class Servers:
                     self.lose(error)
                     return
             else:
-                # Refusals count in a row. The process that comes back may be another one.
+                # Only refusals in a row count: the process that comes back may be a new one.
                 num_refused = 0
                 self._note_away(server)
                 if self._away_s() >= self._patience_s:
                     self.lose(
                         TrainingError(
                             f"no server has answered for {self._patience_s:g} s "
-                            f"({self._limit()}): {self._names()}. Nothing that was done is lost. "
-                            "Start the servers, then the same command: it continues here."
+                            f"({self._limit_name()}): {self._urls()}. Nothing is lost: start "
+                            "the servers, then run the same command, which continues from here."
                         )
                     )
                     return
             wait_s = _WAITS.wait_s(number, None)
-            # No longer than until the limit, so that the run ends when its notice said it would.
+            # No longer than the limit, so that the run ends when its notice said it would.
             await asyncio.sleep(min(wait_s, max(self._patience_s - self._away_s(), 0.01)))
             number += 1
 
     async def _renew(self, server: TrainedServer) -> None:
-        """Give a server that answers the published weights if it has others, and probe it."""
+        """Send a server that answers the published weights unless it has them, and probe it."""
         # The optimizer writes under the same lock, so a half-written model is never sent.
         async with self._lock:
             await self._note_restart(server)
@@ -414,7 +414,7 @@ class Servers:
                 await self.probe(server, version)
                 return
             except TrainingError:
-                # It is as good as the others if it has been given the next weights meanwhile.
+                # If newer weights were published meanwhile, those are probed next.
                 if self.version == version:
                     server.needs_weights = True
                     raise
@@ -422,20 +422,20 @@ class Servers:
                 _PROBED.reset(token)
 
     def _give_up(self, server: TrainedServer, error: Exception) -> None:
-        """Do without a server that answers and cannot be used; end the run if it was the last."""
+        """Remove a server that answers but is unusable; end the run if no other is usable."""
         others = [each for each in self._watched if each is not server]
         if all(each.is_suspect or each.needs_weights for each in others):
             self.lose(error)
             return
         self.remove(server)
         self.notify(
-            f"{server.server.root_url} is not used any more, since it answers and could not be "
-            f"given the weights of version {self.version}: {error} The run goes on with "
-            f"{self._names()}."
+            f"{server.server.root_url} is no longer used: it answers, but could not be given "
+            f"the weights of version {self.version}: {error} The run goes on with "
+            f"{self._urls()}."
         )
 
     async def _note_restart(self, server: TrainedServer) -> None:
-        """Ask a server for its version, and take note of one that it should not have."""
+        """Ask a server for its version, and note it if it is a wrong one."""
         # Nothing was published yet, so no label can be wrong.
         if not self.labels:
             return
@@ -446,20 +446,20 @@ class Servers:
             raise
         if label in self.labels:
             return
-        # Answers that are under way may come from these weights: their callers compare the epoch.
+        # Answers in flight may come from these weights: their callers compare the epoch.
         server.epoch += 1
         server.needs_weights = True
         self._way.forget(server)
         if server.is_new:
             return
         self.notify(
-            f"{server.server.root_url} says that its weights are {label!r}, and version "
+            f"{server.server.root_url} says that its weights are {label!r}, but version "
             f"{self.version} was published: it was restarted, or another program publishes to it. "
-            "It gets the run's weights before another request."
+            "It gets the run's weights before its next request."
         )
 
     async def _is_away(self, server: TrainedServer) -> bool:
-        """Return whether a server that did not take weights does not answer at all."""
+        """Return whether a server that did not take weights is unreachable, and note it if so."""
         if await server.is_up():
             return False
         server.is_suspect = True
@@ -472,7 +472,7 @@ class Servers:
         server.away_since_s = monotonic()
         rest = "Other servers are asked instead."
         if all(each.away_since_s is not None for each in self._watched):
-            rest = f"The run waits, and ends after {self._patience_s:g} s ({self._limit()})."
+            rest = f"The run waits, and ends after {self._patience_s:g} s ({self._limit_name()})."
         self.notify(f"{server.server.root_url} does not answer. {rest}")
 
     @property
@@ -480,17 +480,17 @@ class Servers:
         """How long all servers may be away: only briefly until one has answered."""
         return self._limit_s if self._has_answered else min(self._limit_s, FIRST_ANSWER_TIMEOUT_S)
 
-    def _limit(self) -> str:
-        """Return what `_patience_s` comes from."""
+    def _limit_name(self) -> str:
+        """Return which limit `_patience_s` is."""
         is_start = self._patience_s < self._limit_s
-        return "none was there at the start" if is_start else "engine.away_limit_s"
+        return "none answered at the start" if is_start else "engine.away_limit_s"
 
     def _note_back(self, server: TrainedServer) -> None:
         server.is_suspect, self._has_answered = False, True
         since_s, server.away_since_s = server.away_since_s, None
         if server.is_new:
             server.is_new = False
-            self.notify(f"{server.server.root_url} takes part, with version {self.version}.")
+            self.notify(f"{server.server.root_url} has joined, with version {self.version}.")
         elif since_s is not None:
             self.notify(f"{server.server.root_url} is back after {monotonic() - since_s:.0f} s.")
 
@@ -501,7 +501,7 @@ class Servers:
         # The time counts from when the last server went away.
         return monotonic() - max(known) if len(known) == len(since_s) else 0.0
 
-    def _names(self) -> str:
+    def _urls(self) -> str:
         return ", ".join(each.server.root_url for each in self._watched)
 
     def lose(self, failure: Exception) -> None:
@@ -518,19 +518,19 @@ def weight_way(
     method: str = RELOAD_METHOD,
     address: str | None = None,
 ) -> Way:
-    """Return the way in which servers get a model's weights; `engine.publish` names it.
+    """Return the `Way` in which servers get a model's weights; `engine.publish` names it.
 
     Args:
         model: the module that is trained, or a plain copy of it (adapters, ranks).
-        folder: where a disk's versions are written.
-        publish: `auto` lets each server take the first that it can of shared memory, transfer and
+        folder: where versions are written for `disk`.
+        publish: with `auto`, each server uses the first that works of shared memory, transfer and
             disk.
         method: the worker's method that reloads from a disk, see `publish_weights`.
-        address: this machine's, as servers reach it; None finds it.
+        address: of this machine, as servers reach it; None: found automatically.
 
     Raises:
-        ConfigError: the model's tensors have other names than its checkpoint's, and not the disk
-            was chosen.
+        ConfigError: the model's tensors are named differently from its checkpoint's, and
+            `shared` or `transfer` was chosen.
     """
 
     def tensors() -> Iterable[tuple[str, Any]]:
@@ -550,9 +550,11 @@ def weight_way(
         )
 
     def auto() -> Way:
-        # Only a disk has them under the names of the checkpoint.
+        # Only files on disk have the names of the checkpoint.
         if is_renamed(model):
-            return AutoWay([disk()], because="its tensors have other names than its checkpoint")
+            return AutoWay(
+                [disk()], because="its tensors are named differently from its checkpoint's"
+            )
         return AutoWay([SharedWay(tensors), transfer(), disk()])
 
     if publish in ("shared", "transfer"):
@@ -567,26 +569,26 @@ def weight_way(
 
 
 def is_renamed(model: Any) -> bool:
-    """Return whether the tensors have other names than in the checkpoint they were read from."""
-    # transformers notes here how it renamed or fused tensors on reading.
+    """Return whether the tensors are named differently from the checkpoint they come from."""
+    # transformers records here how it renamed or fused tensors when it read them.
     return bool(getattr(model, "_weight_conversions", None))
 
 
-def check_served_names(model: Any, way_out: str) -> None:
+def check_served_names(model: Any, alternative: str) -> None:
     """Refuse a model whose tensors vLLM does not know by their names.
 
     Raises:
-        ConfigError: naming the way out.
+        ConfigError: it names the alternative.
     """
     if is_renamed(model):
         raise ConfigError(
             f"the tensors of {type(model).__name__} were renamed or fused when its checkpoint "
-            f"was read, so vLLM would not know what it is given. Use {way_out}, which writes them "
-            "as they were."
+            f"was read, so vLLM would not know their names. Use {alternative}, which writes "
+            "them as they were."
         )
 
 
 def _retrieved(task: asyncio.Task[Any]) -> None:
-    """Look at a task's error, which all who asked for it may have stopped waiting for."""
+    """Retrieve a task's error, which asyncio would log if nobody waits for it any more."""
     if not task.cancelled():
         task.exception()

@@ -183,8 +183,8 @@ class Trainer:
         if given is None and name is None and is_adapted(self.model):
             if not changes_nothing(self.model):
                 raise ConfigError(
-                    "the KL is to the model as it is now, and that has an adapter with weights of "
-                    "its own, of which there is no frozen copy. Set algorithm.reference to a "
+                    "the KL is to the model as it is now, whose adapter has weights of its own and "
+                    "no frozen copy. Set algorithm.reference to a "
                     "folder with the merged model, or algorithm.kl_coef = 0."
                 )
             if not whole_on_ranks:

@@ -58,7 +58,7 @@ def why_rows_differ(model: Any) -> str | None:
     """Return why a row would not be trained as its calls, or None when it is.
 
     A row goes on after a call's last token, so what a token gets may not depend on what follows it.
-    A model of which no copy runs is asked itself; one that does not run fails when it is trained.
+    If no copy of a model runs, the model itself is asked; if that does not run, training fails.
     """
     for shorten in (first_layers, _whole, None):
         with suppress(Exception):  # a model is a program, and a part of it may fail

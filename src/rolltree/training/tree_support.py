@@ -73,7 +73,7 @@ def why_not_tree(model: Any) -> str | None:
 
 
 def check_row_support(model: Any) -> None:
-    """Refuse a model of which even rows are not exact.
+    """Refuse a model that is not exact even on rows.
 
     Raises:
         TrainingError: with the reason.

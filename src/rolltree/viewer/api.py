@@ -148,7 +148,7 @@ class Runs:
         return {"runs": found, "unreadable": unreadable}
 
     def mark(self) -> str:
-        """Return a text that is another one after the list has changed."""
+        """Return a text that changes after the list has changed."""
         num_read_on = sum(look.is_alive() for look in self._looks.values())
         return f"{change_mark(self.folders())}-{num_read_on}"
 
@@ -184,7 +184,7 @@ class Runs:
             status = (folder / "run.db").stat()
         except OSError as error:
             raise UnknownName(f"the run {shorten(name, 200)!r} is gone.") from error
-        # The inode: a run that was deleted and made again at the same path is another one.
+        # The inode: a run that was deleted and made again at the same path is a different one.
         file = (status.st_dev, status.st_ino)
         with self._lock:
             found = self._open.get(name)
@@ -268,7 +268,7 @@ class _Indexing(threading.Thread):
         self.error: RolltreeError | None = None
 
     def run(self) -> None:
-        """Build it; what is wrong is told to who asks next."""
+        """Build it; an error is reported to the next request."""
         try:
             # Other requests of this process are answered in the meantime.
             self._index.build(pause=lambda: time.sleep(0.005))

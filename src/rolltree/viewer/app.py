@@ -86,7 +86,7 @@ def create_viewer_app(
 
 
 class Exchange:
-    """Gives the token to who has it, and once for a code."""
+    """Gives the token to requests that have it, and once to one that has the code."""
 
     # The arguments of a browser are in the list of processes, which every user of
     # the machine can read. So the link has a code: one that was used is worth nothing, and one that

@@ -143,7 +143,7 @@ class Decoder:
     def _place(self, request: LocalRequest, source: int, shared: int) -> None:
         """Give `request` a slot holding the first `shared` ids of its prompt, as `source` does."""
         slots = self.slots
-        # A free row of which at least half is shared is continued in place. From another it is
+        # A free row is continued in place if at least half of it is shared. From another it is
         # copied, because its own conversation may go on.
         take_over = not slots.taken[source] and 0 < slots.cached[source] <= 2 * shared
         row = source if take_over else slots.victim()
@@ -217,7 +217,7 @@ class Decoder:
         return list(range(count))
 
     def _swap(self, one: int, two: int, num_one: int, num_two: int) -> None:
-        """Exchange two rows of which `num_one` and `num_two` computed tokens are worth keeping."""
+        """Exchange two rows, keeping `num_one` and `num_two` of their computed tokens."""
         self.runner.cache.swap(one, two, num_one, num_two)
         if self.experts is not None:
             self.experts.swap(one, two, max(num_one, num_two))

@@ -153,7 +153,7 @@ class LocalEngine(EngineThread[LocalRequest]):
         return self._device
 
     def served_tensors(self) -> list[Any]:
-        """Return the tensors that forward passes read, or copies of which `publish` renews."""
+        """Return the tensors that forward passes read, or copies that `publish` renews."""
         return self._decoder.runner.tensors()
 
     def _new_request(

@@ -150,7 +150,7 @@ class LeanForward:
                 linear.pack()
 
     def tensors(self) -> list[Tensor]:
-        """Return the parameters that a call reads, or copies of which `pack` renews."""
+        """Return the parameters that a call reads, or copies that `pack` renews."""
         found: list[Tensor | None] = [self._embedding, self._norm.weight, *self._head]
         for layer in self._layers:
             for name in _Layer.__slots__:

@@ -24,7 +24,7 @@ BLOCK = 32
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Rows of which the same number of tokens, from the same position, is computed."""
+    """Rows that compute the same number of tokens from the same position."""
 
     rows: list[int]
     tokens: slice  # of the flat batch
@@ -35,7 +35,7 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """Rows of which one token is computed: the first `num_tokens` of the flat batch."""
+    """Rows that compute one token: the first `num_tokens` of the flat batch."""
 
     num_tokens: int
     num_rows: int  # highest row + 1

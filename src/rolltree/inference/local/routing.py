@@ -50,7 +50,7 @@ class Router:
 
 @dataclass(frozen=True, slots=True)
 class Routers:
-    """The routers of a model of `num_layers` decoder layers, of which some may have none."""
+    """The routers of a model of `num_layers` decoder layers, some of which may have none."""
 
     each: tuple[Router, ...]
     num_layers: int

@@ -76,7 +76,7 @@ class RowCaches:
         return found
 
     def copy(self, source: int, target: int, num_tokens: int) -> None:
-        """Give `target` the first `num_tokens` tokens of `source`, of which there is a state."""
+        """Give `target` the first `num_tokens` tokens of `source`, whose state is kept."""
         states = self.newest[source], self.kept[source]
         chosen = next((s for s in states if num_tokens and s.position == num_tokens), _State())
         if source == target:

@@ -55,7 +55,7 @@ class ModelRunner:
             self._read_model()
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return the parameters that `forward` reads, or copies of which `pack` renews."""
+        """Return the parameters that `forward` reads, or copies that `pack` renews."""
         if isinstance(self._model, LeanForward):
             return self._model.tensors()
         return list(self._model.parameters())

@@ -202,7 +202,7 @@ class SlotCache(Cache):  # type: ignore[misc]
                 data[target, :, :, :num_tokens] = data[source, :, :, :num_tokens]
 
     def swap(self, one: int, two: int, num_one: int, num_two: int) -> None:
-        """Exchange two slots of which `num_one` and `num_two` positions are worth keeping."""
+        """Exchange two slots, keeping `num_one` and `num_two` of their positions."""
         both = num_one and num_two
         # Both rows are worth keeping: the first needs a place while the second moves in.
         kept = [data[one, :, :, :num_one].clone() for data in self.data] if both else []

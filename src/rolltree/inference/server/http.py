@@ -243,7 +243,7 @@ def has_left(receive: Receive) -> bool:
 
 def protocol_with_head_timeout(limit_s: float) -> type[asyncio.Protocol]:
     """Return uvicorn's protocol, which closes connections whose request head is late."""
-    # uvicorn waits for ever for the rest of a head. The body's time limit is `json_body`'s.
+    # uvicorn waits forever for the rest of a head. The body's time limit is `json_body`'s.
     from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
     class HeadTimeoutProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]

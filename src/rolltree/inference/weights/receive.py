@@ -204,7 +204,7 @@ def safetensors_files(folder: Path) -> list[Path]:
             f"in {shorten(str(folder), 200)}", f"they cannot be found ({error})"
         ) from error
     for path in files:
-        # A named pipe would block the reader for ever.
+        # A named pipe would block the reader forever.
         if not path.is_file():
             raise _unfit(f"in {folder}", f"{path.name} is missing or is not a regular file")
     if not files:

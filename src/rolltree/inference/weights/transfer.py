@@ -1,12 +1,12 @@
-"""Publishing without a disk: vLLM's weight-transfer endpoints say when, a broadcast carries what.
+"""Publishing without a disk: vLLM's weight-transfer endpoints say when, a broadcast sends the data.
 
     all servers     pause, /start_weight_update
     each server     /update_weights, which receives      } at the same time,
     the trainer     packs each bucket once and sends it  } the sending in a thread
     each server     /finish_weight_update, forget cached keys, set and ask for the version, resume
 
-vLLM must be started for it (`SETUP`); `rolltree serve` always is. A server has a process group of
-its own, so one that fails does so alone; its group is recreated at the next publish.
+vLLM must be started for it (`SETUP`); `rolltree serve` always is. Each server has its own process
+group, so a failure affects only that server; its group is recreated at the next publish.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _ONCE = RetryPolicy(max_retries=0)
 _FEW = RetryPolicy(max_retries=3, first_wait_s=0.1)
 # How long /update_weights may take: the transfer has time limits of its own.
 _DAY_S = 86400.0
-# How long a server is given to say why it broke a transfer off.
+# How long a server has to say why it aborted a transfer.
 _REASON_S = 5.0
 _POLL_S = 0.005
 
@@ -56,11 +56,11 @@ class WeightTransfer:
         clients: one per server.
         backend: `"gloo"`, or `"nccl"` between GPUs (not yet run on any).
         device: the GPU on which nccl's buckets are packed, None for torch's current one.
-        address: one of this machine's that the servers, and only they, reach. They connect to
-            it, and it to them, on any port, unencrypted. None: the one on the way to each server.
+        address: of this machine, one that the servers, and only they, can reach. Both sides
+            connect on any port, unencrypted. None: the one on the route to each server.
         bucket_bytes: how much is packed and sent at once; two buckets are in memory. A larger
             tensor is sent as one.
-        timeout_s: the longest that a server may take for one bucket, and to connect.
+        timeout_s: how long a server may take for one bucket, and to connect.
 
     Raises:
         ConfigError: a size or time is not above 0, or this torch has no such backend.
@@ -85,7 +85,7 @@ class WeightTransfer:
         self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s
         check_backend(backend)
         self._device = torch.device("cpu")
-        # Resolved here: other threads have another current device.
+        # Resolved here: other threads have their own current device.
         if backend == "nccl":
             self._device = torch.device(device or f"cuda:{torch.cuda.current_device()}")
         elif device is not None:
@@ -96,10 +96,10 @@ class WeightTransfer:
         self._channels: dict[HttpClient, Channel] = {}
 
     async def open(self, clients: Sequence[HasServer] | None = None) -> None:
-        """Connect to every server, or those of `clients`, if it is not; `publish` does it, too.
+        """Connect to every server, or those of `clients`, unless connected; so does `publish`.
 
         Raises:
-            ModelError: the first server that cannot be connected to, and what it needs.
+            ModelError: a server cannot be connected to; the error says what it needs.
         """
         outcomes = await asyncio.gather(
             *(self._channel_to(each.server) for each in clients or self._clients),
@@ -117,13 +117,13 @@ class WeightTransfer:
     ) -> None:
         """Make every server, or those of `clients`, answer with these weights as policy `version`.
 
-        Names, dtypes and shapes are those of the model's checkpoint, tied tensors come once. They
+        Names, dtypes and shapes are those of the model's checkpoint; tied tensors come once. They
         are read until this returns and must not change meanwhile. When it returns, each server has
         checked every bucket, has said that it has `version`, and each client's `version` is set.
 
         Raises:
-            ConfigError: there is no tensor, a name comes twice, the version is negative, or there
-                is not a server.
+            ConfigError: there are no tensors or no servers, a name comes twice, or the version is
+                negative.
             PublishFailed: servers failed; it names each one and says which are left paused. All
                 others have the new weights.
         """
@@ -132,14 +132,16 @@ class WeightTransfer:
         specs = [TensorSpec.of(*pair) for pair in zip(names, tensors, strict=True)]
         info = {"tensors": specs_to_data(specs), "bucket_bytes": self._bucket_bytes}
         servers = [client.server for client in clients]
-        sending = _Sending(servers, fill_buckets(specs, self._bucket_bytes), tensors, self._device)
+        broadcast = _Broadcast(
+            servers, fill_buckets(specs, self._bucket_bytes), tensors, self._device
+        )
 
         async def update(server: HttpClient) -> None:
             try:
                 channel = await self._channel_to(server)
 
                 async def load(server: HttpClient) -> None:
-                    await self._load(server, channel, sending, info)
+                    await self._load(server, channel, broadcast, info)
 
                 # A server that fails is dropped; its group is recreated at the next publish.
                 await update_server(server, load, version)
@@ -147,20 +149,20 @@ class WeightTransfer:
                 self._drop(server)
                 raise
             finally:
-                sending.leave(server)
+                broadcast.leave(server)
 
         try:
             await publish_by(update, clients, version)
         finally:
             # Also after an error: the trainer changes the tensors when this returns.
-            await sending.ended()
+            await broadcast.ended()
 
     def forget(self, client: HasServer) -> None:
-        """Let go of one server, which another process may have taken the place of."""
+        """Disconnect from a server, whose place another process may have taken."""
         self._drop(client.server)
 
     async def aclose(self) -> None:
-        """Let go of every server."""
+        """Disconnect from every server."""
         for server in list(self._channels):
             self._drop(server)
 
@@ -233,11 +235,11 @@ class WeightTransfer:
             await asyncio.sleep(_POLL_S)
 
     async def _load(
-        self, server: HttpClient, channel: Channel, sending: _Sending, info: dict[str, Any]
+        self, server: HttpClient, channel: Channel, broadcast: _Broadcast, info: dict[str, Any]
     ) -> None:
         """Have one server receive what is sent to all, from start to finish."""
         await _start(server)
-        sent = await sending.join(server, channel)
+        sent = await broadcast.join(server, channel)
         asked = asyncio.ensure_future(
             call(server, "/update_weights", {"update_info": info}, retry=_ONCE, timeout_s=_DAY_S)
         )
@@ -245,7 +247,7 @@ class WeightTransfer:
         # buckets.
         asked.add_done_callback(lambda done: _close_if_failed(done, channel))
         try:
-            # Shielded: the sending is for all servers, and ends when the last of them has
+            # Shielded: the broadcast is for all servers, and ends when the last of them has
             # everything.
             lost = (await asyncio.shield(sent)).get(channel)
             patience_s = self._timeout_s if lost is None else min(_REASON_S, self._timeout_s)
@@ -264,7 +266,7 @@ class WeightTransfer:
         await call(server, "/finish_weight_update", {}, retry=_ONCE)
 
 
-class _Sending:
+class _Broadcast:
     """One broadcast to all servers; it begins when each of them is ready or has failed."""
 
     def __init__(
@@ -275,27 +277,27 @@ class _Sending:
         device: torch.device,
     ) -> None:
         self._awaited = set(servers)
-        self._all_here = asyncio.Event()
-        self._what = (buckets, tensors)
+        self._all_ready = asyncio.Event()
+        self._payload = (buckets, tensors)
         self._device = device
         self._channels: list[Channel] = []
         self._sent: asyncio.Future[dict[Channel, Exception]] | None = None
 
     def leave(self, server: HttpClient) -> None:
-        """Wait for a server no longer."""
+        """Stop waiting for a server."""
         self._awaited.discard(server)
         if not self._awaited:
-            self._all_here.set()
+            self._all_ready.set()
 
     async def join(
         self, server: HttpClient, channel: Channel
     ) -> asyncio.Future[dict[Channel, Exception]]:
-        """Take part; return what will say which channels failed, and why."""
+        """Take part; return a future of the channels that failed, and why."""
         self._channels.append(channel)
         self.leave(server)
-        await self._all_here.wait()
+        await self._all_ready.wait()
         if self._sent is None:
-            work = asyncio.to_thread(send, *self._what, tuple(self._channels), self._device)
+            work = asyncio.to_thread(send, *self._payload, tuple(self._channels), self._device)
             self._sent = asyncio.ensure_future(work)
         return self._sent
 
@@ -331,7 +333,7 @@ async def _start(server: HttpClient) -> None:
 
 
 async def _cancel_request(asked: asyncio.Future[Any]) -> None:
-    """Give a request up, if it is not answered, and see its connection closed."""
+    """Cancel a request unless it is answered, and wait until its connection is closed."""
     asked.cancel()
     await asyncio.wait([asked])
     if not asked.cancelled():

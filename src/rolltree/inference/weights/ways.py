@@ -205,7 +205,7 @@ class AutoWay(Way):
             else:
                 way, why = choice
                 groups.setdefault(way, []).append(client)
-                # Again only when it is another one, as after a restart elsewhere.
+                # Again only when it is a different one, as after a restart elsewhere.
                 url = client.server.root_url
                 if self._said.get(url) != why:
                     self._said[url] = why

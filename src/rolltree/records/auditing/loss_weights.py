@@ -168,7 +168,7 @@ def differing_weights(
         right[at] = found / weight[at]
     least = np.concatenate([row.least for row in rows]) if len(rows) else np.empty(0)
     most = np.concatenate([row.most for row in rows]) if len(rows) else np.empty(0)
-    # A call of which no token is used says nothing: that its weights are 0 was checked before.
+    # A call without used tokens says nothing: that its weights are 0 was checked before.
     most = np.where(weight > 0, most, _NO_LIMIT)
     wrong = (least > right * (1 + _RELATIVE) + 1e-12) | (most < right * (1 - _RELATIVE) - 1e-12)
     first: dict[int, tuple[int, int, float]] = {}

@@ -434,8 +434,7 @@ def _backward_steps(stored: Stored) -> Iterator[Found]:
 RUN_RULES: tuple[RunRule, ...] = (
     RunRule(
         *("groups", "mixed_group", "question and answer of a group's members"),
-        "its question or its answer is another one than that of most of the {num} members of "
-        "{group}",
+        "its question or its answer differs from that of most of the {num} members of {group}",
         _mixed_groups,
     ),
     RunRule(
@@ -446,7 +445,7 @@ RUN_RULES: tuple[RunRule, ...] = (
     ),
     RunRule(
         *("groups", "changed_example", "question and answer of an example in all evaluations"),
-        "its question or its answer is another one than in {other}, the same example",
+        "its question or its answer differs from that in {other}, the same example",
         _changed_examples,
     ),
     RunRule(

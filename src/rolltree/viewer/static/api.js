@@ -83,7 +83,7 @@ const seen = () => new Promise((resolve) => {
   else document.addEventListener("visibilitychange", resolve, { once: true });
 });
 
-/** Ask for a mark every `period_ms` while the page is seen; another one than `mark` calls `update`. */
+/** Ask for a mark every `period_ms` while the page is seen; one that differs from `mark` calls `update`. */
 export async function follow(api, mark, ask, update, period_ms = 2000) {
   let known = mark;
   while (!api.isExported && !api.signal.aborted) {

@@ -49,7 +49,7 @@ const CONTROLS = "a, button, input, select, summary, [tabindex]";
 
 /**
  * Draw a part of a live view anew if its data is other data; what was open, marked or focused stays so, and what
- * follows stays where one looks at it.
+ * follows stays where the reader looks at it.
  */
 export function redraw(box, data, draw) {
   const said = JSON.stringify(data);
@@ -62,7 +62,7 @@ export function redraw(box, data, draw) {
   const next = box.nextElementSibling;
   const place = next?.getBoundingClientRect().top;
   draw();
-  // Not at the top, where one reads what is new.
+  // Not at the top, where the reader sees what is new.
   if (next && scrollY > 0 && place < innerHeight) scrollBy(0, next.getBoundingClientRect().top - place);
   all("details").forEach((each, at) => { each.open = open[at] ?? each.open; });
   all("[data-row]")[marked]?.classList.add("marked");
@@ -200,7 +200,7 @@ export function kept(name) {
   }
 }
 
-/** Keep a text; where there is no storage, the page has it until it is left. */
+/** Keep a text; if there is no storage, the page has it until it is left. */
 export function keep(name, text) {
   try {
     localStorage.setItem(name, text);

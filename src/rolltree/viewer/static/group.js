@@ -1,4 +1,4 @@
-// One group as one tree: what its rollouts share once, then where they part and what each was paid.
+// One group as one tree: what its rollouts share once, then where they part and what each earned.
 
 import { button, count, folded, h, href, muted, num, put, reward } from "./dom.js";
 import { forest, times } from "./tree.js";
@@ -66,7 +66,7 @@ export async function render(root, params, api) {
       head, said(segment), leaves[at].map((each) => ending(members[each])), more);
   }
 
-  /** The text of a segment, what the model wrote on its own ground; ids where there is no tokenizer. */
+  /** The text of a segment, what the model wrote on its own ground; ids if there is no tokenizer. */
   function said(segment) {
     let from = 0;
     const pieces = segment.pieces ?? segment.authors.map(([author, size]) =>

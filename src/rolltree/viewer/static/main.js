@@ -109,7 +109,7 @@ async function show() {
   document.body.dataset.ready = location.hash || "#/";
 }
 
-/** Where one was in a view: the address that is gone back to has it, a new one does not. */
+/** The reader's place in a view: the address that is gone back to has it, a new one does not. */
 function goTo(place) {
   scrollTo(0, place?.y ?? 0);
   const table = root.querySelector("[data-virtual]");

@@ -127,7 +127,7 @@ async function indexed(api, run, say) {
 export async function render(root, params, api) {
   const { run, by, step, where, sort, text } = params;
   const isGroups = by === "group";
-  const asked = api.run(run); // the table is read beside it, and behind it only where it depends on it
+  const asked = api.run(run); // the table is read beside it, and after it only if it depends on it
   const namesOf = (found) => (found.phases ?? []).map((each) => each.phase);
   const isTrained = isGroups && params.phase === undefined && namesOf(await asked).includes("train");
   const phase = params.phase ?? (isTrained ? "train" : ALL); // groups are there to train

@@ -1,4 +1,4 @@
-// Every token of a call's exact context, coloured by what one asks; blocks are read when they are seen.
+// Every token of a call's exact context, coloured by a chosen value; blocks are read when they come into view.
 
 import { button, count, h, href, isNone, muted, num, put, visible } from "./dom.js";
 import { breakCard } from "./rollout.js";
