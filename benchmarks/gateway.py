@@ -7,7 +7,7 @@
 A fake server in a process of its own answers every call after 20 ms, with ids that continue the
 earlier ones byte for byte. The same conversations (32 sessions of 50 turns, 256 of 20, 1,000 of 5;
 each turn adds 200 characters and gets 200 back) go to it from an `OpenAIClient`, through a gateway,
-and through litellm's proxy, each in its own process, of which the CPU time and memory are read. The
+and through litellm's proxy, each in its own process, whose CPU time and memory are read. The
 gateway has a secret per session, records the token trees, and keeps every call on disk.
 """
 

@@ -1,6 +1,6 @@
 """The server of the page, and a tab of a real Chromium with the page in it, to look and click.
 
-`python -m browser_kit` says which Chromium that is, and fails where there is none.
+`python -m browser_kit` says which Chromium that is, and fails if there is none.
 """
 
 import json
@@ -30,7 +30,7 @@ def find_chromium(playwrights_own):
     named = os.environ.get("ROLLTREE_CHROMIUM")
     if named:
         if shutil.which(named) is None:
-            raise FileNotFoundError(f"ROLLTREE_CHROMIUM={named} is no program.")
+            raise FileNotFoundError(f"ROLLTREE_CHROMIUM={named} is not a program.")
         return named
     for found in (*map(shutil.which, COMMANDS), playwrights_own):
         if found and Path(found).exists():

@@ -2,7 +2,7 @@
 
 No deadline: a slow machine is not a wrong answer. The same examples in every run, so that the suite
 says the same of the same code; `ROLLTREE_HYPOTHESIS=long` searches at random, and longer where a
-room's kit says so. Ctrl-C works, also where a shell's background job ignores it: tests send it.
+room's kit says so. Ctrl-C works even if a shell's background job ignores it: tests send it.
 """
 
 import os

@@ -126,7 +126,7 @@ def test_too_much_memory_is_told_as_such():
 
 def test_a_process_that_ends_says_what_it_said():
     pool = pool_of("fail")
-    with pytest.raises(WorkerDied, match=r"exit status 3.*last words") as caught:
+    with pytest.raises(WorkerDied, match=r"exit status 3.*goodbye") as caught:
         pool.call("die")
     assert (caught.value.why, caught.value.status) == ("exit", 3)
     with pytest.raises(WorkerDied, match="exit status -11"):

@@ -21,7 +21,7 @@ def fail(how):
     if how == "no json":
         return object()
     if how == "die":
-        sys.stderr.write("last words\n")
+        sys.stderr.write("goodbye\n")
         sys.stderr.flush()
         os._exit(3)
     if how == "crash":

@@ -240,7 +240,7 @@ def rubrics_by_hand(url: str) -> Any:
 
 
 def steps_by_hand(url: str) -> Any:
-    """`add_model_response` of what is no response of the environment's type, or is several."""
+    """`add_model_response` of what is not a response of the environment's type, or is several."""
     import turns
     import verifiers as vf
     from openai.types import Completion

@@ -1,4 +1,4 @@
-"""Probes of what is no environment: parsers, helpers, rubrics by hand, results, signatures.
+"""Probes of what is not an environment: parsers, helpers, rubrics by hand, results, signatures.
 
 Each takes the base URL of its case and returns what the two sides have to agree on.
 """

@@ -144,7 +144,7 @@ def default(value: Any) -> str:
 
 
 def kept(names: list[str], wanted: list[str] | None) -> list[str]:
-    """Return the names that are wanted, all of them if nobody says which."""
+    """Return the names that are wanted, all of them by default."""
     return names if wanted is None else [name for name in cast(list[str], wanted) if name in names]
 
 

@@ -8,7 +8,7 @@ import torch
 
 
 def missing(command: str) -> str | None:
-    """Return what keeps `command` from running, None where torch sees a CUDA device."""
+    """Return what keeps `command` from running, None if torch sees a CUDA device."""
     if torch.cuda.is_available():
         return None
     if torch.version.cuda is None:

@@ -137,7 +137,7 @@ OFF_BY_DEFAULT = {
     *("sliding_window", "q_lora_rank", "n_group", "topk_group"),
     *("final_logit_softcapping", "attn_logit_softcapping"),
 }
-"""Fields that stay None where that is the architecture's default."""
+"""Fields that stay None if that is the architecture's default."""
 
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     "apertus": {"rope_parameters": _DEFAULT_ROPE},

@@ -42,7 +42,7 @@ class Pair:
             while left:
                 ready = wait(left, LIMIT_S)
                 if not ready:
-                    raise RuntimeError("a rank waits for the other for ever")
+                    raise RuntimeError("a rank waits for the other forever")
                 for end in ready:
                     replies[self._ends.index(end)] = end.recv()
                     left.remove(end)

@@ -1,4 +1,4 @@
-"""What a model computes in float64, also where its modules force float32 inside.
+"""What a model computes in float64, even if its modules force float32 inside.
 
 Between two roundings of one number lies a router's or an indexer's choice: `Double` notes how near
 the nearest one was.

@@ -1,6 +1,6 @@
 """A worker extension whose reload leaves one layer as it was, on any CPU.
 
-vLLM's own `reload_weights` leaves a tied output layer as it was, but only where the CPU's kernels
+vLLM's own `reload_weights` leaves a tied output layer as it was, but only if the CPU's kernels
 have weights packed in a form of their own (AVX-512, not AVX2).
 """
 

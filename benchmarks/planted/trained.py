@@ -23,7 +23,7 @@ def share(text: str, holds: Callable[[str], bool]) -> float:
 
 @rt.run_inline
 def letters(completion: Any) -> float:
-    """The share of what was said that are letters, of which the untrained model writes few."""
+    """The share of what was said that are letters; the untrained model writes few."""
     return share(said(completion), str.isalpha)
 
 

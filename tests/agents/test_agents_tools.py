@@ -238,7 +238,7 @@ async def test_tools_that_hang_are_stopped_and_leave_nothing_behind() -> None:
     ended: list[str] = []
 
     def spin() -> None:
-        """Spin for ever."""
+        """Spin forever."""
         try:
             while True:
                 time.sleep(0.001)
@@ -246,7 +246,7 @@ async def test_tools_that_hang_are_stopped_and_leave_nothing_behind() -> None:
             ended.append("spin")
 
     async def wait() -> None:
-        """Wait for ever."""
+        """Wait forever."""
         try:
             await asyncio.Event().wait()
         finally:
@@ -271,7 +271,7 @@ async def test_a_cancelled_turn_stops_its_tools_and_keeps_its_call(name: str) ->
     ended: list[str] = []
 
     def spin() -> None:
-        """Spin for ever."""
+        """Spin forever."""
         try:
             started.set()
             while True:
@@ -280,7 +280,7 @@ async def test_a_cancelled_turn_stops_its_tools_and_keeps_its_call(name: str) ->
             ended.append("spin")
 
     async def wait() -> None:
-        """Wait for ever."""
+        """Wait forever."""
         try:
             started.set()
             await asyncio.Event().wait()

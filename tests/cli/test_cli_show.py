@@ -81,7 +81,7 @@ def test_runs(path):
         assert text in second
     (path.parent / "broken").mkdir()
     (path.parent / "broken" / "run.db").write_text("no database")
-    assert len(invoke("runs", path.parent).splitlines()) == 2  # what is no run is passed over
+    assert len(invoke("runs", path.parent).splitlines()) == 2  # what is not a run is skipped
 
 
 def test_show_a_training_run(path):

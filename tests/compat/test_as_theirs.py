@@ -146,7 +146,7 @@ async def test_what_is_no_response_of_its_type_is_an_assertion_error(parse, resp
 @pytest.mark.parametrize("response", [None, SimpleNamespace(id="1"), chat_response()])
 async def test_a_step_of_what_is_no_response_is_an_assertion_error(response):
     if response is not None and hasattr(response, "choices"):
-        response.choices *= 2  # tokens of two answers are no step
+        response.choices *= 2  # tokens of two answers do not make a step
     state = vf.State(prompt=STEP["prompt"], trajectory=[])
     with pytest.raises(AssertionError) as raised:
         await single().add_model_response(state, STEP["prompt"], response)

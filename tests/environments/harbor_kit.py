@@ -65,7 +65,7 @@ python3 -c "import json; print(json.dumps({'reward': $n / 3, 'files': $n}))" \\
 """,
     ),
     "fix": Made(
-        "The function in half.py is wrong. Mend it.",
+        "The function in half.py is wrong. Fix it.",
         "printf 'def half(x):\\n    return x / 2\\n' > half.py",
         "printf 'def half(x):\\n    return x // 2\\n' > half.py",
         "import sys\nsys.path.insert(0, '/app')\nfrom half import half\nassert half(3) == 1.5",

@@ -83,7 +83,7 @@ async def test_stdio_schemas_calls_and_errors(monkeypatch):
 
 
 async def test_no_arguments_of_a_model_fail_a_rollout():
-    """Half a character could not be sent, and an internal error counted as a dead server."""
+    """A lone surrogate could not be sent, and an internal error counted as a dead server."""
     async with MCPEnv([STDIO], dataset=ROWS) as env:
         model = ScriptedModel(
             calling(("add_note", {"text": "\ud800"}), ("stumble", {"text": "x"})),

@@ -38,7 +38,9 @@ async def test_the_tasks_own_scores_are_the_reward():
         for row in split:
             assert await score(env, row, wrapped(row["answer"])) == 1.0
             assert await score(env, row, wrapped("nonsense")) < 0.5
-            assert await score(env, row, row["answer"]) == 0.0  # not where it was asked for
+            assert (
+                await score(env, row, row["answer"]) == 0.0
+            )  # not in the place that was asked for
             assert await score(env, row, "") == 0.0
 
 

@@ -169,7 +169,7 @@ def test_a_ready_made_environment_is_found_in_any_folder(here):
     assert "arithmetic" in known_environments()
     assert environment_file("arithmetic").parent == READY_MADE / "arithmetic"
     write(here / "environments" / "arithmetic" / "arithmetic.py")
-    assert load_environment("arithmetic").num_examples("train") == 2  # one's own comes first
+    assert load_environment("arithmetic").num_examples("train") == 2  # the user's own comes first
     assert environment_file("arithmetic").resolve().parent == here / "environments" / "arithmetic"
 
 

@@ -113,7 +113,7 @@ def test_values_between_0_and_1_have_an_interval_there():
     partial = estimate({0: [1.0], 1: [0.5], 2: [1.0], 3: [1.0]})
     assert (partial.method, partial.high) == ("t", 1.0)
     assert partial.low == pytest.approx(0.875 - 3.182 * 0.125, abs=1e-3)
-    assert estimate({0: [1.5], 1: [0.5], 2: [1.0]}).high > 1.5  # these are no shares
+    assert estimate({0: [1.5], 1: [0.5], 2: [1.0]}).high > 1.5  # these are not shares
     assert estimate({0: [1.0], 1: [0.5]}, are_shares=False).high > 1.0  # nor are these, it says
 
 

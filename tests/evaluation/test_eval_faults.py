@@ -65,7 +65,7 @@ async def test_every_rollout_ends_as_a_result_or_a_typed_error(tmp_path):
         }  # fmt: skip
         assert all(row.errors[0]["traceback"] for row in rows if row.status == "error")
         assert all((row.reward is None) == (row.status == "error") for row in rows)
-        assert report.reward.mean == 1.0  # of those that finished; failures are no zeros
+        assert report.reward.mean == 1.0  # of those that finished; failures are not zeros
         assert set(env.cleaned.values()) == {1}
         assert len(env.cleaned) == 28
 

@@ -154,7 +154,7 @@ async def until(condition, limit_s=20.0):
 
 
 class Raw:
-    """A connection of which the test decides what is sent and read."""
+    """A connection on which the test decides what is sent and read."""
 
     def __init__(self, session, body):
         self._session, self._body = session, body

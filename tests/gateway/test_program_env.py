@@ -385,7 +385,7 @@ async def test_a_function_is_played():
 def test_a_function_that_fails_or_hangs_is_scored():
     async def fails(session, state):
         await session.complete(rt.gateway.calls.AgentCall([{"role": "user", "content": "q"}]))
-        raise ValueError("the answer is no number")
+        raise ValueError("the answer is not a number")
 
     async def hangs(session, state):
         await session.complete(rt.gateway.calls.AgentCall([{"role": "user", "content": "q"}]))
@@ -398,7 +398,7 @@ def test_a_function_that_fails_or_hangs_is_scored():
     (state,) = play(fails)
     assert (state["reward"], state["error"]) == (1.0, None)
     assert state["program"]["exit_status"] == 1
-    assert state["program"]["error"]["message"] == "the answer is no number"
+    assert state["program"]["error"]["message"] == "the answer is not a number"
     state = play_hurried(hangs)
     assert (state["reward"], state["truncation_reason"]) == (1.0, "time_limit")
     (state,) = play(lambda_that_never_asks)

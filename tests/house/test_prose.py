@@ -8,11 +8,12 @@ import pytest
 from house.texts import ROOT, SRC, code_files, pages, sentences, without_code
 
 PHRASES = {
-    r"(?<!there )\b(?:is|are|was|were) no (?!(?:longer|more|such|need|doubt|less)\b)[\w`{]": "is not a ...",
-    r"\b(?:none|true|false|only|nothing|set|empty|zero|0|not|also) where\b": "... if",
+    r"(?<!there )\b(?:is|are|was|were) no "
+    r"(?!(?:longer|more|such|need|doubt|less|further)\b)[\w`{]": "is not a ...",
+    r"\b(?:none|true|false|only|nothing|set|empty|zero|0|not|also) (?-i:where)\b": "... if",
     r"\bwhere there (?:is|are) (?:no|none|some)\b": "if",
     r"\bwhere (?:it is|they are) (?:none|missing|installed|long)\b": "if",
-    r"[.:;] who (?:only |still )?(?:asks|wants|reads|looks|needs|says|writes)\b": "a caller that ...",
+    r"[.:;] who (?:only |still )?(?:asks|wants|reads|looks|needs|says)\b": "a caller that ...",
     r"\bto who (?:asks|has|wants)\b": "to a caller that ...",
     r"\bof which (?:no|there|the|who|it is|even)\b": "whose ..., some of which",
     r"\banother one than\b|\bthat is another one\b": "differs from",
@@ -23,7 +24,7 @@ PHRASES = {
     r"\bamiss\b": "rejects, wrong",
     r"\bmend(?:s|ed|ing)?\b": "fix",
     # Not the service that tools ask, among the names of `redact`.
-    r"(?<!\bmaps )\bweather\b": "failures outside the program",
+    r"(?<!\bmaps )(?<![\"'])\bweather\b(?! is|\.\")": "failures outside the program",
     r"\bwhile there is hope\b": "until ...",
     r"\blast words\b": "the final response",
     r"\bas much as it likes\b": "unlimited",
@@ -38,16 +39,21 @@ def texts():
     """Yield (where, text) of everything that a person may read."""
     for page, text in pages().items():
         yield page, without_code(text)
-    for path in (*code_files(), *test_files()):
+    for path in (*code_files(), *python_tests()):
         for line, text in joined(sentences(path)):
-            yield f"{path.relative_to(ROOT)}:{line}", re.sub(r'(?<=["\s])\s+|"\s+f?"', " ", text)
+            yield (
+                f"{path.relative_to(ROOT)}:{line}",
+                re.sub(r'(?<=["\s])\s+|"\s+[rf]?"|\s+# ', " ", text),
+            )
     for path in sorted((SRC / "viewer/static").glob("*.*s")):
         yield str(path.relative_to(ROOT)), re.sub(r"\n\s*(?://|\*) ", " ", path.read_text("utf-8"))
 
 
-def test_files():
+def python_tests():
     """Return every Python file of the tests, but this one, whose subject the phrases are."""
-    found = [path for folder in sorted(ROOT.glob("tests*")) for path in sorted(folder.rglob("*.py"))]
+    found = [
+        path for folder in sorted(ROOT.glob("tests*")) for path in sorted(folder.rglob("*.py"))
+    ]
     return [path for path in found if path != Path(__file__).resolve()]
 
 
@@ -56,11 +62,13 @@ def joined(tokens):
     last, start, parts = -1, 0, []
     for line, text in tokens:
         is_comment = text.startswith("#")
-        if parts and (line > last + 1 or is_comment != parts[-1].startswith("#")):
+        goes_on = parts and line <= last + 1 and is_comment == parts[-1].startswith("#")
+        # A string goes on in the next one if it ends with a space.
+        if parts and not (goes_on and (is_comment or re.search(r"\s[\"']$", parts[-1]))):
             yield start, " ".join(parts)
             parts = []
         start, last = (start, line) if parts else (line, line)
-        parts.append(text.strip("# ") if is_comment and parts else text)
+        parts.append(text)
     yield start, " ".join(parts)
 
 
@@ -84,7 +92,8 @@ def test_prose_is_plain_english():
     [
         ("It is no array.", 1),
         ("There is no array. It is no longer one.", 0),
-        ("None where\nthere is none", 1),
+        ("None where\nit has one", 1),
+        ("The page of which no copy exists; who asks for another one than that waits for ever.", 4),
         ("Say where it is.", 0),
     ],
 )

@@ -68,7 +68,7 @@ async def test_a_rollout_of_two_turns() -> None:
     assert first.logprobs is not None
     np.testing.assert_allclose(first.logprobs, [-0.1, -0.2, -0.3], rtol=1e-6)
     assert first.versions is not None
-    assert first.versions.tolist() == [2, 2, 2]  # "default" is no number
+    assert first.versions.tolist() == [2, 2, 2]  # "default" is not a number
     second = await session.chat([user("7 + 5 ="), first.message, user("more")])
     assert second.extends == first.call_id
     assert second.finish_reason == FinishReason.LENGTH

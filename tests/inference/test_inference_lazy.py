@@ -1,4 +1,4 @@
-"""The room's names load on first use: who needs the interface pays for no HTTP and no templates."""
+"""The room's names load on first use: the interface alone loads no HTTP and no templates."""
 
 from __future__ import annotations
 

@@ -34,7 +34,11 @@ def ids(*parts: str | int) -> np.ndarray:
         (ids("a", 257, "b", END), "a b", ()),  # and put between special tokens
         (ids("caf", ACCENT[0]), "caf", ()),  # a character that is cut is held back
         (ids("caf", ACCENT[0]), "caf\ufffd", ()),
-        (ids("a", 0xFF, 0xFE, "b", END), "a\ufffdb", ()),  # bytes that are no text, one mark or two
+        (
+            ids("a", 0xFF, 0xFE, "b", END),
+            "a\ufffdb",
+            (),
+        ),  # bytes that are not text, one mark or two
         (ids(ACCENT[1], "t\u00e9", END), "\u00e9t\u00e9", ()),  # the prompt began this character
         (ids("12\nQ: 3"), "12", ("\nQ:",)),
         (ids("12\nQ:"), "12\nQ:", ("\nQ:",)),  # include_stop_str_in_output

@@ -102,7 +102,7 @@ async def post(client: HttpClient, **options: Any) -> bytes:
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110  (what is asked for is no event)
+        while not condition():  # noqa: ASYNC110  (what is asked for is not an event)
             await asyncio.sleep(0.01)
 
 

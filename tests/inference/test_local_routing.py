@@ -30,7 +30,7 @@ NUM_LAYERS, TOP_K = 3, 2
 
 @functools.cache
 def mixture() -> Any:
-    """Return a mixture of three layers, of which the second has no experts."""
+    """Return a mixture of three layers; the second has no experts."""
     config = Qwen3MoeConfig(
         vocab_size=VOCAB,
         hidden_size=32,

@@ -32,7 +32,7 @@ def test_a_function_decides():
     assert by_function(int, feedback="A number, please.")("x").obs == "A number, please."
     assert by_function(lambda text: None)("x").failed
     assert not by_function(lambda text: 0)("x").failed  # 0 is an action
-    with pytest.raises(ZeroDivisionError):  # a mistake of the function is no answer of the model
+    with pytest.raises(ZeroDivisionError):  # a mistake of the function is not the model's answer
         by_function(lambda text: 1 / 0)("x")
 
 

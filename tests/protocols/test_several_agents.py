@@ -54,7 +54,7 @@ class Together:
 
 
 class Pick:
-    """Two agents take turns; who says "win" wins, and the other loses."""
+    """Two agents take turns; the one that says "win" wins, and the other loses."""
 
     in_thread = False
     possible_agents = ["x", "y"]

@@ -439,7 +439,7 @@ async def test_failed_model_calls_are_tried_again_and_counted():
     result = (await engine(play, retries=5).run_all(requests(1)))[0]
     assert result.error is None
     assert result.num_attempts == 3
-    assert tries == [0, 0, 0]  # the same seeds: a retry is no second draw
+    assert tries == [0, 0, 0]  # the same seeds: a retry is not a second draw
 
 
 @pytest.mark.parametrize(("kind", "attempts"), [("ServerError", 3), ("ValueError", 1)])

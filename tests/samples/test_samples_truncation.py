@@ -191,7 +191,7 @@ def test_a_rollout_without_a_reward_stays_without_one() -> None:
 
 
 def cut_by_max_tokens(finish_reason: str, **fields: Any) -> State:
-    """A rollout of two answers of which the last one ended for this reason."""
+    """A rollout of two answers, the last of which ended for this reason."""
     steps = [
         step([1], [2], finish_reason="length", turn=0),
         step([1, 2, 3], [4], finish_reason=finish_reason, turn=1),

@@ -915,7 +915,7 @@ def share_memory_of_a_device():
 
 @attempt
 def use_the_hosts_huge_pages():
-    """They are no resident memory, and a database on the host may count on them."""
+    """They are not resident memory, and a database on the host may count on them."""
     libc.mmap.restype = ctypes.c_size_t
     found = libc.mmap(None, ctypes.c_size_t(2**21), 3, 0x40022, -1, ctypes.c_long(0))
     if found == 2**64 - 1:

@@ -1,4 +1,4 @@
-"""What code does to its own sandbox. None of it may be a failure of the sandbox: that is no reward.
+"""What code does to its own sandbox. None of it may count as a failure of the sandbox: no reward.
 
 Each act is a program that runs inside; then every operation is tried from outside. A file may have
 become unreadable (`SandboxFileError`, an answer), and a command may fail. The races are loops in a

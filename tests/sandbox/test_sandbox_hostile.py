@@ -1,4 +1,4 @@
-"""What code did to its sandbox is the model's doing: never a `SandboxError`, which is no reward."""
+"""What code did to its sandbox is the model's doing: never a `SandboxError` without a reward."""
 
 import pytest
 from hostile import ACTS, LIMITS, RACES, verdict

@@ -400,7 +400,7 @@ class TestReading:
             1,
             1,
         )
-        assert evaluation.mean_reward == 1.0  # the failed one is no zero
+        assert evaluation.mean_reward == 1.0  # the failed one is not a zero
         assert (training.num_requests, training.num_rollouts, training.mean_reward) == (1, 2, 0.25)
         run.add_rollouts(
             [row("t", phase="train", trajectory_index=2, parent_rollout="t/0", depth=1, reward=1)]

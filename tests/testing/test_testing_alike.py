@@ -116,7 +116,7 @@ async def test_ids_in_are_ids_out_over_http(size: int) -> None:
 
 
 async def test_what_an_engine_cannot_say_in_text_arrives_as_ids() -> None:
-    """Half a character, an end token in the middle: only ids carry these."""
+    """A lone surrogate, an end token in the middle: only ids carry these."""
     odd = ScriptedAnswer("", ids=[0xC3, 258, 0xF0, 65], logprobs=[-0.25, -0.5, -0.75, -1.0])
     async with served([odd]) as (_, client):
         made = await client.chat([{"role": "user", "content": "a"}])

@@ -146,7 +146,7 @@ def inserted_again(tree: TokenTree) -> TokenTree:
 
 
 def forged(body: bytes) -> TokenTree | None:
-    """Return the tree of a body under a correct checksum, None where it is refused."""
+    """Return the tree of a body under a correct checksum, None if it is refused."""
     writer = Writer()
     writer._parts.append(body)
     try:

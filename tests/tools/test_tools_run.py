@@ -73,7 +73,7 @@ async def test_a_plain_function_may_return_something_to_wait_for():
         return inner()
 
     def slow():
-        """Return one that takes for ever."""
+        """Return one that takes forever."""
         return asyncio.sleep(60)
 
     assert await call(outer) == "waited"
@@ -193,7 +193,7 @@ async def test_what_goes_wrong_in_a_process_is_an_answer():
     assert "KeyError" in failed.__notes__[0]
     assert isinstance(crashed, ToolProcessError)
     assert "exit status 3" in str(crashed)
-    assert "last words" in str(crashed)
+    assert "goodbye" in str(crashed)
 
 
 @pytest.mark.parametrize("how", ["late", "cancelled"])

@@ -39,7 +39,7 @@ def fail() -> None:
 @in_process
 def crash(status: int) -> None:
     """End the process at once."""
-    sys.stderr.write("last words\n")
+    sys.stderr.write("goodbye\n")
     sys.stderr.flush()
     os._exit(status)
 

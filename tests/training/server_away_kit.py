@@ -1,4 +1,4 @@
-"""A real server that is killed and started again, and episodes of which the easy ones end early."""
+"""A real server that is killed and started again, and episodes; the easy ones end early."""
 
 from __future__ import annotations
 

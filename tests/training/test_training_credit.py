@@ -384,7 +384,7 @@ class TestMovingAverages:
         policy = CreditPolicy(flow=FLOWS["own"], baseline="ema", baseline_decay=0.75)
         results = [delegated(0, 1.0, [(0.4, 0, "a"), (0.0, 0, "b")]), delegated(1, 0.0, [])]
         report = credited(results, "reinforce", policy, {"root": 0.2})
-        # nobody knows children yet and no other episode has one: nothing is subtracted
+        # no children are known yet and no other episode has one: nothing is subtracted
         assert all_advantages(results) == [[0.8, 0.4, 0.0], [-0.2]]
         # root: 0.75 * 0.2 + 0.25 * 0.5; child: the mean of its one episode
         assert report.averages == {"root": pytest.approx(0.275), "child": pytest.approx(0.2)}

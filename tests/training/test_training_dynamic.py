@@ -37,7 +37,7 @@ STEP = {
 
 
 class Fixed(LetterSource):
-    """Plays without a model. `useful` names the groups of which the members differ."""
+    """Plays without a model. `useful` names the groups whose members differ."""
 
     def __init__(self, useful=(), **options):
         super().__init__(**options)

@@ -155,7 +155,7 @@ class TestMembers:
         assert (await fleet._pool.choose(b"key", stay)).client is second
         with pytest.raises(ConnectionFailed, match="was taken out"):
             await fleet.ready(first)
-        fleet.remove(first)  # twice is no harm
+        fleet.remove(first)  # twice does no harm
         async with fleet.paused():
             await fleet.publish(4)
         assert fleet._way.sent[-1] == ({second}, 4)

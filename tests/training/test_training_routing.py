@@ -1,4 +1,4 @@
-"""Replayed experts: exact in every scope, refused where they cannot be, and what they mend."""
+"""Replayed experts: exact in every scope, refused if they cannot be, and what they fix."""
 
 from dataclasses import replace
 

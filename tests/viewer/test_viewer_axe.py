@@ -36,7 +36,7 @@ def axe():
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_nothing_serious(browser, shelf, axe, scheme):
-    # axe-core itself is no file of the page, so the page's policy would refuse it.
+    # axe-core itself is not a file of the page, so the page's policy would refuse it.
     tab = Tab(browser, shelf.link, scheme=scheme, bypass_csp=True)
     tab.page.evaluate(axe)
     found = {}

@@ -20,7 +20,7 @@ def sql(folder, statement):
 
 
 def put_meta(folder, key, text):
-    """Store what rolltree never writes, with the checksum that a stranger would compute, too."""
+    """Store what rolltree never writes, with the checksum that an attacker would compute, too."""
     with sqlite3.connect(folder / "run.db") as connection:
         connection.execute("DELETE FROM meta WHERE key = ?", (key,))
         connection.execute(
@@ -166,7 +166,7 @@ def strange(start, tmp_path_factory):
         rows = [
             StoredRollout(
                 request_id=f"r{at}",
-                phase=("", "nobody knows", "train")[at % 3],
+                phase=("", "unheard-of", "train")[at % 3],
                 group_id="g",
                 index_in_group=at,
                 train_step=2**62,

@@ -1,4 +1,4 @@
-"""What models, tools and strangers write is shown and does nothing: hostile strings everywhere."""
+"""What models, tools and others write is shown and does nothing: hostile strings everywhere."""
 
 import itertools
 import json

@@ -31,7 +31,7 @@ def main(folder: Path, port: int) -> None:
         target = folder / filled(str(source.relative_to(template)))
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(filled(source.read_text()))
-    # Its modules fall back to these names where they are no package.
+    # Its modules fall back to these names if they are not a package.
     sys.path[:0] = [str(folder)]
     from server.app import app
 

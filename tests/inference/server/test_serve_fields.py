@@ -147,7 +147,7 @@ def test_fields_become_a_request() -> None:
         got = parse_request(check_fields(body, TEXT_FIELDS, "m"), chat=False, body=body)
         assert got.sampling.max_tokens == tokens
     got = parse_request(check_fields({"logprobs": 0}, TEXT_FIELDS, "m"), chat=False, body={})
-    assert got.logprobs  # zero further tokens, but the sampled one's own
+    assert got.logprobs  # zero further tokens, but that of the sampled one
     with pytest.raises(RequestError) as caught:
         check_fields({"promt": 1}, TEXT_FIELDS, "m")
     assert caught.value.param == "promt"

@@ -281,7 +281,7 @@ def test_what_the_weight_endpoints_refuse(server: Served) -> None:
 def test_a_reload_of_what_is_not_a_regular_file_is_refused_at_once(
     server: Served, tmp_path: Path, index: str | None
 ) -> None:
-    """A FIFO would be opened for ever, with the engine paused."""
+    """A FIFO would be opened forever, with the engine paused."""
     os.mkfifo(tmp_path / "model.safetensors")
     if index is not None:
         (tmp_path / INDEX).write_text(index)

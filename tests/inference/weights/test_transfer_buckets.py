@@ -48,7 +48,7 @@ def test_what_is_packed_comes_out_again(size):
     specs = [TensorSpec.of(*item) for item in given.items()]
     assert specs_from_data(specs_to_data(specs)) == specs
     found = {}
-    memory = torch.full((10**5,), 99, dtype=torch.uint8)  # what was there before is no matter
+    memory = torch.full((10**5,), 99, dtype=torch.uint8)  # what was there before does not matter
     for bucket in fill_buckets(specs, size):
         held = [given[each.name] for each in bucket.specs]
         found |= {name: t.clone() for name, t in unpack_bucket(bucket, pack(bucket, held, memory))}
