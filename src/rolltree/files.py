@@ -68,7 +68,7 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY, *, follow: bool = F
             kind = _odd(os.fstat(fd), writes)
         if kind is not None:
             raise OSError(errno.EINVAL, f"it is {kind}, not a regular file of its own", str(path))
-    except BaseException:
+    except BaseException:  # Ctrl-C, too
         if fd >= 0:
             os.close(fd)
         raise
@@ -115,7 +115,7 @@ def whole_file(target: str | Path, *, follow: bool = True) -> Iterator[Path]:
         os.fsync(fd)
         # Synced first: after a crash the name must not lead to an empty file.
         part.replace(final)
-    except BaseException:
+    except BaseException:  # Ctrl-C, too
         part.unlink(missing_ok=True)
         raise
     finally:
@@ -142,7 +142,7 @@ def whole_folder(target: str | Path) -> Iterator[Path]:
             sync(path)
         # `rename` takes an empty folder's place and no other.
         part.rename(final)
-    except BaseException:
+    except BaseException:  # Ctrl-C, too
         with contextlib.suppress(OSError):
             remove(part)
         raise

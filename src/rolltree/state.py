@@ -55,7 +55,7 @@ class UnscoredSnapshot:
 
 
 class State(dict[str, Any]):
-    """The dict that one rollout fills. It forwards the input's fields (spec 1).
+    """The dict that one rollout fills. It forwards the input's fields.
 
     `state["prompt"]` reads `state["input"]["prompt"]` when there is an input. Forwarding is the
     same for reading, writing, `in`, `get`, `pop`, `setdefault` and `del`; iteration, `len`, `keys`
@@ -67,7 +67,7 @@ class State(dict[str, Any]):
     Keys after a rollout: `input`, `is_completed`, `stop_condition`, `oai_tools`, `trajectory`,
     `completion`, `reward`, `advantage`, `metrics`, `timing`, `error`, `terminated`, `truncated`,
     `truncation_reason`, and whatever an environment adds. `advantage` is the reward minus the
-    group's mean (spec 1) until training assigns credit, which `credit` then names.
+    group's mean until training assigns credit, which `credit` then names.
     """
 
     # The keys as typed attributes, for rolltree's own code: `state.reward` is `state["reward"]`.

@@ -1,4 +1,4 @@
-"""Values of interaction: what a world answered, what an agent did, what an episode was (spec 2).
+"""Values of interaction: what a world answered, what an agent did, what an episode was.
 
 `StepOutcome` crosses from a world to a protocol, `ParseResult` from a parser to an agent,
 `AgentStep` from an agent to a protocol, and `Rollout` from a protocol to scoring and training.

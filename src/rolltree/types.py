@@ -41,7 +41,7 @@ Messages: TypeAlias = str | list[ChatMessage]
 MessageType: TypeAlias = Literal["chat", "completion"]
 Info: TypeAlias = dict[str, Any]
 SamplingArgs: TypeAlias = dict[str, Any]
-"""OpenAI request fields as spec 1 passes them: `{"temperature": 1.0, "max_tokens": 4}`."""
+"""OpenAI request fields, as environments pass them: `{"temperature": 1.0, "max_tokens": 4}`."""
 ToolSchema: TypeAlias = dict[str, Any]
 """One OpenAI tool: `{"type": "function", "function": {"name": ..., "parameters": ...}}`."""
 Scope: TypeAlias = Literal["step", "turn", "interleave", "tree"]
@@ -68,7 +68,7 @@ class TruncationReason(StrEnum):
 
 
 class TrajectoryStepTokens(TypedDict):
-    """Tokens of one model call, as lists (spec 1). In memory this is a view on the token tree."""
+    """Tokens of one model call, as lists. In memory this is a view on the token tree."""
 
     prompt_ids: list[int]
     prompt_mask: list[int]
@@ -78,7 +78,7 @@ class TrajectoryStepTokens(TypedDict):
 
 
 class TrajectoryStep(TypedDict):
-    """One model call: what was sent, what came back (spec 1)."""
+    """One model call: what was sent, what came back."""
 
     prompt: Messages
     completion: Messages
@@ -166,7 +166,7 @@ class GenerateRequest:
 
 
 OVERLONG_PROMPT = "overlong-prompt"
-"""The `id` of the response that stands for a prompt that does not fit the model (spec 1)."""
+"""The `id` of the response that stands for a prompt that does not fit the model."""
 
 
 # `__eq__` is its own, because arrays have no single truth value.
@@ -251,7 +251,7 @@ class ModelResponse:
         return replace(self, place=place, **changes)
 
     def to_info(self) -> dict[str, Any]:
-        """Return what a step's `info` says of the call (spec 2): its `finish_reason`."""
+        """Return what a step's `info` says of the call: its `finish_reason`."""
         return {"finish_reason": str(self.finish_reason)}
 
     def annotated(self, *, wait_s: float = 0.0, **info: Any) -> ModelResponse:
@@ -334,12 +334,12 @@ def _response_of(values: dict[str, Any]) -> ModelResponse:
 
 
 ChatResponse: TypeAlias = ModelResponse
-"""The name that spec 2 has for it."""
+"""Another name of `ModelResponse`, for agents."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutRequest:
-    """One episode to run: pure data, one request one episode (spec 2, last section).
+    """One episode to run: pure data, one request one episode.
 
     `seed` seeds the world and is the same for all members of a group; `sampling_seed` differs.
     `group_id` says which requests are compared with each other, `index_in_group` which one this is.
@@ -439,7 +439,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class TrainingExample:
-    """One flat training row with the fields of spec 1, section 6. Lists of equal length `_T`."""
+    """One flat training row. Lists of equal length `_T`."""
 
     token_ids: list[int]
     logprobs: list[float]

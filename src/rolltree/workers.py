@@ -138,7 +138,7 @@ class WorkerPool:
             try:
                 call.begin(worker)
                 reply = worker.ask(data, limit)
-            except BaseException:
+            except BaseException:  # Ctrl-C, too
                 call.end()
                 worker.end()
                 raise
@@ -238,7 +238,7 @@ class _Worker:
                 start_new_session=True,
                 bufsize=0,
             )
-        except BaseException:
+        except BaseException:  # Ctrl-C, too
             os.close(held)
             said.close()
             raise

@@ -114,7 +114,7 @@ def test_any_episode(episode: dict[str, Any]) -> None:
         rounds = [s for s in steps[:-1] if s.info.get("kind") is None]
         assert len(rounds) <= episode["rounds"]
     for step in told:
-        # spec 2's table
+        # the three kinds of calls
         assert (step.parse_result is None) == (step.action_target == "external")
         assert step.parse_failed == ("parse_feedback_obs" in step.info)
         if step.parse_result is not None:

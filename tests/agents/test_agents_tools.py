@@ -45,7 +45,7 @@ def told(agent: ToolAgent) -> list[str]:
     return [str(m["content"]) for m in agent.history if m["role"] == "tool"]
 
 
-# The three rows of spec 2's table
+# The three kinds of calls
 
 
 async def test_internal_calls_are_handled_by_the_agent() -> None:

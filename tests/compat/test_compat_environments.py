@@ -89,7 +89,7 @@ def test_defaults_are_theirs():
 
 
 class SpecText(Talk):
-    """`init_state` and `add_model_response` as the text of spec 1 has them."""
+    """`init_state` and `add_model_response` as verifiers documents them."""
 
     async def init_state(self, input, **kwargs):
         state = vf.State(input=dict(input))

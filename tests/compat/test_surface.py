@@ -68,7 +68,7 @@ def test_signature(module, name, method, text):
         if wanted == "not theirs":
             continue
         if wanted is None and method == "init_state":
-            continue  # spec 1 calls it with the input alone
+            continue  # it is called with the input alone
         if wanted is None:
             assert parameter.default is parameter.empty
         elif "lambda" in wanted:

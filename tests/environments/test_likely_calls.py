@@ -209,7 +209,7 @@ async def test_a_function_that_copes_with_an_empty_completion_scores_it():
     assert (state["reward"], state["error"]) == (0.0, None)
 
 
-# spec 1's own words
+# as verifiers words it
 
 
 async def test_init_state_takes_the_input_alone(names):

@@ -1,4 +1,4 @@
-"""The examples of spec 1 over real HTTP, with the official openai client, and with faults."""
+"""Three example environments over real HTTP, with the official openai client, and with faults."""
 
 import collections
 import itertools

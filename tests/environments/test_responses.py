@@ -328,7 +328,7 @@ async def test_ids_and_logprobs_that_are_no_numbers_are_token_errors(content):
 
 
 class Spec1(MultiTurnEnv):
-    """`add_model_response` as spec 1 writes it."""
+    """`add_model_response` as verifiers documents it."""
 
     async def env_response(self, messages, state):
         return [{"role": "user", "content": "again"}]

@@ -1,4 +1,4 @@
-"""One rollout: spec 1's methods, the three signals, limits, errors, seeds."""
+"""One rollout: the methods of verifiers, the three signals, limits, errors, seeds."""
 
 import asyncio
 import copy

@@ -1,4 +1,4 @@
-"""The three examples of spec 1, as they are written there, on the embedded engine.
+"""Three example environments in the style of verifiers, on the embedded engine.
 
 The model is real (SmolLM2-135M) and small: what counts is that every line of the examples works.
 Answers are cut short to keep it quick.

@@ -18,6 +18,7 @@ PHRASES = {
     r"\bof which (?:no|there|the|who|it is|even)\b": "whose ..., some of which",
     r"\banother one than\b|\bthat is another one\b": "differs from",
     r"\b(?:as|what|where) one (?:asks|looks|wants|sees)\b|\bone's own\b": "name who it is",
+    r"(?<!'s )\b(?:issue|spec) \d": "say what it is, not its number",
     r"\bas ever\b": "as usual, still",
     r"\bfor ever\b": "forever",
     r"\bnobody (?:knows|could tell|can tell|says)\b": "say what is not known",

@@ -1,4 +1,4 @@
-"""One agent, one world: spec 2's table of action targets and its list of truncations."""
+"""One agent, one world: action targets and truncations, case by case."""
 
 import asyncio
 
@@ -95,7 +95,7 @@ class TestTheLoop:
 
 
 class TestTruncation:
-    """Spec 2, "Truncation Semantics": one test for each line of the list."""
+    """What truncates an episode: one test for each case."""
 
     async def test_the_world_terminates(self):
         rollout = await play(["move 1", "move 2"])

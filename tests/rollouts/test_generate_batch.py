@@ -1,4 +1,4 @@
-"""`generate_batch`: spec 2's metadata on every sample; one failure fails alone; whole groups."""
+"""`generate_batch`: metadata on every sample; one failure fails alone; whole groups."""
 
 from functools import partial
 

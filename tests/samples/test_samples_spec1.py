@@ -1,4 +1,4 @@
-"""Spec 1, section 6: one training row per step, exactly as written there."""
+"""One training row per step, as in verifiers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Spec 3 by hand: which steps merge, and what ids, masks and logprobs the rows have."""
+"""Interleaving by hand: which steps merge, and what ids, masks and logprobs the rows have."""
 
 from __future__ import annotations
 

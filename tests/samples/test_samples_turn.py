@@ -1,4 +1,4 @@
-"""Turn-concatenated samples (spec 2): one per agent turn, credit from the turn's last step."""
+"""Turn-concatenated samples: one per agent turn, credit from the turn's last step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`step["tokens"]` behaves as the dict of spec 1, whose lists are built when they are read."""
+"""`step["tokens"]` behaves as a dict, whose lists are built when they are read."""
 
 from __future__ import annotations
 

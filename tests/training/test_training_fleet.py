@@ -130,7 +130,7 @@ class TestMembers:
         assert "http://a:5 is no longer used" in fleet.said[-1]
         assert "it serves other weights. The run goes on with http://a:1" in fleet.said[-1]
         assert await fleet.or_lost(asyncio.sleep(0, "goes on")) == "goes on"
-        with pytest.raises(ConnectionFailed, match="was taken out"):
+        with pytest.raises(ConnectionFailed, match="was removed"):
             await fleet.ready(new)
 
     async def test_one_that_refuses_a_publish_is_dropped_and_the_last_ends_the_run(self, fleet):
@@ -153,7 +153,7 @@ class TestMembers:
         assert fleet._way.forgotten == [first]
         assert fleet._pool.clients == [second]
         assert (await fleet._pool.choose(b"key", stay)).client is second
-        with pytest.raises(ConnectionFailed, match="was taken out"):
+        with pytest.raises(ConnectionFailed, match="was removed"):
             await fleet.ready(first)
         fleet.remove(first)  # twice does no harm
         async with fleet.paused():

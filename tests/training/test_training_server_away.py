@@ -59,12 +59,12 @@ def test_servers_that_were_never_there_are_waited_for_a_few_seconds(model, tmp_p
     assert "ends after 5 s (none answered at the start)" in notice
 
 
-def test_a_run_says_at_its_end_what_servers_go_on_with(model, tmp_path, server):
+def test_a_run_says_at_its_end_what_servers_keep(model, tmp_path, server):
     config = kit.server_config(model, tmp_path / "run", [server.url], train={"num_steps": 1})
     seen = kit.At({}, lambda: None)
     start(config, kit.EarlyIsEasy(), reporter=seen)
     said = seen.notices[-1]
-    assert "go on with the weights of version 1 under the name 'm'" in said
+    assert "keep the weights of version 1 under the name 'm'" in said
     with Run.open(config.run.dir, "r") as run:
         assert [event.data["message"] for event in run.events("notice")][-1] == said
 

@@ -1,6 +1,6 @@
 """`ToolAgent` and `ReActAgent`: agents that use tools before they act.
 
-Tools have one of two scopes (spec 2). The agent runs its internal `tools` and continues with their
+Tools have one of two scopes. The agent runs its internal `tools` and continues with their
 results. The protocol answers `external_tools`: the turn pauses, `waiting` lists the calls, `answer`
 gives the results, and the next `act` continues the turn. What a model gets wrong (a call that
 cannot be read, an unknown tool, wrong arguments) and what a tool raises is an answer to it.

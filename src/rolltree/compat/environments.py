@@ -432,7 +432,7 @@ class Environment(OwnNames, Batches, rooms.Environment):
         client = batch.client if batch is not None and batch.is_own else client
         try:
             state = await self.run_rollout(NullAsyncContext(), input, client, model, args)
-        except Exception as error:
+        except Exception as error:  # any failure of the author's code is noted
             note_failure(error)
             raise
         state = as_engine_state(state)

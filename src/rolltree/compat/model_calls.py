@@ -170,7 +170,7 @@ async def _ask_directly(
         # Waiting for the author's own client is waiting for the server: time limits exclude it.
         with nullcontext() if episode is None else episode.clock.excluded():
             return await call
-    except Exception as error:
+    except Exception as error:  # any client's, known by its text
         if _is_overlong(error):
             return get_overlong_prompt_dummy_response(message_type)
         raise

@@ -169,7 +169,7 @@ def load_environment(env_id: str, **env_args: Any) -> Environment:
             f"Could not import '{env_id}' environment: {error} Ensure the package for the "
             f"'{env_id}' environment is installed."
         ) from error
-    except Exception as error:
+    except Exception as error:  # as verifiers does
         raise RuntimeError(f"Failed to load environment '{env_id}': {error!s}") from error
 
 

@@ -63,7 +63,7 @@ def _answer(code):
             if last is not None:
                 value = eval(compile(ast.Expression(last.value), "<cell>", "eval"), _names)
                 made["result"] = None if value is None else repr(value)
-        except Exception as error:
+        except Exception as error:  # the model's code may raise anything
             own = error.__traceback__.tb_next
             text = traceback.format_exception(type(error), error, own)
             made.update(status="error", result="".join(text))

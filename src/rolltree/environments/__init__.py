@@ -1,4 +1,4 @@
-"""Environments: data, worlds and rewards behind one interface (spec 1)."""
+"""Environments: data, worlds and rewards behind one interface."""
 
 from rolltree.environments.batch_runner import GenerateMetadata, GenerateResults
 from rolltree.environments.code import changed_code

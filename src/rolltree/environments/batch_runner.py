@@ -292,7 +292,7 @@ class BatchRunner(ABC):
         request = episode.request
         seeds = call_seeds(request)
         client = seeded(client, seeds)
-        # Overrides of `rollout` know sampling arguments as spec 1 passes them, as OpenAI's fields.
+        # Overrides of `rollout` know sampling arguments as OpenAI's fields.
         args = {**sampling_to_args(request.sampling), "seed": seeds.seed}
         states: list[State] | None = None
         try:

@@ -1,4 +1,4 @@
-"""`Environment`: data, a rubric and a way to play one rollout (spec 1).
+"""`Environment`: data, a rubric and a way to play one rollout.
 
 A failed rollout is data: `state["error"]` is an `ErrorRecord` with a traceback, the steps made so
 far stay, and the reward is None. Only cancellation is raised.
@@ -272,7 +272,7 @@ class Environment(BatchRunner):
     async def _set_up(self, state: State) -> State:
         """Return the state after `setup_state`, which may change it in place and return nothing."""
         made = await maybe_await(self.setup_state, state)
-        # Spec 1 returns the state; many authors change it in place and forget to.
+        # It should return the state; many authors change it in place and forget to.
         if made is None or isinstance(made, State):
             return made or state
         raise ConfigError(
@@ -284,7 +284,7 @@ class Environment(BatchRunner):
         """Ask the stop conditions in order; the first that is true ends the rollout.
 
         An override must return True when `await super().is_completed(state)` does. `kwargs` do
-        nothing: spec 1 has them in the signature.
+        nothing: verifiers has them in the signature.
         """
         for condition in self._stop_conditions:
             if await self._render_stop(state, condition):

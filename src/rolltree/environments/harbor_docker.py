@@ -77,7 +77,7 @@ async def docker_world(task: HarborTask, limits: Limits, docker: str | None = No
                 f"{said.strip()[-300:]}"
             )
         await world.make_folders()
-    except BaseException:
+    except BaseException:  # a cancellation, too
         await run_shielded(world.close())
         raise
     return world

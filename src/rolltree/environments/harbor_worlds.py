@@ -273,7 +273,7 @@ async def sandbox_world(
         sandbox.at_root = (*files.top_folders, "tests", "solution", "logs")
         world = SandboxWorld(sandbox, files)
         await world.prepare()
-    except BaseException:
+    except BaseException:  # a cancellation, too
         await sandbox.close()
         raise
     return world

@@ -90,7 +90,7 @@ class MCPConnection:
         self._task = asyncio.run_coroutine_threadsafe(self._live(), self._loop)
         try:
             self._opened.result(self.server.timeout_s)
-        except BaseException as error:
+        except BaseException as error:  # Ctrl-C while it waits, too
             self.close()
             if isinstance(error, Exception):
                 raise ToolUnavailable(
@@ -208,7 +208,7 @@ class MCPConnection:
                 f"the MCP server {self.server.name!r} took more than {self.server.timeout_s:g} s "
                 f"for {what}."
             ) from error
-        except Exception as error:
+        except Exception as error:  # transports raise their own
             raise ToolUnavailable(
                 f"the MCP server {self.server.name!r} failed at {what}: {_reason(error)}"
             ) from error
@@ -314,7 +314,7 @@ class MCPEnv(ToolEnv):
                 # The server checks what is beyond names.
                 for schema in connection.tools():
                     self.add_tool(Tool.of_schema(schema, _RemoteTool(server)))
-        except BaseException:
+        except BaseException:  # Ctrl-C, too
             _close(self._shared)
             raise
         # They were opened to learn the tools; every rollout opens its own.
@@ -357,7 +357,7 @@ class MCPEnv(ToolEnv):
         try:
             for server in self.mcp_servers:
                 opened[server.name] = MCPConnection(server).open()
-        except BaseException:
+        except BaseException:  # Ctrl-C, too
             _close(opened)
             raise
         return opened

@@ -65,7 +65,7 @@ def load_environment(
         factory = find_environment(name)
         _check_arguments(name, factory, args)
         environment = factory(**args)
-    except Exception as error:
+    except Exception as error:  # an author's code may raise anything
         version = imported_real_version()
         if version is None or not _comes_from_verifiers(error):
             raise

@@ -211,7 +211,7 @@ class StatefulToolEnv(ToolEnv):
         Raises:
             ConfigError: it returned no dict, or an argument without a default is still missing.
         """
-        # The conversation up to the call, as spec 1 passes it to `update_tool_args`.
+        # The conversation up to the call, as verifiers passes it to `update_tool_args`.
         messages = conversation(state.trajectory)
         updated = await maybe_await(self.update_tool_args, tool.name, arguments, messages, state)
         if not isinstance(updated, dict):

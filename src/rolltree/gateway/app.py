@@ -305,7 +305,7 @@ class EventStream(Response):
         async with aclosing(stream):
             try:
                 answer = await self._send_events(stream, writer, send)
-            except Exception as error:
+            except Exception as error:  # becomes an answer or an event
                 if isinstance(error, TimeoutError):
                     raise
                 _log_failure(self._request, error)

@@ -401,7 +401,7 @@ class ProgramEnv(Environment):
                     await folder.write_file(name, await asyncio.to_thread(content.read_bytes))
                 else:
                     await folder.write_file(name, content.fill(values))
-        except BaseException:
+        except BaseException:  # a cancellation, too
             await run_shielded(folder.close())
             raise
         return folder
@@ -652,7 +652,7 @@ class _ProgramClient(DelegatingClient):
         watch.begins(call)
         try:
             response = await call.to(self._inner)
-        except Exception as error:
+        except Exception as error:  # any failure ends the program
             watch.failure = error
             raise
         except asyncio.CancelledError as error:

@@ -417,7 +417,7 @@ class EngineThread(ABC, Generic[RequestT]):
                 except Exception as cause:  # noqa: BLE001  (becomes every request's typed error)
                     self._fail_step(cause)
                 self._end_step()
-        except BaseException as cause:
+        except BaseException as cause:  # the thread must not die silently
             self._end(
                 f"{self.label}'s thread has died ({_named(cause)}), so nothing more can be sampled "
                 "here. Start a new engine (or `rolltree serve` again); the cause is above.",

@@ -398,7 +398,7 @@ async def parse_response_messages(response: object, message_type: MessageType) -
 async def parse_response_tokens(
     response: object, message_type: MessageType
 ) -> TrajectoryStepTokens | None:
-    """Return a response's tokens as lists (spec 1), or None when ids or logprobs are missing.
+    """Return a response's tokens as lists, or None when ids or logprobs are missing.
 
     Raises:
         TokenError: the token data contradicts itself.

@@ -66,7 +66,7 @@ def made_once(key: str, build: Builder) -> Path:
             with contextlib.redirect_stderr(io.StringIO()):
                 build(unfinished)
             unfinished.rename(final)
-        except BaseException:
+        except BaseException:  # Ctrl-C, too
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
     return final

@@ -1,4 +1,4 @@
-"""Protocols: the loops between agents and worlds (spec 2).
+"""Protocols: the loops between agents and worlds.
 
 A protocol plays one episode and returns its rollouts.
 """

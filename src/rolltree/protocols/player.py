@@ -128,7 +128,7 @@ class Player:
                 raise EpisodeCut(TruncationReason.MAX_SEQ_LEN) from error
             except BudgetSpent as error:
                 raise EpisodeCut(TruncationReason.BUDGET) from error
-            except Exception as error:
+            except Exception as error:  # an agent's code may raise anything
                 is_model = isinstance(error, ModelError)
                 self.builder.fail(record_error(error, "model" if is_model else "environment"))
                 raise

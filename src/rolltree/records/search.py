@@ -171,7 +171,7 @@ class SearchIndex:
                 about = (_VERSION, self._run.meta["created_at"], self._gone(), 0, 0)
                 with file:
                     file.execute("INSERT INTO about VALUES (?, ?, ?, ?, ?)", about)
-        except BaseException:
+        except BaseException:  # Ctrl-C, too
             file.close()
             raise
         return file

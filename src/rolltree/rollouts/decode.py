@@ -94,7 +94,7 @@ def decode_results(
 
 
 def export_line(row: StoredRollout, *, tokens: bool = True) -> dict[str, Any]:
-    """Return a row as one JSON line in the shape of spec 1: for `run.export(render=...)`.
+    """Return a row as one JSON line in the shape of verifiers: for `run.export(render=...)`.
 
     `trajectory` restates every step's prompt and token lists, so its size is O(T^2) in turns.
     Without `tokens` it is left out. A step's `response` has OpenAI's shape (`choices`, `usage`)

@@ -322,7 +322,7 @@ def write_scores(state: State, scores: Scores, elapsed_s: float) -> None:
 
     With step functions a step's reward is its own, and the last step's includes what the rollout
     as a whole earned, so that the steps add up to the reward. Without them, every step that has no
-    reward yet gets the rollout's (spec 1). `state["has_step_rewards"]` tells the two apart.
+    reward yet gets the rollout's. `state["has_step_rewards"]` tells the two apart.
     """
     steps = state.trajectory
     # A world may have given steps their rewards; without step functions these stay.
@@ -414,7 +414,7 @@ def centred_rewards(
 
 
 def write_advantages(states: Sequence[State]) -> None:
-    """Fill the advantages of one group as spec 1 says: the reward minus the mean.
+    """Fill the advantages of one group: the reward minus the mean.
 
     Rollouts without a reward have none and do not count. Training's credit does not read them.
     """

@@ -292,7 +292,7 @@ class OpenEnds:
 
 
 def by_prefix(tree: TokenTree, calls: Sequence[ResolvedStep]) -> list[Group]:
-    """Best-effort interleaving (spec 3): a call joins the longest open sample its prompt extends.
+    """Best-effort interleaving: a call joins the longest open sample its prompt extends.
 
     An empty suffix is a hit. A prompt that extends no open sample opens a new one; older samples
     stay open.

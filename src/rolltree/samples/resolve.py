@@ -206,7 +206,7 @@ def _insert_view(tree: TokenTree, tokens: StepTokens) -> int:
         """Return what was assigned, None for an empty list, else what was recorded."""
         if key not in new:
             return values[name]
-        # In spec 1 an empty list says that there are none.
+        # In verifiers' steps an empty list says that there are none.
         return new[key] if new[key] is not None and len(new[key]) else None
 
     return tree.insert(

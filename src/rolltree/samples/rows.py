@@ -1,4 +1,4 @@
-"""Rows of lists, as spec 1 defines them: one `TrainingExample` per step, or per flat sample."""
+"""Rows of lists, as in verifiers: one `TrainingExample` per step, or per flat sample."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rolltree.types import Sample, TrainingExample
 def process_trajectories_for_training(
     states: Sequence[Mapping[str, Any]], mask_prompts: bool = True
 ) -> list[TrainingExample]:
-    """Make one training row per trajectory step (spec 1, section 6: horizontal processing).
+    """Make one training row per trajectory step (verifiers' horizontal processing).
 
     Args:
         states: rollouts with a `trajectory`; steps whose `tokens` are None are left out.

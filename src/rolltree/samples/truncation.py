@@ -8,7 +8,7 @@
 | penalise  | yes    | as any     | reward - penalty      | counted, unshaped |
 | bootstrap | yes    | as any     | reward + g * value    | counted, unshaped |
 
-A rollout is truncated when its episode says so (spec 2), or when a call is longer than
+A rollout is truncated when its episode says so, or when a call is longer than
 `max_seq_len`. That is neither `terminated` nor the model's finish reason: a completion cut by
 `max_tokens` is not a truncated episode, whatever the mode. `mask_truncated_completions` is about
 those, as in TRL: the tokens of a rollout whose last answer was cut have weight 0, its reward counts

@@ -87,7 +87,7 @@ class PrivateFolder:
                 self.fd = os.open(self.path, _FOLDER_FLAGS)
             else:
                 self.mount_fd, self.fd = self._bounded(limits)
-        except BaseException:
+        except BaseException:  # Ctrl-C, too
             _remove(self.outer, self._lock_fd)
             raise
         fds = [fd for fd in (self.mount_fd, self.fd) if fd is not None]

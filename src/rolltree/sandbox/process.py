@@ -155,7 +155,7 @@ class SupervisedProcess:
         control_read, self._control = os.pipe()
         try:
             status_read, status_write = os.pipe()
-        except BaseException:
+        except BaseException:  # Ctrl-C, too
             os.close(control_read)
             os.close(self._control)
             raise
@@ -186,7 +186,7 @@ class SupervisedProcess:
                 start_new_session=True,
                 bufsize=0,
             )
-        except BaseException:
+        except BaseException:  # Ctrl-C, too
             os.close(self._control)
             os.close(status_read)
             raise
@@ -413,7 +413,7 @@ class SupervisedSession:
                 await asyncio.wait(
                     (self._marked, process.finished), return_when=asyncio.FIRST_COMPLETED
                 )
-            except BaseException:
+            except BaseException:  # a cancellation, too
                 await self._end()
                 raise
             return self._result(process, time.monotonic() - began)

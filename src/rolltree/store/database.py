@@ -120,7 +120,7 @@ class Database:
         except _SQL_ERRORS as error:
             self.close()
             raise _unreadable(path, error) from error
-        except BaseException:
+        except BaseException:  # Ctrl-C, too
             self.close()
             raise
 
@@ -162,7 +162,7 @@ class Database:
                 yield change
                 change.finish()
                 self._connection.execute("COMMIT")
-            except BaseException as error:
+            except BaseException as error:  # Ctrl-C, too
                 with contextlib.suppress(sqlite3.Error):
                     if self._connection.in_transaction:
                         self._connection.execute("ROLLBACK")

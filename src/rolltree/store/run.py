@@ -101,7 +101,7 @@ class Run(StoredRun):
             lock = WriterLock(directory / "run.lock")
         try:
             return cls(directory, Database(directory / "run.db", "w"), lock)
-        except BaseException:
+        except BaseException:  # Ctrl-C, too
             lock.release()
             raise
 
@@ -179,7 +179,7 @@ class Run(StoredRun):
             run.protect(*secrets)
             with _writing(path):
                 write_config(path / "config.json", run.config)
-        except BaseException:
+        except BaseException:  # Ctrl-C, too
             lock.release()
             raise
         return run

@@ -122,7 +122,7 @@ class LoopbackServer:
         self._thread.start()
         try:
             asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
-        except BaseException:
+        except BaseException:  # Ctrl-C, too
             self._end()
             raise
         return self

@@ -1,8 +1,7 @@
 """Explains why a prompt does not extend an earlier call: position, surroundings and a cause.
 
 Causes are derived from ids alone if they suffice; with a decoder, which the caller passes in, equal
-text under other ids is detected too. A broken prefix opens a new sample
-(spec 3).
+text under other ids is detected too. A broken prefix opens a new sample.
 
 Rules, the first that holds gives the cause:
 

@@ -1,4 +1,4 @@
-"""Spec 1's step dicts as views on the token tree: `RecordedStep` and its `StepTokens`.
+"""Step dicts as views on the token tree: `RecordedStep` and its `StepTokens`.
 
 T turns restate T prompts, each with the ids, masks and numbers of its call. A recorded step keeps
 what is new in its prompt, the step before it, and a handle into the token tree. The values of a

@@ -5,8 +5,8 @@ calls the functions of `credit`. Within one `request.group_id` (one source task)
 compared agent by agent, and delegated ones with those of the same agent that got the same subtask.
 Episodes count, not rollouts.
 
-Nothing is written into the results: `state["advantage"]` stays what the rubric's default of spec 1
-made it, the reward minus the group's mean. Pass `CreditReport.advantages` to `build_samples`.
+Nothing is written into the results: `state["advantage"]` stays what the rubric made it,
+the reward minus the group's mean. Pass `CreditReport.advantages` to `build_samples`.
 """
 
 from __future__ import annotations

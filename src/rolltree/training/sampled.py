@@ -82,7 +82,7 @@ def check_spelled(rollouts: Iterable[tuple[str, State]], vocabulary: Vocabulary)
     ]
     for where, step in calls[:: max(1, len(calls) // _NUM_SPELLED)]:
         tokens, prompt, said = step["tokens"], step["prompt"], step["completion"]
-        # Ids come as lists in the dicts of spec 1.
+        # Steps have ids as lists.
         prompt_ids, ids = (
             np.array(tokens[name], np.int32) for name in ("prompt_ids", "completion_ids")
         )

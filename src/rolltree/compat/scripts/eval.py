@@ -66,7 +66,7 @@ def main() -> None:
     logger.debug("evaluation: %s", config)
     try:
         asyncio.run(run_evaluation(config))
-    except Exception as error:
+    except Exception as error:  # the Hub's errors have no common base
         if asked.save_to_hf_hub and type(error).__module__.partition(".")[0] == "huggingface_hub":
             raise ConfigError(
                 f"the results are saved, but could not be pushed to the Hugging Face Hub ({error})."

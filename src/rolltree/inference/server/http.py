@@ -93,7 +93,7 @@ def answering_errors(handler: Handler) -> Handler:
             return await handler(request)
         except ClientDisconnect:
             return Response(status_code=499)
-        except Exception as error:
+        except Exception as error:  # `failure` sorts them
             response = failure(error)
             if response.status_code in (408, 413):
                 # Some of the body may not have been read, and would be taken for the next request.

@@ -221,7 +221,7 @@ class ResponseStream:
             for prompt in prompts:
                 for seed in choice_seeds(request.sampling.seed, request.n):
                     self._begin(prompt, replace(request.sampling, seed=seed))
-        except BaseException:
+        except BaseException:  # all choices or none
             self._cancel()
             raise
 

@@ -91,7 +91,7 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc]
                     f"{len(missing)} of the model's parameters were not sent, {missing[0]} among "
                     "them, so answers would come from half an update. Send the whole model."
                 )
-        except BaseException:
+        except BaseException:  # half an update must not stay
             self.shutdown()
             self._close_update()
             raise

@@ -97,7 +97,7 @@ class WeightReceiver:
                 for tensors in receive(channel, fill_buckets(specs, size)):
                     for name, tensor in tensors:
                         own[name].copy_(tensor)
-        except BaseException:
+        except BaseException:  # the channel is out of step now
             self.close()
             raise
 

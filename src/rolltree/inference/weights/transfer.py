@@ -145,7 +145,7 @@ class WeightTransfer:
 
                 # A server that fails is dropped; its group is recreated at the next publish.
                 await update_server(server, load, version)
-            except BaseException:
+            except BaseException:  # a cancellation, too
                 self._drop(server)
                 raise
             finally:
@@ -212,7 +212,7 @@ class WeightTransfer:
                 raise
             try:
                 await asked
-            except BaseException:
+            except BaseException:  # a cancellation, too
                 channel.close()
                 raise
         finally:
