@@ -307,7 +307,7 @@ def measure(options: argparse.Namespace) -> int:
     with_vllm = VLLM.exists() and not options.sizes
     if not options.json:
         if not with_vllm:
-            print("no vLLM in this table: .venv-vllm is not there (make .venv-vllm/.vllm)")
+            print("no vLLM in this table: .venv-vllm is missing (make .venv-vllm/.vllm)")
         print(f"{'tokens/s':28} {'generate':>19} {'engine':>19}")
         head = f"{'model':13} {'row':8} {'batch':>5}"
         print(f"{head} {'CPU':>10}{'wall':>10}{'CPU':>10}{'wall':>10} {'speed-up':>9} {'equal':>8}")

@@ -224,7 +224,7 @@ def in_process(name: str, folder: Path, seed: int) -> list[dict[str, float]]:
 
 
 def make_trl() -> None:
-    """Make `.venv-trl` when it is not there."""
+    """Make `.venv-trl` if it is missing."""
     if TRL_PYTHON.exists():
         return
     print(f"making {TRL_PYTHON.parents[1]} with TRL (a few minutes) ...", file=sys.stderr)

@@ -93,7 +93,7 @@ def check_available(name: HubName) -> None:
 
 
 def model_folder(name: HubName, *, weights: bool = True) -> Path:
-    """Return the folder of a model, downloaded into the client's cache first if it is not there.
+    """Return the folder of a model, downloaded into the client's cache first if it is missing.
 
     Raises:
         ConfigError: it is not in the cache, and the hub does not answer, does not have it, or asks

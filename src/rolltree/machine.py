@@ -67,7 +67,7 @@ class Host:
     smollm2: str | None = None  # the package that carries the demo's model
     bubblewrap: str | None = None  # the path of bwrap
     browser: str | None = None
-    # Extra to its modules that are not there; extras that are complete are left out.
+    # Extra to its missing modules; extras that are complete are left out.
     missing: dict[str, tuple[str, ...]]
 
     @property

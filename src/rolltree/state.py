@@ -166,7 +166,7 @@ class State(dict[str, Any]):
                 return self[key]
             except KeyError:
                 return default
-        # Half of the keys that are asked for are not there, and an exception costs most.
+        # Half of the keys that are asked for are missing, and an exception costs most.
         value = dict.get(self, key, _MISSING)
         if value is not _MISSING:
             return value

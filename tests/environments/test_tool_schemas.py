@@ -219,8 +219,8 @@ def no_json(a: functools.partial): ...
 @pytest.mark.parametrize(
     ("func", "match"),
     [
-        (positional, "by position"),
-        (starred, "by position"),
+        (positional, "positional argument"),
+        (starred, "positional argument"),
         (unresolved, "Nowhere"),
         (no_json, "no JSON schema"),
         (lambda x: x, "<lambda>"),

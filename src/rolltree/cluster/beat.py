@@ -103,7 +103,7 @@ class Beats:
         link: the way to the driver.
         kind: `engine`, `worker`, `trainer` or `rank`.
         url: where the role is called, None if nobody calls it.
-        orphan_s: the role ends when no beat was heard for so long.
+        orphan_s: the role ends when no beat was heard for that long.
         has_loop: whether a loop calls `advance`.
         on_notice: gets what the driver has to say to the head.
 

@@ -40,7 +40,7 @@ from rolltree.store import Run, StoredRollout
 from rolltree.types import RolloutRequest, RolloutResult
 
 SILENT_S = 30.0
-"""A worker that has not polled for so long is taken for dead."""
+"""A worker that has not polled for that long is taken for dead."""
 _MAX_WAIT_S = 10.0
 _MAX_POLL_BYTES = 2**22
 _MAX_LATE = 1000
@@ -115,7 +115,7 @@ class Broker:
         token: what every request carries.
         queue_bytes: results that may wait to be stored; workers keep the others.
         there: the names of the workers that the driver sees, None if it is not known.
-        silent_s: a worker that has not polled for so long has lost its items.
+        silent_s: a worker that has not polled for that long has lost its items.
     """
 
     def __init__(

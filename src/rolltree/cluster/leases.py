@@ -49,7 +49,7 @@ class Leases(Generic[T]):
     """The items of one head.
 
     Args:
-        silent_s: a worker that has not polled for so long has lost its items.
+        silent_s: a worker that has not polled for that long has lost its items.
         clock: seconds, monotonic.
     """
 

@@ -16,7 +16,7 @@ from rolltree.errors import ClusterError
 Kind = Literal["engine", "worker", "trainer", "rank"]
 
 _STEADY_S = 30.0
-"""A role that beats for so long has made progress, if none of the run is known."""
+"""A role that beats for that long has made progress, if none of the run is known."""
 _KEPT_NOTICES = 200
 
 
@@ -76,7 +76,7 @@ class Roster:
     """The roles of a run.
 
     Args:
-        stall_s: a role that says nothing for so long, or whose loop stands still, stalls.
+        stall_s: a role that says nothing for that long, or whose loop stands still, stalls.
         clock: seconds, monotonic.
     """
 

@@ -95,7 +95,7 @@ class HeadClient:
         """Return the head's answer.
 
         Raises:
-            HeadLost: it is not there, or not ready.
+            HeadLost: it does not answer, or is not ready.
         """
         return read_message(kind, (await self.request(path, message))[1])
 
@@ -159,7 +159,7 @@ class Engines:
         self._news = asyncio.Event()
 
     async def refresh(self) -> None:
-        """Ask the head; all who ask at once share the answer."""
+        """Ask the head; callers that ask at the same time share the answer."""
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._refresh())
         await asyncio.shield(self._asking)
@@ -179,7 +179,7 @@ class Engines:
             with suppress(HeadLost):
                 self.take(await self._head.ask(FleetState, "/suspect", Suspect(url=url)))
                 server.is_suspect = False
-        # The deadline of the rollout stands still: an engine that is away is not the model's doing.
+        # The rollout's deadline is suspended: it is not the model's fault that an engine is away.
         episode = current_episode()
         while server.is_suspect or not self._is_ready(url):
             if any(engine.is_ready and engine.url != url for engine in self._state.engines):

@@ -258,7 +258,7 @@ def setup_client(config: Any) -> Any:
     )
     http_client = httpx.AsyncClient(
         limits=limits,
-        # An hour for an answer, as verifiers does, but a server that is not there is noticed at
+        # An hour for an answer, as verifiers does, but a missing server is noticed at
         # once.
         timeout=Timeout(config.timeout, connect=5.0),
         headers=config.extra_headers,

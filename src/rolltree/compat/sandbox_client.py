@@ -241,7 +241,7 @@ class SandboxClient:
         await asyncio.to_thread(Path(local_file_path).write_bytes, data)
 
     async def delete(self, sandbox_id: str) -> None:
-        """End a sandbox; what is not there is gone already."""
+        """End a sandbox; a missing one is gone already."""
         sandbox = self._open.pop(sandbox_id, None)
         if sandbox is not None:
             await sandbox.close()

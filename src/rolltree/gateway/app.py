@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("rolltree.gateway")
 PING_S = 15.0
-"""A stream in which nothing was said for so long gets an event that says nothing."""
+"""A stream in which nothing was said for that long gets an event that says nothing."""
 _SESSION = "rolltree.session"
 _AGENT_PATH = re.compile(r"/s/([^/]+)(?:/agents/([^/]+))?/v1(/.+)|/s/([^/]+)/.*", re.DOTALL)
 _STATUS_OF_MODEL = (

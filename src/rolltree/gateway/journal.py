@@ -91,7 +91,7 @@ class Journal:
         return JournalFile(self.path(session_id), settings, self)
 
     def write(self, file: JournalFile, frame: bytes) -> asyncio.Future[None]:
-        """Write and sync a frame in a thread; the result is there when it is on disk.
+        """Write and sync a frame in a thread; the result comes once it is on disk.
 
         Frames are written in turns, those that came meanwhile together: a thread that is asked for
         each would cost as much as what it does.

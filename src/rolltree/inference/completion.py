@@ -84,7 +84,7 @@ class CompletionParser:
             message["content"] = found.content
             if found.calls:
                 message["tool_calls"] = call_messages(found.calls, text)
-                # An answer that ran into its limit stays one, whatever calls are in it.
+                # An answer that reached its limit stays one, whatever calls are in it.
                 if finish_reason == FinishReason.STOP:
                     finish_reason = FinishReason.TOOL_CALLS
             if found.problems:

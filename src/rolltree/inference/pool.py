@@ -70,8 +70,8 @@ class EndpointPool(ClientBase):
     Args:
         clients: one per server; give them no retries of their own (`EndpointPool.of` does).
         retry: how often, and with which waits, a call is tried again in all.
-        deadline_s: a call that has failed for so long, on all servers together, is not tried again;
-            the longest `deadline_s` of the clients unless given.
+        deadline_s: a call that has failed for that long, on all servers together, is not tried
+            again; the longest `deadline_s` of the clients unless given.
         cool_down_s: how long a server is left alone after a failure; doubles up to a minute.
         spread: a server may have this many times the mean number of calls in flight.
 

@@ -78,12 +78,12 @@ def failed(rollout: StoryRollout) -> bool:
 
 
 def hit_max_tokens(rollout: StoryRollout) -> bool:
-    """Whether the model ran into its limit of tokens in the last call."""
+    """Whether the model reached its token limit in the last call."""
     return rollout.finish_reason == "length"
 
 
 def max_tokens(facts: Facts) -> Cases:
-    """Rollouts that ran into their limit of tokens."""
+    """Rollouts that reached their token limit."""
     limit = "" if facts.max_tokens is None else f" ({facts.max_tokens})"
     is_short = facts.max_tokens is not None and facts.max_tokens <= SHORT_LIMIT
     found = share_of(hit_max_tokens, facts, where="finish_reason = length", least=LEAST_SHARE)

@@ -157,7 +157,7 @@ class TokenArena:
         return count
 
     def extend(self, ids: IntArray, place: Place = ROOT) -> Place:
-        """Walk down from `place` by `ids`, adding what is not there; return the last place."""
+        """Walk down from `place` by `ids`, adding what is missing; return the last place."""
         if place.token == self.num_tokens - 1:  # nothing can continue the newest token yet
             return self.append(ids, place)
         matched, place = self.match(ids, place)

@@ -423,7 +423,7 @@ def _load_runs(tree: TokenTree, ids: Any, starts: list[int], parents: list[int])
         if arena.append(ids[: edges[1] - first], arena.place(last)).token != edges[1] - 1 or (
             last < 0
         ):
-            raise damaged_tokens("tokens continue a run that is not there")
+            raise damaged_tokens("tokens continue a run that does not exist")
     for low, high, parent in zip(edges[1:], edges[2:], parents, strict=False):
         place = arena.place(parent) if parent >= 0 else ROOT
         piece = ids[low - first : high - first]
@@ -544,7 +544,7 @@ def _load_extra(reader: Reader, tree: TokenTree, since: int) -> None:
 
     def path_len(call: int) -> int:
         if not since <= call < num_calls:
-            raise damaged_tokens("a stream names a call that is not there")
+            raise damaged_tokens("a stream names a call that does not exist")
         return tree.path_len(call)
 
     for _ in range(reader.number()):

@@ -190,8 +190,8 @@ def _parameters(
     for parameter in inspect.signature(func).parameters.values():
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
             raise ConfigError(
-                f"tool {name!r} takes {parameter.name!r} by position; a model passes arguments by "
-                "name. Remove the `/` or the `*` from its signature."
+                f"tool {name!r} has the positional argument {parameter.name!r}; a model passes "
+                "arguments by name. Remove the `/` or the `*` from its signature."
             )
         if parameter.kind is not parameter.VAR_KEYWORD and parameter.name not in hidden:
             parameters.append(parameter)

@@ -405,9 +405,9 @@ class ClusterSection(Section, frozen=True):
       Ray cluster, which `address` names (`auto`: the one that is there; empty: a new local one).
     - `rollout_workers`: processes that play rollouts, each at most `slots_per_worker` at a time.
     - `engines` (`count`, `gpus`, `kind`) sample; `trainer` (`ranks`, `gpus`) trains.
-    - `stall_s`: a role that says nothing for so long is named in a notice. `orphan_s`: roles that
-      cannot reach the driver for so long end. `max_restarts`: how often in a row a role is started
-      again without the run getting on.
+    - `stall_s`: a role that says nothing for that long is named in a notice. `orphan_s`: roles that
+      cannot reach the driver for that long end. `max_restarts`: how often in a row a role is
+      restarted without the run getting on.
     - `queue_bytes`: results that may wait to be stored; workers keep the others.
     """
 

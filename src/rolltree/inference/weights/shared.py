@@ -64,7 +64,7 @@ class SharedWeights:
         """Lay out the file for tensors like these, if it is not.
 
         Raises:
-            OSError: the memory is not there.
+            OSError: the memory does not exist.
             ConfigError: safetensors has no such dtype.
         """
         specs = [TensorSpec.of(name, tensor) for name, tensor in tensors]

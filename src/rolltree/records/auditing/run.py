@@ -334,7 +334,7 @@ class _Audit:
             if missing:
                 self.ledger.find(
                     *("counted_once", "missing_trajectory"),
-                    f"trajectory {some(missing)} of its {wanted} is not there",
+                    f"trajectory {some(missing)} of its {wanted} is missing",
                     (request_id, 0),
                 )
                 continue

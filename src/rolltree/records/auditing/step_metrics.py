@@ -21,7 +21,7 @@ Numbers: TypeAlias = Mapping[str, float]
 class FromRollouts:
     """Metrics of all rollouts that a step sampled.
 
-    `names` are prefixes of metrics that are there only if `compute` gives them: one that it does
+    `names` are prefixes of metrics that are present only if `compute` gives them: one that it does
     not give belongs to no rollout.
     """
 

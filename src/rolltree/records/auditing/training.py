@@ -297,7 +297,7 @@ class TrainingAudit:
             for request_id in sorted(planned - there):
                 self.ledger.find(
                     *("counted_once", "missing_rollout"),
-                    f"step {step} was to have it, and it is not there",
+                    f"step {step} was to have it, but it is missing",
                     (request_id, 0),
                     step,
                 )
@@ -462,7 +462,7 @@ class TrainingAudit:
                 )
 
     def _check_taken(self, facts: Sequence[RolloutFacts]) -> None:
-        """Check that nothing was trained by two steps, and nothing that is not there."""
+        """Check that nothing was trained by two steps, and nothing that is missing."""
         for item in facts:
             taken = sorted({known.step for known in item.trained})
             if len(taken) > 1:
@@ -486,7 +486,7 @@ class TrainingAudit:
         for row in self.run.query(sql):
             place = row["request_id"], row["trajectory_index"]
             if place not in known:
-                said = "a step trained tokens of it, and the rollout is not there"
+                said = "a step trained tokens of it, but the rollout is missing"
                 self.ledger.find("counted_once", "missing_rollout", said, place)
 
 

@@ -43,7 +43,7 @@ export async function render(root, params, api) {
   let at = Number.isSafeInteger(wanted) ? Math.max(0, wanted) : 0;
   let first = await read(blockOf(at));
   const total = first.num_tokens;
-  if (at >= total && total) { // a link to a token that is not there leads to the last one
+  if (at >= total && total) { // a link to a missing token leads to the last one
     at = total - 1;
     first = await read(blockOf(at));
   }
