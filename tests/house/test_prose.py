@@ -20,6 +20,9 @@ PHRASES = {
     r"\b(?:as|what|where) one (?:asks|looks|wants|sees)\b|\bone's own\b": "name who it is",
     r"(?<!'s )\b(?:issue|spec) \d": "say what it is, not its number",
     r"\bas ever\b": "as usual, still",
+    r"\bwins? over\b": "overrides, takes precedence over",
+    r"\bruns? side by side\b": "run concurrently",
+    r"\bends? with status\b": "exits with status",
     r"\bfor ever\b": "forever",
     r"\bnobody (?:knows|could tell|can tell|says)\b": "say what is not known",
     r"\bamiss\b": "rejects, wrong",
@@ -30,7 +33,7 @@ PHRASES = {
     r"\blast words\b": "the final response",
     r"\bas much as it likes\b": "unlimited",
     r"\bstrangers?\b": "untrusted code, other people",
-    r"\b(?:is|are|gets?) paid\b": "earns reward",
+    r"\b(?:is|are|was|were(?! paid for)|gets?) paid\b": "earns reward",
     r"\bhalf a character\b": "a lone surrogate",
 }
 """Phrases, as patterns that ignore case, each with what to write instead."""

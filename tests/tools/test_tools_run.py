@@ -178,7 +178,7 @@ async def test_tools_in_processes_get_and_give_values():
     assert values["norm"] == 50.0
     assert values["pid"] != os.getpid()
     assert said == "A"
-    assert not is_plain(Tool.of(tool_functions.norm))  # such calls run side by side
+    assert not is_plain(Tool.of(tool_functions.norm))  # such calls run concurrently
 
 
 async def test_what_goes_wrong_in_a_process_is_an_answer():

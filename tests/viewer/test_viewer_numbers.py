@@ -407,7 +407,7 @@ def test_a_comparison(tab, page, runs):
         assert tab.texts(f"{box} > .story p") == shown["pairs"][at]["sentences"]
 
 
-# -- the story, and what was paid ------------------------------------------------------------------
+# -- the story, and what it earned ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -170,7 +170,7 @@ def _drop_unwritten() -> None:
     """Drop output that cannot be written, so that Python's own flush cannot change the status."""
     for stream in (sys.stdout, sys.stderr):
         try:
-            # Python flushes at exit, and would end with status 120 if the reader has gone.
+            # Python flushes at exit, and would exit with status 120 if the reader has gone.
             stream.flush()
         except OSError:
             with open(os.devnull, "wb") as nowhere:

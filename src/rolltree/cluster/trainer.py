@@ -150,7 +150,7 @@ class HeadProcess:
         while True:
             self.beats.advance()
             self.beats.metrics = {
-                # Of the whole run, so that the driver sees whether a restarted head gets on.
+                # Of the whole run, so that the driver sees whether a restarted head makes progress.
                 "progress": num_before + self.broker.counts.stored,
                 "version": servers.version,
                 **self.broker.metrics(),

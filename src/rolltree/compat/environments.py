@@ -289,7 +289,7 @@ class Environment(OwnNames, Batches, rooms.Environment):
         model: str = "",
         sampling_args: SamplingArgs | None = None,
     ) -> State:
-        """Return the state before the first turn. Tools in a row's `info` win over its own."""
+        """Return the state before the first turn. Tools in a row's `info` override its own."""
         state = await super().init_state(input, client, model, sampling_args)
         # verifiers reads `info.oai_tools` with hasattr, which never holds for a dict, and so
         # ignores it; here a row's own tools win. Without any, verifiers has None and not an empty

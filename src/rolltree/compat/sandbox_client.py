@@ -255,7 +255,7 @@ class SandboxClient:
 def hosted_is_wanted() -> bool:
     """Whether sandboxes are the hosted service's: where its client is installed, unless told."""
     choice = os.environ.get(CHOICE, "")
-    # A choice wins over what is installed, so that a laptop with the client can stay offline.
+    # A choice overrides what is installed, so that a laptop with the client can stay offline.
     if choice:
         return choice == "hosted"
     return importlib.util.find_spec("prime_sandboxes") is not None

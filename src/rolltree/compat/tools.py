@@ -121,7 +121,7 @@ def _schema_of(func: Callable[..., Any], texts: Mapping[str, str]) -> dict[str, 
         text = texts.get(name)
         if get_origin(kind) is Annotated:
             said = next((item for item in get_args(kind)[1:] if isinstance(item, str)), None)
-            # The docstring wins over the annotation, and an empty text is none, as in openai-
+            # The docstring overrides the annotation, and an empty text is none, as in openai-
             # agents.
             text = (text if text is not None else said) or None
         if parameter.kind is parameter.VAR_POSITIONAL:

@@ -310,7 +310,7 @@ class Environment(BatchRunner):
     ) -> ModelResponse:
         """Ask the model once.
 
-        The caller's `sampling_args` win over the environment's field by field; neither is changed.
+        The caller's `sampling_args` override the environment's field by field; neither is changed.
         A prompt that does not fit gives a response whose `id` is "overlong-prompt".
 
         Raises:

@@ -16,7 +16,7 @@ TRAIN_CONFIG = "train.toml"
 """The training config of an environment, beside its module or in its package."""
 _KEYS = ("num_examples", "rollouts_per_example")
 _TABLES = ("rolltree", "verifiers")
-"""`[tool.rolltree.eval]` wins over `[tool.verifiers.eval]`."""
+"""`[tool.rolltree.eval]` overrides `[tool.verifiers.eval]`."""
 
 
 def eval_defaults(name: str) -> dict[str, int]:

@@ -25,7 +25,7 @@ from rolltree.types import ChatMessage, Messages, State
 class ToolEnv(MultiTurnEnv):
     """Let the model call tools until it answers without a call.
 
-    Asynchronous tools of one message run side by side. Synchronous ones run one after another in a
+    Asynchronous tools of one message run concurrently. Synchronous ones run one after another in a
     thread; `@rt.run_inline` keeps a quick one in the event loop.
     The exceptions that tools raised are in `state["tool_errors"]`, with their tracebacks.
 
@@ -104,7 +104,7 @@ class ToolEnv(MultiTurnEnv):
         tool, arguments = self.tool_map[request.name], dict(request.arguments or {})
         complete = await maybe_await(self.complete_arguments, tool, arguments, state)
         # `call_tool` has verifiers' signature, without the state; a context variable is each task's
-        # own, so calls that run side by side do not mix.
+        # own, so calls that run concurrently do not mix.
         before = _STATE.set(state)
         try:
             message: ChatMessage = await maybe_await(

@@ -103,7 +103,7 @@ class GatewaySession:
         api_key: the secret that requests must carry; None generates one. It is not kept.
         key_digest: of the secret of a session that is restored.
         state: whose trajectory takes the calls; None makes one.
-        sampling: settings that win over those that the agent asks for, field by field; of two
+        sampling: settings that override those that the agent asks for, field by field; of two
             `max_tokens` the smaller one holds.
         seed: gives every call a seed of its own, unless the agent asks for one.
         limits: the most that it may use.
@@ -687,7 +687,7 @@ class GatewaySession:
     def _completion(self) -> Messages:
         """Return what was said after the prompt, in the prompt's form: messages or text.
 
-        A program may use chat and text completions side by side. Those in the other form stay in
+        A program may use chat and text completions concurrently. Those in the other form stay in
         the trajectory; they are shown here only if there are none in the prompt's.
         """
         prompt, steps = self.state.prompt, self.trajectory

@@ -261,7 +261,7 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
             }
             if with_tokens:
                 body |= self.tokens.standard(message_type) | self.tokens.extension()
-            # The caller's fields last: they win over the defaults that are sent for ids.
+            # The caller's fields last: they override the defaults that are sent for ids.
             body |= extension_fields(sampling) | extra_fields(sampling)
             if "max_tokens" in body and self._max_tokens_field != "max_tokens":
                 body[self._max_tokens_field] = body.pop("max_tokens")

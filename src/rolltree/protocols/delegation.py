@@ -1,7 +1,7 @@
 """`DelegatingProtocol`: an agent hands subtasks to other agents through external tools.
 
 A call of a registered tool starts a child agent with its own history, its own budget and, if it
-has one, its own world. Calls of one message run side by side. The child's result is the tool's
+has one, its own world. Calls of one message run concurrently. The child's result is the tool's
 answer; so is its failure or a spent budget. All rollouts are returned: each names its parent's
 rollout and the step there that asked for it. Credit between them is assigned in training.
 """
@@ -165,7 +165,7 @@ class _Delegator(Player):
         refusal = self._refusal()
         if refusal:
             return ToolAnswer(request.call_id, request.name, refusal)
-        # Before anything is awaited, since calls of one message run side by side.
+        # Before anything is awaited, since calls of one message run concurrently.
         self.family.num_children += 1
         # A child that waits for its own must not hold the place they need.
         if self.builder.depth:

@@ -100,7 +100,7 @@ TOKENS = (
     Column("version", "int32", "policy version that sampled it"),
     Column("mask", "float32", "its recorded loss mask; 1 if nobody set one"),
     Column("trained_step", "int64", "the optimizer step that trained the rollout"),
-    Column("advantage", "float32", "what the token was paid, by the credit"),
+    Column("advantage", "float32", "the advantage that credit gave the token"),
     Column("loss_weight", "float32", "what multiplies its policy loss; 0 outside the loss"),
     Column("trainer_logprob", "float32", "the trainer's logprob before its first update"),
     Column("entropy", "float32", "of the trainer's distribution there, in nats"),

@@ -1,4 +1,4 @@
-"""One rollout to read: what was said, what it was paid, where its time went, how it failed."""
+"""One rollout to read: what was said, what it earned, where its time went, how it failed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The token lens: every token of the exact context of one model call, and what is known of it.
 
 The values are those of table `tokens`. A token of the prompt that an earlier call sampled has the
-values of that call, so one context shows what the whole conversation up to there was paid.
+values of that call, so one context shows what the whole conversation up to there earned.
 """
 
 from __future__ import annotations

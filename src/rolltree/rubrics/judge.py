@@ -135,7 +135,7 @@ class JudgeRubric(Rubric):
         replies: dict[str, str] = state.setdefault("judge_response", {})
         if said in replies:
             return replies[said]
-        # Functions run side by side and ask the same before the first reply is there: they await
+        # Functions run concurrently and ask the same before the first reply is there: they await
         # one call. By rollout, because two rollouts with one answer are two samples of the judge.
         key = (id(state), said)
         task = self._asked.get(key)

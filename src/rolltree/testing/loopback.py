@@ -152,7 +152,7 @@ class LoopbackServer:
 
     async def _start(self) -> None:
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", self._port)
-        # Port 0 takes a free one, so that tests that run side by side do not meet.
+        # Port 0 takes a free one, so that tests that run concurrently do not meet.
         self._port = self._server.sockets[0].getsockname()[1]
 
     async def _stop(self) -> None:

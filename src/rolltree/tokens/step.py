@@ -126,7 +126,7 @@ class StepTokens(LazyDict):
     """The tokens of one call, as a dict of lists that are built when they are first read.
 
     `completion_logprobs` is empty when the engine gave none. What was assigned or edited in place
-    wins over the tree (None under one of the five keys means what the tree says). Logprobs are
+    overrides the tree (None under one of the five keys means what the tree says). Logprobs are
     float32, so `==` compares them as such.
     """
 

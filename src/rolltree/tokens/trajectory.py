@@ -69,7 +69,7 @@ class Trajectory(list[TrajectoryStep]):
         A response that its session put into this tree (an empty trajectory takes over the
         session's tree) stays where it is. Otherwise its ids are inserted: O(new tokens) when
         `response.extends` names a call recorded here, one scan of the prompt if not. Without ids
-        `step["tokens"]` is None. `extras` wins over what is derived: `agent`, `turn`, `call_id`,
+        `step["tokens"]` is None. `extras` overrides what is derived: `agent`, `turn`, `call_id`,
         `finish_reason`, `temperature`, `num_prompt_tokens`, `num_completion_tokens` and, with ids,
         `policy_version_min` and `policy_version_max`.
 

@@ -1,6 +1,6 @@
 """Calling tools: in the event loop, in a thread or in a process, each with a time limit.
 
-Asynchronous tools run in the event loop, side by side. Synchronous ones run in a thread, in the
+Asynchronous tools run concurrently in the event loop. Synchronous ones run in a thread, in the
 order of the calls; `run_inline` keeps a quick one in the loop, and `in_process` moves one that may
 hang to a worker process. When the time of a call is over, or the task that waits for
 it is cancelled, the task, thread or process ends (`rolltree.threads` says which threads cannot).
@@ -145,7 +145,7 @@ async def run_all(
     in_order: Callable[[T], bool],
     run: Callable[[T], Awaitable[R]],
 ) -> list[R]:
-    """Return `run(item)` for each item: side by side, then those that must keep their order.
+    """Return `run(item)` for each item: concurrently, then those that must keep their order.
 
     What one raises cancels the others and is raised.
     """

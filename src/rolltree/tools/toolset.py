@@ -103,7 +103,7 @@ class Toolset(dict[str, Tool]):
     ) -> list[R]:
         """Return `answer(request)` for each call of one message, in the calls' order.
 
-        Calls of asynchronous tools run side by side, those of synchronous ones one after another.
+        Calls of asynchronous tools run concurrently, those of synchronous ones one after another.
         """
 
         def in_order(request: ToolRequest) -> bool:

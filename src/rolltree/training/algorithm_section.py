@@ -123,7 +123,7 @@ class AlgorithmSection(Section, frozen=True):
 
         Raises:
             UnknownName: a part does not exist.
-            ConfigError: a setting that no chosen part reads, or parts that do not fit.
+            ConfigError: a setting that no chosen part reads, or incompatible parts.
         """
         return resolve_algorithm(
             self.name,

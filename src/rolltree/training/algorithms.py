@@ -102,7 +102,7 @@ def resolve_algorithm(
 
     Raises:
         UnknownName: the algorithm or a part does not exist.
-        ConfigError: a parameter that no part reads, one that is needed, or parts that do not fit.
+        ConfigError: a parameter that no part reads, one that is missing, or incompatible parts.
     """
     row = look_up("algorithm", name, ALGORITHMS)
     chosen = replace(

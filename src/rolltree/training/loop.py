@@ -92,7 +92,7 @@ async def run_training(
 
     Raises:
         TrainingError: a step failed; the same call continues once the cause is removed.
-        ConfigError: the source and the config do not fit.
+        ConfigError: the source and the config do not match.
     """
     if config.train.num_threads is not None:
         torch.set_num_threads(config.train.num_threads)

@@ -407,7 +407,7 @@ class ClusterSection(Section, frozen=True):
     - `engines` (`count`, `gpus`, `kind`) sample; `trainer` (`ranks`, `gpus`) trains.
     - `stall_s`: a role that says nothing for that long is named in a notice. `orphan_s`: roles that
       cannot reach the driver for that long end. `max_restarts`: how often in a row a role is
-      restarted without the run getting on.
+      restarted while the run makes no progress.
     - `queue_bytes`: results that may wait to be stored; workers keep the others.
     """
 

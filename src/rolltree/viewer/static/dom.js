@@ -48,7 +48,7 @@ const drawn = new WeakMap();
 const CONTROLS = "a, button, input, select, summary, [tabindex]";
 
 /**
- * Draw a part of a live view anew if its data is other data; what was open, marked or focused stays so, and what
+ * Redraw a part of a live view if its data has changed; what was open, marked or focused stays so, and what
  * follows stays where the reader looks at it.
  */
 export function redraw(box, data, draw) {
@@ -219,7 +219,7 @@ export function plainTable(heads, rows, numeric = []) {
     h("table", { class: "plain" }, h("thead", null, h("tr", null, head)), h("tbody", null, body)));
 }
 
-/** A reward as a word with a colour: what was paid, or that nothing was. */
+/** A reward as a word with a colour: the amount, or that there was none. */
 export function reward(value) {
   if (isNone(value)) return h("span", { class: "reward none" }, "no reward");
   const kind = value > 0 ? "good" : value < 0 ? "bad" : "zero";

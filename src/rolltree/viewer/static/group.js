@@ -7,7 +7,7 @@ const MAX_DRAWN = 300;
 const ALL = "*";
 const ROUNDING = 1e-6; // an advantage below it is none: the mean of a group's is 0
 
-/** The group as it is asked for; where several agents play, the rollouts of the first: they were asked alike. */
+/** The group as it is asked for; if several agents play, the rollouts of the first: they got the same prompt. */
 async function read({ run, id, agent }, api) {
   const found = await api.group(run, { id, agent: agent === ALL ? null : agent });
   if (agent !== undefined || found.agents.length < 2) return { found, agent: agent ?? ALL };
@@ -37,7 +37,7 @@ export async function render(root, params, api) {
   const high = Math.max(...scored);
   let drawn = 0;
 
-  /** How a branch was paid beside its group: better, worse, or all alike. */
+  /** What a branch earned beside its group: better, worse, or all alike. */
   function tone(segment) {
     if (segment.reward === null || high === low || segment.members.length === members.length) return "";
     const share = (segment.reward - low) / (high - low);

@@ -127,10 +127,10 @@ function savePlace() {
 }
 
 const NOTICES = {
-  gone: ["The server does not answer. What you see stays; the page goes on when the server is back. ",
+  gone: ["The server does not answer. This view stays; the page continues when the server is back. ",
     "Start it again with ", h("code", null, "rolltree view --port "), location.port, " and open its link."],
-  token: ["The server was started anew. ",
-    "Open the link that it printed, in this tab or another one: this page then goes on."],
+  token: ["The server was restarted. ",
+    "Open the link that it printed, in this tab or another one: this page then continues."],
 };
 
 const isAway = () => notice.dataset.state in NOTICES;

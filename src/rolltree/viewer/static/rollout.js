@@ -1,4 +1,4 @@
-// One rollout: what was said, what was paid, where the time went, and what broke.
+// One rollout: what was said, what it earned, where the time went, and what broke.
 
 import {
   button, count, details, duration, factList, folded, h, href, isNone, json, muted, num, plainTable, put, reward,
@@ -16,7 +16,7 @@ export async function render(root, params, api) {
   const tokens = (call, at) => href(["run", run, "tokens", id, index, call], { at });
   const relative = (each) => h("a", { href: href(["run", run, "rollout", each.request_id, each.trajectory_index]) },
     each.agent || `rollout ${each.trajectory_index}`);
-  /** The next in the list that one came from, else of the same request. */
+  /** The next in the list that the reader came from, else of the same request. */
   const other = (by, sign, key) => {
     const listed = by < 0 ? near?.before : near?.after;
     const at = row.trajectory_index + by;

@@ -164,8 +164,8 @@ export async function render(root, params, api) {
       link: (row) => isGroups ? href(["run", run, "group", row.group_id]) : rollout(row),
       onOpen: (row, at) => opened(run, shown, row, at),
       complete: isGroups || api.isExported ? null : complete,
-      empty: isGroups ? "No group is here." : text ? "No rollout says that."
-        : where || phase !== ALL || step ? "No rollout passes the filter." : "The run has no rollouts yet.",
+      empty: isGroups ? "No groups here." : text ? "No rollout contains that."
+        : where || phase !== ALL || step ? "No rollout matches the filter." : "The run has no rollouts yet.",
     });
   }
 

@@ -228,7 +228,7 @@ export async function render(root, params, api) {
     if (shown.length && isSame) return;
     const focused = document.activeElement;
     put(body, shown, !shown.length && h("tr", null,
-      h("td", { colspan: COLUMNS.length + 1, class: "muted" }, "No run is named so.")));
+      h("td", { colspan: COLUMNS.length + 1, class: "muted" }, "No run has that name.")));
     if (focused?.isConnected) focused.focus({ preventScroll: true });
   }
 

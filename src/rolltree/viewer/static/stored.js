@@ -43,7 +43,7 @@ export function isInside(address) {
 /** A page of the rows that are inside, and `of`: how many the run has that pass the same filter. */
 async function page(table, { phase, step, where, sort, offset, limit }) {
   const filter = table.filters.find((each) => each.where === (where || null));
-  if (!filter) throw new Error("This file has no answer to other filters than its links have; `rolltree view` has.");
+  if (!filter) throw new Error("This file only has the filters of its links; `rolltree view` has all.");
   const isWanted = (of, at) => (!phase || of === phase) && (!step || at === Number(step));
   const rows = filter.rows.map((at) => table.rows[at]).filter((row) => isWanted(row.phase, row.train_step));
   const of = filter.counts.reduce((sum, [its, at, number]) => sum + (isWanted(its, at) ? number : 0), 0);

@@ -51,7 +51,7 @@ export async function virtualTable({ columns, fetchRows, begun, link, sort, onSo
     vars: { "--columns": widths, "--columns-narrow": kept.join(" "), "--row": `${ROW_PX}px` },
   }, head, body);
   body.style.height = `${total * ROW_PX}px`;
-  if (!total) return h("p", { class: "muted empty" }, empty ?? "Nothing is here.");
+  if (!total) return h("p", { class: "muted empty" }, empty ?? "Nothing here.");
 
   const rowAt = (at) => pages.get(Math.floor(at / PAGE))?.[at % PAGE];
 

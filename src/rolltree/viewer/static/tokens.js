@@ -237,7 +237,7 @@ function authorOf(data, at) {
   return data.author?.[at] === "model" ? "earlier" : "environment";
 }
 
-/** What a token is shown as: its text, a mark for what cannot be seen, or its id. */
+/** What a token is shown as: its text, a mark for what is invisible, or its id. */
 function shownText(data, at) {
   const text = data.texts?.[at];
   if (isNone(text)) return `${data.ids[at]} `;

@@ -1,4 +1,4 @@
-// The list that one came from: `[` and `]` walk it, and `u` leads back to it with its filter.
+// The list that the reader came from: `[` and `]` walk it, and `u` leads back to it with its filter.
 
 import { href } from "./dom.js";
 
