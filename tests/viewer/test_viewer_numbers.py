@@ -407,7 +407,7 @@ def test_a_comparison(tab, page, runs):
         assert tab.texts(f"{box} > .story p") == shown["pairs"][at]["sentences"]
 
 
-# -- the story, and what it earned ------------------------------------------------------------------
+# -- the story, and the rewards ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NAMES)

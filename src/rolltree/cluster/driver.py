@@ -218,8 +218,8 @@ class Driver:
             if num_failures > self._settings.max_restarts:
                 raise ClusterError(
                     f"{name} {how} {num_failures} times in a row while the run made no progress. "
-                    f"Its log is {self._log(name)}:\n{_tail(self._log(name))}\nFix what it says; the "
-                    "same command continues the run."
+                    f"Its log is {self._log(name)}:\n{_tail(self._log(name))}\nFix what it says; "
+                    "the same command continues the run."
                 )
             delay_s = min(_LONGEST_DELAY_S, 2.0 ** (num_failures - 1))
             self.notice(f"{name} {how}; it is started again in {delay_s:.0f} s")

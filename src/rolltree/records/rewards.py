@@ -1,4 +1,4 @@
-"""What a rollout was rewarded for: its reward functions with their weights, apart from its metrics."""
+"""What a rollout was rewarded for: its reward functions with their weights, without its metrics."""
 
 from __future__ import annotations
 
