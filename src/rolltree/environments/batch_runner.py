@@ -348,8 +348,8 @@ class BatchRunner(ABC):
 
         Rows with one `example_id` are one group, and so are the `rollouts_per_example` of a row:
         they share the world's seed, and `advantage` is the reward minus the group's mean. `seed`
-        decides every seed; `max_concurrent=-1` means no limit. The caller's `sampling_args` win
-        over the environment's, field by field.
+        decides every seed; `max_concurrent=-1` means no limit. The caller's `sampling_args`
+        override the environment's, field by field.
 
         Raises:
             ConfigError: the rows, the client or a setting cannot be used. Failed rollouts do not

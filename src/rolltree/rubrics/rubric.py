@@ -251,8 +251,8 @@ class Rubric:
     async def evaluate(self, states: Sequence[State]) -> list[Scores]:
         """Return the scores of the rollouts of one group, without writing them."""
         scores = [Scores() for _ in states]
-        # All calls of the group are collected first, because asynchronous ones then run side by
-        # side across its rollouts.
+        # All calls of the group are collected first, because asynchronous ones then run
+        # concurrently across its rollouts.
         calls: list[FunctionCall] = []
         # Which scores each call belongs to.
         targets: list[tuple[RewardFunction, int]] = []
