@@ -198,7 +198,7 @@ def stored_report(
     return build_report(Outcomes.stored(run, phase), phase=phase, **options)
 
 
-_KEPT_VERSION = 2
+_KEPT_VERSION = 3
 """Of what a reducer returns and how it is stored; a kept report of another one is not read."""
 _KEPT_COUNTS = ("num_rollouts", "num_examples", "num_failed", "num_unscored", "num_truncated")
 
