@@ -218,10 +218,23 @@ def record_error(
     error: BaseException,
     phase: Literal["setup", "model", "environment", "scoring", "cleanup", "timeout", "cancelled"],
 ) -> ErrorRecord:
-    """Turn an exception into data, with its traceback."""
+    """Turn an exception into data, with its message and its traceback; of long ones both ends.
+
+    Every rollout that a dead server fails has its own copy.
+    """
+    lines = "".join(_traceback.format_exception(error)).splitlines(keepends=True)
+    # Without the lines that only underline the one before.
+    traceback = "".join(line for line in lines if line.strip(" ~^\n"))
     return ErrorRecord(
         type=type(error).__name__,
-        message=message_of(error),
-        traceback="".join(_traceback.format_exception(error)),
+        message=_both_ends(message_of(error), 10_000),
+        traceback=_both_ends(traceback, 4_000),
         phase=phase,
     )
+
+
+def _both_ends(text: str, limit: int) -> str:
+    if len(text) <= limit:
+        return text
+    head, tail = limit // 4, limit - limit // 4
+    return f"{text[:head]}\n... ({len(text) - limit:,} characters)\n{text[-tail:]}"

@@ -107,6 +107,29 @@ def estimate(
     return found.within(0.0, 1.0) if in_unit else found
 
 
+def episodes_estimate(clusters: Mapping[Hashable, Sequence[float]]) -> Estimate | None:
+    """Estimate the mean over all values, with the cluster as the unit of the interval.
+
+    Clusters that lost episodes are smaller, and the mean over episodes is not that of the clusters'
+    means: a cluster counts by its size (the linearized ratio estimator; Cochran, Sampling
+    Techniques, chapter 2.11). Clusters of one size count as they are.
+    """
+    filled = {name: values for name, values in clusters.items() if values}
+    num = sum(map(len, filled.values()))
+    if not num:
+        return None
+    center, share = math.fsum(map(math.fsum, filled.values())) / num, len(filled) / num
+    # [center + share * n_g * (mean_g - center)] averages over groups to `center`, the mean over
+    # episodes, and spreads as that mean does.
+    weighed = {
+        name: [center + share * len(values) * (mean(values) - center)] * len(values)
+        for name, values in filled.items()
+    }
+    are_shares = all(value in (0.0, 1.0) for values in filled.values() for value in values)
+    found = estimate(weighed, are_shares=are_shares)
+    return found.within(0.0, 1.0) if found and all_in_unit(filled.values()) else found
+
+
 def all_in_unit(clusters: Iterable[Iterable[float]]) -> bool:
     """Whether no value lies outside [0, 1], so that they may be taken for shares."""
     return all(0.0 <= value <= 1.0 for values in clusters for value in values)

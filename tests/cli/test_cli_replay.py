@@ -56,6 +56,66 @@ def test_equal_rollouts_of_a_run(run):
     assert (done.exit_code, done.stdout) == (0, "2 of 2 rollouts replay equal\n")
 
 
+def broken(tmp_path, setup):
+    """Let the environment's setup fail, as it does without its file, package or sandbox."""
+    text = ENV.format(hint="'Not '").replace(
+        "    async def env_response",
+        f"    async def setup_state(self, state):\n        {setup}\n\n    async def env_response",
+    )
+    (tmp_path / "environments" / "guess" / "guess.py").write_text(text)
+
+
+BROKEN = {
+    "open('words.txt')": "FileNotFoundError: [Errno 2] No such file or directory: 'words.txt'",
+    "import no_such_package": "ModuleNotFoundError: No module named 'no_such_package'",
+    "raise rt.errors.SandboxUnavailable('no sandbox here')": "SandboxUnavailable: no sandbox here",
+}
+
+
+@pytest.mark.parametrize("setup", BROKEN)
+def test_an_environment_that_cannot_be_set_up_is_not_equal(run, tmp_path, setup):
+    broken(tmp_path, setup)
+    # One run was recorded while all worked, the other failed as the replay does.
+    with rt.Run.create("lost", config={"env": "guess", "env_args": {}}, kind="eval") as stored:
+        rt.evaluate(rt.load_environment("guess"), rt.ScriptedClient(["0"]), run=stored)
+    for recorded in (run, "lost"):
+        done = call(recorded)
+        assert done.exit_code == 1
+        first, advice, last = done.stdout.splitlines()
+        assert first == f"could not set up 2 of 2: {BROKEN[setup]}"
+        assert "Give the environment what it lacks" in advice
+        assert last == "0 of 2 rollouts replay equal"
+        one = call(recorded, "eval/guess/0/0", "--json")
+        assert one.exit_code == 1
+        (found,) = json.loads(one.stdout)
+        assert not found["is_equal"]
+        assert found["failure"] == f"could not set up: {BROKEN[setup]}"
+
+
+def test_a_judge_that_cannot_be_asked_is_not_equal(run, tmp_path):
+    paid, dead = 'return float(completion[-1]["content"] == answer)', "ConnectionFailed('no judge')"
+    text = ENV.format(hint="'Not '").replace(paid, f"raise rt.errors.{dead}")
+    (tmp_path / "environments" / "guess" / "guess.py").write_text(text)
+    with rt.Run.create("lost", config={"env": "guess", "env_args": {}}, kind="eval") as stored:
+        rt.evaluate(rt.load_environment("guess"), rt.ScriptedClient(["0", "1", "2"]), run=stored)
+    for recorded in (run, "lost"):
+        done = call(recorded)
+        assert done.exit_code == 1
+        assert done.stdout.startswith("could not score 2 of 2: ConnectionFailed: ")
+    assert call(run, "--no-score").exit_code == 0
+
+
+def test_rescoring_says_what_had_failed_before_it_was_scored(run, tmp_path):
+    broken(tmp_path, "open('words.txt')")
+    with rt.Run.create("lost", config={"env": "guess", "env_args": {}}, kind="eval") as stored:
+        rt.evaluate(rt.load_environment("guess"), rt.ScriptedClient(["0"]), run=stored)
+    done = CliRunner().invoke(app, ["rescore", "lost", "--env", "guess"])
+    assert done.exit_code == 1
+    said = " ".join(done.stdout.split())
+    assert "2 had failed before they were scored, so nothing scored them" in said
+    assert "FileNotFoundError" in said
+
+
 def test_one_rollout_that_differs(run, tmp_path):
     write_environment(tmp_path, "'Nope, '")
     done = call(run, "eval/guess/0/0")

@@ -6,9 +6,12 @@ import rolltree as rt
 from rolltree.errors import SandboxError
 from rolltree.evaluation import evaluate_async
 from rolltree.inference import OpenAIClient, RetryPolicy
+from rolltree.records.overview import run_summary
+from rolltree.records.rollout_view import rollout_view
 from rolltree.sandbox import SandboxLevel
 from rolltree.store import Run
 from rolltree.testing import HttpFault, ScriptedClient, ScriptedServer
+from rolltree.viewer.export import export_page
 
 ROWS = [{"question": f"say {number}", "answer": ""} for number in range(4)]
 
@@ -80,7 +83,7 @@ async def test_a_resumed_evaluation_runs_again_what_it_lost(make, tmp_path):
             again = await evaluate_async(env, client, run=run, max_concurrent=1)
         assert (again.num_rollouts, again.num_resumed, again.num_failed) == (4, 2, 0)
         assert again.reward.mean == 1.0
-        assert len(run.events("retried")) == 2
+        assert sum(each.data["times"] for each in run.events("retried")) == 2
         assert run.num_rollouts(status="ok") == run.num_rollouts() == 4
 
 
@@ -102,3 +105,41 @@ async def test_a_compared_group_with_a_lost_member_is_run_again_and_stored_whole
         assert (again.num_resumed, again.num_failed) == (2, 0)
         assert [row.reward for row in run.rollouts()] == [2.0] * 4
         assert again.outcomes.values("reward") == [2.0] * 4
+
+
+async def test_a_dead_judge_fills_neither_store_nor_page(tmp_path):
+    """However often a rollout is retried, it takes as much room as one."""
+    env, client = dead_judge()
+    path, requests, times = tmp_path / "run", 16, 12
+    with Run.create(path, config={"model": "m"}, kind="eval") as run:
+        await evaluate_async(env, client, num_examples=4, rollouts_per_example=4, run=run)
+        rows = list(run.rollouts())
+        assert len(rows) == requests
+        assert {row.error_type for row in rows} == {"ConnectionFailed"}
+        for _ in range(times):
+            run.add_rollouts(rows, replace_failed=True)
+        (event,) = run.events("retried")
+        assert event.data["times"] == times * requests
+        assert event.data["cause"] == ["ConnectionFailed", "scoring", "good"]
+        (notice,) = run_summary(run)["notices"]
+        assert notice["times"] == times * requests
+        assert notice["text"].endswith("had failed with ConnectionFailed in good ran again.")
+        assert max(len(str(rollout_view(run, row.request_id, 0))) for row in rows) < 20_000
+    # SQLite's empty file has its tables and indexes.
+    Run.create(tmp_path / "bare", config={"model": "m"}, kind="eval").close()
+    size, empty = ((each / "run.db").stat().st_size for each in (path, tmp_path / "bare"))
+    assert (size - empty) / requests < 10_000
+    found = export_page(path, tmp_path / "page.html")
+    assert found.num_rollouts == requests
+    assert found.num_bytes < 500_000 + 25_000 * requests
+
+
+def dead_judge():
+    """Return an environment whose judge's port is closed."""
+    nobody = client_of("http://127.0.0.1:9/v1")
+
+    async def good(judge, prompt, completion, answer, state):
+        return float(await judge(prompt, completion, answer, state) == "yes")
+
+    rubric = rt.JudgeRubric([good], judge_client=nobody)
+    return rt.SingleTurnEnv(dataset=ROWS, rubric=rubric, env_id="e"), ScriptedClient(["a b c"])

@@ -141,6 +141,14 @@ class TestPassAtK:
             3: (1.0, 1),
         }
 
+    def test_rewards_of_0_and_1_have_one_interval(self):
+        """A reward that is its own pass is one number: 11 of 24, eight examples of three."""
+        passed = (3, 3, 2, 1, 1, 1, 0, 0)
+        rows = [row(n, i, reward=float(i < num)) for n, num in enumerate(passed) for i in range(3)]
+        found = build_report(rows)
+        assert f"{found.reward.mean:.3f}" == "0.458"
+        assert found.pass_at[1] == found.reward
+
     def test_threshold(self):
         rows = [row(0, reward=0.8), row(1, reward=0.2)]
         assert build_report(rows).pass_at[1].mean == 0.0

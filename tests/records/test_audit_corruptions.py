@@ -10,6 +10,7 @@ from corrupt_kit import Corrupter
 import rolltree as rt
 from golden_kit import SCHEMAS, unpack
 from rolltree.records.tokenizer import RunTokenizer
+from rolltree.training import forward
 
 
 @pytest.fixture(scope="module")
@@ -181,6 +182,26 @@ def test_it_is_found_with_its_cause(name, corrupter):
     assert not report.ok
     found = [item for item in report.findings if (item.check, item.cause) == (check, cause)]
     assert found, [str(item) for item in report.findings]
+
+
+def test_a_recomputation_probes_each_model_once(trained_run, monkeypatch):
+    probed = []
+    probe = forward.logprob_reader
+    monkeypatch.setattr(forward, "logprob_reader", lambda m: probed.append(m) or probe(m))
+    report = rt.audit(trained_run, recompute=20)
+    assert report.ok
+    assert report.recomputed["num_rollouts"] == 20
+    assert report.recomputed["abs_max"] < 1e-4
+    assert len(probed) == 1  # the model of version 0 takes the weights of the other versions
+
+
+def test_a_recomputation_finds_logprobs_that_no_step_has_seen(corrupter):
+    """Of an evaluation, so that the trained tokens cannot contradict them."""
+    victim = corrupter.ids("phase = 'eval_before' AND status = 'ok'")[0]
+    corrupter.tree(victim, logprobs=lambda call, p: p - 0.5)
+    assert rt.audit(corrupter.path).ok
+    (finding,) = rt.audit(corrupter.path, recompute=1000).findings
+    assert (finding.cause, finding.request_id) == ("engine_differs", victim)
 
 
 @pytest.mark.parametrize("version", SCHEMAS)

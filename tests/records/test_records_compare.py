@@ -61,6 +61,21 @@ def evaluation(path, rewards, phase="eval", step=None, **options):
     return path
 
 
+def right(completion, answer):
+    return float(completion[-1]["content"] == answer)
+
+
+def brief(completion):
+    return 1.0
+
+
+def kind(completion):
+    return 0.5
+
+
+kind.__name__ = "{kind}"  # names are text, not a place to fill in
+
+
 @pytest.fixture
 def trained(tmp_path):
     path = evaluation(tmp_path / "demo", [0.0] * 18 + [1.0] * 2, "eval_before", 0, answer="no")
@@ -194,6 +209,32 @@ class TestFacts:
         a = evaluation(tmp_path / "a", [0.0] * 8)
         b = evaluation(tmp_path / "b", [1.0] * 8, key="b")
         assert "8 of 8 examples have the same id but different contents" in str(rt.compare(a, b))
+
+    def test_arms_that_were_scored_differently_are_said(self, tmp_path):
+        def scored(name, funcs, weights):
+            rows = [{"question": f"{n} + 5 =", "answer": str(n + 5)} for n in range(6)]
+            rubric = rt.Rubric(list(funcs), weights)
+            env = rt.SingleTurnEnv(dataset=rows, rubric=rubric, env_id="add")
+            with Run.create(tmp_path / name, config={"model": "m"}, kind="eval") as run:
+                rt.evaluate(env, rt.ScriptedClient("12"), run=run)
+            return tmp_path / name
+
+        a = scored("a", [right, brief], [1.0, 0.5])
+        same = scored("same", [right, brief], [1.0, 0.5])
+        other = scored("other", [right, kind], [2.0, 1.0])
+        said = (
+            "The two were scored differently: right has weight 1 in a and 2 in other; brief has "
+            "weight 0.5 in a and 0 in other; {kind} has weight 0 in a and 1 in other. Their "
+            "rewards do not measure the same; compare a metric that both have."
+        )
+        (_, warning) = rt.compare(a, other).pairs[0].sentences
+        assert warning == said
+        done = CliRunner().invoke(app, ["compare", str(a), str(other)], env={"COLUMNS": "400"})
+        assert said in " ".join(done.stdout.split())
+        # The same rubric, and a run that does not say how it was scored, are not accused.
+        unknown = evaluation(tmp_path / "unknown", [0.0] * 6)
+        for arm in (same, unknown):
+            assert "scored differently" not in str(rt.compare(a, arm))
 
     def test_the_rollouts_that_show_a_change(self, tmp_path):
         a, b = tmp_path / "a", tmp_path / "b"

@@ -3,6 +3,8 @@
 import json
 import sqlite3
 from contextlib import closing
+from dataclasses import replace
+from datetime import datetime
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -20,8 +22,6 @@ from step_kit import answer
 
 def add(run, request_id, *steps, group="g", **state):
     (row,) = encode_result(result(request_id, *steps, **state))
-    from dataclasses import replace
-
     run.add_rollouts([replace(row, group_id=group)])
 
 
@@ -194,6 +194,26 @@ class TestFiles:
         assert (metadata["env_id"], metadata["rollouts_per_example"]) == ("twice", 2)
         mean = sum(line["reward"] for line in lines) / 8
         assert metadata["avg_reward"] == pytest.approx(mean)
+        with Run.open(played, mode="r") as run:
+            rows = {(row.example_id, row.total_ms): row for row in run.rollouts()}
+        for line in lines:  # each rollout's own times
+            row = rows[line["example_id"], line["total_ms"]]
+            assert line["generation_ms"] == row.generation_ms > 0
+            assert line["total_ms"] == row.generation_ms + line["scoring_ms"]
+
+    def test_results_have_the_date_and_time_of_the_run_and_not_of_the_export(self, tmp_path):
+        """Two starts of 3 and 2 seconds, a day apart, on a day long gone."""
+        day, noon = 86_400.0, 1_700_000_000.0
+        spans = [(0.0, 2.0), (1.0, 3.0), (day, day + 1.5), (day + 1.0, day + 2.0)]
+        with Run.create(tmp_path / "run", kind="eval") as run:
+            for number, (start, end) in enumerate(spans):
+                timing = {"start_time": noon + start, "total_ms": 1e3 * (end - start)}
+                (row,) = encode_result(result(str(number), *TWO_TURNS, reward=1.0, timing=timing))
+                run.add_rollouts([replace(row, created_at=noon + end)])
+        rt.export_run(tmp_path / "run", tmp_path / "out", "results")
+        metadata = json.loads((tmp_path / "out" / "metadata.json").read_text())
+        assert datetime.fromisoformat(metadata["date"]).timestamp() == noon + day + 2.0
+        assert metadata["time_ms"] == pytest.approx(5_000.0)
 
     def test_what_is_whole_of_a_damaged_run_is_written(self, path, tmp_path):
         with closing(sqlite3.connect(path / "run.db")) as raw, raw:

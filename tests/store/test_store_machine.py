@@ -90,7 +90,9 @@ class StoreMachine(RuleBasedStateMachine):
             stored = [row for row in self.rows if row.request_id == request_id]
             if any(row.status == "error" for row in stored):
                 self.rows = [row for row in self.rows if row.request_id != request_id]
-                self.events.append("retried")
+                # One event for all of the same cause and place.
+                if "retried" not in self.events:
+                    self.events.append("retried")
         assert self.run.add_rollouts(rows, replace_failed=True) == self.insert(rows)
 
     @rule(rows=batches())

@@ -179,6 +179,29 @@ class TestRollouts:
         (event,) = run.events("retried")
         assert event.data["request_id"] == "a"
         assert event.data["failed"][0]["type"] == "ServerError"
+        assert event.data["cause"] == ["ServerError", "", ""]
+
+    def test_retries_of_one_cause_are_one_event(self, tmp_path):
+        """Also over several starts; another cause or place is another event."""
+
+        def failing(name, kind="ServerError", function="good"):
+            errors = ({"message": "500", "phase": "scoring"}, {"function": function})
+            return row(name, status="error", error_type=kind, errors=errors)
+
+        Run.create(tmp_path / "r").close()
+        for start in range(3):
+            with Run.open(tmp_path / "r") as run:
+                run.add_rollouts([failing("a"), failing("b")], replace_failed=True)
+                if start:
+                    run.add_rollouts([failing("c", "Timeout")], replace_failed=True)
+        with Run.open(tmp_path / "r") as run:
+            run.add_rollouts([row("a"), row("b"), row("c")], replace_failed=True)
+            same, other = run.events("retried")
+        assert [each.data["times"] for each in (same, other)] == [6, 2]
+        assert other.data["cause"] == ["Timeout", "scoring", "good"]
+        assert same.data["last_at"] > same.data["first_at"] == same.created_at
+        assert same.data["wait_s"] > 0
+        assert len(same.data["failed"]) == 1
 
     def test_threads_share_a_run(self, run):
         def work(name):

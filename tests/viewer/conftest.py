@@ -47,7 +47,7 @@ def runs(tmp_path_factory):
 def start():
     """Return a function that starts `rolltree view` on a folder; all are stopped at the end."""
     with ExitStack() as stack:
-        yield lambda where: Page(*stack.enter_context(serving(where)))
+        yield lambda *words: Page(*stack.enter_context(serving(*words)))
 
 
 @pytest.fixture(scope="session")

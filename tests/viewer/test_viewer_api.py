@@ -9,10 +9,14 @@ import time
 from urllib.parse import quote
 
 import pytest
+from click.testing import CliRunner
 from starlette.requests import Request
 
 import golden_kit
 import rolltree as rt
+from rolltree.cli import app
+from rolltree.models.made import byte_tokenizer
+from rolltree.records.tokenizer import choose_tokenizer
 from rolltree.store import Run, StoredRollout, list_runs
 from rolltree.viewer import api
 from rolltree.viewer.bundle import STATIC
@@ -335,3 +339,28 @@ async def test_a_server_that_ends_answers_what_it_was_asked(tmp_path):
     task.cancel()
     ended.set()
     assert (await task).status_code == 503
+
+
+@pytest.mark.long  # transformers makes the tokenizer
+def test_tokens_by_a_tokenizer_that_somebody_names(start, page, runs, tmp_path):
+    """The run's own model is not on this machine, so without the folder there are ids alone."""
+    byte_tokenizer(512).save_pretrained(tmp_path)
+    with rt.read_run(runs / "train") as stored:
+        row = next(iter(stored.rollouts(phase="train", where="status = ok", limit=1).rows()))
+    path = f"/api/runs/train/tokens?id={quote(row['request_id'], safe='')}"
+    raw, named = data(page, path), data(start(runs, "--tokenizer", tmp_path), path)
+    assert raw["ids"] == named["ids"]
+    assert (raw["texts"], raw["bytes"], named["why_raw"]) == (None, None, None)
+    assert "rolltree view --tokenizer FOLDER" in raw["why_raw"]
+    assert "You write." in "".join(named["texts"])
+    # The page as one file is written by the same folder.
+    target = tmp_path / "page.html"
+    for words, has_text in (((), False), (("--tokenizer", str(tmp_path)), True)):
+        words = ["view", str(runs / "train"), "--export", str(target), *words]
+        assert CliRunner().invoke(app, words).exit_code == 0
+        assert ("Tokens are shown by their ids" in target.read_text()) != has_text
+    choose_tokenizer(None)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    done = CliRunner().invoke(app, ["view", str(runs), "--tokenizer", str(tmp_path)])
+    assert done.exit_code == 2
+    assert "is not a tokenizer that can be read" in done.stderr

@@ -98,5 +98,5 @@ def rescore_run(
         for part in rescore_parts(report, num_changes=top):
             out.print(part)
     # A script must see that nothing was scored.
-    if report.num_failed == report.num_rollouts:
+    if report.num_failed + report.num_unplayed == report.num_rollouts:
         raise click.exceptions.Exit(1)

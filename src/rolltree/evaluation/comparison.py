@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import math
 import re
-from array import array
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import chain
 from statistics import NormalDist
 from typing import Any, Literal, TypeAlias
@@ -28,7 +26,13 @@ from rolltree.estimate import (
     pass_hat_k,
 )
 from rolltree.evaluation.paired import paired_difference
-from rolltree.evaluation.reducers import by_example, metric_columns, rewards_by_example, values
+from rolltree.evaluation.reducers import (
+    by_example,
+    metric_columns,
+    passes_by_example,
+    rewards_by_example,
+    values,
+)
 from rolltree.evaluation.report import EvalReport
 
 Arm: TypeAlias = EvalReport | Sequence[EvalReport]
@@ -161,6 +165,7 @@ def compare_reports(
         [measured(report, measure) for report in reports_a],
         [measured(report, measure) for report in reports_b],
         confidence=first.settings.confidence if confidence is None else confidence,
+        own_confidence=first.settings.confidence,
         are_shares=True if measure in _SHARES or _PASSES.fullmatch(measure) else None,
         same_runs=are_same_runs(reports_a, reports_b),
     )
@@ -189,10 +194,15 @@ def compare_values(
     b: Sequence[Clusters],
     *,
     confidence: float = CONFIDENCE,
+    own_confidence: float = CONFIDENCE,
     are_shares: bool | None = None,
     same_runs: bool = False,
 ) -> Comparison | None:
-    """Compare values by example, one mapping per run; None without a common example."""
+    """Compare values by example, one mapping per run; None without a common example.
+
+    The means of the arms have intervals at `own_confidence`, as their reports do: a mean has the
+    same interval however many arms it is compared with.
+    """
     runs = (*a, *b)
     # Only examples that every run scored can be paired; the others are counted.
     common = [key for key in runs[0] if all(run.get(key) for run in runs)]
@@ -204,9 +214,11 @@ def compare_values(
     zeros = np.zeros_like
     in_unit = all_in_unit(run[key] for run in runs for key in common)
     before, after = (
-        estimate({key: arm[0][key] for key in common}, confidence=confidence, are_shares=are_shares)
+        estimate(
+            {key: arm[0][key] for key in common}, confidence=own_confidence, are_shares=are_shares
+        )
         if len(arm) == 1
-        else paired_difference(zeros(rows), rows, same_runs=True, confidence=confidence)
+        else paired_difference(zeros(rows), rows, same_runs=True, confidence=own_confidence)
         for arm, rows in ((a, rows_a), (b, rows_b))
     )
     assert before is not None, "a common example has a value"
@@ -258,7 +270,8 @@ def measured(report: EvalReport, measure: str) -> Clusters:
     if measure == "reward":
         return rewards_by_example(found)
     if passes is not None:
-        return _passes(report, _CHANCES[passes[1]], int(passes[2]))
+        threshold = report.settings.pass_threshold
+        return passes_by_example(found, threshold, int(passes[2]), _CHANCES[passes[1]])
     if measure.startswith("metric/"):
         column: Iterable[float | None] = dict(metric_columns(found))[measure[len("metric/") :]]
         pairs = zip(values(found, "error_type"), column, strict=True)
@@ -270,19 +283,6 @@ def measured(report: EvalReport, measure: str) -> Clusters:
 
 
 _CHANCES: Mapping[str, Callable[[int, int, int], float]] = {"@": pass_at_k, "^": pass_hat_k}
-
-
-def _passes(report: EvalReport, chance: Callable[[int, int, int], float], k: int) -> Clusters:
-    share, threshold = cache(chance), report.settings.pass_threshold
-    counts = {
-        example: (len(rewards), sum(reward >= threshold for reward in rewards))
-        for example, rewards in rewards_by_example(report.outcomes).items()
-    }
-    return {
-        example: array("d", [share(num, passed, k)])
-        for example, (num, passed) in counts.items()
-        if num >= k
-    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -364,29 +364,36 @@ def reward(outcomes: Sequence[EpisodeOutcome], settings: Settings) -> Estimate |
 
 
 def passes(outcomes: Sequence[EpisodeOutcome], settings: Settings) -> dict[int, Estimate]:
-    """pass@k for k = 1, 2, 4, ... up to the scored rollouts of the best-covered example.
-
-    An example with fewer than k scored rollouts says nothing about pass@k and is left out of it.
-    """
-    threshold = settings.pass_threshold
-    counts = {
-        example: (len(rewards), sum(reward >= threshold for reward in rewards))
-        for example, rewards in rewards_by_example(outcomes).items()
-    }
-    # A product of many factors, and examples share a few (n, c, k).
-    shares = cache(pass_at_k)
-    most = max((num for num, _ in counts.values()), default=0)
+    """pass@k for k = 1, 2, 4, ... up to the scored rollouts of the best-covered example."""
+    most = max(map(len, rewards_by_example(outcomes).values()), default=0)
     found: dict[int, Estimate] = {}
     for k in sorted({2**power for power in range(most.bit_length())} | ({most} if most else set())):
-        clusters = {
-            example: [shares(num, num_passed, k)]
-            for example, (num, num_passed) in counts.items()
-            # pass@k has no unbiased estimate from fewer than k rollouts.
-            if num >= k
-        }
+        clusters = passes_by_example(outcomes, settings.pass_threshold, k)
         result = estimate(clusters, confidence=settings.confidence, are_shares=True)
         if result is not None:
             found[k] = result
+    return found
+
+
+def passes_by_example(
+    outcomes: Sequence[EpisodeOutcome],
+    threshold: float,
+    k: int,
+    chance: Callable[[int, int, int], float] = pass_at_k,
+) -> dict[Hashable, array[float]]:
+    """Return the estimate of pass@k, or of another chance, of each example.
+
+    An example with fewer than k scored rollouts says nothing about it and is left out. For k = 1 it
+    is whether each rollout passed: rewards of 0 and 1 are the same number, with one interval.
+    """
+    # A product of many factors, and examples share a few (n, c, k).
+    share = cache(chance)
+    found: dict[Hashable, array[float]] = {}
+    for example, rewards in rewards_by_example(outcomes).items():
+        passed = [float(reward >= threshold) for reward in rewards]
+        num = len(passed)
+        if num >= k:
+            found[example] = array("d", passed if k == 1 else [share(num, int(sum(passed)), k)])
     return found
 
 

@@ -198,7 +198,7 @@ def stored_report(
     return build_report(Outcomes.stored(run, phase), phase=phase, **options)
 
 
-_KEPT_VERSION = 2
+_KEPT_VERSION = 3
 """Of what a reducer returns and how it is stored; a kept report of another one is not read."""
 _KEPT_COUNTS = ("num_rollouts", "num_examples", "num_failed", "num_unscored", "num_truncated")
 
@@ -298,10 +298,12 @@ def write_results(
     base_url: str | None = None,
     rollouts_per_example: int = 1,
     sampling_args: Mapping[str, Any] | None = None,
+    ended_at: float | None = None,
 ) -> Path:
     """Write both files into `folder` and return it. Secrets in the arguments are cut out.
 
     `metadata.avg_reward` is the report's mean: over scored rollouts, null when there are none.
+    `ended_at` is when the evaluation ended, in seconds since the epoch; None: now.
     """
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
@@ -314,6 +316,7 @@ def write_results(
             for state in result.states or (None,):
                 line = to_plain(results_line(result, state))
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
+    ended = datetime.now() if ended_at is None else datetime.fromtimestamp(ended_at)
     metadata = {
         "env_id": report.env_id,
         "env_args": redact(dict(env_args or {})),
@@ -322,7 +325,7 @@ def write_results(
         "num_examples": report.num_examples,
         "rollouts_per_example": rollouts_per_example,
         "sampling_args": redact(dict(sampling_args or {})),
-        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "date": ended.astimezone().isoformat(timespec="seconds"),
         "time_ms": 1000.0 * report.elapsed_s,
         "avg_reward": None if report.reward is None else report.reward.mean,
         "avg_metrics": {name: metric.mean for name, metric in report.metrics.items()},

@@ -307,8 +307,11 @@ def _measures(
         extra["cost"] = tuple([_costs(each, price) for each in arm.reports] for arm in (a, b))
     # Two phases of the same runs are paired by run as well as by example (design/0024).
     same_runs = are_same_runs(a.reports, b.reports)
+    own = a.reports[0].settings.confidence
     for name, (before, after) in extra.items():
-        other = compare_values(before, after, confidence=confidence, same_runs=same_runs)
+        other = compare_values(
+            before, after, confidence=confidence, own_confidence=own, same_runs=same_runs
+        )
         if other is not None:
             found[name] = other
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -67,7 +68,8 @@ def _results(data: RunData, target: Path, filters: dict[str, Any]) -> int:
 
     run = data.run
     phase = _phase_of(run, filters)
-    report, config = stored_report(run, phase), run.config
+    ended_at, elapsed_s = _times(run, phase)
+    report, config = stored_report(run, phase, elapsed_s=elapsed_s), run.config
     env = config.get("env")  # the name in an evaluation's settings, a section in training's
     section = env if isinstance(env, dict) else {"args": config.get("env_args")}
     per_example = Counter(outcome.example for outcome in report.outcomes)
@@ -79,8 +81,25 @@ def _results(data: RunData, target: Path, filters: dict[str, Any]) -> int:
         base_url=config.get("base_url"),
         rollouts_per_example=max(per_example.values(), default=1),
         sampling_args=config.get("sampling"),
+        ended_at=ended_at,
     )
     return report.num_rollouts
+
+
+def _times(run: Run, phase: str) -> tuple[float | None, float]:
+    """Return when a phase ended, and for how many seconds something of it was played.
+
+    The time between two starts of a run does not count.
+    """
+    spans = sorted(
+        (created if started is None else min(started, created), created)
+        for started, created in run.columns(("started_at", "created_at"), phase=phase)
+    )
+    played, end = 0.0, -math.inf
+    for start, stop in spans:
+        played += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return (end if spans else None), played
 
 
 def _phase_of(run: Run, filters: dict[str, Any]) -> str:

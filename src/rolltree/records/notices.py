@@ -22,7 +22,8 @@ def notice_sentences(events: Iterable[Event]) -> list[dict[str, Any]]:
         text = say(event.data if isinstance(event.data, Mapping) else {})
         last = found.setdefault((event.kind, text), {"text": text, "kind": event.kind, "times": 0})
         last["times"] += max(1, _whole(event.data, "times"))
-        last |= {"step": event.step, "created_at": event.created_at}
+        at = event.data.get("last_at") if isinstance(event.data, Mapping) else None
+        last |= {"step": event.step, "created_at": event.created_at if at is None else at}
     return list(found.values())
 
 
@@ -44,6 +45,16 @@ def _resumed(data: Mapping[str, Any]) -> str:
     return f"The run was continued with other settings: {names}."
 
 
+def _retried(data: Mapping[str, Any]) -> str:
+    cause = data.get("cause")
+    known = [str(each) for each in cause] if isinstance(cause, list) else []
+    if len(known) != 3:  # an older store has an event for each, without its cause
+        return "A request whose rollouts had failed ran again."
+    kind, phase, place = known
+    where = f" in {place}" if place else f" ({phase})" if phase else ""
+    return f"A request whose rollouts had failed with {kind}{where} ran again."
+
+
 def _truncated(data: Mapping[str, Any]) -> str:
     return (
         f"{_whole(data, 'steps'):,} later steps and {_whole(data, 'rollouts'):,} rollouts of them "
@@ -59,7 +70,7 @@ def _ended(data: Mapping[str, Any]) -> str:
 
 _SAID: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "notice": _message,
-    "retried": lambda data: "A request whose rollouts had failed ran again.",
+    "retried": _retried,
     "truncated": _truncated,
     "resumed": _resumed,
     "ended": _ended,

@@ -18,7 +18,7 @@ from typing import Any, cast
 from rolltree.environments import Environment, load_environment
 from rolltree.environments.batch_runner import UnscoredSource
 from rolltree.environments.code import META, code_hashes
-from rolltree.errors import ConfigError, did_you_mean
+from rolltree.errors import INFRASTRUCTURE, ConfigError, SandboxUnavailable, did_you_mean
 from rolltree.finished import Finished
 from rolltree.inference.client import ModelClient, as_client
 from rolltree.records.recorded import (
@@ -50,6 +50,8 @@ class ReplayReport(Finished):
     difference: Difference | None
     # Why it ended early, such as "the recording ends here, ..."; empty if it did not.
     stopped: str
+    # Why the environment could not be set up or scored, so that nothing was compared; or empty.
+    failure: str
     # What was not compared, or is not as it was.
     notes: tuple[str, ...]
     recorded: RolloutResult
@@ -59,8 +61,8 @@ class ReplayReport(Finished):
 
     @property
     def is_equal(self) -> bool:
-        """Whether nothing that was compared differs."""
-        return self.difference is None
+        """Whether the environment could be played, and nothing that was compared differs."""
+        return self.difference is None and not self.failure
 
     def as_dict(self) -> dict[str, Any]:
         """Return what is not an episode, as plain data."""
@@ -371,10 +373,12 @@ class _Replayer:
         return replace(ordered[0], branch_rewards=rewards)
 
     def _report(self, session: ReplaySession, live: RolloutResult) -> ReplayReport:
-        difference = session.difference
+        difference, failure = session.difference, _not_played(live)
         cut = session.until is not None and session.num_answered >= session.until
         # What came after a stop was not played: comparing it would find what nobody changed.
-        if difference is None and not session.stopped and not session.is_live:
+        if failure:
+            difference = None
+        elif difference is None and not session.stopped and not session.is_live:
             is_whole = not cut or session.num_answered == session.num_calls
             if is_whole and not _was_stopped(live):
                 difference = outcome_difference(session, live, score=self.score)
@@ -387,11 +391,27 @@ class _Replayer:
             num_replayed=session.num_answered,
             num_continued=session.num_continued,
             difference=difference,
-            stopped=stopped,
+            stopped="" if failure else stopped,
+            failure=failure,
             notes=self.notes,
             recorded=session.recorded,
             live=live,
         )
+
+
+def _not_played(live: RolloutResult) -> str:
+    """Return what kept an environment from being played or scored; empty if nothing did.
+
+    Such a failure is this machine's, also if the recorded rollout failed in the same way.
+    """
+    error = live.error
+    if error is None or error.phase in ("model", "timeout", "cancelled"):
+        return ""
+    is_machine = error.type in {*INFRASTRUCTURE, SandboxUnavailable.__name__}
+    if error.phase != "setup" and not is_machine:
+        return ""
+    what = "score" if error.phase == "scoring" else "set up"
+    return f"could not {what}: {error.type}: {error.message}"
 
 
 def _was_stopped(live: RolloutResult) -> bool:

@@ -95,6 +95,9 @@ class RescoreReport(Finished):
     num_changed: int
     num_failed: int
     failure: str | None
+    # Rollouts that had failed before they were scored, so that nothing could score them.
+    num_unplayed: int
+    unplayed: str | None
     phases: tuple[PhaseChange, ...]
     credit: CreditChange | None
     changes: tuple[RolloutChange, ...]
@@ -130,11 +133,10 @@ def rescore_report(
             # the first of equals, and changes are never compared.
             entry = (abs(change.difference), -next(numbers), change)
             (heapq.heappush if len(kept) < NUM_KEPT else heapq.heappushpop)(kept, entry)
-    failures = [
-        errors[0]["message"]
-        for _, errors in target.columns(("status", "errors"), **where, error_phase="scoring")
-        if errors
-    ]
+    failures: dict[bool, list[str]] = {True: [], False: []}
+    for error_phase, errors in target.columns(("error_phase", "errors"), **where, status="error"):
+        said = f"{errors[0]['type']}: {errors[0]['message']}" if errors else "unknown"
+        failures[error_phase == "scoring"].append(said)
     changes = [change for _, _, change in sorted(kept, reverse=True, key=lambda entry: entry[:2])]
     credit, advantages = _credit_change(source, target, where, {each.place for each in changes})
     pairs = [advantages.get(change.place, (None, None)) for change in changes]
@@ -144,8 +146,10 @@ def rescore_report(
         scored_by=scored_by,
         num_rollouts=sum(counts["num_rollouts"] for counts in phases.values()),
         num_changed=sum(counts["num_changed"] for counts in phases.values()),
-        num_failed=len(failures),
-        failure=failures[0] if failures else None,
+        num_failed=len(failures[True]),
+        failure=next(iter(failures[True]), None),
+        num_unplayed=len(failures[False]),
+        unplayed=next(iter(failures[False]), None),
         phases=tuple(
             PhaseChange(phase, **counts, rewards=_compared(source, target, phase))
             for phase, counts in phases.items()

@@ -188,7 +188,8 @@ class SearchIndex:
     def _gone(self) -> str:
         """Return a text that changes after rows were removed: their ids are used again."""
         gone = [each for each in self._run.events() if each.kind in ("retried", "truncated")]
-        return json.dumps([len(gone), repr(gone[-1].data) if gone else ""])
+        times = sum(each.data.get("times", 1) for each in gone)
+        return json.dumps([len(gone), times, repr(gone[-1].data) if gone else ""])
 
     def _add_advantages(
         self, file: sqlite3.Connection, done: int, pause: Callable[[], None]

@@ -13,11 +13,18 @@ from rolltree.store import to_plain
 
 MOST_CHARACTERS = 1200
 _BEFORE = 60
+_MOST_CAUSES = 5
+_WHAT_TO_DO = (
+    "Nothing was compared. Give the environment what it lacks: its files and packages, its "
+    "sandbox, its servers, or other arguments (-a); a judge can be left out with --no-score."
+)
 
 
 def replay_lines(report: ReplayReport) -> list[str]:
     """Return one replay in lines: how far it came, the first difference, and the notes."""
     calls = f"{report.num_replayed} of {report.num_calls} recorded calls"
+    if report.failure:
+        return [f"{report.request_id}: {report.failure}", f"  {_WHAT_TO_DO}"]
     lines = [f"{report.request_id}: {'equal' if report.is_equal else 'DIFFERENT'}, {calls}"]
     if report.num_continued:
         lines[0] += f", then {report.num_continued} calls of a model"
@@ -59,11 +66,16 @@ def replays_summary(reports: Sequence[ReplayReport]) -> list[str]:
     """Return several replays in lines: those that differ first in full, then the counts."""
     lines: list[str] = []
     kinds = Counter(each.difference.kind for each in reports if each.difference is not None)
+    failures = Counter(each.failure for each in reports if each.failure)
     for report in reports:
-        # Equal ones are counted only.
-        if not report.is_equal:
+        # Equal ones are counted only, and failures by their cause.
+        if report.difference is not None:
             lines += replay_lines(report)
-    num_equal = len(reports) - kinds.total()
+    num_equal = sum(each.is_equal for each in reports)
+    for failure, number in failures.most_common(_MOST_CAUSES):
+        what, _, reason = failure.partition(": ")
+        lines.append(f"{what} {number} of {len(reports)}: {reason}")
+    lines += [_WHAT_TO_DO] * bool(failures)
     lines.append(f"{num_equal} of {len(reports)} rollouts replay equal")
     if kinds:
         found = ", ".join(f"{kind} {number}" for kind, number in kinds.most_common())

@@ -18,6 +18,11 @@ def rescore_parts(report: RescoreReport, *, num_changes: int = 10) -> list[Rende
             f"{report.num_failed:,} could not be scored, so they have no reward; the first: "
             f"{report.failure}"
         )
+    if report.num_unplayed:
+        facts.append(
+            f"{report.num_unplayed:,} had failed before they were scored, so nothing scored them; "
+            f"play them again. The first: {report.unplayed}"
+        )
     if report.credit is not None:
         facts.append(_credit(report.credit))
     parts += ["", *(safe_text(fact, limit=600) for fact in facts)]

@@ -190,7 +190,7 @@ def _state_columns(
         "error_phase": status_of[0]["phase"] if status_of else request_columns["error_phase"],
         "errors": (
             *(own or request_columns["errors"]),
-            *({"function": name, **item} for name, item in scoring.items()),
+            *({"function": name, **_told_once(item, own)} for name, item in scoring.items()),
         ),
         "stop_condition": state.stop_condition,
         "is_completed": bool(state.is_completed),
@@ -210,6 +210,13 @@ def _state_columns(
         "started_at": _number(timing.get("start_time")),
         "metrics": dict(state.metrics or {}),
     }
+
+
+def _told_once(error: Mapping[str, Any], own: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return what a function raised, without its traceback if that ended the rollout as well."""
+    if any(each.get("traceback") == error.get("traceback") for each in own):
+        return {name: value for name, value in error.items() if name != "traceback"}
+    return error
 
 
 def _number(value: Any) -> float | None:

@@ -102,7 +102,7 @@ class Change:
     def drop_request(self, request_id: str, *, if_failed: bool) -> list[dict[str, Any]]:
         """Take the rows of a request away, with `if_failed` only if one of them failed.
 
-        Returns the type and the errors of each that failed.
+        Returns the type, the errors and the time of each that failed.
         """
         names = ("id", *LIGHT)
         found = self.connection.execute(
@@ -117,7 +117,14 @@ class Change:
             # (a + b) - b is not a in floats: after a removal the phase is summed from its rows.
             for phase in {row["phase"] for row in rows if row["reward"] is not None}:
                 self.sum_again(phase)
-        return [{"type": row["error_type"], "errors": loads(row["errors"])} for row in failed]
+        return [
+            {
+                "type": row["error_type"],
+                "errors": loads(row["errors"]),
+                "created_at": row["created_at"],
+            }
+            for row in failed
+        ]
 
     def sum_again(self, phase: str) -> None:
         """Sum a phase from its rows, after many of them, or some with a reward, were deleted."""

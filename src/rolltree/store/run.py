@@ -18,7 +18,7 @@ from typing import Any, Literal
 from rolltree.errors import ConfigError, Stopped, StoreError
 from rolltree.redact import environment_secrets, known_secrets, redact, remember, secrets_in
 from rolltree.store.change import Change
-from rolltree.store.codec import dumps
+from rolltree.store.codec import dumps, loads
 from rolltree.store.database import Database, WriterLock, check_files
 from rolltree.store.integrity import read_totals, report_key
 from rolltree.store.reading import StoredRun
@@ -44,6 +44,9 @@ class Run(StoredRun):
         super().__init__(path, database)
         self._lock = lock
         self._secrets: tuple[str, ...] = ()
+        self._retried: dict[str, int] | None = (
+            None  # the id of its event by cause, once one is needed
+        )
 
     @classmethod
     def create(
@@ -277,8 +280,8 @@ class Run(StoredRun):
 
         A `(request_id, trajectory_index)` that is stored already is left as it is, so the same
         result may come twice and is counted once. With `replace_failed`, a request whose stored
-        rows failed is replaced, and an event keeps what failed. The requests of `replaced` are
-        replaced whatever became of them.
+        rows failed is replaced, and an event per cause and place counts them. The requests of
+        `replaced` are replaced whatever became of them.
         """
         self._must_write()
         # Encoding and cutting secrets take most of the time; the write lock is not held meanwhile.
@@ -289,8 +292,7 @@ class Run(StoredRun):
                 if replace_failed or request_id in replaced:
                     gone = change.drop_request(request_id, if_failed=request_id not in replaced)
                     if gone:
-                        data = {"request_id": request_id, "failed": gone}
-                        self._insert_event(change, "retried", data, None)
+                        self._count_retry(change, request_id, gone)
             return sum(change.add_rollout(row) for row in values)
 
     def add_step(
@@ -361,6 +363,41 @@ class Run(StoredRun):
                 f"{self.path} was opened for reading, so nothing can be stored in it. Open it "
                 'with Run.open(path, mode="w").'
             )
+
+    def _count_retry(
+        self, change: Change, request_id: str, failed: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Note that a request is replaced which failed: once per cause and place, with a count.
+
+        A server that is away for an hour fails every rollout hundreds of times; the first failure
+        is kept whole, and of the others how many there were, when, and for how long they waited.
+        """
+        execute, now = change.connection.execute, time.time()
+        if self._retried is None:
+            sql = "SELECT id, data FROM events WHERE kind = 'retried' AND data LIKE '{\"cause\"%'"
+            self._retried = {str(loads(text)["cause"]): row_id for row_id, text in execute(sql)}
+        errors = failed[0]["errors"]
+        places = [error.get("function") or error.get("tool") for error in errors]
+        place = next((str(each) for each in places if each), "")
+        phase = errors[0].get("phase") if errors else None
+        cause = [each or "" for each in (failed[0]["type"], phase, place)]
+        sql = "SELECT created_at, data FROM events WHERE id = ? AND kind = 'retried'"
+        row_id = self._retried.get(str(cause), 0)
+        created_at, text = execute(sql, (row_id,)).fetchone() or (now, "{}")
+        data = loads(text)
+        # A transaction that was rolled back may have left an id that another cause has by now.
+        if data.get("cause") != cause:
+            row_id, created_at = change.next_id(), now
+            kept = [{"type": each["type"], "errors": each["errors"]} for each in failed]
+            data = {"cause": cause, "times": 0, "first_at": now, "wait_s": 0.0, "failed": kept}
+        data |= {
+            "times": data["times"] + 1,
+            "last_at": now,
+            "wait_s": data["wait_s"] + max(0.0, now - min(each["created_at"] for each in failed)),
+            "request_id": request_id,
+        }
+        change.put("events", row_id, created_at, "retried", None, dumps(redact(data, self._known)))
+        self._retried[str(cause)] = row_id
 
     def _insert_event(
         self, change: Change, kind: str, data: Mapping[str, Any], step: int | None

@@ -20,9 +20,14 @@ def stored_settings(config: Mapping[str, Any], secrets: Sequence[str]) -> Any:
     return to_plain(redact(dict(config), known_secrets((*secrets, *environment_secrets()))))
 
 
+def config_text(config: Mapping[str, Any]) -> str:
+    """Return the text of `config.json`."""
+    return json.dumps(config, indent=2) + "\n"
+
+
 def write_config(path: Path, config: Mapping[str, Any]) -> None:
     """Write `config.json` whole, if its content would change."""
-    text = json.dumps(config, indent=2) + "\n"
+    text = config_text(config)
     with contextlib.suppress(OSError):
         if read_regular(path, len(text.encode())) == text.encode():
             return

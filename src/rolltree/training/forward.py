@@ -286,13 +286,21 @@ class LogprobModel:
         return torch.autocast(self.device.type, dtype=self.compute_dtype, enabled=on)
 
 
-def sample_logprobs(model: Any, samples: Sequence[Sample]) -> FloatArray:
+def logprob_reader(model: Any) -> LogprobModel:
+    """Return what computes the logprobs of a model for `sample_logprobs`; it probes the model.
+
+    Raises:
+        TrainingError: the model cannot be read so.
+    """
+    return LogprobModel(model, choose_forward(model, "auto", "interleave"))
+
+
+def sample_logprobs(logprobs: LogprobModel, samples: Sequence[Sample]) -> FloatArray:
     """Return the logprob of every record, float32 `[_R]`, in sample order, without gradients.
 
     Raises:
-        TrainingError: the model is not exact in any forward, or a sample is longer than it allows.
+        TrainingError: a sample is longer than the model allows.
     """
-    logprobs = LogprobModel(model, choose_forward(model, "auto", "interleave"))
     with torch.no_grad(), logprobs.context():
         parts = [logprobs(collate([sample])).logprob.cpu().numpy() for sample in samples]
     return np.concatenate(parts)

@@ -6,7 +6,7 @@ All trained tokens have equal weight. For metrics per task, query the run store.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from itertools import pairwise
 from statistics import fmean, pstdev
 from typing import Any
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rolltree.estimate import Estimate, all_in_unit, estimate
+from rolltree.estimate import episodes_estimate
 from rolltree.samples import take_records
 from rolltree.tasks import peak_rss_bytes
 from rolltree.training.layout import FloatColumn
@@ -237,31 +237,10 @@ def _rewards(results: Sequence[RolloutResult]) -> dict[str, float]:
         "reward/std": pstdev(rewards),
         "reward/max": max(rewards),
     }
-    found = _group_interval(groups, metrics["reward/mean"], len(rewards))
+    found = episodes_estimate(groups)
     if found is not None and found.low is not None and found.high is not None:
         metrics |= {"reward/low": found.low, "reward/high": found.high}
     return metrics
-
-
-def _group_interval(
-    groups: Mapping[Hashable, Sequence[float]], center: float, num: int
-) -> Estimate | None:
-    """Return the interval of the mean over episodes, with the group as the unit.
-
-    Groups that lost episodes are smaller, and the mean over episodes is not that of the groups'
-    means: a group counts by its size (the linearized ratio estimator; Cochran, Sampling Techniques,
-    chapter 2.11). Groups of equal size count equally.
-    """
-    # [center + share * n_g * (mean_g - center)] averages over groups to `center`, the mean over
-    # episodes, and spreads as that mean does.
-    share = len(groups) / num
-    weighted = {
-        name: [center + share * len(values) * (fmean(values) - center)] * len(values)
-        for name, values in groups.items()
-    }
-    are_shares = all(value in (0.0, 1.0) for values in groups.values() for value in values)
-    found = estimate(weighted, are_shares=are_shares)
-    return found.within(0.0, 1.0) if found and all_in_unit(groups.values()) else found
 
 
 def _agent_rewards(states: Sequence[State]) -> dict[str, float]:

@@ -169,6 +169,7 @@ class VersionedWeights:
             )
         self._base = base
         self._model: Any = None
+        self._reader: Any = None
         self._now: int | None = None
 
     @property
@@ -183,13 +184,15 @@ class VersionedWeights:
     def at(self, version: int) -> Callable[[Sequence[Sample]], FloatArray]:
         """Return what computes the logprobs of samples under a version's weights."""
         from rolltree.training.checkpoint_formats import read_weights
-        from rolltree.training.forward import sample_logprobs
+        from rolltree.training.forward import logprob_reader, sample_logprobs
         from rolltree.training.rank0 import adapt
 
         folder = self._folders[version]
         if self._model is None or (folder is None and self._now != version):
             self._model, _ = load_model(str(self._base), "float32")
             adapt(self._model, self._config)
+            # Probing takes longer than a rollout, and other weights do not change its answer.
+            self._reader = logprob_reader(self._model)
             self._now = 0
         if folder is not None and self._now != version:
             try:
@@ -197,7 +200,7 @@ class VersionedWeights:
             except TrainingError as error:
                 raise ConfigError(str(error)) from error
         self._now = version
-        return partial(sample_logprobs, self._model)
+        return partial(sample_logprobs, self._reader)
 
 
 def _settings(run: Run) -> TrainConfig:

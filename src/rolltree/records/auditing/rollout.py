@@ -82,6 +82,14 @@ class Call:
         return self.tokens.tree.versions(self.handle)
 
     @property
+    def answer(self) -> Mapping[str, Any]:
+        """When it was sent, and how long it took, in seconds of the rollout."""
+        record = self.response_record
+        return (
+            record if isinstance(record, Mapping) else {"sent_s": getattr(record, "sent_s", None)}
+        )
+
+    @property
     def response_record(self) -> Any:
         """The response; a recorded one without its arrays, which the tree has."""
         if isinstance(self.step, RecordedStep):
@@ -110,6 +118,8 @@ class TrainedFacts:
     num_computed: int = 0  # tokens that were in a forward pass
     num_counted: int = 0  # tokens that count in the normalizers
     sum_entropy: float = 0.0  # of the computed tokens
+    sum_lag: float = 0.0  # of the computed tokens
+    num_fresh: int = 0  # tokens that `mismatch` is the mean of
     sum_logprob: float | None = None  # the engine's, of all tokens
 
 
@@ -136,10 +146,15 @@ class RolloutFacts:
     num_calls: int
     num_prompt_tokens: int
     max_version: int | None
+    generation_ms: float
+    scoring_ms: float
     num_sampled: int = 0
     # A digest of the row's question and answer, and one of the ids of its first prompt.
     asked: int | None = None
     first_prompt: int | None = None
+    # Of the row's question without its answer, and whether the completion has all answers of calls.
+    question: int | None = None
+    has_answers: bool | None = None
     is_as_asked: bool = False  # whether the first prompt ends with the row's question
     parent_step: int | None = None
     metrics: dict[str, float] = field(default_factory=dict)  # of rollouts that are trained
@@ -157,7 +172,7 @@ class RolloutFacts:
 _OF_ROW = (
     *("request_id", "trajectory_index", "num_trajectories", "group_id", "phase", "train_step"),
     *("parent_rollout", "reward", "error_type", "env_id", "truncated", "started_at", "created_at"),
-    *("depth", "num_calls", "num_prompt_tokens", "max_version"),
+    *("depth", "num_calls", "num_prompt_tokens", "max_version", "generation_ms", "scoring_ms"),
 )
 
 
@@ -247,6 +262,8 @@ class RolloutAudit:
         # The columns of a row that an environment may change while it plays are left out.
         question = [asked.get(name) for name in ("example_id", "task", "prompt", "answer")]
         facts.asked = crc32(_digestible(question))
+        facts.question = crc32(_digestible(question[:-1]))
+        facts.has_answers = None if state is None else _has_answers(state)
         if state is None or not self.calls:
             return
         first = self.calls[0]
@@ -255,6 +272,12 @@ class RolloutAudit:
         facts.is_as_asked = wanted is not None and wanted == _last_message(given)
 
     def _columns(self, again: StoredRollout) -> None:
+        told = [[_said(each) for each in row.errors] for row in (self.row, again)]
+        if told[0] != told[1] and REDACTED not in str(told):
+            self.find(
+                *("columns", "column_differs"),
+                f"the column errors says {told[0]!r} and the rollout's own record {told[1]!r}",
+            )
         values = _compared_of(self.row), _compared_of(again)
         if values[0] == values[1]:
             return
@@ -369,7 +392,9 @@ class RolloutAudit:
             )
         if sampled:
             self._sampler(call, request.sampling.max_tokens)
-            self._ending(call)
+            own = request.sampling
+            is_free = bool(own.stop or own.stop_token_ids or extras.get("sampling"))
+            self._ending(call, None if is_free or extras.get("agent") else own.max_tokens)
 
     def _assigned(self, call: Call) -> None:
         """Check what was put over a recorded call: a mask may change, what was sampled may not."""
@@ -426,7 +451,7 @@ class RolloutAudit:
                 "most",
             )
 
-    def _ending(self, call: Call) -> None:
+    def _ending(self, call: Call, limit: int | None) -> None:
         ends, handle, sampled = self.expected.end_ids, call.handle, call.num_sampled
         if not ends:
             return
@@ -437,6 +462,12 @@ class RolloutAudit:
                 *("spans", "after_the_end"),
                 f"call {handle} goes on for {sampled - 1 - at} tokens after its end token, at "
                 f"{at}: an engine stops there, so they were not sampled",
+            )
+        elif at is None and sampled == limit and call.extras.get("finish_reason") == "stop":
+            self.find(
+                *("sampler", "finish_reason"),
+                f"call {handle} has as many tokens as it may have, none of them an end token, and "
+                "says that it stopped by itself",
             )
         elif at is not None and call.extras.get("finish_reason") == "length":
             self.find(
@@ -502,11 +533,26 @@ def _digestible(value: Any) -> bytes:
         return dumps(value).encode()
 
 
+def _has_answers(state: State) -> bool | None:
+    """Whether the completion has what each call answered, in order; None without messages."""
+    completion, steps = state.get("completion"), state["trajectory"]
+    if not isinstance(completion, list) or not steps or state.get("error") is not None:
+        return None
+    left = iter([each.get("content") for each in completion if each.get("role") == "assistant"])
+    answers = [peek(step, "completion") for step in steps]
+    said = [each[-1].get("content") for each in answers if isinstance(each, list) and each]
+    return all(each in left for each in said)
+
+
 def _last_message(prompt: Any) -> Any:
     if not isinstance(prompt, list) or not prompt:
         return prompt
     last = prompt[-1]
     return last.get("content") if isinstance(last, Mapping) else last
+
+
+def _said(error: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(error.get(name) for name in ("function", "type", "message", "phase"))
 
 
 def _repeated(values: Sequence[Any]) -> list[Any]:

@@ -7,17 +7,20 @@ yields the words' values for each thing that is wrong.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from rolltree.evaluation import Settings
 from rolltree.evaluation.report import stored_report
 from rolltree.records.auditing.report import Place
 from rolltree.records.values import number_of
 from rolltree.seeds import derive_seed
 from rolltree.store import Run
+from rolltree.store.metric_names import numbers
 from rolltree.store.weights import noted_part
 from rolltree.training.config import TrainConfig
 from rolltree.training.plan import PHASE
@@ -30,7 +33,7 @@ Words: TypeAlias = Mapping[str, object]
 _TIMES = ("started_at", "created_at", "generation_ms", "scoring_ms", "total_ms")
 _SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "stop", "stop_token_ids", "seed")
 # Clocks of two machines, or of one that was set, may be this far apart.
-_CLOCK_S = 60.0
+CLOCK_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,11 @@ class Stored:
     config: TrainConfig | None
     facts: Sequence[RolloutFacts]
 
+    @property
+    def first(self) -> int:
+        """The step after which it began: 0, or that of the checkpoint that was forked."""
+        return int((self.run.meta.get("forked_from") or {}).get("step", 0))
+
 
 # -- one rollout -----------------------------------------------------------------------------------
 
@@ -95,8 +103,31 @@ def _negative_times(audit: RolloutAudit, request: RolloutRequest) -> Iterator[Wo
 
 def _backward_times(audit: RolloutAudit, request: RolloutRequest) -> Iterator[Words]:
     row = audit.row
-    if row.started_at is not None and row.started_at > row.created_at + _CLOCK_S:
+    if row.started_at is not None and row.started_at > row.created_at + CLOCK_S:
         yield {"late_s": row.started_at - row.created_at}
+
+
+def _long_times(audit: RolloutAudit, request: RolloutRequest) -> Iterator[Words]:
+    row, clock_ms = audit.row, 1e3 * CLOCK_S
+    # Who scores nothing, or by code of its own, need not fill in the total.
+    if 0 < row.total_ms < row.generation_ms - 1:
+        yield {
+            "name": "total_ms",
+            "value": row.total_ms,
+            "other": row.generation_ms,
+            "of": "engine",
+        }
+    if row.started_at is None:
+        return
+    there_ms = 1e3 * (row.created_at - row.started_at)
+    if 0 <= there_ms < row.generation_ms - clock_ms:
+        words = {"name": "time until it was stored", "value": there_ms}
+        yield {**words, "other": row.generation_ms, "of": "engine"}
+    sent = [number_of(call.answer.get("sent_s")) for call in audit.calls]
+    latest_ms = 1e3 * max((value for value in sent if value is not None), default=0.0)
+    if there_ms >= 0 and latest_ms > there_ms + clock_ms:
+        words = {"name": "time until it was stored", "value": there_ms}
+        yield {**words, "other": latest_ms, "of": "last call"}
 
 
 def _weighted_sum(audit: RolloutAudit, request: RolloutRequest) -> Iterator[Words]:
@@ -166,11 +197,19 @@ def _other_environment(audit: RolloutAudit, request: RolloutRequest) -> Iterator
         yield {"found": audit.row.env_id, "wanted": wanted}
 
 
-def _agents(audit: RolloutAudit, request: RolloutRequest) -> Iterator[Words]:
+def _labels(audit: RolloutAudit, request: RolloutRequest) -> Iterator[Words]:
     for call in audit.calls:
-        said, label = call.extras.get("agent"), call.tokens.tree.agent(call.handle)
-        if said is not None and said != label:
-            yield {"call": call.index, "said": said, "label": label}
+        tree, extras = call.tokens.tree, call.extras
+        low, high = call.value_range("version") or (None, None)
+        pairs = {
+            "agent": (extras.get("agent"), tree.agent(call.handle)),
+            "turn": (extras.get("turn"), tree.turn(call.handle)),
+            "policy_version_min": (extras.get("policy_version_min"), low),
+            "policy_version_max": (extras.get("policy_version_max"), high),
+        }
+        for name, (said, label) in pairs.items():
+            if said is not None and label is not None and said != label:
+                yield {"call": call.index, "name": name, "said": said, "label": label}
 
 
 ROLLOUT_RULES: tuple[RolloutRule, ...] = (
@@ -183,6 +222,11 @@ ROLLOUT_RULES: tuple[RolloutRule, ...] = (
         *("times", "backward_time", "the time when it was stored with that of its start"),
         "it began {late_s:.0f} s after it was stored",
         _backward_times,
+    ),
+    RolloutRule(
+        *("times", "longer_than_its_whole", "times of the engine and of calls with the rollout's"),
+        "its {name} is {value:.0f} ms, and that of its {of} {other:.0f} ms",
+        _long_times,
     ),
     RolloutRule(
         *("rewards", "not_the_sum", "the reward with its functions' values and weights"),
@@ -206,9 +250,9 @@ ROLLOUT_RULES: tuple[RolloutRule, ...] = (
         _other_environment,
     ),
     RolloutRule(
-        *("tokens", "agent_differs", "the agent of a call in its record and in its tokens"),
-        "call {call} is of agent {said!r} in its record and of {label!r} in its tokens",
-        _agents,
+        *("tokens", "label_differs", "agent, turn and versions of a call with its tokens"),
+        "the {name} of call {call} is {said!r} in its record and {label!r} in its tokens",
+        _labels,
     ),
 )
 
@@ -267,6 +311,7 @@ def _changed_examples(stored: Stored) -> Iterator[Found]:
             index = items[0].group_id.rpartition("/")[2]
             key = evaluation.get("env_id"), evaluation.get("split"), index
             known[key] += [item for item in items if item.asked is not None]
+    yield from _changed_answers(stored)
     for items in known.values():
         asked = [item.asked for item in items]
         if len(set(asked)) < 2 or len({item.phase for item in items}) < 2:
@@ -276,6 +321,37 @@ def _changed_examples(stored: Stored) -> Iterator[Found]:
             if item.asked != usual:
                 others = next(other.request_id for other in items if other.asked == usual)
                 yield Found({"other": others}, item.place)
+
+
+def _changed_answers(stored: Stored) -> Iterator[Found]:
+    """Find training groups whose row has another answer than others with the same question."""
+    known: defaultdict[int, list[RolloutFacts]] = defaultdict(list)
+    for items in _by_group(stored):
+        if items[0].phase == PHASE and items[0].question is not None:
+            known[items[0].question].append(items[0])
+    for items in known.values():
+        usual = _most_common([item.asked for item in items])
+        others = next(item.request_id for item in items if item.asked == usual)
+        for item in items:
+            if item.asked != usual:
+                yield Found({"other": others}, item.place)
+
+
+def _unusual_completions(stored: Stored) -> Iterator[Found]:
+    """Find completions that lack what a call answered, if those of the others have it."""
+    by_phase: defaultdict[str, list[RolloutFacts]] = defaultdict(list)
+    for item in stored.facts:
+        if item.has_answers is not None:
+            by_phase[item.phase].append(item)
+    for phase, items in by_phase.items():
+        wrong = [item for item in items if not item.has_answers]
+        # An environment may write completions of its own, but it does so always.
+        if len(items) >= _LEAST_USUAL and len(wrong) <= len(items) * _MOST_UNUSUAL:
+            for item in wrong:
+                yield Found({"num": len(items) - len(wrong), "phase": phase}, item.place)
+
+
+_LEAST_USUAL, _MOST_UNUSUAL = 4, 0.25
 
 
 def _foreign_environments(stored: Stored) -> Iterator[Found]:
@@ -328,7 +404,7 @@ def _missing_evaluations(stored: Stored) -> Iterator[Found]:
     if config is None or not (evaluated or stored.settings.evaluations):
         return
     last = max((row.step for row in run.steps()), default=0)
-    first = int((run.meta.get("forked_from") or {}).get("step", 0))
+    first = stored.first
     done = {event.step for event in evaluated}
     phases = {str(event.data.get("phase")) for event in evaluated}
     section = config.eval
@@ -356,13 +432,10 @@ def _evaluation_numbers(stored: Stored) -> Iterator[Found]:
         told = evaluation.metrics
         if "num_rollouts" not in told or evaluation.phase not in played:
             continue
-        found = stored_report(stored.run, evaluation.phase).as_dict()
-        # An interval follows from settings that a caller may choose; means and counts do not.
-        for name, value in _means(found).items():
-            said = _means(told).get(name)
-            if said is not None and not _close(said, value):
-                words = {"phase": evaluation.phase, "name": name, "said": said, "right": value}
-                yield Found(words, step=evaluation.step)
+        settings = {name: told[name] for name in _SETTINGS if isinstance(told.get(name), float)}
+        found = stored_report(stored.run, evaluation.phase, settings=Settings(**settings)).as_dict()
+        for words in _other_numbers(told, found):
+            yield Found({"phase": evaluation.phase, **words}, step=evaluation.step)
 
 
 def _kept_reports(stored: Stored) -> Iterator[Found]:
@@ -370,25 +443,41 @@ def _kept_reports(stored: Stored) -> Iterator[Found]:
         if not stored.run.kept_report(phase):
             continue
         kept = stored_report(stored.run, phase, outcomes=False).as_dict()
-        right = _means(stored_report(stored.run, phase).as_dict())
-        for name, said in _means(kept).items():
-            if name in right and not _close(said, right[name]):
-                yield Found({"phase": phase, "name": name, "said": said, "right": right[name]})
+        for words in _other_numbers(kept, stored_report(stored.run, phase).as_dict()):
+            yield Found({"phase": phase, **words})
 
 
-def _means(report: Mapping[str, Any]) -> dict[str, float]:
-    """Return the counts of a report, and the mean of each of its estimates, by name."""
-    counts = ("num_rollouts", "num_examples", "num_failed", "num_unscored", "num_truncated")
-    found = {name: float(report[name]) for name in counts if name in report}
-    estimates = {"reward": report.get("reward")}
-    for family in ("tasks", "metrics"):
-        each = report.get(family) or {}
-        estimates |= {f"{family}.{name}": value for name, value in each.items()}
-    for name, value in estimates.items():
-        mean = value.get("mean") if isinstance(value, Mapping) else None
-        if isinstance(mean, int | float):
-            found[name] = float(mean)
-    return found
+_SETTINGS = ("confidence", "pass_threshold")
+
+
+def _other_numbers(told: Mapping[str, Any], right: Mapping[str, Any]) -> Iterator[Words]:
+    """Yield the numbers of a report that its rollouts do not give: counts, means, intervals."""
+    said, found = _numbers(told), _numbers(right)
+    for name in sorted(said.keys() | found.keys()):
+        # What one version of rolltree reports and another does not is no difference; a kind of
+        # failure that only one of them knows is.
+        family = name.partition(".")[0]
+        if family not in told or family not in right:
+            continue
+        one, other = said.get(name, 0.0), found.get(name, 0.0)
+        is_compared = (name in said and name in found) or family in _COUNTED
+        if is_compared and not _close(one, other):
+            yield {"name": name, "said": one, "right": other}
+
+
+_COUNTED = ("failures", "truncations", "stops")
+
+
+def _numbers(report: Mapping[str, Any]) -> dict[str, float]:
+    flat = numbers({name: report[name] for name in report if name not in _OWN})
+    # The interval of pass@1 counted examples before it counted rollouts.
+    named = {name.replace("/", "."): value for name, value in flat.items()}
+    is_old = re.compile(r"pass_at\.1\.(?!mean)").match
+    return {name: value for name, value in named.items() if not is_old(name)}
+
+
+# What belongs to a start of the evaluation and not to its rollouts.
+_OWN = (*_SETTINGS, "elapsed_s", "num_resumed", "advice", "scoring_errors", "failure_messages")
 
 
 def _close(one: float, other: float) -> bool:
@@ -410,8 +499,9 @@ def _before_the_run(stored: Stored) -> Iterator[Found]:
     if stored.config is None or not isinstance(began, int | float):
         return
     for item in stored.facts:
-        if item.created_at < began - _CLOCK_S:
-            yield Found({"early_s": began - item.created_at}, item.place)
+        first = min(item.created_at, item.started_at or item.created_at)
+        if first < began - CLOCK_S:
+            yield Found({"early_s": began - first}, item.place)
 
 
 def _backward_steps(stored: Stored) -> Iterator[Found]:
@@ -421,10 +511,10 @@ def _backward_steps(stored: Stored) -> Iterator[Found]:
         for known in item.trained:
             stored_at[known.step] = max(stored_at[known.step], item.created_at)
     for row in stored.run.steps():
-        if row.created_at < latest - _CLOCK_S:
+        if row.created_at < latest - CLOCK_S:
             other = f"step {number}"
             yield Found({"what": other, "early_s": latest - row.created_at}, step=row.step)
-        elif row.created_at < stored_at[row.step] - _CLOCK_S:
+        elif row.created_at < stored_at[row.step] - CLOCK_S:
             early_s = stored_at[row.step] - row.created_at
             yield Found({"what": "a rollout that it trained", "early_s": early_s}, step=row.step)
         if row.created_at > latest:
@@ -447,6 +537,11 @@ RUN_RULES: tuple[RunRule, ...] = (
         *("groups", "changed_example", "question and answer of an example in all evaluations"),
         "its question or its answer differs from that in {other}, the same example",
         _changed_examples,
+    ),
+    RunRule(
+        *("spans", "completion_differs", "the completion with what the calls answered"),
+        "its completion is not what its calls answered, as those of {num} others of {phase} are",
+        _unusual_completions,
     ),
     RunRule(
         *("groups", "foreign_environment", "the environment of all training rollouts"),
@@ -487,7 +582,7 @@ RUN_RULES: tuple[RunRule, ...] = (
     ),
     RunRule(
         *("times", "before_the_run", "the time when it was stored with that of the run"),
-        "it was stored {early_s:.0f} s before the run began, so it is another run's",
+        "it began or was stored {early_s:.0f} s before the run began, so it is another run's",
         _before_the_run,
     ),
     RunRule(

@@ -23,6 +23,7 @@ from rolltree.models.load import found_model
 from rolltree.records.auditing.report import CHECKS, AuditReport, Ledger, Place, some
 from rolltree.records.auditing.rollout import Expected, RolloutAudit, RolloutFacts
 from rolltree.records.auditing.rules import RUN_RULES, PlannedSettings, Stored
+from rolltree.records.auditing.step_rules import STEP_RULES
 from rolltree.records.auditing.text import TextCheck
 from rolltree.records.auditing.training import MOST_ENTROPY, TrainingAudit
 from rolltree.records.tokenizer import RunTokenizer, found_tokenizer
@@ -36,7 +37,7 @@ from rolltree.workers import WorkerCallError, WorkerPool
 LEAST_PART = 2_500
 _PAGE_ROWS = 64
 MAX_PROCESSES = 16
-_SECTIONS = ("run", "model", "sampling", "algorithm", "train", "eval")
+_SECTIONS = ("run", "model", "sampling", "algorithm", "train", "eval", "optim", "checkpoint")
 _EVALUATION = "evaluation."
 _SUMS = (
     *("num_rollouts", "num_errors", "num_truncated", "num_scored", "sum_reward"),
@@ -301,7 +302,7 @@ class _Audit:
         self._group_advantages()
         config = None if self.training is None else self.training.config
         stored = Stored(self.run, self.settings, config, self.facts)
-        for rule in RUN_RULES:
+        for rule in (*RUN_RULES, *STEP_RULES):
             for found in rule.find(stored):
                 message = rule.sentence.format(**found.words)
                 self.ledger.find(rule.check, rule.cause, message, found.place, found.step)

@@ -6,11 +6,12 @@ One row per family of metrics; a family gives no numbers if what it needs was no
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev
 from typing import TypeAlias
 
+from rolltree.estimate import episodes_estimate
 from rolltree.records.auditing.rollout import RolloutFacts, TrainedFacts
 from rolltree.types import FinishReason
 
@@ -45,7 +46,16 @@ def _rewards(sampled: Sequence[RolloutFacts]) -> Numbers:
     found = [item.reward for item in _own(sampled) if item.reward is not None]
     if not found:
         return {}
-    return {"reward/mean": fmean(found), "reward/std": pstdev(found), "reward/max": max(found)}
+    groups: defaultdict[Hashable, list[float]] = defaultdict(list)
+    for item in _own(sampled):
+        if item.reward is not None:
+            groups[item.group_id].append(item.reward)
+    numbers = {"reward/mean": fmean(found), "reward/std": pstdev(found), "reward/max": max(found)}
+    estimate = episodes_estimate(groups)
+    ends = {} if estimate is None else {"reward/low": estimate.low, "reward/high": estimate.high}
+    # An older rolltree did not cut intervals of shares at 0 and 1.
+    kept = {name: end for name, end in ends.items() if end not in (None, 0.0, 1.0)}
+    return numbers | {name: end for name, end in kept.items() if end is not None}
 
 
 def _agent_rewards(sampled: Sequence[RolloutFacts]) -> Numbers:
@@ -81,6 +91,8 @@ def _lengths(sampled: Sequence[RolloutFacts]) -> Numbers:
         "rollout/total_sampled_tokens": float(sum(lengths)),
         "rollout/length_cut_share": cut / max(1, len(calls)),
         "is_truncated/mean": sum(item.truncated for item in sampled) / len(sampled),
+        "rollout/generation_ms": fmean(item.generation_ms for item in sampled),
+        "rollout/scoring_ms": fmean(item.scoring_ms for item in sampled),
     }
 
 
@@ -120,6 +132,18 @@ def _entropy(rows: Sequence[TrainedFacts]) -> Numbers:
     return {"train/entropy": sum(row.sum_entropy for row in rows) / computed} if computed else {}
 
 
+def _mismatch(rows: Sequence[TrainedFacts]) -> Numbers:
+    number = sum(row.num_fresh for row in rows)
+    total = sum(row.mismatch * row.num_fresh for row in rows if row.mismatch is not None)
+    # Metrics of several updates are of the first one alone.
+    return {"train/sampling/sampling_logp_difference/mean": total / number} if number else {}
+
+
+def _lag(rows: Sequence[TrainedFacts]) -> Numbers:
+    number = sum(row.num_computed for row in rows)
+    return {"train/lag_mean": sum(row.sum_lag for row in rows) / number} if number else {}
+
+
 def _engine_entropy(rows: Sequence[TrainedFacts]) -> Numbers:
     sums = [row.sum_logprob for row in rows]
     num_tokens = sum(row.num_tokens for row in rows)
@@ -133,6 +157,9 @@ FROM_TOKENS = (
     FromTokens(_skipped),
     # Stored as float16.
     FromTokens(_entropy, 2e-3),
+    # Logprobs are stored as float32, and what they differ by is little.
+    FromTokens(_mismatch, 1e-2),
+    FromTokens(_lag),
     # A mean in float32.
     FromTokens(_engine_entropy, 1e-4),
 )

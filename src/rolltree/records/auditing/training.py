@@ -32,6 +32,7 @@ from rolltree.types import RolloutResult
 # The kind of event in which asynchronous training keeps which groups a step takes.
 LEDGER = "batch"
 _AVERAGE = "credit/average/"
+_OF_FIRST_UPDATE = ("train/entropy", "train/sampling/sampling_logp_difference/mean")
 # Of a model with a vocabulary of a million tokens, where the run's own is not known.
 MOST_ENTROPY = math.log(2**20)
 # A softmax in 16 bits may leave [0, 1] by this much.
@@ -90,7 +91,7 @@ class TrainingAudit:
                 engine = _engine_logprobs(calls)
                 self._impossible(row, where)
                 self._weights(known, row, calls, lag, engine, where)
-                known.mismatch = self._mismatch(row, lag, engine)
+                known.mismatch, known.num_fresh = self._mismatch(row, lag, engine)
 
     def _of_calls(self, row: TrainedRollout, where: _Where) -> list[float | None]:
         """Return the advantage of each call; credit gives all tokens of a call the same."""
@@ -152,6 +153,7 @@ class TrainingAudit:
         )
         computed = np.isfinite(row.logprob)
         known.num_computed = int(computed.sum())
+        known.sum_lag = 0.0 if lag is None else float(lag[computed].sum())
         known.sum_entropy = float(row.entropy[computed].sum(dtype=np.float64))
         known.sum_logprob = None if engine is None else float(engine.sum())
         masked = self._masked(row, calls, where)
@@ -209,14 +211,15 @@ class TrainingAudit:
         row: TrainedRollout,
         lag: NDArray[np.int64] | None,
         engine: NDArray[np.float64] | None,
-    ) -> float | None:
-        """Return how far the engine's logprobs are from the trainer's; None if unknown."""
+    ) -> tuple[float | None, int]:
+        """Return how far the engine's logprobs are from the trainer's, and of how many tokens."""
         # Only tokens of the version that trained them: older weights gave other logprobs rightly.
         known = np.isfinite(row.logprob) if lag is None else np.isfinite(row.logprob) & (lag == 0)
         if engine is None or not known.any():
-            return None
+            return None, 0
         self.ledger.count("logprobs")
-        return float(np.abs(row.logprob[known] - engine[known]).mean())
+        mismatch = float(np.abs(row.logprob[known] - engine[known]).mean())
+        return mismatch, int(known.sum())
 
     # -- all rollouts of a step -----------------------------------------------------
 
@@ -420,7 +423,7 @@ class TrainingAudit:
         for family in FROM_TOKENS:
             for name, value in family.compute(rows).items():
                 # Metrics of the first update alone, and of what was not cut.
-                is_part = name == "train/entropy" and section.minibatches > 1
+                is_part = name in _OF_FIRST_UPDATE and section.minibatches > 1
                 is_cut = name == "rollout/entropy" and section.max_seq_len is not None
                 if not (is_part or is_cut):
                     self._metric(row, name, value, family.relative)

@@ -1,0 +1,143 @@
+"""The rules of steps, settings and events: what each says of the others."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rolltree.errors import StoreError
+from rolltree.files import read_regular
+from rolltree.records.auditing.rules import CLOCK_S, Found, RunRule, Stored
+from rolltree.records.values import number_of
+from rolltree.training.plan import PHASE
+
+_MOST_BYTES = 2**24
+# What the name of a metric begins or ends with, and the least and the largest that it can be.
+_RANGES: tuple[tuple[tuple[str, ...], tuple[str, ...], float, float], ...] = (
+    (("time/", "error/", "train/num_", "mismatch_kl/", "train/grad_norm"), (), 0.0, math.inf),
+    ((), ("_ms", "_bytes", "_tokens", "_length", "/std", "difference/max"), 0.0, math.inf),
+    (("train/frac_", "train/clip_ratio/", "is_truncated/"), ("_share",), 0.0, 1.0),
+    (("ratio/ess",), (), 0.0, 1.0),
+    (("error/mean",), (), 0.0, 1.0),
+)
+_ROUNDING = 1e-4
+
+
+def _impossible_metrics(stored: Stored) -> Iterator[Found]:
+    for row in stored.run.steps():
+        for name, given in row.metrics.items():
+            value = number_of(given)
+            if value is None:
+                continue
+            for starts, ends, least, most in _RANGES:
+                if not (name.startswith(starts) or (ends and name.endswith(ends))):
+                    continue
+                if not least - _ROUNDING <= value <= most + _ROUNDING:
+                    span = "0 or more" if most == math.inf else f"from {least:g} to {most:g}"
+                    yield Found({"name": name, "value": value, "span": span}, step=row.step)
+                    break
+
+
+def _differing_settings(stored: Stored) -> Iterator[Found]:
+    """Compare steps and plans with the settings, unless these have changed on the way."""
+    run, config = stored.run, stored.config
+    if config is None or any(event.data.get("changed") for event in run.events("resumed")):
+        return
+    steps = [row for row in run.steps() if row.step > stored.first]
+    train, optim = config.train, config.optim
+    last = max((row.step for row in steps), default=0)
+    if last > train.num_steps:
+        yield _differs("there are steps", last, "train.num_steps", train.num_steps, last)
+    for row in steps:
+        rate = number_of(row.metrics.get("train/learning_rate"))
+        is_full = optim.schedule == "constant" and row.step > optim.warmup_steps
+        wrong = rate is not None and (rate > optim.lr * 1.000001 or (is_full and rate < optim.lr))
+        if wrong and not math.isclose(rate or 0.0, optim.lr, rel_tol=1e-6):
+            yield _differs("its learning rate is", rate, "optim.lr", optim.lr, row.step)
+    groups: defaultdict[int, set[str]] = defaultdict(set)
+    for item in stored.facts:
+        label = item.group_id.rpartition("/")[2]
+        if item.phase == PHASE and item.train_step is not None and label[:1] == "g":
+            groups[item.train_step].add(label)
+    most = config.algorithm.groups_per_step
+    for step, labels in sorted(groups.items()):
+        if len(labels) > most:
+            yield _differs("it has groups", len(labels), "algorithm.groups_per_step", most, step)
+    planned: Mapping[str, Any] = run.meta.get("planned") or {}
+    if planned.get("steps", train.num_steps) != train.num_steps:
+        yield _differs("planned steps are", planned["steps"], "train.num_steps", train.num_steps)
+    size = config.eval.num_examples * config.eval.rollouts_per_example
+    for done in run.evaluations():
+        number = planned.get(f"phase/{done.phase}", 0)
+        if 0 < size < number:
+            yield _differs(f"{done.phase} plans", number, "the settings of eval", size, done.step)
+
+
+def _differs(what: str, said: object, name: str, wanted: object, step: int | None = None) -> Found:
+    return Found({"what": what, "said": said, "name": name, "wanted": wanted}, step=step)
+
+
+def _missing_checkpoints(stored: Stored) -> Iterator[Found]:
+    saved = {event.step for event in stored.run.events("checkpoint")}
+    if stored.config is None or not saved:
+        return
+    every, last = (
+        stored.config.checkpoint.every,
+        max((r.step for r in stored.run.steps()), default=0),
+    )
+    owed = [step for step in range(stored.first + 1, last) if step % every == 0]
+    for step in sorted({*owed} - saved):
+        yield Found({"every": every}, step=step)
+
+
+def _late_rollouts(stored: Stored) -> Iterator[Found]:
+    ended = {
+        str(event.data.get("phase")): event.created_at for event in stored.run.events("evaluation")
+    }
+    for item in stored.facts:
+        late_s = item.created_at - ended.get(item.phase, math.inf)
+        if late_s > CLOCK_S:
+            yield Found({"late_s": late_s, "phase": item.phase}, item.place)
+
+
+def _settings_for_people(stored: Stored) -> Iterator[Found]:
+    from rolltree.store.settings import config_text
+
+    text = config_text(stored.run.config).encode()
+    try:
+        read = read_regular(stored.run.path / "config.json", _MOST_BYTES)
+    except (OSError, StoreError):  # a copy without it is whole
+        return
+    if read != text:
+        yield Found({})
+
+
+STEP_RULES: tuple[RunRule, ...] = (
+    RunRule(
+        *("steps", "impossible_metric", "metrics of a step with what they can be"),
+        "{name} is {value:g}, and it can be {span}",
+        _impossible_metrics,
+    ),
+    RunRule(
+        *("steps", "settings_differ", "steps, rates, groups and plans with the settings"),
+        "{what} {said}, and {name} is {wanted}",
+        _differing_settings,
+    ),
+    RunRule(
+        *("steps", "missing_checkpoint", "checkpoints with `checkpoint.every`"),
+        "a checkpoint is saved every {every} steps, and the one of this step was not noted",
+        _missing_checkpoints,
+    ),
+    RunRule(
+        *("times", "late_rollout", "the rollouts of an evaluation with the time of its result"),
+        "it was stored {late_s:.0f} s after the evaluation {phase} had ended",
+        _late_rollouts,
+    ),
+    RunRule(
+        *("storage", "settings_file_differs", "`config.json` with the stored settings"),
+        "config.json does not say what the run's stored settings say; those are what it ran with",
+        _settings_for_people,
+    ),
+)
