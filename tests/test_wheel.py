@@ -130,7 +130,7 @@ def test_the_core_works_without_torch(version, wheel, tmp_path):
 
 
 def test_the_readme_runs_from_the_wheel_in_an_empty_folder(wheel, tmp_path):
-    """Python's blocks, and the shell's lines as `docs_kit` reads them; those that serve begin to."""
+    """Python's blocks, and the shell's lines as `docs_kit` reads them."""
     torch = ["torch"]  # constraints.txt pins it; a bare torch may bring CUDA
     programs, empty = new_venv(
         WITH_TORCH,
@@ -143,8 +143,10 @@ def test_the_readme_runs_from_the_wheel_in_an_empty_folder(wheel, tmp_path):
     lines = [line for block in shell for line in commands(block)]
     assert len(lines) >= 7
     for words, serves in lines:
-        if serves:
-            with serving([programs / words[0], *words[1:]], cwd=empty):
-                continue
-        run(programs / words[0], *words[1:], cwd=empty)
+        command = [programs / words[0], *words[1:]]
+        if not serves:
+            run(*command, cwd=empty)
+        else:
+            with serving(command, cwd=empty):
+                pass
     assert (empty / "runs" / "demo" / "model").is_dir()
