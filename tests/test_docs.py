@@ -12,6 +12,7 @@ import rolltree as rt
 from docs_kit import PAGES, ROOT, blocks, blocks_of, commands, paste, text_of
 from rolltree.cli import app
 from rolltree.errors import SandboxUnavailable
+from rolltree.training import load_train_config
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != "README.md"])
@@ -70,6 +71,26 @@ def test_a_page_that_is_wrong_fails(tmp_path, monkeypatch):
     pages["left out"] = "<!-- not run: a reason -->\n" + pages["name"]
     pages["two"] = "```python\nx = 1\n```\n\n```python\nprint(x)  # prints 1\n```\n"
     assert [paste(page, tmp_path) for page in ("left out", "two")] == ["", "1\n"]
+
+
+@pytest.mark.parametrize(
+    "path", sorted(ROOT.glob("examples/**/*.toml")), ids=lambda path: path.parent.name
+)
+def test_the_config_of_an_example_is_accepted(path):
+    if path.name != "pyproject.toml":
+        assert load_train_config(path).env.id
+
+
+def test_gsm8k_for_one_gpu_and_for_eight_is_the_same_training():
+    one, eight = (
+        load_train_config(ROOT / "examples" / "gsm8k" / f"{name}_gpu{plural}.toml").as_dict()
+        for name, plural in (("one", ""), ("eight", "s"))
+    )
+    cluster = eight.pop("cluster")
+    assert cluster["engines"]["count"] + cluster["trainer"]["ranks"] == 8
+    assert one.pop("run")["dir"] != eight.pop("run")["dir"]
+    assert one.pop("cluster", None) is None
+    assert one == eight
 
 
 def test_the_site_has_every_page_and_the_reference_every_name():
