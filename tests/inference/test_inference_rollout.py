@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from inference_templates import TOOLS, user
 
-import docs_kit
 import rolltree.inference as inference
 from rolltree.errors import ModelError
 from rolltree.inference import ChatRenderer, ModelClient, OpenAIClient, RetryPolicy
@@ -156,9 +155,3 @@ def test_neither_torch_nor_openai_is_imported() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
     assert done.stdout.strip() == "[]"
-
-
-def test_the_documented_kit_works_as_documented() -> None:
-    below = "## Testing without a model"
-    names = docs_kit.run("inference.md", {"OpenAIClient": OpenAIClient}, slice(1), below)
-    assert isinstance(names["client"], OpenAIClient)

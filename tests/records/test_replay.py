@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 
-import docs_kit
 import rolltree as rt
 from rolltree.inference import ChatRenderer
 from rolltree.records import replay, replay_async, replay_many
@@ -342,11 +341,3 @@ class TestBranches:
     def test_branches_need_a_model(self, run):
         with pytest.raises(rt.ConfigError, match="no client was given"):
             replay(run, "eval/guess/1/0", a_game(), num_branches=2)
-
-
-def test_the_example_of_the_page_runs(tmp_path, monkeypatch, capsys):
-    env = rt.load_environment(str(docs_kit.ROOT / "environments" / "arithmetic"))
-    monkeypatch.chdir(tmp_path)
-    record("runs/demo", env, ScriptedClient(["1", "2"]), num_examples=4, phase="eval_before")
-    exec(docs_kit.blocks("records.md", below="## replay")[0], {"rt": rt, "env": env})
-    assert capsys.readouterr().out == "4\n"

@@ -107,11 +107,3 @@ def test_a_tracker_that_makes_files_of_names_can_hold_all(logged):
     """MLflow's file store keeps a name as a path: no name may lie below another."""
     names = logged | set(evaluation())
     assert [n for n in names if any(other.startswith(f"{n}/") for other in names)] == []
-
-
-def test_the_example_of_the_page_runs(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    report = docs_kit.run("metrics.md")["report"]
-    assert [done.step for done in report.eval_curve] == [0, 2]
-    assert all(done.interval[0] <= done.reward <= done.interval[1] for done in report.eval_curve)
-    assert "(2, " in capsys.readouterr().out
