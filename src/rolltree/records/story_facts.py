@@ -11,6 +11,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from rolltree.errors import StoreError
@@ -86,7 +87,7 @@ class Looked:
     scoring_errors: tuple[tuple[str, str], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, so that what many conditions ask for is found once
 class Facts:
     """What sentences are made of."""
 
@@ -129,19 +130,21 @@ class Facts:
 
     def reward_means(self, steps: Sequence[int]) -> list[float]:
         """Return the mean reward of each step that has one, among these."""
-        by_step = self.group_rewards()
+        by_step = self.group_rewards
         found = [list(by_step[step].values()) for step in steps if step in by_step]
         return [sum(map(mean, groups)) / len(groups) for groups in found]
 
+    @cached_property
     def group_rewards(self) -> dict[int, dict[str, list[float]]]:
-        """Return the rewards of training by step and group, without those of delegated rollouts.
+        """The rewards of training by step and group, without those of delegated rollouts.
 
         Groups, not rollouts, are what intervals count: the members of one share their question.
         """
         return self._by_step(self.rollouts)
 
+    @cached_property
     def task_rewards(self) -> dict[tuple[str, str], dict[int, dict[str, list[float]]]]:
-        """Return the same of each task or, with only one or very many, of each environment."""
+        """The same of each task or, with only one or very many, of each environment."""
         for column in ("task", "env_id"):
             parts: dict[str, list[StoryRollout]] = defaultdict(list)
             for each in self.rollouts:

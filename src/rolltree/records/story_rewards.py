@@ -39,8 +39,8 @@ LEAST_SPAN = 2  # steps without reward variance, one after the other, that are w
 UNSOLVED, UNSOLVED_FLAT = 0.9, 0.7
 # Share of groups without variance from which on most of what is played teaches nothing.
 MANY_FLAT = 0.7
-# The rise, as a share of what is left to earn, that a run must be able to rule out to be called flat.
-WORTH_HAVING = 0.15
+# A flat run rules out a rise by this share of what is left to earn.
+WORTH_HAVING = 0.2
 # Rollouts from which on it says something that all of them earned the same.
 MANY_ROLLOUTS = 200
 # Unpaid metrics whose fall does not hurt: what something costs, or how often it goes wrong. Only
@@ -132,7 +132,7 @@ def flat_groups(facts: Facts) -> Cases:
 def earns_most(facts: Facts, least: float = UNSOLVED) -> bool:
     """Whether the last steps earn nearly the best reward that the run has seen, of each task."""
     wholes, parts = [], []
-    for by_step in facts.task_rewards().values() or [facts.group_rewards()]:
+    for by_step in facts.task_rewards.values() or [facts.group_rewards]:
         known = [each for groups in by_step.values() for group in groups.values() for each in group]
         at = ends(len(by_step))[1]
         last = [fmean(group) for step in sorted(by_step)[at:] for group in by_step[step].values()]
@@ -148,13 +148,13 @@ def _flat_shares(facts: Facts) -> list[tuple[int, float]]:
         return logged
     return [
         (step, fmean(float(len(set(rewards)) == 1) for rewards in groups.values()))
-        for step, groups in sorted(facts.group_rewards().items())
+        for step, groups in sorted(facts.group_rewards.items())
     ]
 
 
 def _flat_since(facts: Facts) -> int:
     """Return from which step on, by index, clearly more groups are flat; 0 if none is."""
-    by_step, shares = facts.group_rewards(), _flat_shares(facts)
+    by_step, shares = facts.group_rewards, _flat_shares(facts)
     nums = [max(1, len(by_step.get(step, ()))) for step, _ in shares]
     pairs = [(round(share * num), num) for (_, share), num in zip(shares, nums, strict=True)]
     at = since(pairs)
@@ -191,7 +191,7 @@ def reward_moves(facts: Facts) -> Trend:
 
 def reward_change(facts: Facts) -> tuple[float, float, float]:
     """Return how much the reward rises from the beginning to the end, with its interval."""
-    by_step = facts.group_rewards()
+    by_step = facts.group_rewards
     steps = sorted(by_step)
     if len(steps) < 4:
         return 0.0, -math.inf, math.inf
@@ -205,7 +205,7 @@ def _of_steps(by_step: ByStep, steps: Sequence[int]) -> list[list[float]]:
 
 def reward_trend(facts: Facts) -> Cases:
     """Whether the reward of training rises, and still does."""
-    by_step = facts.group_rewards()
+    by_step = facts.group_rewards
     steps = sorted(by_step)
     if len(steps) < 4:
         return
@@ -228,21 +228,21 @@ def reward_trend(facts: Facts) -> Cases:
         "ended": interval_text(ended.mean, ended.low, ended.high),
         "first_steps": steps_of(spans[0][0], spans[0][-1]),
         "last_steps": steps_of(spans[2][0], spans[2][-1]),
-        "now": now + _of_trend(facts, trend(change), [*spans[0], *spans[2]]),
+        "now": now + _of_trend(facts, trend(change)),
         "severity": _reward_severity(facts, change),
         "steps": [steps[0], steps[-1]],
     }
 
 
-def _of_trend(facts: Facts, found: Trend, steps: Sequence[int]) -> str:
+def _of_trend(facts: Facts, found: Trend) -> str:
     """Return what belongs to a reward that does not rise: other questions, what changed with it."""
     if _is_curriculum(facts):
         return " The questions became harder meanwhile."
     if found == "falls":
-        means = facts.reward_means(sorted(facts.group_rewards()))
-        at = jump(means)
-        words = meanwhile(facts, sorted(facts.group_rewards())[at])
-        return f" It fell most at step {sorted(facts.group_rewards())[at]}{words}." if words else ""
+        steps = sorted(facts.group_rewards)
+        step = steps[jump(facts.reward_means(steps))]
+        words = meanwhile(facts, step)
+        return f" It fell most at step {step}{words}." if words else ""
     rates = [value for _, value in facts.series("train/learning_rate")]
     return f" The learning rate is {max(rates):.2g}." if found == "is flat" and rates else ""
 
@@ -251,7 +251,7 @@ def _reward_severity(facts: Facts, change: tuple[float, float, float]) -> str:
     found = _SEVERITY[trend(change)]
     known = [each.reward for each in facts.rollouts if each.reward is not None]
     # An interval that holds a rise worth having says that it is too early, and not that it is flat.
-    by_step = facts.group_rewards()
+    by_step = facts.group_rewards
     means = [fmean(group) for step in by_step for group in by_step[step].values()]
     is_open = change[2] > WORTH_HAVING * (max(known) - fmean(means))
     is_early = len(by_step) < LEAST_STEPS
@@ -270,8 +270,8 @@ def _is_curriculum(facts: Facts) -> bool:
         values = [value for _, value in facts.series(name)]
         if _LEVEL.search(name.lower()) and len(values) >= 4 and level_change(values)[2][1] > 0:
             return True
-    by_task = facts.task_rewards()
-    steps = sorted(facts.group_rewards())
+    by_task = facts.task_rewards
+    steps = sorted(facts.group_rewards)
     size, at = ends(len(steps))
     first, last = (
         {task for task, by_step in by_task.items() if by_step.keys() & set(span)}
@@ -282,7 +282,7 @@ def _is_curriculum(facts: Facts) -> bool:
 
 def collapse(facts: Facts) -> Cases:
     """Rewards that were earned, and are not any more: the last steps have only the worst one."""
-    by_step = facts.group_rewards()
+    by_step = facts.group_rewards
     steps = sorted(by_step)
     known = [each for groups in by_step.values() for group in groups.values() for each in group]
     if len(steps) < 4 or max(known) == min(known):
@@ -337,7 +337,7 @@ def meanwhile(facts: Facts, step: int) -> str:
 
 def task_loss(facts: Facts) -> Cases:
     """One task of several that gets worse, which the mean over all hides."""
-    by_task, steps = facts.task_rewards(), sorted(facts.group_rewards())
+    by_task, steps = facts.task_rewards, sorted(facts.group_rewards)
     size, at = ends(len(steps))
     for (column, task), by_step in by_task.items():
         first, last = (_of_steps(by_step, part) for part in (steps[:size], steps[at:]))
@@ -358,18 +358,18 @@ def task_loss(facts: Facts) -> Cases:
                 "where": f"{equals(column, task)} and train_step >= {steps[at]}",
             }
     # One that never earns more than the least, however often it is tried, while others do.
-    known = {
+    earned = {
         name: [each for groups in by_step.values() for group in groups.values() for each in group]
         for name, by_step in by_task.items()
     }
-    worst = min((min(rewards) for rewards in known.values() if rewards), default=0.0)
-    idle = {name for name, rewards in known.items() if rewards and max(rewards) == worst}
-    rest = [each for name, rewards in known.items() if name not in idle for each in rewards]
+    worst = min((min(rewards) for rewards in earned.values() if rewards), default=0.0)
+    idle = {name for name, rewards in earned.items() if rewards and max(rewards) == worst}
+    rest = [each for name, rewards in earned.items() if name not in idle for each in rewards]
     for column, task in sorted(idle):
-        if rest and len(known[column, task]) >= MANY_ROLLOUTS / 4:
+        if rest and len(earned[column, task]) >= MANY_ROLLOUTS / 4:
             yield {
                 "text": f"The {_PART[column]} {short(task)} never earned more than {worst:g} in "
-                f"{len(known[column, task]):,} rollouts, the others {fmean(rest):.3g} on average: "
+                f"{len(earned[column, task]):,} rollouts, the others {fmean(rest):.3g} on average: "
                 "it is too hard, or its answers are wrong.",
                 "severity": "warning",
                 "phase": facts.phase,
@@ -382,24 +382,22 @@ _PART = {"task": "task", "env_id": "environment"}
 
 def scale(facts: Facts) -> Cases:
     """Rewards that are counted in another unit from one step on."""
-    by_step = facts.group_rewards()
+    by_step = facts.group_rewards
     steps = sorted(by_step)
     sizes = [[abs(x) for group in by_step[s].values() for x in group if x] for s in steps]
-    for at in range(3, len(steps) - 2):
-        before = [each for part in sizes[:at] for each in part]
-        after = [each for part in sizes[at : at + 4] for each in part]
-        if min(len(before), len(after)) < 8:
-            continue
+    most, num = 0.0, 0
+    for at, step in enumerate(steps):
+        late = [each for part in sizes[at : at + 4] for each in part] if most and num >= 24 else []
         # Nobody learns in one step to earn in nearly all rollouts what none has earned before.
-        most = max(before)
-        if after and sum(each > 1.5 * most for each in after) >= 0.75 * len(after):
+        if len(late) >= 8 and sum(each > 1.5 * most for each in late) >= 0.75 * len(late):
             yield {
-                "first": steps[at],
+                "first": step,
                 "before": f"{most:.3g}",
-                "after": f"{max(after):.3g}",
-                "steps": [steps[at], steps[-1]],
+                "after": f"{max(late):.3g}",
+                "steps": [step, steps[-1]],
             }
             return
+        most, num = max([most, *sizes[at]]), num + len(sizes[at])
 
 
 def dead_function(facts: Facts) -> Cases:

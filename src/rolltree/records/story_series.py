@@ -112,11 +112,10 @@ _HARMLESS = re.compile(r"train\.num_steps|checkpoint\.|eval\.|track\.|engine\.|r
 
 def changed(facts: Facts) -> Cases:
     """Settings that a continued run changed, and what the reward did then."""
-    means = sorted(facts.group_rewards())
+    means = sorted(facts.group_rewards)
     for step, what in facts.changes:
-        near = [[s for s in means if step - 8 <= s < step], [s for s in means if s >= step]]
-        sides = [_rewards(facts, part[0], part[-1]) if part else [] for part in near]
-        moves = trend(mean_change(*sides)) if all(sides) else "is flat"
+        before, after = _rewards(facts, step - 8, step - 1), _rewards(facts, step, means[-1])
+        moves = trend(mean_change(before, after)) if before and after else "is flat"
         matters = any(not _HARMLESS.match(each) for each in what.split(", "))
         then = f", and the reward {moves} since" if moves != "is flat" else ""
         yield {
@@ -381,7 +380,7 @@ def _strays(
 
 def _rewards(facts: Facts, first: int, last: int) -> list[list[float]]:
     """Return the rewards of each group of some steps."""
-    by_step = facts.group_rewards()
+    by_step = facts.group_rewards
     return [
         rewards
         for step, groups in by_step.items()
