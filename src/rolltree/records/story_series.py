@@ -112,9 +112,9 @@ _HARMLESS = re.compile(r"train\.num_steps|checkpoint\.|eval\.|track\.|engine\.|r
 
 def changed(facts: Facts) -> Cases:
     """Settings that a continued run changed, and what the reward did then."""
-    means = sorted(facts.group_rewards)
+    newest = max(facts.steps, default=0)
     for step, what in facts.changes:
-        before, after = _rewards(facts, step - 8, step - 1), _rewards(facts, step, means[-1])
+        before, after = _rewards(facts, step - 8, step - 1), _rewards(facts, step, newest)
         moves = trend(mean_change(before, after)) if before and after else "is flat"
         matters = any(not _HARMLESS.match(each) for each in what.split(", "))
         then = f", and the reward {moves} since" if moves != "is flat" else ""
@@ -123,7 +123,7 @@ def changed(facts: Facts) -> Cases:
             "what": short(what, 300),
             "then": then,
             "severity": "error" if matters and moves == "falls" else "info",
-            "steps": [step, max(facts.steps, default=step)],
+            "steps": [step, newest],
         }
 
 
