@@ -114,12 +114,14 @@ DETECTORS: Mapping[str, Detector] = {
         sentence="{text}",
         severity="error",
         shows=("series", "steps"),
+        runs=("rate_of_zero", "rate_decays"),
     ),
     "settings": Detector(
         condition=story_series.changed,
         sentence="The run was continued at step {first} with other settings: {what}{then}.",
         shows=("steps",),
         series="reward/mean",
+        runs=("other_rate", "more_steps"),
     ),
     "scale": Detector(
         condition=story_rewards.scale,
@@ -128,6 +130,7 @@ DETECTORS: Mapping[str, Detector] = {
         severity="error",
         shows=("steps",),
         series="reward/mean",
+        runs=("other_scale", "large_rewards"),
     ),
     "same_answer": Detector(
         condition=conditions.same_answer,
@@ -135,6 +138,7 @@ DETECTORS: Mapping[str, Detector] = {
         "{paid}: “{answer}”",
         view="rollout",
         shows=(*_ONE_ROLLOUT, "phase"),
+        runs=("one_sentence", "yes_or_no"),
     ),
     "repeats": Detector(
         condition=conditions.repeats,
@@ -143,6 +147,7 @@ DETECTORS: Mapping[str, Detector] = {
         severity="warning",
         view="rollout",
         shows=(*_ONE_ROLLOUT, "phase"),
+        runs=("loops", "counts"),
     ),
     "same_questions": Detector(
         condition=conditions.same_questions,
@@ -151,6 +156,7 @@ DETECTORS: Mapping[str, Detector] = {
         severity="warning",
         view="rollouts",
         shows=("phase",),
+        runs=("one_question", "few_questions"),
     ),
     "gaming": Detector(
         condition=story_rewards.gaming,
@@ -183,6 +189,7 @@ DETECTORS: Mapping[str, Detector] = {
         "({before} on average before).",
         severity="error",
         shows=("series", "steps"),
+        runs=("dead_function", "format_is_learned"),
     ),
     "zero_variance": Detector(
         condition=story_rewards.zero_variance,
@@ -231,6 +238,7 @@ DETECTORS: Mapping[str, Detector] = {
         sentence="{percent} of the sampled tokens train little or nothing{since}: {why}.",
         severity="warning",
         shows=("series", "steps"),
+        runs=("clipped", "some_clipped"),
     ),
     "ess": Detector(
         condition=story_series.ess,
@@ -251,6 +259,7 @@ DETECTORS: Mapping[str, Detector] = {
         condition=story_series.randomness,
         sentence="{text}",
         shows=("series", "steps"),
+        runs=("becomes_random", "explores"),
     ),
     "entropy": Detector(
         condition=story_series.entropy,
