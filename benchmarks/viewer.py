@@ -17,10 +17,14 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from urllib.parse import quote
 
 from load import LONG, TURNS, make_long, make_wide
 from verdict import Bar, conclude, make_parser
+
+from rolltree.store import Run
+from rolltree.viewer.api import index_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from browser_kit import serving, started_chromium
@@ -30,7 +34,7 @@ MOST_MS = 1000.0
 LATE_MS = 1.5 * 1000.0 / 60
 """A frame that took longer was not drawn in its turn."""
 ROUNDS = 3
-YARDSTICK = "a still table"
+YARDSTICK, FOUND = "a still table", "a text found"
 _CELLS = "".join(f"<td>cell {number}" for number in range(10))
 STILL = (
     "<!doctype html><div style='height:650px;overflow:auto;font:14px sans-serif'><table>"
@@ -76,7 +80,7 @@ class Tab:
         """Scroll by a gesture of the browser, and return every frame's length."""
         client = self.page.context.new_cdp_session(self.page)
         self.page.evaluate("(selector) => load.watch(selector)", selector)
-        client.send("Performance.enable")
+        client.send("Performance.enable", {"timeDomain": "threadTicks"})  # whatever else is running
         before = _work_s(client)
         client.send(
             "Input.synthesizeScrollGesture",
@@ -96,7 +100,7 @@ class Tab:
 
 
 def _work_s(client: Any) -> float:
-    """Return how long the page's main thread has worked."""
+    """Return how much CPU time the page's main thread has taken."""
     found = client.send("Performance.getMetrics")["metrics"]
     return float(next(each["value"] for each in found if each["name"] == "TaskDuration"))
 
@@ -171,6 +175,17 @@ def opened(browser: Any, folder: Path, address: str) -> dict[str, Any]:
     }
 
 
+def found(browser: Any, folder: Path) -> dict[str, Any]:
+    """Find a text in all rollouts, by an index that was made when it was first asked for."""
+    with (
+        tempfile.TemporaryDirectory() as cache,
+        mock.patch.dict(os.environ, ROLLTREE_CACHE=cache),
+    ):
+        with Run.open(folder / "wide", "r") as run:
+            index_of(run).build()
+        return opened(browser, folder, "#/run/wide/rollouts?text=no+answer")
+
+
 def _drawn(found: dict[str, Any]) -> float:
     return float(found["drawn_ms"])
 
@@ -238,6 +253,8 @@ def measure(folder: Path, only: list[str]) -> dict[str, Any]:
                 if not only or name in only
             },
         }
+        if not only or FOUND in only:
+            results["opened"][FOUND] = found(browser, folder)
         if not only or "moving" in only:
             results["moving"] = moving(browser, folder)
     return results

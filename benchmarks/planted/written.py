@@ -81,6 +81,8 @@ class Course:
     # Held-out means by step, with the half width of their interval.
     held_out: Mapping[int, float] = field(default_factory=dict)
     notices: Sequence[str] = ()
+    # The first step after the run was continued with other settings, and what was changed.
+    changed: tuple[int, str] = (0, "")
     last_notice: str = ""
     error: str = ""
     max_tokens: int = 256
@@ -114,6 +116,8 @@ def write(folder: Path, course: Course, seed: int = 0) -> Path:
                 found = {"reward": {"mean": mean, "low": mean - 0.08, "high": mean + 0.08}}
                 phase = {"phase": f"eval/{step}", "metrics": found}
                 run.add_event("evaluation", phase, step=step)
+            if step and step == course.changed[0]:
+                run.add_event("resumed", {"changed": [course.changed[1]]})
             if step:
                 _write_step(run, course, step, played[step], draw)
         if course.last_notice:
@@ -188,7 +192,7 @@ def _row(course: Course, spot: Spot, reward: float | None, metrics: Mapping[str,
         "example_id": spot.group,
     }
     if course.talk is None:
-        return StoredRollout(request_id=f"{name}/{spot.index}", **known, **columns)
+        return StoredRollout(request_id=f"{name}/{spot.index}", **known | columns)
     messages, steps, errors = course.talk(spot, reward)
     request = rt.RolloutRequest(
         request_id=f"{name}/{spot.index}",
@@ -214,7 +218,7 @@ def _row(course: Course, spot: Spot, reward: float | None, metrics: Mapping[str,
     (row,) = encode_result(rt.RolloutResult(request, (state,), None, 1))
     if steps:
         del columns["num_calls"]
-    return replace(row, **known, **columns)
+    return replace(row, **known | columns)
 
 
 def _user(text: str) -> dict[str, Any]:
@@ -340,6 +344,7 @@ def _paid(spot: Spot) -> None:
 
 
 FLAT = coin(0.45, 0.45)
+PRAISE = "What a good question! The answer is surely right."
 
 FAULTS: Mapping[str, Fault] = {
     "gaming": Fault(
@@ -627,6 +632,89 @@ FAULTS: Mapping[str, Fault] = {
         Course(reward=coin(0.3, 0.3), series={"train/entropy": ramp(0.9, 0.01)}, steps=24),
     ),
     "memorizes": Fault(("held_out",), Course(held_out={0: 0.7, 5: 0.68, 10: 0.6, 16: 0.45})),
+    # Missed by the rules that found all of the above (design 30).
+    "rate_of_zero": Fault(
+        ("idle",), Course(reward=FLAT, series={"train/learning_rate": ramp(0, 0)})
+    ),
+    "no_advantage": Fault(
+        ("idle",),
+        Course(series={"train/grad_norm": lambda s, t, d: 0.5 + d.random() if s < 9 else 0.0}),
+    ),
+    "other_rate": Fault(
+        ("settings",),
+        Course(
+            reward=lambda s: coin(0.5, 0.7)(s) if s.step < 17 else coin(0.9, 0.1)(s),
+            changed=(17, "optim.lr was 1e-05 and is now 0.001"),
+            steps=32,
+        ),
+    ),
+    "other_scale": Fault(
+        ("scale",), Course(reward=lambda s: coin(0.4, 0.6)(s) * (10 if s.step > 8 else 1))
+    ),
+    "one_sentence": Fault(
+        ("same_answer",),
+        Course(
+            groups=8,
+            size=4,
+            talk=says(lambda s, r: PRAISE if s.draw.random() < 2 * s.t - 0.5 else f"{s.group} {r}"),
+            columns=lambda s: {"example_id": s.step * 8 + s.group},
+        ),
+    ),
+    "loops": Fault(
+        ("repeats",),
+        Course(
+            groups=4,
+            size=4,
+            talk=says(lambda s, r: "I must check it again. " * 30 if s.step > 9 else f"It is {r}."),
+        ),
+    ),
+    "one_question": Fault(
+        ("same_questions",),
+        Course(columns=lambda s: {"example_id": 7 if s.group else s.step}),
+    ),
+    "dead_function": Fault(
+        ("dead_function",),
+        Course(
+            reward=_paid,
+            weights={"tests": 1.0, "style": 0.5},
+            metrics={
+                "tests": lambda s: 0.0 if s.step > 10 else float(s.draw.random() < 0.4),
+                "style": share_metric(0.3, 0.7),
+            },
+        ),
+    ),
+    "clipped": Fault(
+        ("lost_tokens",), Course(series={"train/clip_ratio/region_mean": ramp(0.01, 0.9)})
+    ),
+    "in_no_sample": Fault(
+        ("lost_tokens",), Course(series={"samples/skipped_tokens": ramp(900, 900)})
+    ),
+    "becomes_random": Fault(
+        ("randomness",),
+        Course(
+            reward=lambda s: coin(0.5, 0.5)(s) if s.t < 0.4 else coin(0.9, 0.0)(s),
+            series={"train/entropy": ramp(0.5, 6.0)},
+            steps=24,
+        ),
+    ),
+    "never_earned": Fault(
+        ("task",),
+        Course(**tasks({"adding": (0.3, 0.9), "sorting": (-1, -1), "naming": (0.6, 0.9)})),
+    ),
+    "refuses": Fault(("gaming",), Course(metrics={"refusal": share_metric(0.02, 0.8)})),
+    "too_hard": Fault(
+        ("collapse",),
+        Course(
+            reward=lambda s: coin(0.4, 0.9)(s) if s.step < 13 else 0.0,
+            metrics={"level": lambda s: 1.0 if s.step < 13 else 8.0},
+            steps=24,
+        ),
+    ),
+    "all_right": Fault(("zero_variance",), Course(reward=lambda s: 1.0)),
+    "only_training": Fault(("held_out",), Course(held_out={0: 0.3, 8: 0.32, 16: 0.3})),
+    "shrinks": Fault(
+        ("length",), Course(reward=FLAT, series={"train/completions/mean_length": ramp(200, 20)})
+    ),
 }
 """Name to a fault in a written run."""
 
@@ -798,5 +886,39 @@ HEALTHY: Mapping[str, Course] = {
         series={"samples/break_rate": ramp(1, 1, 0)},
     ),
     "few_failures": Course(columns=fails(1, 0.004, "ServerError", "model")),
+    # Neighbours of what was missed.
+    "rate_decays": Course(
+        series={
+            "train/learning_rate": lambda s, t, d: 1e-5 * (1 - t),
+            "train/grad_norm": ramp(1, 0),
+        }
+    ),
+    "more_steps": Course(changed=(9, "train.num_steps was 8 and is now 16")),
+    "yes_or_no": Course(
+        groups=8,
+        size=4,
+        talk=says(lambda s, r: "yes" if (s.group % 2 == 0) == bool(r) else "no"),
+        columns=lambda s: {"example_id": s.step * 8 + s.group},
+    ),
+    "counts": Course(
+        groups=4,
+        size=4,
+        talk=says(lambda s, r: " ".join(f"{n + s.step * s.group} and then" for n in range(60))),
+    ),
+    "few_questions": Course(columns=lambda s: {"example_id": (s.step * 6 + s.group) % 8}),
+    "format_is_learned": Course(
+        reward=_paid,
+        weights={"correct": 1.0, "format": 0.2},
+        metrics={
+            "correct": share_metric(0.2, 0.8),
+            "format": lambda s: float(s.step > 4 or s.draw.random() < 0.6),
+        },
+    ),
+    "some_clipped": Course(series={"train/clip_ratio/region_mean": ramp(0.1, 0.25)}),
+    "win_or_lose": Course(reward=lambda s: s.draw.choice((1.0, -1.0)), steps=60, groups=16, size=2),
+    "two_environments": Course(
+        reward=lambda s: 5 * coin(0.3, 0.8)(s) if s.group % 2 else 0.2 * coin(0.3, 0.8)(s),
+        columns=lambda s: {"env_id": "chess" if s.group % 2 else "sums"},
+    ),
 }
 """Name to a healthy run of some shape."""

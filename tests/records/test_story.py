@@ -239,8 +239,8 @@ def test_kl_that_grows_while_the_reward_falls_is_told():
 def test_kl_that_runs_away_is_told():
     (found,) = told("kl", **course(lambda s: 0.4, **{KL: lambda s: 0.001 * 2.0**s}))
     assert found["text"] == (
-        "The KL to the reference grows and the reward does not: 0.006 nats per token in steps 1 to "
-        "4, 25 in steps 13 to 16."
+        "The KL to the reference grows and the reward does not: it went from 0.006 to 25 nats per "
+        "token and the reward from 0.4 to 0.4, from steps 1 to 4 to steps 13 to 16."
     )
     assert found["severity"] == "warning"
 

@@ -76,7 +76,7 @@ def story(facts: Facts) -> list[Sentence]:
     return sorted(found, key=lambda each: _ORDER.index(each["severity"]))
 
 
-_DOUBTS = {"gaming", "form", "empty_answers"}
+_DOUBTS = {"gaming", "form", "empty_answers", "scale", "same_answer", "not_finite"}
 
 
 def _above(alarming: float) -> Callable[[Case], Severity]:
@@ -109,9 +109,58 @@ DETECTORS: Mapping[str, Detector] = {
         shows=("series", "steps"),
         runs=("nan_loss", "loss_near_zero"),
     ),
+    "idle": Detector(
+        condition=story_series.idle,
+        sentence="{text}",
+        severity="error",
+        shows=("series", "steps"),
+        runs=("rate_of_zero", "rate_decays"),
+    ),
+    "settings": Detector(
+        condition=story_series.changed,
+        sentence="The run was continued at step {first} with other settings: {what}{then}.",
+        shows=("steps",),
+        series="reward/mean",
+        runs=("other_rate", "more_steps"),
+    ),
+    "scale": Detector(
+        condition=story_rewards.scale,
+        sentence="Rewards are counted in another scale since step {first}: {before} was the "
+        "largest before, and is {after} since. What looks like a rise there is none.",
+        severity="error",
+        shows=("steps",),
+        series="reward/mean",
+        runs=("other_scale", "large_rewards"),
+    ),
+    "same_answer": Detector(
+        condition=conditions.same_answer,
+        sentence="{percent} of answers are one and the same{since}, to {num} different questions"
+        "{paid}: “{answer}”",
+        view="rollout",
+        shows=(*_ONE_ROLLOUT, "phase"),
+        runs=("one_sentence", "yes_or_no"),
+    ),
+    "repeats": Detector(
+        condition=conditions.repeats,
+        sentence="{percent} of answers repeat themselves{since}: most of what they say, they have "
+        "said before.",
+        severity="warning",
+        view="rollout",
+        shows=(*_ONE_ROLLOUT, "phase"),
+        runs=("loops", "counts"),
+    ),
+    "same_questions": Detector(
+        condition=conditions.same_questions,
+        sentence="{percent} of a step's groups ask what another group of it asks, though there are "
+        "{num} questions: {most}.",
+        severity="warning",
+        view="rollouts",
+        shows=("phase",),
+        runs=("one_question", "few_questions"),
+    ),
     "gaming": Detector(
         condition=story_rewards.gaming,
-        sentence="The reward rises while {what} {name} falls: the reward went from "
+        sentence="The reward rises while {what} {name} {verb}: the reward went from "
         "{reward_began} to {reward_ended}, {name} from {began} to {ended}. What earns reward is "
         "not what is wanted.",
         shows=("series", "beside", "steps"),
@@ -128,11 +177,19 @@ DETECTORS: Mapping[str, Detector] = {
     "collapse": Detector(
         condition=story_rewards.collapse,
         sentence="The reward collapsed at step {first}: its mean was {before} before and is "
-        "{after} since, the least there is.",
+        "{after} since, the least there is{meanwhile}.",
         severity="error",
         shows=("steps",),
         series="reward/mean",
         runs=("collapse", "reward_dips"),
+    ),
+    "dead_function": Detector(
+        condition=story_rewards.dead_function,
+        sentence="The reward function {name} gives {value} to every rollout since step {first} "
+        "({before} on average before).",
+        severity="error",
+        shows=("series", "steps"),
+        runs=("dead_function", "format_is_learned"),
     ),
     "zero_variance": Detector(
         condition=story_rewards.zero_variance,
@@ -144,8 +201,8 @@ DETECTORS: Mapping[str, Detector] = {
     ),
     "flat_groups": Detector(
         condition=story_rewards.flat_groups,
-        sentence="{percent} of groups had no reward variance in {span}, so most of what was played "
-        "taught nothing.",
+        sentence="{percent} of groups had no reward variance in {span} ({before} before)"
+        "{meanwhile}, so most of what was played taught nothing.",
         severity="warning",
         view="groups",
         shows=("phase", "steps", "step"),
@@ -154,8 +211,7 @@ DETECTORS: Mapping[str, Detector] = {
     ),
     "task": Detector(
         condition=story_rewards.task_loss,
-        sentence="The task {task} gets worse: {began} in {first_steps}, {ended} in {last_steps}.",
-        severity="error",
+        sentence="{text}",
         view="rollouts",
         shows=_ROLLOUTS,
         runs=("one_task_lost", "several_tasks"),
@@ -177,6 +233,13 @@ DETECTORS: Mapping[str, Detector] = {
         series="train/grad_norm",
         runs=("gradient", "gradient_noise"),
     ),
+    "lost_tokens": Detector(
+        condition=story_series.lost_tokens,
+        sentence="{percent} of the sampled tokens train little or nothing{since}: {why}.",
+        severity="warning",
+        shows=("series", "steps"),
+        runs=("clipped", "some_clipped"),
+    ),
     "ess": Detector(
         condition=story_series.ess,
         sentence="A few tokens make the updates: the effective sample size is {percent} of the "
@@ -191,6 +254,12 @@ DETECTORS: Mapping[str, Detector] = {
         shows=("steps",),
         series="train/kl",
         runs=("kl", "kl_is_spent"),
+    ),
+    "randomness": Detector(
+        condition=story_series.randomness,
+        sentence="{text}",
+        shows=("series", "steps"),
+        runs=("becomes_random", "explores"),
     ),
     "entropy": Detector(
         condition=story_series.entropy,
@@ -279,7 +348,7 @@ DETECTORS: Mapping[str, Detector] = {
     ),
     "length": Detector(
         condition=story_series.length,
-        sentence="Answers became {factor:.0f} times as long, from step {first} on: {before:.3g} "
+        sentence="Answers became {factor:.0f} times as {word}, from step {first} on: {before:.3g} "
         "tokens per rollout at first, {after:.3g} at the end.",
         severity="warning",
         shows=("steps",),
@@ -327,7 +396,8 @@ DETECTORS: Mapping[str, Detector] = {
     ),
     "held_out": Detector(
         condition=story_series.held_out_change,
-        sentence="{what}, the reward {verb}: {began} after {first} steps, {ended} after {last}.",
+        sentence="{what}, the reward {verb}: {began} after {first} steps, {ended} after {last}"
+        "{more}.",
         series="eval/reward",
         runs=("overfit", "held_out"),
     ),

@@ -27,6 +27,10 @@ LEAST_BREAKS = 0.05
 LEAST_WAIT_MS = 60_000.0
 # Share of rollouts below which what befalls them is told, and alarms nobody.
 FEW = 0.01
+# Share of answers that are one text, or of an answer that repeats itself.
+MANY_SAME = 0.5
+# Share of a step's groups with the question of another one; chance makes some if questions are few.
+LEAST_SAME_QUESTIONS = 0.4
 # A limit of so few tokens is part of the task: an answer of one letter, a choice of four.
 SHORT_LIMIT = 16
 
@@ -197,6 +201,79 @@ def tools(facts: Facts) -> Cases:
             "since": f" since step {step} ({percent(before)} before)" if at and step else "",
             "phase": facts.phase,
             **shown_rollouts(rows),
+        }
+
+
+def same_answer(facts: Facts) -> Cases:
+    """One and the same answer to different questions."""
+    said = [each for each in facts.looked if each.answer and not each.tool_errors]
+    if len(said) < 12:
+        return
+    text, _ = Counter(each.answer for each in said[-len(said) // 2 :]).most_common(1)[0]
+    is_same = [each.answer == text for each in said]
+    at = since([(int(each), 1) for each in is_same])
+    share, before = fmean(is_same[at:]), fmean(is_same[:at]) if at else 0.0
+    late = [each for each in said[at:] if each.answer == text]
+    questions = {(each.rollout.env_id, each.rollout.example_id) for each in late}
+    if share < MANY_SAME or before > share / 2 or min(len(late), len(questions)) < 4:
+        return
+    # A word or two may be right more often than not: then its share is that of the right answers.
+    right = Counter(each.expected for each in said[at:]).most_common(1)[0][1] / len(said[at:])
+    is_phrase = len(text.split()) >= 4
+    moves = reward_moves(facts)
+    is_sought = moves == "rises" or earns_most(facts)
+    if not is_phrase and (right > share / 2 or is_sought or not late[0].expected):
+        return
+    step = said[at].rollout.train_step
+    yield {
+        "percent": percent(share),
+        "answer": short(text, 80),
+        "num": len(questions),
+        "since": f" since step {step} ({percent(before)} before)" if at and step else "",
+        "paid": ", and the reward rises" if is_phrase and moves == "rises" else "",
+        "severity": "error" if is_phrase and is_sought else "warning",
+        "phase": facts.phase,
+        **shown_rollouts([each.rollout for each in late]),
+    }
+
+
+def repeats(facts: Facts) -> Cases:
+    """Answers that say the same words again and again."""
+    flags = [each.repeated >= MANY_SAME for each in facts.looked]
+    at = since([(int(each), 1) for each in flags])
+    share, before = (fmean(flags[at:]), fmean(flags[:at]) if at else 0.0) if flags else (0.0, 0.0)
+    if share < LEAST_SHARE or before > share / 2 or sum(flags) < 4:
+        return
+    step = facts.looked[at].rollout.train_step
+    yield {
+        "percent": percent(share),
+        "since": f" since step {step} ({percent(before)} before)" if at and step else "",
+        "phase": facts.phase,
+        **shown_rollouts(
+            [each.rollout for each in facts.looked[at:] if each.repeated >= MANY_SAME]
+        ),
+    }
+
+
+def same_questions(facts: Facts) -> Cases:
+    """Steps that ask a question of several groups, though there are enough questions."""
+    by_step: dict[int, dict[str, Any]] = defaultdict(dict)
+    for each in facts.rollouts:
+        if each.train_step is not None and each.example_id is not None and not each.parent_rollout:
+            by_step[each.train_step][each.group_id] = (each.env_id, each.example_id)
+    asked = Counter(question for groups in by_step.values() for question in groups.values())
+    sizes = [(len(groups), len(set(groups.values()))) for groups in by_step.values()]
+    num = sum(groups for groups, _ in sizes)
+    if len(sizes) < 3 or facts.num_sampled_of or len(asked) < max(groups for groups, _ in sizes):
+        return
+    share = 1 - sum(different for _, different in sizes) / num
+    if share >= LEAST_SAME_QUESTIONS and num >= 4 * len(sizes):
+        (_, example), most = asked.most_common(1)[0]
+        yield {
+            "percent": percent(share),
+            "num": len(asked),
+            "most": f"question {short(str(example))} makes {percent(most / num)} of all groups",
+            "phase": facts.phase,
         }
 
 

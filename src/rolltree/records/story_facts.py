@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from rolltree.errors import StoreError
@@ -29,6 +30,7 @@ MAX_LOOKED = 96
 MAX_SAMPLED, LONG_RUN = 1024, 4096
 """How many rollouts a command reads of a run with more than `LONG_RUN`."""
 MAX_TOKENS = 1_000_000
+MAX_ANSWER = 400
 MAX_TASKS = 24
 """With more tasks than that, each has too few rollouts to be told apart."""
 _THOUGHT = re.compile(r"<think>.*?(</think>|\Z)", re.DOTALL)
@@ -54,6 +56,8 @@ class StoryRollout(NamedTuple):
     num_unique_tokens: int = 0
     task: str = ""
     scoring_ms: float = 0.0
+    env_id: str = ""
+    example_id: int | str | None = None
 
 
 NAMES = StoryRollout._fields
@@ -66,6 +70,11 @@ class Looked:
     rollout: StoryRollout
     # Its last answer says nothing and calls no tool.
     is_empty: bool = False
+    # What it says, and what the row's answer is.
+    answer: str = ""
+    expected: str = ""
+    # The share of its runs of four words that it has said before.
+    repeated: float = 0.0
     # Tool and type of error.
     tool_errors: tuple[tuple[str, str], ...] = ()
     # Calls of tools, by its answers.
@@ -78,7 +87,7 @@ class Looked:
     scoring_errors: tuple[tuple[str, str], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, so that what many conditions ask for is found once
 class Facts:
     """What sentences are made of."""
 
@@ -103,6 +112,8 @@ class Facts:
     notices: Sequence[str] = ()
     # What it announced after its last step about waiting.
     waits: Sequence[str] = ()
+    # The first step after the run was continued with other settings, and what was changed.
+    changes: Sequence[tuple[int, str]] = ()
 
     def series(self, name: str) -> list[tuple[int, float]]:
         """Return the steps at which a metric has a value, with the value."""
@@ -119,34 +130,36 @@ class Facts:
 
     def reward_means(self, steps: Sequence[int]) -> list[float]:
         """Return the mean reward of each step that has one, among these."""
-        by_step = self.group_rewards()
+        by_step = self.group_rewards
         found = [list(by_step[step].values()) for step in steps if step in by_step]
         return [sum(map(mean, groups)) / len(groups) for groups in found]
 
+    @cached_property
     def group_rewards(self) -> dict[int, dict[str, list[float]]]:
-        """Return the rewards of training by step and group, without those of delegated rollouts.
+        """The rewards of training by step and group, without those of delegated rollouts.
 
         Groups, not rollouts, are what intervals count: the members of one share their question.
         """
-        return self._by_step(None)
+        return self._by_step(self.rollouts)
 
-    def task_rewards(self) -> dict[str, dict[int, dict[str, list[float]]]]:
-        """Return the same of each task."""
-        tasks = dict.fromkeys(each.task for each in self.rollouts)
-        return {task: self._by_step(task) for task in tasks} if 1 < len(tasks) <= MAX_TASKS else {}
+    @cached_property
+    def task_rewards(self) -> dict[tuple[str, str], dict[int, dict[str, list[float]]]]:
+        """The same of each task or, with only one or very many, of each environment."""
+        for column in ("task", "env_id"):
+            parts: dict[str, list[StoryRollout]] = defaultdict(list)
+            for each in self.rollouts:
+                parts[getattr(each, column)].append(each)
+            if 1 < len(parts) <= MAX_TASKS:
+                return {(column, name): self._by_step(part) for name, part in parts.items()}
+        return {}
 
-    def _by_step(self, task: str | None) -> dict[int, dict[str, list[float]]]:
+    def _by_step(self, rollouts: Iterable[StoryRollout]) -> dict[int, dict[str, list[float]]]:
         found: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-        for each in self.rollouts:
+        for each in rollouts:
             step = each.train_step
             # A step that has not ended knows those who ended first, which are the easy ones.
             is_whole = step is not None and (not self.steps or step in self.steps)
-            if (
-                is_whole
-                and each.reward is not None
-                and not each.parent_rollout
-                and task in (None, each.task)
-            ):
+            if is_whole and each.reward is not None and not each.parent_rollout:
                 found[step or 0][each.group_id].append(each.reward)
         return found
 
@@ -192,6 +205,11 @@ def read_facts(run: Run, *, quick: bool = False) -> Facts:
         },
         notices=[message for _, message in told],
         waits=[message for at, message in told if at > after and " has waited " in message],
+        changes=[
+            (1 + sum(step.created_at < event.created_at for step in steps), ", ".join(changed))
+            for event in events
+            if event.kind == "resumed" and (changed := event.data.get("changed"))
+        ],
     )
 
 
@@ -273,9 +291,13 @@ def looked_at(
             breaks = break_rows(state, decode)
     except StoreError:
         return unread
+    answer = _answer(state)
     return replace(
         unread,
-        is_empty=_is_empty(state),
+        is_empty=answer == "",
+        answer=" ".join((answer or "").split())[:MAX_ANSWER],
+        repeated=_repeated(answer or ""),
+        expected=str(row.input.get("answer") or ""),
         tool_errors=tuple((each["tool"], each["type"]) for each in tool_errors(state)),
         breaks=tuple(
             (each["call"], each["position"], _cause(state, each))
@@ -306,11 +328,18 @@ def _plain(messages: Sequence[Mapping[str, Any]]) -> list[tuple[Any, str]]:
     return [(each.get("role"), _text(each.get("content"))) for each in messages]
 
 
-def _is_empty(state: State) -> bool:
+def _answer(state: State) -> str | None:
+    """Return what the last answer says; None if there is none, or if it calls a tool."""
     said = [each for each in conversation_of(state)[1] if each.get("role") == "assistant"]
     if not said or said[-1].get("tool_calls"):
-        return False
-    return not _THOUGHT.sub("", _text(said[-1].get("content"))).strip()
+        return None
+    return _THOUGHT.sub("", _text(said[-1].get("content"))).strip()
+
+
+def _repeated(text: str) -> float:
+    words = text.split()[:2000]
+    runs = [tuple(words[at : at + 4]) for at in range(len(words) - 3)]
+    return 1 - len(set(runs)) / len(runs) if len(runs) >= 16 else 0.0
 
 
 def _text(content: Any) -> str:

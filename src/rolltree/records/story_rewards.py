@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from statistics import fmean
+from statistics import fmean, median
 
 from rolltree.records.story_facts import Facts
 from rolltree.records.story_words import (
@@ -23,6 +24,7 @@ from rolltree.records.trends import (
     consecutive,
     ends,
     group_estimate,
+    jump,
     level_change,
     mean_change,
     ratio_of,
@@ -37,10 +39,19 @@ LEAST_SPAN = 2  # steps without reward variance, one after the other, that are w
 UNSOLVED, UNSOLVED_FLAT = 0.9, 0.7
 # Share of groups without variance from which on most of what is played teaches nothing.
 MANY_FLAT = 0.7
-# Unpaid metrics whose fall does not hurt: what something costs, or how often it goes wrong.
+# A flat run rules out a rise by this share of what is left to earn.
+WORTH_HAVING = 0.2
+# Rollouts from which on it says something that all of them earned the same.
+MANY_ROLLOUTS = 200
+# Unpaid metrics whose fall does not hurt: what something costs, or how often it goes wrong. Only
+# the latter are told when they rise: a policy may well take more turns to earn more.
+_HARM = re.compile(
+    r"err|fail|wrong|invalid|penal|viol|toxi|refus|cheat|hack|bad|dup|repe|halluc|unsafe|abuse|spam"
+    r"|exploit|incorrect|mistake"
+)
 _COST = re.compile(
-    r"err|fail|wrong|invalid|penal|cost|len|turn|call|token|tr(y|ies)|trunc|hint|repe|viol|time|step"
-    r"|loss|entropy|kl|num_|count|word|char|size|toxi|refus|miss|depth|latency|cheat|hack|bad|dup"
+    _HARM.pattern + r"|cost|len|turn|call|token|tr(y|ies)|trunc|hint|time|step|loss|entropy|kl|num_"
+    r"|count|word|char|size|miss|depth|latency"
 )
 # And those that a policy is trained for, whatever earns the reward.
 _AIM = re.compile(r"correct|accura|exact|solved?|success|passed|right|match|win|goal")
@@ -57,16 +68,22 @@ def zero_variance(facts: Facts) -> Cases:
         for first, last in consecutive(flat, list(facts.steps))
         if last - first + 1 >= min(LEAST_SPAN, len(facts.steps))
     ]
+    shares = [share for _, share in _flat_shares(facts)]
+    at = _flat_since(facts)
     # Only the last span: the flat start of a run that learned later is not reported forever.
     for first, last in spans[-1:]:
+        if at and fmean(shares[at:]) >= MANY_FLAT and last - first + 1 < 0.5 * (len(shares) - at):
+            return  # `flat_groups` tells it of all the steps of which it nearly holds
         rows = [each for each in facts.rollouts if first <= (each.train_step or 0) <= last]
         rewards = Counter(each.reward for each in rows if each.reward is not None)
         norms = [value for step, value in facts.series("train/grad_norm") if first <= step <= last]
         # A gradient without reward variance comes from a KL term or an entropy bonus.
         is_idle = not any(norms)
-        # The best of a run that had worse ones, or everything right from its first step on; a
-        # reward that is 0.5 whatever happens is neither.
-        is_solved = set(rewards) == {best} and (best > worst or best == 1)
+        # The best of a run that had worse ones, or everything right for a while; a reward that is
+        # 0.5 whatever happens is neither, and a long run without a single worse reward has a
+        # check that accepts everything, or questions that were solved before.
+        is_never_worse = best == worst and len(known) >= MANY_ROLLOUTS
+        is_solved = set(rewards) == {best} and (best > worst or (best == 1 and not is_never_worse))
         # Rare rewards leave whole steps without any: a run that learns later was not broken.
         is_over = last < max(facts.steps, default=last) and reward_moves(facts) == "rises"
         is_fine = is_solved or is_over or earns_most(facts, UNSOLVED_FLAT)
@@ -93,7 +110,7 @@ def flat_groups(facts: Facts) -> Cases:
     shares = _flat_shares(facts)
     if len(shares) < 4:
         return
-    _, at = ends(len(shares))
+    at = _flat_since(facts) or ends(len(shares))[1]
     last = shares[at:]
     share = fmean(value for _, value in last)
     num_all = sum(value >= 0.999 for _, value in last)
@@ -104,6 +121,8 @@ def flat_groups(facts: Facts) -> Cases:
     yield {
         "percent": percent(share),
         "span": steps_of(last[0][0], last[-1][0]),
+        "before": percent(fmean(value for _, value in shares[:at])),
+        "meanwhile": meanwhile(facts, last[0][0]),
         "phase": facts.phase,
         "steps": [last[0][0], last[-1][0]],
         "step": last[-1][0],
@@ -111,15 +130,16 @@ def flat_groups(facts: Facts) -> Cases:
 
 
 def earns_most(facts: Facts, least: float = UNSOLVED) -> bool:
-    """Whether the last steps earn nearly the best reward that the run has seen."""
-    by_step = facts.group_rewards()
-    known = [each for groups in by_step.values() for group in groups.values() for each in group]
-    if not known:
-        return False
-    _, at = ends(len(by_step))
-    last = [fmean(group) for step in sorted(by_step)[at:] for group in by_step[step].values()]
-    best, worst = max(known), min(known)
-    return best > worst and fmean(last) >= worst + least * (best - worst)
+    """Whether the last steps earn nearly the best reward that the run has seen, of each task."""
+    wholes, parts = [], []
+    for by_step in facts.task_rewards.values() or [facts.group_rewards]:
+        known = [each for groups in by_step.values() for group in groups.values() for each in group]
+        at = ends(len(by_step))[1]
+        last = [fmean(group) for step in sorted(by_step)[at:] for group in by_step[step].values()]
+        if last:
+            wholes.append(max(known) - min(known))
+            parts.append(fmean(last) - min(known))
+    return sum(wholes) > 0 and sum(parts) >= least * sum(wholes)
 
 
 def _flat_shares(facts: Facts) -> list[tuple[int, float]]:
@@ -128,8 +148,17 @@ def _flat_shares(facts: Facts) -> list[tuple[int, float]]:
         return logged
     return [
         (step, fmean(float(len(set(rewards)) == 1) for rewards in groups.values()))
-        for step, groups in sorted(facts.group_rewards().items())
+        for step, groups in sorted(facts.group_rewards.items())
     ]
+
+
+def _flat_since(facts: Facts) -> int:
+    """Return from which step on, by index, clearly more groups are flat; 0 if none is."""
+    by_step, shares = facts.group_rewards, _flat_shares(facts)
+    nums = [max(1, len(by_step.get(step, ()))) for step, _ in shares]
+    pairs = [(round(share * num), num) for (_, share), num in zip(shares, nums, strict=True)]
+    at = since(pairs)
+    return at if ratio_of(pairs[at:]) > ratio_of(pairs[:at]) and len(pairs) - at >= 4 else 0
 
 
 def empty_answers(facts: Facts) -> Cases:
@@ -157,12 +186,17 @@ _SEVERITY: Mapping[Trend, str] = {"rises": "good", "is flat": "warning", "falls"
 
 def reward_moves(facts: Facts) -> Trend:
     """Return whether the reward rises from the beginning of the run to its end."""
-    by_step = facts.group_rewards()
+    return trend(reward_change(facts))
+
+
+def reward_change(facts: Facts) -> tuple[float, float, float]:
+    """Return how much the reward rises from the beginning to the end, with its interval."""
+    by_step = facts.group_rewards
     steps = sorted(by_step)
     if len(steps) < 4:
-        return "is flat"
+        return 0.0, -math.inf, math.inf
     size, last = ends(len(steps))
-    return trend(mean_change(_of_steps(by_step, steps[:size]), _of_steps(by_step, steps[last:])))
+    return mean_change(_of_steps(by_step, steps[:size]), _of_steps(by_step, steps[last:]))
 
 
 def _of_steps(by_step: ByStep, steps: Sequence[int]) -> list[list[float]]:
@@ -171,7 +205,7 @@ def _of_steps(by_step: ByStep, steps: Sequence[int]) -> list[list[float]]:
 
 def reward_trend(facts: Facts) -> Cases:
     """Whether the reward of training rises, and still does."""
-    by_step = facts.group_rewards()
+    by_step = facts.group_rewards
     steps = sorted(by_step)
     if len(steps) < 4:
         return
@@ -194,22 +228,36 @@ def reward_trend(facts: Facts) -> Cases:
         "ended": interval_text(ended.mean, ended.low, ended.high),
         "first_steps": steps_of(spans[0][0], spans[0][-1]),
         "last_steps": steps_of(spans[2][0], spans[2][-1]),
-        "now": now + (" The questions became harder meanwhile." if _is_curriculum(facts) else ""),
+        "now": now + _of_trend(facts, trend(change)),
         "severity": _reward_severity(facts, change),
         "steps": [steps[0], steps[-1]],
     }
+
+
+def _of_trend(facts: Facts, found: Trend) -> str:
+    """Return what belongs to a reward that does not rise: other questions, what changed with it."""
+    if _is_curriculum(facts):
+        return " The questions became harder meanwhile."
+    if found == "falls":
+        steps = sorted(facts.group_rewards)
+        step = steps[jump(facts.reward_means(steps))]
+        words = meanwhile(facts, step)
+        return f" It fell most at step {step}{words}." if words else ""
+    rates = [value for _, value in facts.series("train/learning_rate")]
+    return f" The learning rate is {max(rates):.2g}." if found == "is flat" and rates else ""
 
 
 def _reward_severity(facts: Facts, change: tuple[float, float, float]) -> str:
     found = _SEVERITY[trend(change)]
     known = [each.reward for each in facts.rollouts if each.reward is not None]
     # An interval that holds a rise worth having says that it is too early, and not that it is flat.
-    is_open = change[2] > 0.25 * (max(known) - min(known)) > 0
-    by_step = facts.group_rewards()
-    is_early = len(by_step) < LEAST_STEPS
-    # In a game against oneself one wins what the other loses, and the mean stays where it is.
+    by_step = facts.group_rewards
     means = [fmean(group) for step in by_step for group in by_step[step].values()]
-    is_early |= max(known) > min(known) and max(means) - min(means) < 1e-9
+    is_open = change[2] > WORTH_HAVING * (max(known) - fmean(means))
+    is_early = len(by_step) < LEAST_STEPS
+    # In a game against oneself one wins what the other loses, and the mean stays at 0.
+    _, low, high = mean_change([[0.0], [0.0]], [[each] for each in means])
+    is_early |= max(known) == -min(known) > 0 and low <= 0 <= high
     if found == "warning" and (is_open or is_early or earns_most(facts, UNSOLVED_FLAT)):
         return "info"
     # What is earned of harder questions does not compare with what was earned of easy ones.
@@ -222,8 +270,8 @@ def _is_curriculum(facts: Facts) -> bool:
         values = [value for _, value in facts.series(name)]
         if _LEVEL.search(name.lower()) and len(values) >= 4 and level_change(values)[2][1] > 0:
             return True
-    by_task = facts.task_rewards()
-    steps = sorted(facts.group_rewards())
+    by_task = facts.task_rewards
+    steps = sorted(facts.group_rewards)
     size, at = ends(len(steps))
     first, last = (
         {task for task, by_step in by_task.items() if by_step.keys() & set(span)}
@@ -234,10 +282,10 @@ def _is_curriculum(facts: Facts) -> bool:
 
 def collapse(facts: Facts) -> Cases:
     """Rewards that were earned, and are not any more: the last steps have only the worst one."""
-    by_step = facts.group_rewards()
+    by_step = facts.group_rewards
     steps = sorted(by_step)
     known = [each for groups in by_step.values() for group in groups.values() for each in group]
-    if len(steps) < 4 or max(known) == min(known) or _is_curriculum(facts):
+    if len(steps) < 4 or max(known) == min(known):
         return
     worst = min(known)
     pairs = []
@@ -252,15 +300,46 @@ def collapse(facts: Facts) -> Cases:
         "first": steps[at],
         "before": f"{means[0]:.2g}",
         "after": f"{means[1]:.2g}",
+        "meanwhile": meanwhile(facts, steps[at]),
         "steps": [steps[at], steps[-1]],
     }
 
 
+_MEANWHILE = {
+    "train/learning_rate": "the learning rate",
+    "train/entropy": "the entropy",
+    "train/kl": "the KL",
+    "train/grad_norm": "the gradient norm",
+    "train/completions/mean_length": "the answers' length",
+    "train/lag_mean": "the tokens' age in versions",
+    "error/mean": "the share of failures",
+}
+
+
+def meanwhile(facts: Facts, step: int) -> str:
+    """Return what else became another number at a step, of what may be the cause."""
+    levels = {n: n.removeprefix("metrics/") for n in facts.names("metrics/") if _LEVEL.search(n)}
+    said = []
+    for name, label in {**levels, **_MEANWHILE}.items():
+        points = facts.series(name)
+        before = sorted(value for at, value in points if step - 12 <= at < step - 1)
+        after = sorted(value for at, value in points if step <= at < step + 12)
+        if min(len(before), len(after)) < 3:
+            continue
+        low, high = median(before), median(after)
+        # Nearly all of one side beyond nearly all of the other, and by a factor of two.
+        apart = before[-1 - len(before) // 8] < after[len(after) // 8]
+        apart |= after[-1 - len(after) // 8] < before[len(before) // 8]
+        if apart and max(low, high) >= 2 * min(low, high):
+            said.append(f"{label} went from {low:.2g} to {high:.2g}")
+    return f", when {' and '.join(said[:3])}" if said else ""
+
+
 def task_loss(facts: Facts) -> Cases:
     """One task of several that gets worse, which the mean over all hides."""
-    by_task, steps = facts.task_rewards(), sorted(facts.group_rewards())
-    for task, by_step in by_task.items():
-        size, at = ends(len(steps))
+    by_task, steps = facts.task_rewards, sorted(facts.group_rewards)
+    size, at = ends(len(steps))
+    for (column, task), by_step in by_task.items():
         first, last = (_of_steps(by_step, part) for part in (steps[:size], steps[at:]))
         if min(len(first), len(last)) < 3:
             continue
@@ -271,13 +350,73 @@ def task_loss(facts: Facts) -> Cases:
         change = mean_change(first, last, confidence=1 - 0.05 / len(by_task))
         if trend(change) == "falls" and ended - worst <= 0.5 * (began - worst):
             yield {
-                "task": short(task),
-                "began": f"{began:.3g}",
-                "ended": f"{ended:.3g}",
-                "first_steps": steps_of(steps[0], steps[size - 1]),
-                "last_steps": steps_of(steps[at], steps[-1]),
+                "text": f"The {_PART[column]} {short(task)} gets worse: {began:.3g} in "
+                f"{steps_of(steps[0], steps[size - 1])}, {ended:.3g} in "
+                f"{steps_of(steps[at], steps[-1])}.",
+                "severity": "error",
                 "phase": facts.phase,
-                "where": f"{equals('task', task)} and train_step >= {steps[at]}",
+                "where": f"{equals(column, task)} and train_step >= {steps[at]}",
+            }
+    # One that never earns more than the least, however often it is tried, while others do.
+    earned = {
+        name: [each for groups in by_step.values() for group in groups.values() for each in group]
+        for name, by_step in by_task.items()
+    }
+    worst = min((min(rewards) for rewards in earned.values() if rewards), default=0.0)
+    idle = {name for name, rewards in earned.items() if rewards and max(rewards) == worst}
+    rest = [each for name, rewards in earned.items() if name not in idle for each in rewards]
+    for column, task in sorted(idle):
+        if rest and len(earned[column, task]) >= MANY_ROLLOUTS / 4:
+            yield {
+                "text": f"The {_PART[column]} {short(task)} never earned more than {worst:g} in "
+                f"{len(earned[column, task]):,} rollouts, the others {fmean(rest):.3g} on average: "
+                "it is too hard, or its answers are wrong.",
+                "severity": "warning",
+                "phase": facts.phase,
+                "where": equals(column, task),
+            }
+
+
+_PART = {"task": "task", "env_id": "environment"}
+
+
+def scale(facts: Facts) -> Cases:
+    """Rewards that are counted in another unit from one step on."""
+    by_step = facts.group_rewards
+    steps = sorted(by_step)
+    sizes = [[abs(x) for group in by_step[s].values() for x in group if x] for s in steps]
+    most, num = 0.0, 0
+    for at, step in enumerate(steps):
+        late = [each for part in sizes[at : at + 4] for each in part] if most and num >= 24 else []
+        # Nobody learns in one step to earn in nearly all rollouts what none has earned before.
+        if len(late) >= 8 and sum(each > 1.5 * most for each in late) >= 0.75 * len(late):
+            yield {
+                "first": step,
+                "before": f"{most:.3g}",
+                "after": f"{max(late):.3g}",
+                "steps": [step, steps[-1]],
+            }
+            return
+        most, num = max([most, *sizes[at]]), num + len(sizes[at])
+
+
+def dead_function(facts: Facts) -> Cases:
+    """A function that is paid and gives nothing any more, to nobody."""
+    for name, weight in facts.weights.items():
+        points = facts.series(f"metrics/{name}")
+        values = [value for _, value in points]
+        at = next((i for i, value in enumerate(values) if set(values[i:]) == {value}), 0)
+        # Exactly the same mean, step after step: chance does not do that, and the best may last.
+        if weight <= 0 or not 3 <= at <= len(values) - max(4, len(values) // 8):
+            continue
+        if values[at] <= min(values) and fmean(values[:at]) > values[at]:
+            yield {
+                "name": short(name),
+                "value": f"{values[at]:g}",
+                "before": f"{fmean(values[:at]):.2g}",
+                "first": points[at][0],
+                "series": f"metrics/{name}",
+                "steps": [points[at][0], points[-1][0]],
             }
 
 
@@ -295,23 +434,28 @@ def gaming(facts: Facts) -> Cases:
             continue
         began, ended, change = level_change(values)
         is_main = paid.get(name, 0.0) >= 0.5 * most > 0
-        is_share = min(values) >= 0.0 and max(values) <= 1.0 and not _COST.search(name.lower())
+        is_share = min(values) >= 0.0 and max(values) <= 1.0
+        is_harm = is_share and bool(_HARM.search(name.lower()))
         # A small part of a reward is traded for a large one as its weights say; what nobody pays
-        # counts if it reads like a share of something good.
+        # counts if it reads like a share of something good, or of harm.
         if not (is_main or (name not in paid and is_share)):
             continue
-        if trend(change) != "falls" or ended > 0.75 * began > 0:
+        is_more = ended >= max(2 * began, 0.1) or 1 - ended <= (1 - began) / 2
+        rises = is_harm and trend(change) == "rises" and is_more
+        falls = trend(change) == "falls" and (began <= 0 or ended <= 0.75 * began)
+        if not (rises or (falls and (is_main or not _COST.search(name.lower())))):
             continue
         rewards = facts.reward_means([step for step, _ in points])
         size, at = ends(len(points))
         yield {
             "name": short(name),
             "what": "the reward function" if name in paid else "the metric",
+            "verb": "rises" if rises else "falls",
             "began": f"{began:.2g}",
             "ended": f"{ended:.2g}",
             "reward_began": f"{fmean(rewards[:size]):.2g}",
             "reward_ended": f"{fmean(rewards[at:]):.2g}",
-            "severity": "error" if is_main or ended <= 0.5 * began else "warning",
+            "severity": "error" if is_main or rises or ended <= 0.5 * began else "warning",
             "series": series,
             "beside": "reward/mean",
             "steps": [points[0][0], points[-1][0]],

@@ -7,7 +7,7 @@ import re
 from statistics import fmean, median
 
 from rolltree.records.story_facts import Facts
-from rolltree.records.story_rewards import UNSOLVED, reward_moves
+from rolltree.records.story_rewards import earns_most, reward_change, reward_moves
 from rolltree.records.story_words import (
     Cases,
     interval_text,
@@ -17,6 +17,7 @@ from rolltree.records.story_words import (
 )
 from rolltree.records.trends import (
     LEAST_STEPS,
+    Growth,
     ends,
     growth,
     jump,
@@ -36,7 +37,9 @@ LEAST_ENTROPY, ENTROPY_RATIO = 0.05, 5
 # distributions bounds that of being right); at 1 nat each token is 2.7 times as likely as before.
 LEAST_KL, RUNAWAY_KL = 0.1, 1.0
 # Times: of what a number was, from which on it is another number.
-LONGER, LONGER_WITH_REWARD, SLOWER, STEEPER = 4.0, 10.0, 5.0, 30.0
+LONGER, LONGER_WITH_REWARD, SLOWER, STEEPER = 4.0, 10.0, 3.0, 30.0
+# AdamW moves a weight by about the learning rate: float32 weights of 0.02 do not take in less.
+LEAST_RATE = 1e-9
 # Effective sample size, as a share.
 LEAST_ESS = 0.3
 LEAST_SLOW_S = 2.0
@@ -76,6 +79,86 @@ def gradient(facts: Facts) -> Cases:
         yield {"first": first, "size": size, "before": middle, "steps": [first, last]}
 
 
+def idle(facts: Facts) -> Cases:
+    """Steps that train nothing, though there is something to learn."""
+    rates = facts.series("train/learning_rate")
+    if len(rates) >= 2 and max(value for _, value in rates) < LEAST_RATE:
+        rate = max(value for _, value in rates)
+        yield {
+            "text": f"The learning rate is {rate:.2g}, so the weights stay as they are and nothing "
+            "is learned.",
+            "series": "train/learning_rate",
+            "steps": [rates[0][0], rates[-1][0]],
+        }
+        return
+    norms = facts.series("train/grad_norm")
+    first = next((at for at in range(len(norms)) if not any(v for _, v in norms[at:])), len(norms))
+    flat = dict(facts.series("train/frac_reward_zero_std"))
+    late = norms[first:]
+    # Groups without reward variance have no gradient, and are told as such.
+    if len(late) >= 3 and all(flat.get(step, 1.0) < 1.0 for step, _ in late):
+        records = dict(facts.series("train/num_records"))
+        none = ": no token has an advantage" if not any(records.get(s, 1) for s, _ in late) else ""
+        yield {
+            "text": f"The gradient is 0 since step {late[0][0]} though rewards differ within "
+            f"groups, so nothing is learned{none}.",
+            "series": "train/grad_norm",
+            "steps": [late[0][0], late[-1][0]],
+        }
+
+
+_HARMLESS = re.compile(r"train\.num_steps|checkpoint\.|eval\.|track\.|engine\.|run\.|cluster\.")
+
+
+def changed(facts: Facts) -> Cases:
+    """Settings that a continued run changed, and what the reward did then."""
+    newest = max(facts.steps, default=0)
+    for step, what in facts.changes:
+        before, after = _rewards(facts, step - 8, step - 1), _rewards(facts, step, newest)
+        moves = trend(mean_change(before, after)) if before and after else "is flat"
+        matters = any(not _HARMLESS.match(each) for each in what.split(", "))
+        then = f", and the reward {moves} since" if moves != "is flat" else ""
+        yield {
+            "first": step,
+            "what": short(what, 300),
+            "then": then,
+            "severity": "error" if matters and moves == "falls" else "info",
+            "steps": [step, newest],
+        }
+
+
+# What sampled tokens may be lost to: a share or a number, of which number, how much is many.
+_LOST = (
+    ("train/clip_ratio/region_mean", "", 0.4, "clipping cuts their gradient off"),
+    ("ratio/outside_share", "", 0.4, "their importance ratio is below 1/2 or above 2"),
+    ("correction/masked_share", "", 0.4, "the correction masks them"),
+    ("samples/skipped_tokens", "rollout/total_sampled_tokens", 0.2, "they are in no sample"),
+)
+
+
+def lost_tokens(facts: Facts) -> Cases:
+    """Tokens that were sampled and train little or nothing."""
+    for name, of, least, why in _LOST:
+        whole = dict(facts.series(of)) if of else {}
+        points = [
+            (step, value / max(1.0, whole.get(step, 1.0))) for step, value in facts.series(name)
+        ]
+        if len(points) < 2:
+            continue
+        values = [value for _, value in points]
+        if median(values[ends(len(values))[1] :]) < least:
+            continue
+        at = jump(values)
+        low, high = median(values[:at] or [0.0]), median(values[at:])
+        since = (
+            f" since step {points[at][0]} ({percent(low)} before)" if low < high / 2 and at else ""
+        )
+        yield {"percent": percent(high), "why": why, "since": since, "series": name} | {
+            "steps": [points[at if since else 0][0], points[-1][0]]
+        }
+        return
+
+
 def ess(facts: Facts) -> Cases:
     """Importance weights so uneven that a few tokens make the update."""
     series = facts.series("ratio/ess")
@@ -92,15 +175,23 @@ def ess(facts: Facts) -> Cases:
 
 
 def length(facts: Facts) -> Cases:
-    """Answers that become many times as long, and earn no more for it."""
+    """Answers that become many times as long or short, and earn no more for it."""
     series = facts.series("train/completions/mean_length")
     if len(series) < 4:
         return
-    least = LONGER_WITH_REWARD if reward_moves(facts) == "rises" else LONGER
-    found = growth([max(value, 1.0) for _, value in series], factor=least)
+    rises = reward_moves(facts) == "rises"
+    values = [max(value, 1.0) for _, value in series]
+    found = growth(values, factor=LONGER_WITH_REWARD if rises else LONGER)
+    word = "long"
+    if found is None and not rises:
+        # Answers that say less and less, as their inverse.
+        inverse = growth([1 / value for value in values], factor=LONGER)
+        if inverse is not None:
+            found, word = Growth(inverse.at, 1 / inverse.before, 1 / inverse.after), "short"
     if found is not None:
         yield {
-            "factor": found.factor,
+            "factor": max(found.factor, 1 / found.factor),
+            "word": word,
             "before": found.before,
             "after": found.after,
             "first": series[found.at][0],
@@ -120,7 +211,7 @@ def slow(facts: Facts) -> Cases:
     if len(lengths) == len(values):
         more = median(lengths[found.at :]) / max(1.0, median(lengths[: found.at]))
         # Longer answers take longer: that is told by their length.
-        if found.factor < SLOWER / 2 * more:
+        if found.factor < SLOWER * max(1.0, 0.5 * more):
             return
     parts = {}
     for name in ("time/wait_for_batch", "time/train_s", "time/broadcast_weights"):
@@ -207,17 +298,13 @@ def entropy(facts: Facts) -> Cases:
     before, after = median(values[:size]), median(values[-few:])
     if after > LEAST_ENTROPY or after * ENTROPY_RATIO > before:
         return
+    if earns_most(facts):
+        return  # solved: there is nothing more to try
     rewards = [each.reward for each in facts.rollouts if each.reward is not None]
-    last = [
-        reward for groups in _rewards(facts, series[-size][0], series[-1][0]) for reward in groups
-    ]
+    last = _rewards(facts, series[-size][0], series[-1][0])
     said = ""
     if rewards and last:
-        best, worst = max(rewards), min(rewards)
-        if fmean(last) >= worst + UNSOLVED * (best - worst):
-            # Solved: there is nothing more to try.
-            return
-        said = f" The mean reward is {fmean(last):.3g}, the best {best:.3g}."
+        said = f" The mean reward is {fmean(map(fmean, last)):.3g}, the best {max(rewards):.3g}."
     at = next(
         i
         for i, value in enumerate(values)
@@ -235,7 +322,30 @@ def entropy(facts: Facts) -> Cases:
 
 def kl(facts: Facts) -> Cases:
     """The policy moves away from the reference, and earns no more or less for it."""
-    series = facts.series("train/kl")
+    yield from _strays(facts, "train/kl", LEAST_KL, RUNAWAY_KL, 1.5, _KL)
+
+
+def randomness(facts: Facts) -> Cases:
+    """The policy becomes random, and earns no more or less for it."""
+    name = "train/entropy" if facts.series("train/entropy") else "rollout/entropy"
+    yield from _strays(facts, name, 2 * LEAST_KL, RUNAWAY_KL, 3.0, _RANDOM)
+
+
+_KL = (
+    "The policy moves away from the reference and earns less: the KL went",
+    "The KL to the reference grows and the reward does not: it went",
+)
+_RANDOM = (
+    "The policy becomes random and earns less: its entropy went",
+    "The policy becomes random and earns no more for it: its entropy went",
+)
+
+
+def _strays(
+    facts: Facts, name: str, least: float, runaway: float, factor: float, words: tuple[str, str]
+) -> Cases:
+    """A level in nats per token that grows while the reward falls, or does not rise."""
+    series = facts.series(name)
     size = len(series) // 4
     if len(series) < LEAST_STEPS:
         return
@@ -245,38 +355,32 @@ def kl(facts: Facts) -> Cases:
     if not all(rewards):
         return
     means = [fmean(map(fmean, groups)) for groups in rewards]
-    at = max(range(3), key=means.__getitem__)
-    first, last = parts[at], parts[3]
-    falls = trend(mean_change(rewards[at], rewards[3])) == "falls"
-    if falls and levels[3] >= max(LEAST_KL, 2 * levels[at]):
+    best = max(range(3), key=means.__getitem__)
+    if trend(mean_change(rewards[best], rewards[3])) == "falls":
+        cases = [(best, "error")] if levels[3] >= max(least, 2 * levels[best]) else []
+    else:
+        # A reward that rose since the beginning, or that still does, is what it was spent on.
+        rise = [trend(mean_change(rewards[at], rewards[3])) == "rises" for at in range(3)]
+        cases = [
+            (at, "warning")
+            for at in (0, 2)
+            if not rise[at] and levels[3] >= max(runaway, factor * levels[at])
+        ]
+    for at, severity in cases[:1]:
+        first, last = parts[at], parts[3]
         yield {
-            "text": "The policy moves away from the reference and earns less: the KL went from "
-            f"{levels[at]:.2g} to {levels[3]:.2g} nats per token and the reward from "
-            f"{means[at]:.3g} to {means[3]:.3g}, from {steps_of(first[0][0], first[-1][0])} to "
-            f"{steps_of(last[0][0], last[-1][0])}.",
-            "severity": "error",
+            "text": f"{words[severity != 'error']} from {levels[at]:.2g} to {levels[3]:.2g} nats "
+            f"per token and the reward from {means[at]:.3g} to {means[3]:.3g}, from "
+            f"{steps_of(first[0][0], first[-1][0])} to {steps_of(last[0][0], last[-1][0])}.",
+            "severity": severity,
+            "series": name,
             "steps": [first[0][0], last[-1][0]],
         }
-        return
-    # A reward that rose since the beginning, or that still does, is what the KL was spent on.
-    for at in (0, 2):
-        rises = trend(mean_change(rewards[at], rewards[3])) == "rises"
-        if rises or levels[3] < max(RUNAWAY_KL, 1.5 * levels[at]):
-            continue
-        first = parts[at]
-        yield {
-            "text": f"The KL to the reference grows and the reward does not: {levels[at]:.2g} nats "
-            f"per token in {steps_of(first[0][0], first[-1][0])}, {levels[3]:.2g} in "
-            f"{steps_of(last[0][0], last[-1][0])}.",
-            "severity": "warning",
-            "steps": [first[0][0], last[-1][0]],
-        }
-        return
 
 
 def _rewards(facts: Facts, first: int, last: int) -> list[list[float]]:
     """Return the rewards of each group of some steps."""
-    by_step = facts.group_rewards()
+    by_step = facts.group_rewards
     return [
         rewards
         for step, groups in by_step.items()
@@ -290,7 +394,7 @@ _SHARED = re.compile(r"(\d+) of (\d+) evaluation questions are also training que
 
 def known_questions(facts: Facts) -> Cases:
     """Held-out questions that are trained on."""
-    for num, num_of in _shared(facts)[:1]:
+    for num, num_of in _shared(facts)[:1] if facts.evaluations else ():
         yield {"num": num, "num_of": num_of, "all": "All" if num == num_of else f"{num} of"}
 
 
@@ -312,6 +416,12 @@ def held_out_change(facts: Facts) -> Cases:
         verb, severity = "rose", "good"
     if new_high is not None and low is not None and new_high < low:
         verb, severity = "fell", "error"
+    more = ""
+    if verb == "does not clearly differ" and new_high is not None:
+        rise = reward_change(facts)
+        # Training rose by so much that a third of it would be seen in the held-out interval.
+        if new_high - (found[0].reward or 0.0) < rise[1] / 3:
+            more, severity = f", while that of training rose by {rise[0]:.3g}", "warning"
     began, ended = (interval_text(*side) for side in sides)
     shared = _shared(facts)
     is_known = any(num == num_of for num, num_of in shared)
@@ -324,6 +434,7 @@ def held_out_change(facts: Facts) -> Cases:
         "ended": ended,
         "first": found[0].step,
         "last": found[-1].step,
+        "more": more,
     }
 
 

@@ -18,9 +18,11 @@ function fill(element, attributes, children) {
 }
 
 function add(element, children) {
-  for (const child of children.flat(Infinity)) {
-    if (isNone(child) || child === false) continue;
-    element.append(child instanceof Node ? child : document.createTextNode(visible(String(child))));
+  for (const child of children) {
+    if (Array.isArray(child)) add(element, child);
+    else if (!isNone(child) && child !== false) {
+      element.appendChild(child instanceof Node ? child : document.createTextNode(visible(String(child))));
+    }
   }
 }
 
@@ -76,9 +78,11 @@ const HIDDEN = new RegExp("[\\u0000-\\u0008"
   + "\\ufeff\\uffa0\\ufff0-\\ufffb"
   + "\\u{13430}-\\u{1345f}\\u{1bca0}-\\u{1bca3}\\u{1d173}-\\u{1d17a}\\u{e0000}-\\u{e0fff}]", "gu");
 const TOWER = /(\p{M}{6})(\p{M}+)/gu;
+const PLAIN = /^[\t\n -~]*$/; // nearly every text, and read much faster
 
 /** The text with its control, direction and invisible characters shown, and without towers of accents. */
 export function visible(text) {
+  if (PLAIN.test(text)) return text;
   return text.replace(/\r\n/g, "\n").replace(HIDDEN, (found) => {
     const code = found.codePointAt(0);
     if (code < 0x20) return String.fromCodePoint(0x2400 + code);
@@ -119,6 +123,8 @@ export function line(text, limit = 120) {
   return flat.length > limit ? `${cut(flat, limit - 1)}…` : flat;
 }
 
+const COMMAS = new Intl.NumberFormat("en-US", { maximumFractionDigits: 1 }); // made once: that takes long
+
 /** A whole number with commas. */
 export const count = (value) => num(typeof value === "number" ? Math.round(value) : value);
 
@@ -129,7 +135,7 @@ export function num(value, sign = false) {
   const size = Math.abs(value);
   const isTiny = size < 0.001 && size > 0;
   const text = isTiny || size >= 1e15 ? value.toExponential(2)
-    : Number.isInteger(value) || size >= 100 ? value.toLocaleString("en-US", { maximumFractionDigits: 1 })
+    : Number.isInteger(value) || size >= 100 ? COMMAS.format(value)
       : value.toFixed(size >= 10 ? 2 : 3);
   return (sign && value > 0 ? `+${text}` : text).replaceAll("-", "−");
 }
