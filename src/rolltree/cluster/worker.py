@@ -38,7 +38,7 @@ from rolltree.cluster.messages import (
     digest,
     read_message,
 )
-from rolltree.cluster.trainer import with_engines
+from rolltree.cluster.roles import with_engines
 from rolltree.environments import load_environment
 from rolltree.errors import (
     BadResponse,
@@ -58,8 +58,7 @@ from rolltree.rollouts.requests import current_episode
 from rolltree.rollouts.wire import request_from_bytes, result_to_rows
 from rolltree.tasks import yield_fairly
 from rolltree.training import TrainConfig, load_train_config
-from rolltree.training.parts import server_client
-from rolltree.training.servers import Servers, TrainedServer
+from rolltree.training.server_client import TrainedServer, server_client
 from rolltree.types import RolloutResult
 
 T = TypeVar("T", bound=RoleMessage)
@@ -310,7 +309,7 @@ class Worker:
     def _client(self, url: str) -> RoutedServer:
         config = with_engines(self._config, [url.removesuffix("/v1")])
         client = server_client(RoutedServer, config, url, self._renderer, self._vocab_size)
-        client.fleet = cast(Servers, self._engines)
+        client.fleet = cast(Any, self._engines)
         return client
 
     async def _work(self, pool: EndpointPool) -> None:
