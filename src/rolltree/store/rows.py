@@ -275,6 +275,7 @@ STORED = ("id", *LIGHT, "blob_checksum", "checksum", *BLOBS)
 
 SUMMED = STORED[: -len(BLOBS)]
 _NUM_LIGHT = 1 + len(LIGHT)
+_DECODED = [(name, each.decode) for name, each in COLUMNS.items() if each.decode is not as_stored]
 
 _SQL_TYPES: dict[str, Any] = {
     "TEXT NOT NULL": str,
@@ -340,10 +341,10 @@ def read_sql(values: SqlRow) -> StoredRollout:
     Raises:
         StoreError: a value is none that `to_sql` makes.
     """
-    row: dict[str, Any] = {}
-    for (name, column), value in zip(COLUMNS.items(), values, strict=False):
+    row: dict[str, Any] = dict(zip(COLUMNS, values, strict=False))
+    for name, decode in _DECODED[: None if BLOBS[0] in row else -len(BLOBS)]:
         try:
-            row[name] = column.decode(value)
+            row[name] = decode(row[name])
         except ValueError as error:
             what = f"the {name} of rollout {values[0]!r} cannot be read: {error}"
             raise StoreError(what) from error
