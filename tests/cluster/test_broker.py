@@ -8,7 +8,6 @@ import zlib
 
 import aiohttp
 import pytest
-from cluster_kit import TOKEN
 
 from rolltree.cluster.broker import Broker, Head
 from rolltree.cluster.messages import (
@@ -32,6 +31,7 @@ from rolltree.store import Run
 from rolltree.types import RolloutResult, SamplingParams, State
 from wait_kit import until
 
+TOKEN = "token-of-the-tests"
 FLEET = FleetState(version=3, labels=("3",), engines=())
 
 
