@@ -17,6 +17,7 @@ from rolltree.cluster.remote import RemoteRollouts
 from rolltree.rollouts.requests import example_request
 from rolltree.store import Run
 from rolltree.types import SamplingParams
+from wait_kit import until
 
 TOKEN, NUM, KILLS = "token-of-the-tests", 96, 8
 ENGINE = EngineState(url="http://scripted/v1", is_ready=True, version=0, epoch=0)
@@ -55,9 +56,8 @@ async def test_lengths_are_those_of_an_undisturbed_run_whoever_is_killed(tmp_pat
     async def kill_again_and_again():
         for _ in range(KILLS):
             # While it plays: those that take long are hit most.
-            before = broker.counts.stored
-            while broker.counts.stored < min(NUM - 1, before + 5):
-                await asyncio.sleep(0.02)
+            goal = min(NUM - 1, broker.counts.stored + 5)
+            await until(lambda goal=goal: broker.counts.stored >= goal, limit_s=60.0)
             await asyncio.sleep(draw.uniform(0, 0.3))
             name = draw.choice(sorted(workers))
             kill(name)
