@@ -33,6 +33,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import torch
 from verdict import Bar, conclude, make_parser
 
@@ -216,7 +217,6 @@ async def parts(num: int = 512) -> dict[str, float]:
     played_ms = 1e3 * (time.process_time() - began) / num
     encoded = [request_to_bytes(request) for request in asked]
     rows = [result_to_rows(result) for result in results]
-    read = [result_from_rows(each, request) for each, request in zip(rows, asked, strict=True)]
     folder = Path(tempfile.mkdtemp())
     count = 0
 
@@ -226,7 +226,8 @@ async def parts(num: int = 512) -> dict[str, float]:
         count += 1
         with Run.create(folder / str(count), kind="train", config={}) as run:
             for start in range(0, num, 64):
-                run.add_rollouts([row for _, rows in read[start : start + 64] for row in rows])
+                some = [row for each in rows[start : start + 64] for row in each]
+                run.add_encoded(some, replace_failed=True, replaced=())
 
     states = [state for result in results for state in result.states]
     model = torch.nn.Linear(4096, 8192)
@@ -241,9 +242,13 @@ async def parts(num: int = 512) -> dict[str, float]:
         "head: check the result": per_item(
             lambda: [result_from_rows(*pair) for pair in zip(rows, asked, strict=True)], num
         ),
+        "head: read it for training": per_item(
+            lambda: [result_from_rows(*pair)[0].states for pair in zip(rows, asked, strict=True)],
+            num,
+        ),
         "head: store it": per_item(write, num, 3),
         "head: samples for the step": per_item(lambda: rt.build_samples(states, "tree"), num),
-        "bytes of a result": statistics.mean(sum(map(len, each[0])) for each in rows),
+        "bytes of a result": statistics.mean(len(msgspec.msgpack.encode(each)) for each in rows),
         "weights to shared memory, s per GB": per_item(
             lambda: shared.write(model.named_parameters()), 1
         )

@@ -11,7 +11,7 @@ import rolltree as rt
 from rolltree.inference import RetryPolicy, served_version
 from rolltree.store import Run
 from rolltree.training import Silent, build_parts, load_train_config, open_run, run_training
-from rolltree.training.servers import TrainedServer
+from rolltree.training.server_client import TrainedServer
 
 pytestmark = pytest.mark.timeout(1500)
 NUM_STEPS = 4

@@ -1,32 +1,37 @@
 """The broker over real HTTP: workers that work, and clients that do not."""
 
 import asyncio
+import dataclasses
 import io
 import time
+import zlib
 
 import aiohttp
 import pytest
-from cluster_kit import TOKEN
 
 from rolltree.cluster.broker import Broker, Head
 from rolltree.cluster.messages import (
+    Delivery,
     FleetState,
     Poll,
+    Receipt,
     Served,
     Suspect,
     Work,
     WorkDone,
+    digest,
     read_message,
 )
 from rolltree.cluster.remote import RemoteRollouts
-from rolltree.errors import ConfigError
+from rolltree.errors import ConfigError, StoreError
 from rolltree.inference import OpenAIClient
 from rolltree.rollouts.requests import example_request, group_member
-from rolltree.rollouts.wire import request_from_bytes, result_to_rows
+from rolltree.rollouts.wire import request_from_bytes, request_to_bytes, result_to_rows
 from rolltree.store import Run
 from rolltree.types import RolloutResult, SamplingParams, State
 from wait_kit import until
 
+TOKEN = "token-of-the-tests"
 FLEET = FleetState(version=3, labels=("3",), engines=())
 
 
@@ -63,6 +68,13 @@ def played(request, reward=1.0):
     return RolloutResult(request, (state,), None)
 
 
+def finished(item_id, *results, asked=None):
+    encoded = tuple(request_to_bytes(result.request) for result in results)
+    rows = tuple(map(result_to_rows, results))
+    asked = digest(encoded) if asked is None else asked
+    return WorkDone(item_id=item_id, asked=asked, results=rows).to_bytes()
+
+
 class Hand:
     """A worker by hand."""
 
@@ -87,9 +99,16 @@ class Hand:
         assert status == 200, body
         return read_message(Work, body)
 
-    async def send(self, item_id, *results):
-        rows = tuple(tuple(result_to_rows(result)) for result in results)
-        return await self.post("/result", WorkDone(item_id=item_id, results=rows).to_bytes())
+    async def deliver(self, *items):
+        """Send the bytes of items; return what became of each."""
+        delivery = Delivery(items=tuple((zlib.crc32(data), data) for data in items))
+        status, body = await self.post("/results", delivery.to_bytes())
+        assert status == 200, body
+        return [status for status, _ in read_message(Receipt, body).items]
+
+    async def send(self, item_id, *results, asked=None):
+        (status,) = await self.deliver(finished(item_id, *results, asked=asked))
+        return status
 
 
 @pytest.fixture
@@ -126,22 +145,19 @@ async def test_work_goes_out_and_comes_back_stored(at):
     given = [request_from_bytes(item.requests[0]) for item in work.items]
     assert given == requests(3)
     for item, request in zip(work.items, given, strict=True):
-        status, body = await at.send(item.item_id, played(request))
-        assert (status, body) == (200, b'{"status": "stored"}')
+        assert await at.send(item.item_id, played(request)) == "stored"
     await task
     assert [result.request for result in found] == requests(3)
     assert at.run.num_rollouts() == 3
     # The second result of a rollout is known, and changes nothing.
-    status, body = await at.send(work.items[0].item_id, played(given[0], reward=9.0))
-    assert (status, body) == (200, b'{"status": "known"}')
+    assert await at.send(work.items[0].item_id, played(given[0], reward=9.0)) == "known"
     assert [row.reward for row in at.run.rollouts()] == [1.0, 1.0, 1.0]
     assert "kept-for-the-worker" not in str([row.record for row in at.run.rollouts(blobs=True)])
 
 
 async def test_a_result_of_a_former_head_is_taken_and_not_played_again(at):
     (request,) = requests(1, step=7)
-    status, body = await at.send(request.request_id, played(request))
-    assert (status, body) == (200, b'{"status": "stored"}')
+    assert await at.send(request.request_id, played(request)) == "stored"
     found = []
     await collect(at.rollouts, [request], found)
     assert len(found) == at.run.num_rollouts() == 1
@@ -154,13 +170,17 @@ async def test_a_foreign_result_is_refused_and_the_request_played_again(at):
     work = await at.poll()
     (other,) = requests(1, step=2)
     item_id = work.items[0].item_id
+    asked = digest((request_to_bytes(request),))
+    reseeded = dataclasses.replace(request, seed=99)
     for bad in ([played(other)], [], [played(request)] * 2):
-        status, _ = await at.send(item_id, *bad)
-        assert status == 400
-    for rows in (((b"{}", b"", b""),), ((b"junk", b"x", b"y"),), ()):
-        status, _ = await at.post("/result", WorkDone(item_id=item_id, results=(rows,)).to_bytes())
-        assert status == 400
-    assert (await at.post("/result", b"junk"))[0] == 400
+        assert await at.send(item_id, *bad, asked=asked) == "refused"
+    assert await at.send(item_id, played(reseeded)) == "refused"
+    (row,) = result_to_rows(played(request))
+    unreadable = (*row[:-5], "{not json", *row[-4:])
+    for rows in ((), (row, row), (unreadable,)):
+        bad = WorkDone(item_id=item_id, asked=asked, results=(rows,))
+        assert await at.deliver(bad.to_bytes()) == ["refused"]
+    assert (await at.post("/results", b"junk"))[0] == 400
     assert at.run.num_rollouts() == 0
     work = await at.poll()
     await at.send(work.items[0].item_id, played(request))
@@ -168,10 +188,73 @@ async def test_a_foreign_result_is_refused_and_the_request_played_again(at):
     assert len(found) == 1
 
 
+async def test_a_bad_item_leaves_the_others_of_its_delivery(at):
+    found = []
+    task = asyncio.create_task(collect(at.rollouts, requests(3), found))
+    work = await at.poll()
+    first, second, third = (
+        finished(item.item_id, played(request_from_bytes(item.requests[0]))) for item in work.items
+    )
+    cut, turned = second[:-1], second[:-9] + bytes([second[-9] ^ 1]) + second[-8:]
+    checksum = zlib.crc32(second)
+    items = [(zlib.crc32(first), first), (checksum, cut), (checksum, turned)]
+    items += [(zlib.crc32(b"junk"), b"junk"), (zlib.crc32(third), third)]
+    body = Delivery(items=tuple(items)).to_bytes()
+    assert (await at.post("/results", body[:-1]))[0] == 400
+    assert at.run.num_rollouts() == 0
+    status, answer = await at.post("/results", body)
+    receipt = [status for status, _ in read_message(Receipt, answer).items]
+    assert (status, receipt) == (200, ["stored", "refused", "refused", "refused", "stored"])
+    # The worker has nothing left that the head takes, so the one that is missing is played again.
+    (again,) = (await at.poll()).items
+    assert (again.requests, again.attempt) == (work.items[1].requests, 2)
+    assert await at.deliver(first, second, third) == ["known", "stored", "known"]
+    assert await at.deliver(first, second, third) == ["known"] * 3
+    await task
+    assert len(found) == at.run.num_rollouts() == 3
+
+
+async def test_an_item_twice_in_one_delivery_is_stored_once(at):
+    found = []
+    task = asyncio.create_task(collect(at.rollouts, requests(1), found))
+    (item,) = (await at.poll()).items
+    data = finished(item.item_id, played(request_from_bytes(item.requests[0])))
+    assert await at.deliver(data, data) == ["stored", "later"]
+    assert await at.deliver(data) == ["known"]
+    await task
+    assert len(found) == at.run.num_rollouts() == 1
+
+
+async def test_a_store_that_fails_ends_the_run_and_not_the_results(at):
+    def full(*rows, **options):
+        raise StoreError("the disk is full")
+
+    task = asyncio.create_task(collect(at.rollouts, requests(1), []))
+    (item,) = (await at.poll()).items
+    data = finished(item.item_id, played(request_from_bytes(item.requests[0])))
+    at.run.add_encoded = full
+    assert await at.deliver(data) == ["later"]
+    with pytest.raises(StoreError, match="the disk is full"):
+        await task
+    del at.run.add_encoded
+    assert await at.deliver(data) == ["stored"]
+
+
+async def test_states_are_read_when_they_are_wanted(at):
+    found = []
+    task = asyncio.create_task(collect(at.rollouts, requests(1), found))
+    (item,) = (await at.poll()).items
+    await at.send(item.item_id, played(request_from_bytes(item.requests[0]), reward=0.5))
+    await task
+    (result,) = found
+    assert [state.reward for state in result.states] == [0.5]
+    assert dataclasses.replace(result, num_attempts=2).states == result.states
+
+
 async def test_nobody_gets_in_without_the_token(at):
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {TOKEN}"}):
         async with aiohttp.ClientSession(headers=headers) as http:
-            for path in ("/work", "/result", "/suspect"):
+            for path in ("/work", "/results", "/suspect"):
                 async with http.post(at.url + path, data=io.BytesIO(b"x" * 2**20)) as answer:
                     assert answer.status == 401
             for path in ("/fleet", "/served"):
@@ -181,7 +264,7 @@ async def test_nobody_gets_in_without_the_token(at):
 
 async def test_results_that_would_not_fit_are_kept_by_the_worker(at):
     at.broker.counts.waiting_bytes = 2**16
-    async with at.http.post(at.url + "/result", data=b"x" * 100) as answer:
+    async with at.http.post(at.url + "/results", data=b"x" * 100) as answer:
         assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
     at.broker.counts.waiting_bytes = 0
     async with at.http.post(at.url + "/work", data=io.BytesIO(b"x" * 2**23)) as answer:
@@ -244,7 +327,7 @@ async def test_a_group_whose_members_are_compared_goes_to_one_worker_and_is_stor
     more = await at.poll(free=4, have=[item.item_id for item in work.items])
     for item in (*work.items, *more.items):
         given = list(map(request_from_bytes, item.requests))
-        await at.send(item.item_id, *map(played, given[:2]))  # not whole: refused
+        assert await at.send(item.item_id, *map(played, given[:2])) == "refused"  # not whole
         assert not at.run.num_rollouts(group_id=given[0].group_id)
         await at.send(item.item_id, *map(played, given))
         assert at.run.num_rollouts(group_id=given[0].group_id) == 3

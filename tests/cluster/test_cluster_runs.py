@@ -1,26 +1,85 @@
 """Whole runs on several processes: what is stored and learned, whoever is killed."""
 
-import pytest
-from cluster_kit import Names, make_config
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
 
+import pytest
+
+from rolltree.cluster.driver import run_cluster
+from rolltree.cluster.report import ask_driver
+from rolltree.errors import StoreError
 from rolltree.launch import train
+from rolltree.models import TinyConfig, make_tiny
 from rolltree.rollouts.decode import decode_results
 from rolltree.store import Run
-from rolltree.training import load_train_config
+from rolltree.training import Silent, load_train_config
 
 pytestmark = pytest.mark.long
 GRADIENT = ("train/grad_norm", "train/loss", "reward/mean", "train/num_records")
 
 
-def run_all(config, during=lambda names: None):
-    names = Names(config)
+def make_config(folder: Path, run: Path, **sections):
+    model = folder / "model"
+    if not (model / "config.json").exists():
+        model.mkdir(parents=True, exist_ok=True)
+        sizes = {"hidden_size": 32, "num_layers": 2, "intermediate_size": 64, "max_context": 256}
+        make_tiny(model, TinyConfig(**sizes))
+    data = {
+        "run": {"dir": str(run)},
+        "model": {"name": str(model)},
+        "engine": {"max_batch": 16, "max_context": 256, "batch_invariant": True},
+        "env": {"id": str(Path(__file__).with_name("letters.py"))},
+        "sampling": {"max_tokens": 4},
+        "algorithm": {"group_size": 4, "groups_per_step": 2},
+        "optim": {"lr": 5e-3},
+        "train": {"num_steps": 4, "num_threads": 1},
+        "eval": {"before": False, "after": False},
+        "checkpoint": {"every": 2, "export": False},
+        "cluster": {"slots_per_worker": 4},
+    }
+    for section, values in sections.items():
+        data[section] = {**data.get(section, {}), **values}
+    return load_train_config(data)
+
+
+async def run_all(config, during=None):
+    """Drive a run with its real roles; `during` gets a way to kill them."""
+    driving = asyncio.create_task(run_cluster(config, reporter=Silent()))
     try:
-        names.start_all()
-        during(names)
-        names.wait()
+        if during is not None:
+            await during(Roles(config))
+        await asyncio.wait_for(driving, 300.0)
     finally:
-        names.close()
+        driving.cancel()
+        await asyncio.gather(driving, return_exceptions=True)
     return read(config)
+
+
+class Roles:
+    def __init__(self, config):
+        self.dir = Path(config.run.dir)
+
+    async def kill(self, *names):
+        status = await asyncio.to_thread(ask_driver, self.dir, "/status")
+        for role in status["roles"]:
+            if role["name"] in names:
+                os.kill(role["pid"], signal.SIGKILL)
+
+    async def until_stored(self, number):
+        """Wait until the run holds so many rollouts."""
+        end = time.monotonic() + 240.0
+        while self.num_stored() < number:
+            assert time.monotonic() < end, f"{number} rollouts were not stored"
+            await asyncio.sleep(0.1)
+
+    def num_stored(self):
+        with contextlib.suppress(StoreError), Run.open(self.dir, "r", check="rows") as run:
+            return run.num_rollouts()
+        return 0
 
 
 def read(config):
@@ -59,26 +118,26 @@ def undisturbed(folder):
     return alone(make_config(folder, folder / "none"), folder / "alone")
 
 
-def test_two_ranks_and_two_workers_take_the_steps_of_one_process(folder, undisturbed):
+async def test_two_ranks_and_two_workers_take_the_steps_of_one_process(folder, undisturbed):
     config = make_config(folder, folder / "two", cluster={"trainer": {"ranks": 2}})
-    rollouts, steps = run_all(config)
+    rollouts, steps = await run_all(config)
     assert rollouts == undisturbed[0]
     for step, expected in zip(steps, undisturbed[1], strict=True):
         assert step == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
-def test_a_killed_worker_and_a_killed_trainer_lose_nothing_and_repeat_nothing(folder, undisturbed):
+async def test_killed_roles_lose_nothing_and_repeat_nothing(folder, undisturbed):
     config = make_config(folder, folder / "killed", env={"args": {"pause_s": 0.3}})
 
-    def kill(names):
-        names.until_stored(3)
-        names.kill("worker-0")
-        names.start("worker-0")
-        names.until_stored(18)
-        names.kill("trainer")
-        names.start("trainer")
+    async def kill(roles):
+        await roles.until_stored(3)
+        await roles.kill("worker-0")
+        await roles.until_stored(10)
+        await roles.kill("engine-0", "worker-1")
+        await roles.until_stored(18)
+        await roles.kill("trainer")
 
-    rollouts, steps = run_all(config, kill)
+    rollouts, steps = await run_all(config, kill)
     # The same requests with the same seeds gave the same tokens, so lengths are those of a run
     # that nobody disturbed, too.
     assert rollouts == undisturbed[0]
@@ -86,7 +145,7 @@ def test_a_killed_worker_and_a_killed_trainer_lose_nothing_and_repeat_nothing(fo
         assert step == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
-def test_evaluation_is_played_by_workers_while_training_runs_ahead(folder):
+async def test_evaluation_is_played_by_workers_while_training_runs_ahead(folder):
     config = make_config(
         folder,
         folder / "eval",
@@ -94,7 +153,7 @@ def test_evaluation_is_played_by_workers_while_training_runs_ahead(folder):
         eval={"before": True, "after": True},
         cluster={"rollout_workers": 1},
     )
-    rollouts, steps = run_all(config)
+    rollouts, steps = await run_all(config)
     phases = {name.partition("/")[0] for name in rollouts}
     assert phases == {"train", "eval_before", "eval_after"}
     assert len(steps) == 1

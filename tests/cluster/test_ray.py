@@ -8,11 +8,13 @@ from driver_kit import driving, is_alive
 
 from rolltree.cluster.driver import read_state
 from rolltree.cluster.ray_launcher import RayLauncher
+from rolltree.cluster.roles import LOST
 from rolltree.errors import ClusterError
 from wait_kit import until
 
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 cluster_utils = pytest.importorskip("ray.cluster_utils")
+ray = pytest.importorskip("ray")
 SLOW_S = 20.0
 
 
@@ -65,6 +67,21 @@ async def test_a_lost_node_is_replaced_by_another(tmp_path, nodes):
         await until(lambda: not is_alive(pid))
         d.do("trainer", "0")
         await d.task
+
+
+@pytest.mark.parametrize("kind", ["RayActorError", "OutOfMemoryError", "NodeDiedError"])
+async def test_whatever_ray_loses_is_a_role_to_start_again(kind):
+    class Actor:
+        @property
+        def status(self):
+            return self
+
+        def remote(self):
+            raise getattr(ray.exceptions, kind)("gone")
+
+    launcher = object.__new__(RayLauncher)
+    launcher._ray, launcher._actors, launcher._places = ray, {"worker-0": Actor()}, {"worker-0": 1}
+    assert await launcher.alive("worker-0") == LOST
 
 
 def test_an_address_where_no_cluster_is():

@@ -13,7 +13,8 @@ from rolltree.errors import ConnectionFailed, PublishFailed, TrainingError
 from rolltree.inference import EndpointPool
 from rolltree.inference.retry import RetryPolicy
 from rolltree.training import build_parts, servers
-from rolltree.training.servers import Servers, TrainedServer
+from rolltree.training.server_client import TrainedServer
+from rolltree.training.servers import Servers
 
 
 @pytest.fixture(autouse=True)

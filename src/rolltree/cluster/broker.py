@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import math
 import secrets
 import threading
 import time
@@ -22,21 +23,25 @@ from aiohttp import web
 
 from rolltree.cluster.leases import Leases
 from rolltree.cluster.messages import (
+    Delivery,
     FleetState,
     Item,
     Poll,
+    Receipt,
     RoleMessage,
     Served,
     Suspect,
     Work,
     WorkDone,
     as_json,
+    digest,
+    read_item,
     read_message,
 )
 from rolltree.errors import ClusterError, RolltreeError, StoreError, record_error
 from rolltree.rollouts.record import Stored, encode_result
-from rolltree.rollouts.wire import light, result_from_rows
-from rolltree.store import Run, StoredRollout
+from rolltree.rollouts.wire import result_from_rows
+from rolltree.store import Run
 from rolltree.types import RolloutRequest, RolloutResult
 
 SILENT_S = 30.0
@@ -66,7 +71,7 @@ class Offer:
     item_id: str
     requests: tuple[RolloutRequest, ...]
     encoded: tuple[bytes, ...]
-    done: Callable[[ItemOutcome], None]
+    done: Callable[[Sequence[ItemOutcome]], None]
     replace_failed: bool = False
     replaced: frozenset[str] = frozenset()
 
@@ -77,7 +82,20 @@ class _Arrival:
 
     given: WorkDone
     offer: Offer | None
-    answer: asyncio.Future[str]
+    stored: Sequence[Stored] = ()
+    status: str = ""
+    """What its worker is told; empty until that is known."""
+    why: str = ""
+    error: Exception | None = None
+    """Why the store took nothing: the run cannot go on."""
+
+
+@dataclass(slots=True, eq=False)
+class _Arrivals:
+    """The results of one delivery; `answer` is set once they are stored."""
+
+    items: Sequence[_Arrival]
+    answer: asyncio.Future[None]
 
 
 class WorkerLost(RolltreeError):
@@ -169,18 +187,20 @@ class Broker:
 
     # -- the head's side -----------------------------------------------------------------------
 
-    def offer(self, offer: Offer) -> None:
-        """Have requests played; `offer.done` is called once, in the broker's thread."""
+    def offer(self, offers: Iterable[Offer]) -> None:
+        """Have requests played; `done` is called once for each, in the broker's thread."""
+        found = list[tuple[Offer, Sequence[Stored]]]()
         with self._lock:
-            late = self._late.pop(offer.item_id, None)
-            # What is played again on purpose is not what came late.
-            if late is None or {r.request_id for r in offer.requests} & offer.replaced:
-                self._leases.offer(offer.item_id, offer, len(offer.requests))
-                late = None
-        if late is not None:
-            offer.done(ItemOutcome(offer.item_id, late))
-        else:
-            self._loop.call_soon_threadsafe(self._changed)
+            for offer in offers:
+                late = self._late.pop(offer.item_id, None)
+                # What is played again on purpose is not what came late.
+                if late is None or {r.request_id for r in offer.requests} & offer.replaced:
+                    self._leases.offer(offer.item_id, offer, len(offer.requests))
+                else:
+                    found.append((offer, late))
+        for offer, late in found:
+            offer.done([ItemOutcome(offer.item_id, late)])
+        self._loop.call_soon_threadsafe(self._changed)
 
     def withdraw(self, item_ids: Iterable[str]) -> None:
         """Do without the results of these items; one that is being stored is stored."""
@@ -225,14 +245,13 @@ class Broker:
 
     async def _run(self) -> None:
         self._stopping, self._news = asyncio.Event(), asyncio.Event()
-        self._arrivals: asyncio.Queue[_Arrival] = asyncio.Queue()
-        app = web.Application(
-            middlewares=[self._guard], client_max_size=max(self._queue_bytes, _MAX_POLL_BYTES)
-        )
+        self._arrivals: asyncio.Queue[_Arrivals] = asyncio.Queue()
+        # `_body` looks at sizes.
+        app = web.Application(middlewares=[self._guard], client_max_size=0)
         app.add_routes(
             [
                 web.post("/work", self._work),
-                web.post("/result", self._result),
+                web.post("/results", self._results),
                 web.post("/suspect", self._suspect),
                 web.get("/fleet", self._fleet),
                 web.get("/served", self._served),
@@ -253,6 +272,8 @@ class Broker:
             self._is_up.set()
         tasks = [asyncio.create_task(work) for work in (self._store_all(), self._watch())]
         try:
+            for task in tasks:
+                task.add_done_callback(self._end_with)
             await self._stopping.wait()
         finally:
             await runner.cleanup()
@@ -277,6 +298,15 @@ class Broker:
             if is_more:
                 self._changed()
 
+    def _end_with(self, task: asyncio.Task[None]) -> None:
+        """Give whoever waits for results the error that ended a task: it would wait for ever."""
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, Exception):
+            with self._lock:
+                offers = self._leases.contents()
+            for offer in offers:
+                offer.done([ItemOutcome(offer.item_id, (), error)])
+
     def _changed(self) -> None:
         self._news.set()
 
@@ -291,10 +321,16 @@ class Broker:
             for request in offer.requests
         ]
         pairs = [(result, encode_result(result)) for result in failed]
-        await asyncio.to_thread(self._commit, [(offer, pairs)])
+        rows = [row for _, rows in pairs for row in rows]
+        await asyncio.to_thread(
+            self._there_is.run.add_rollouts,
+            rows,
+            replace_failed=offer.replace_failed,
+            replaced=offer.replaced,
+        )
         with self._lock:
             self._leases.settle(offer.item_id, True)
-        offer.done(ItemOutcome(offer.item_id, [(result, light(rows)) for result, rows in pairs]))
+        offer.done([ItemOutcome(offer.item_id, pairs)])
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -319,9 +355,7 @@ class Broker:
         return self._head
 
     async def _work(self, request: web.Request) -> web.Response:
-        if (request.content_length or 0) > _MAX_POLL_BYTES:
-            return _failure(413, "a poll is smaller than this")
-        poll = read_message(Poll, await request.read())
+        poll = read_message(Poll, await self._body(request))
         with self._lock:
             drop = self._leases.hear(poll.worker, poll.life, poll.slots, poll.have)
             leased = self._leases.take(poll.worker, poll.free)
@@ -361,97 +395,136 @@ class Broker:
         return _answer(self._there_is.served)
 
     async def _suspect(self, request: web.Request) -> web.Response:
-        self._there_is.suspect(read_message(Suspect, await request.read()).url)
+        self._there_is.suspect(read_message(Suspect, await self._body(request)).url)
         return _answer(self._there_is.fleet())
 
-    async def _result(self, request: web.Request) -> web.Response:
+    async def _body(self, request: web.Request, most: float = _MAX_POLL_BYTES) -> bytes:
         size = request.content_length
         if size is None:
-            return _failure(411, "a result says how long it is")
+            raise web.HTTPLengthRequired(text="a message says how long it is")
+        if size > most:
+            raise web.HTTPRequestEntityTooLarge(max_size=int(most), actual_size=size)
+        return await request.read()
+
+    async def _results(self, request: web.Request) -> web.Response:
+        size = request.content_length or 0
         # One that is larger than the whole queue gets in alone.
         if self.counts.waiting_bytes and self.counts.waiting_bytes + size > self._queue_bytes:
-            return _failure(503, "results wait to be stored; send it again", retry_after=1)
+            return _failure(503, "results wait to be stored; send them again", retry_after=1)
         self.counts.waiting_bytes += size
         try:
-            given = read_message(WorkDone, await request.read())
+            delivery = read_message(Delivery, await self._body(request, math.inf))
             with self._lock:
-                if self._leases.is_claimed(given.item_id):
-                    # It is known once it is stored, and may be wanted if that fails.
-                    return _failure(503, "another result is being stored", retry_after=1)
-                offer = self._leases.claim(given.item_id)
-            arrival = _Arrival(given, offer, asyncio.get_running_loop().create_future())
-            self._arrivals.put_nowait(arrival)
-            status = await arrival.answer
-        except StoreError as error:
-            self.counts.refused += 1
-            return _failure(400, f"{error}")
+                items = [self._arrived(given) for given in delivery.items]
+            arrivals = _Arrivals(items, asyncio.get_running_loop().create_future())
+            self._arrivals.put_nowait(arrivals)
+            await arrivals.answer
         finally:
             self.counts.waiting_bytes -= size
-        return web.json_response({"status": status})
+        return _answer(Receipt(items=tuple((item.status, item.why) for item in items)))
+
+    def _arrived(self, given: tuple[int, bytes]) -> _Arrival:
+        try:
+            done = read_item(given)
+        except StoreError as error:
+            return _Arrival(_NOTHING, None, status="refused", why=f"{error}")
+        if self._leases.is_claimed(done.item_id):
+            # It is known once the other one is stored, and may be wanted if that fails.
+            return _Arrival(done, None, status="later")
+        return _Arrival(done, self._leases.claim(done.item_id))
 
     # -- results -------------------------------------------------------------------------------
 
     async def _store_all(self) -> None:
         """Store what arrives, in one transaction what arrived meanwhile."""
-        while True:
+        is_last = False
+        while not is_last:
             batch = [await self._arrivals.get()]
             while not self._arrivals.empty():
                 batch.append(self._arrivals.get_nowait())
             is_last = _END in batch
-            batch = [arrival for arrival in batch if arrival is not _END]
-            if batch:
-                await self._take_in(batch)
-            if is_last:
-                return
+            batch = [arrivals for arrivals in batch if arrivals is not _END]
+            found = [item for arrivals in batch for item in arrivals.items if not item.status]
+            if found:
+                await self._take_in(found)
+            for arrivals in batch:
+                self.counts.known += sum(item.status == "known" for item in arrivals.items)
+                self.counts.refused += sum(item.status == "refused" for item in arrivals.items)
+                if not arrivals.answer.done():
+                    arrivals.answer.set_result(None)
 
     async def _take_in(self, batch: Sequence[_Arrival]) -> None:
-        for arrival in batch:
-            self._find_offer(arrival)
-        read = await asyncio.to_thread(lambda: [self._read(arrival) for arrival in batch])
-        kept = [
-            (arrival, found)
-            for arrival, found in zip(batch, read, strict=True)
-            if not isinstance(found, StoreError | None)
-        ]
-        failure: Exception | None = None
-        try:
-            await asyncio.to_thread(self._commit, [(a.offer, found) for a, found in kept])
-        except Exception as error:  # noqa: BLE001  whoever waits for these results raises it
-            failure = error
-        for arrival, found in zip(batch, read, strict=True):
-            self._settle(arrival, failure or found)
-
-    def _find_offer(self, arrival: _Arrival) -> None:
-        """Look again who wants a result: since it arrived, it may have been asked for, or come."""
-        item_id = arrival.given.item_id
         with self._lock:
-            if arrival.offer is None:
-                arrival.offer = self._leases.claim(item_id)
-            elif (late := self._late.pop(item_id, None)) is not None:
-                # The store has that one, so it is what trains.
-                self._leases.settle(item_id, True)
-                arrival.offer.done(ItemOutcome(item_id, late))
-                arrival.offer = None
+            late = [outcome for arrival in batch if (outcome := self._find_offer(arrival))]
+        await asyncio.to_thread(self._store, batch)
+        with self._lock:
+            found = [outcome for arrival in batch if (outcome := self._settle(arrival))]
+        by_caller: dict[Any, list[ItemOutcome]] = {}
+        for offer, told in (*late, *found):
+            by_caller.setdefault(offer.done, []).append(told)
+        for done, outcomes in by_caller.items():
+            done(outcomes)
 
-    def _read(self, arrival: _Arrival) -> list[tuple[RolloutResult, list[StoredRollout]]] | Any:
-        """Return the results of an arrival; None if they are known, the error if they are none."""
+    def _find_offer(self, arrival: _Arrival) -> tuple[Offer, ItemOutcome] | None:
+        """Look again who wants a result: since it arrived, it may have been asked for, or come."""
+        offer, item_id = arrival.offer, arrival.given.item_id
+        if offer is None:
+            arrival.offer = self._leases.claim(item_id)
+        elif (stored := self._late.pop(item_id, None)) is not None:
+            # The store has that one, so it is what trains.
+            self._leases.settle(item_id, True)
+            arrival.offer, arrival.status = None, "known"
+            return offer, ItemOutcome(item_id, stored)
+        return None
+
+    def _store(self, batch: Sequence[_Arrival]) -> None:
+        """Check and store results, and note in each what became of it."""
+        run = self._there_is.run
+        kept: dict[bool, list[_Arrival]] = {False: [], True: []}
+        for arrival in batch:
+            if arrival.status:
+                continue
+            try:
+                arrival.stored = self._read(arrival)
+            except StoreError as error:
+                arrival.status, arrival.why = "refused", f"{error}"
+                continue
+            arrival.status = "stored" if arrival.stored else "known"
+            if arrival.stored:
+                offer = arrival.offer
+                kept[offer is not None and offer.replace_failed].append(arrival)
+        for replace_failed, arrivals in kept.items():
+            rows = [row for a in arrivals for rows in a.given.results for row in rows]
+            replaced = {name for a in arrivals if a.offer for name in a.offer.replaced}
+            try:
+                if rows:
+                    run.add_encoded(rows, replace_failed=replace_failed, replaced=replaced)
+            except Exception as error:  # noqa: BLE001  whoever waits for these results raises it
+                for arrival in arrivals:
+                    arrival.status, arrival.stored, arrival.error = "later", (), error
+            else:
+                self.counts.stored += sum(len(arrival.stored) for arrival in arrivals)
+
+    def _read(self, arrival: _Arrival) -> Sequence[Stored]:
+        """Return the results of an arrival, none if they are known.
+
+        Raises:
+            StoreError: they are no results, or not of these requests.
+        """
         given, offer = arrival.given, arrival.offer
-        try:
-            if offer is None:
-                found = [result_from_rows(rows) for rows in given.results]
-                return found if all(self._is_wanted(rows) for _, rows in found) else None
-            if len(given.results) != len(offer.requests):
-                return StoreError(f"{given.item_id!r} has {len(offer.requests)} requests.")
-            return [
-                result_from_rows(rows, request)
-                for rows, request in zip(given.results, offer.requests, strict=True)
-            ]
-        except StoreError as error:
-            return error
+        if offer is None:
+            found = [result_from_rows(rows) for rows in given.results]
+            return found if all(map(self._is_wanted, found)) else ()
+        if len(given.results) != len(offer.requests) or given.asked != digest(offer.encoded):
+            raise StoreError(f"this is a result of other requests than those of {given.item_id!r}.")
+        return [
+            result_from_rows(rows, request)
+            for rows, request in zip(given.results, offer.requests, strict=True)
+        ]
 
-    def _is_wanted(self, rows: Sequence[StoredRollout]) -> bool:
+    def _is_wanted(self, found: Stored) -> bool:
         """Whether a result that nobody asks for now is one that this run will ask for."""
-        head, row = self._there_is, rows[0]
+        head, row = self._there_is, found[1][0]
         # An evaluation asks for its rollouts again. A failure may be that of the head's own end.
         return (
             row.phase == "train"
@@ -460,53 +533,27 @@ class Broker:
             and not head.run.num_rollouts(phase="train", request_id=row.request_id)
         )
 
-    def _commit(self, found: Sequence[tuple[Offer | None, Sequence[Any]]]) -> None:
-        run = self._there_is.run
-        for replace_failed in (False, True):
-            some = [
-                (offer, pairs)
-                for offer, pairs in found
-                if (offer is not None and offer.replace_failed) is replace_failed
-            ]
-            rows = [row for _, pairs in some for _, rows in pairs for row in rows]
-            replaced = {name for offer, _ in some if offer for name in offer.replaced}
-            if rows:
-                run.add_rollouts(rows, replace_failed=replace_failed, replaced=replaced)
-                self.counts.stored += sum(len(pairs) for _, pairs in some)
-
-    def _settle(self, arrival: _Arrival, found: Any) -> None:
-        """Tell the worker, and whoever asked for the result, what became of it."""
-        offer, item_id = arrival.offer, arrival.given.item_id
-        is_stored = isinstance(found, list)
-        stored = [(result, light(rows)) for result, rows in found] if is_stored else []
-        with self._lock:
+    def _settle(self, arrival: _Arrival) -> tuple[Offer, ItemOutcome] | None:
+        """Close a result's item, or put it back; return who waits for it and what is to be said."""
+        offer, item_id, is_stored = arrival.offer, arrival.given.item_id, bool(arrival.stored)
+        if offer is not None:
+            self._leases.settle(item_id, is_stored)
+        elif is_stored:
+            self.counts.late += 1
+            # It may have been asked for while it was stored.
+            offer = self._leases.claim(item_id)
             if offer is not None:
-                self._leases.settle(item_id, is_stored)
-            elif is_stored:
-                self.counts.late += 1
-                # It may have been asked for while it was stored.
-                offer = self._leases.claim(item_id)
-                if offer is not None:
-                    self._leases.settle(item_id, True)
-                else:
-                    self._late[item_id] = stored
-                    if len(self._late) > _MAX_LATE:
-                        self._late.popitem(last=False)
-        if found is None:
-            self.counts.known += 1
-        if offer is not None and is_stored:
-            offer.done(ItemOutcome(item_id, stored))
-        elif offer is not None and not isinstance(found, StoreError):
-            # The store failed and not the worker: the run cannot go on.
-            offer.done(ItemOutcome(item_id, (), found))
-        if arrival.answer.done():
-            return
-        if isinstance(found, Exception):
-            arrival.answer.set_exception(found)
-        else:
-            arrival.answer.set_result("stored" if is_stored else "known")
+                self._leases.settle(item_id, True)
+            else:
+                self._late[item_id] = arrival.stored
+                if len(self._late) > _MAX_LATE:
+                    self._late.popitem(last=False)
+        if offer is None or not (is_stored or arrival.error):
+            return None
+        return offer, ItemOutcome(item_id, arrival.stored, arrival.error)
 
 
+_NOTHING = WorkDone(item_id="", asked=0, results=())
 _END: Any = object()
 
 

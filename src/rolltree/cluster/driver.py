@@ -15,7 +15,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -102,7 +102,8 @@ class Driver:
         """
         self._done = asyncio.get_running_loop().create_future()
         with _alone(self.run_dir):
-            await end_leftovers(self.run_dir, self._settings.orphan_s, self.notice)
+            here = {socket.gethostname(), self._launcher.host}
+            await end_leftovers(self.run_dir, self._settings.orphan_s, self.notice, here)
             watching: asyncio.Task[None] | None = None
             try:
                 await self.control.start()
@@ -357,8 +358,10 @@ def read_state(run_dir: Path) -> dict[str, Any] | None:
     return state
 
 
-async def end_leftovers(run_dir: Path, orphan_s: float, say: Callable[[str], None]) -> None:
-    """End the roles of a driver that was killed; those on other machines end by themselves."""
+async def end_leftovers(
+    run_dir: Path, orphan_s: float, say: Callable[[str], None], here: Set[str]
+) -> None:
+    """End the roles of a driver that was killed; those not `here` end by themselves."""
     state = read_state(run_dir)
     if state is None:
         return
@@ -366,7 +369,7 @@ async def end_leftovers(run_dir: Path, orphan_s: float, say: Callable[[str], Non
     if num_ended:
         say(f"ended {num_ended} processes that a killed driver of this run had left")
     hosts = {str(place.get("host")) for place in state.get("roles", {}).values() if place}
-    away = sorted(hosts - {socket.gethostname()})
+    away = sorted(hosts - here)
     if away:
         say(f"waiting {orphan_s:.0f} s until roles that a killed driver left on {away} have ended")
         await asyncio.sleep(orphan_s)

@@ -64,6 +64,10 @@ class Leases(Generic[T]):
     def __len__(self) -> int:
         return len(self._items)
 
+    def contents(self) -> list[T]:
+        """Return what the open items are about."""
+        return [item.content for item in self._items.values()]
+
     @property
     def num_queued(self) -> int:
         """How many items nobody has."""
@@ -86,19 +90,21 @@ class Leases(Generic[T]):
         for item_id in item_ids:
             self._close(item_id)
 
-    def hear(self, worker: str, life: str, slots: int, have: Collection[str]) -> list[str]:
+    def hear(self, worker: str, life: str, slots: int, have: Collection[str] | None) -> list[str]:
         """Note a poll and return what the worker has and need not play any more.
 
-        `life` names its process, `slots` is how many rollouts it can play at a time.
+        `life` names its process, `slots` is how many rollouts it can play at a time. A poll need
+        not say what the worker has.
         """
         known = self._workers.get(worker)
         if known is None or known.life != life:
             self._lose(worker)
             known = self._workers[worker] = _Worker(life, 0.0)
         known.heard_at, known.slots = self._clock(), slots
-        had = set(have)
+        if have is None:
+            return []
         # It was given them and never got the answer.
-        self._requeue(known.items - had)
+        self._requeue(known.items.difference(have))
         return [item_id for item_id in have if item_id not in known.items]
 
     def is_current(self, worker: str, life: str) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Any, TypeVar
 
 import msgspec
 
-from rolltree.rollouts.wire import Row
+from rolltree.errors import StoreError
+from rolltree.store.rows import SqlRow
 
 T = TypeVar("T")
 _encode = msgspec.msgpack.Encoder().encode
@@ -58,14 +60,15 @@ class Poll(RoleMessage, frozen=True):
     """A worker asks for work.
 
     `life` is a name of its process, `slots` how many rollouts it plays at a time, `free` how many
-    more it can begin, `have` the items that it has. The answer may take `wait_s`.
+    more it can begin, `have` the items that it has, None to leave that for a later poll. The answer
+    may take `wait_s`.
     """
 
     worker: str
     life: str
     slots: int
     free: int
-    have: tuple[str, ...]
+    have: tuple[str, ...] | None
     wait_s: float
 
 
@@ -90,10 +93,49 @@ class Work(RoleMessage, frozen=True):
 
 
 class WorkDone(RoleMessage, frozen=True):
-    """The results of an item, in the order of its requests, as the store's rows."""
+    """The results of an item, in the order of its requests, as the store's rows.
+
+    `asked` is `digest` of the requests as the worker got them.
+    """
 
     item_id: str
-    results: tuple[tuple[Row, ...], ...]
+    asked: int
+    results: tuple[tuple[SqlRow, ...], ...]
+
+
+class Delivery(RoleMessage, frozen=True):
+    """The bytes of several `WorkDone`, each with its CRC-32: a bad one leaves the others."""
+
+    items: tuple[tuple[int, bytes], ...]
+
+
+class Receipt(RoleMessage, frozen=True):
+    """What became of the items of a delivery, in its order: a status, and why if it is refused.
+
+    They are `stored`, `known` if they were stored before, `refused`, or to be sent again `later`.
+    """
+
+    items: tuple[tuple[str, str], ...]
+
+
+def digest(requests: tuple[bytes, ...]) -> int:
+    """Return the CRC-32 of requests as bytes."""
+    return zlib.crc32(b"".join(requests))
+
+
+def read_item(given: tuple[int, bytes]) -> WorkDone:
+    """Return an item of a delivery.
+
+    Raises:
+        StoreError: these are not the bytes that were sent, or not those of a result.
+    """
+    checksum, data = given
+    if zlib.crc32(data) != checksum:
+        raise StoreError("these bytes differ from their checksum")
+    try:
+        return read_message(WorkDone, data)
+    except msgspec.DecodeError as error:
+        raise StoreError(f"this is not a result ({error})") from error
 
 
 class Suspect(RoleMessage, frozen=True):

@@ -132,12 +132,12 @@ class RayLauncher(Launcher):
             host, pid, node = await made.start.remote(
                 str(spec.log), self.launch_id, "" if self._is_joined else self.host
             )
-        except self._ray.exceptions.RayActorError:
+        except self._ray.exceptions.RayTaskError as error:
+            raise ClusterError(f"{spec.name} cannot be started: {error.cause}") from None
+        except self._ray.exceptions.RayError:
             # As if the process had been lost at once: the driver tries again.
             self._places.pop(spec.name, None)
             return
-        except self._ray.exceptions.RayTaskError as error:
-            raise ClusterError(f"{spec.name} cannot be started: {error.cause}") from None
         self._places[spec.name] = RolePlace(host, pid, node)
 
     def _strategy(self, name: str) -> Any:
@@ -182,7 +182,8 @@ class RayLauncher(Launcher):
             return LOST
         try:
             status: int | None = await _result(actor.status.remote())
-        except self._ray.exceptions.RayActorError:
+        # Not only `RayActorError`: Ray kills actors of a machine whose memory is full.
+        except self._ray.exceptions.RayError:
             return LOST
         return status
 

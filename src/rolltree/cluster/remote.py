@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Collection, Iterable, Iterator
+from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Sequence
 from contextlib import aclosing, suppress
 from typing import Any
 
@@ -67,12 +67,12 @@ class RemoteRollouts(RolloutEngine):
                 "rollout workers store what they play in the run that they work for, and another "
                 "one was given. Evaluate without [cluster]."
             )
-        loop, arrived = asyncio.get_running_loop(), asyncio.Queue[ItemOutcome]()
+        loop, arrived = asyncio.get_running_loop(), asyncio.Queue[Sequence[ItemOutcome]]()
 
-        def done(outcome: ItemOutcome) -> None:
+        def done(outcomes: Sequence[ItemOutcome]) -> None:
             # The loop is closed once nobody wants the result any more.
             with suppress(RuntimeError):
-                loop.call_soon_threadsafe(arrived.put_nowait, outcome)
+                loop.call_soon_threadsafe(arrived.put_nowait, outcomes)
 
         items, is_open, num_open = self._items(requests), dict[str, int](), 0
         again = frozenset(replaced)
@@ -80,21 +80,19 @@ class RemoteRollouts(RolloutEngine):
             while True:
                 # As many as workers can play, and as many again, so that none has to wait.
                 window = max(self.max_concurrent, 2 * self._broker.num_slots)
-                while num_open < window:
-                    members = next(items, None)
-                    if members is None:
-                        break
+                offers = list[Offer]()
+                while num_open < window and (members := next(items, None)) is not None:
                     item_id = members[0].request_id
                     encoded = tuple(map(request_to_bytes, members))
-                    offer = Offer(item_id, members, encoded, done, replace_failed, again)
-                    self._broker.offer(offer)
+                    offers.append(Offer(item_id, members, encoded, done, replace_failed, again))
                     is_open[item_id] = len(members)
                     num_open += len(members)
                 if not is_open:
                     return
-                outcomes = [await arrived.get()]
+                self._broker.offer(offers)
+                outcomes = list(await arrived.get())
                 while not arrived.empty():
-                    outcomes.append(arrived.get_nowait())
+                    outcomes += arrived.get_nowait()
                 for outcome in outcomes:
                     num_open -= is_open.pop(outcome.item_id)
                     if outcome.error is not None:

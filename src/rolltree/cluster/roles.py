@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from rolltree.training.sections import EngineSection
+
+if TYPE_CHECKING:
+    from rolltree.training import TrainConfig
 
 CLUSTER_URL = "ROLLTREE_CLUSTER_URL"
 """The variable with the address of the driver's control server."""
@@ -79,3 +86,18 @@ class Launcher(Protocol):
 
     async def aclose(self) -> None:
         """Give back what the launcher holds; the roles have ended."""
+
+
+def with_engines(config: TrainConfig, urls: list[str]) -> TrainConfig:
+    """Return the config of a process that reaches the engines at these addresses."""
+    given = config.engine
+    # With the rest of the section each engine was started.
+    kept = ("probe_tolerance", "max_concurrent", "time_limit_s", "deadline_s", "retries")
+    section = EngineSection(
+        kind="servers",
+        urls=tuple(f"{url}/v1" for url in urls),
+        api_key_env=CLUSTER_TOKEN,
+        admin_key_env=CLUSTER_TOKEN,
+        **{name: getattr(given, name) for name in kept},
+    )
+    return msgspec.structs.replace(config, engine=section, cluster=None)

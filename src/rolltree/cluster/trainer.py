@@ -15,14 +15,12 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any
 
-import msgspec
-
 from rolltree.cluster.beat import ENDED, Beats, Link
 from rolltree.cluster.broker import Broker, Head
 from rolltree.cluster.messages import EngineState, FleetState, Served
 from rolltree.cluster.relay import RelayReporter
 from rolltree.cluster.remote import RemoteRollouts
-from rolltree.cluster.roles import CLUSTER_TOKEN
+from rolltree.cluster.roles import with_engines
 from rolltree.errors import ConfigError, RankLost, RolltreeError, Stopped, StoreError
 from rolltree.inference import EndpointPool
 from rolltree.launch import stop_on_sigterm, train_async
@@ -30,27 +28,12 @@ from rolltree.redact import remember
 from rolltree.rollouts import RolloutEngine, RolloutSource
 from rolltree.store import Run
 from rolltree.training import Reporter, TrainConfig, TrainParts, TrainStart, load_train_config
-from rolltree.training.parts import server_client
 from rolltree.training.ranks import is_rank0
-from rolltree.training.sections import ClusterSection, EngineSection
-from rolltree.training.servers import Servers, TrainedServer
+from rolltree.training.sections import ClusterSection
+from rolltree.training.server_client import TrainedServer, server_client
+from rolltree.training.servers import Servers
 
 _TICK_S = 0.5
-
-
-def with_engines(config: TrainConfig, urls: list[str]) -> TrainConfig:
-    """Return the config of a process that reaches the engines at these addresses."""
-    given = config.engine
-    # With the rest of the section each engine was started.
-    kept = ("probe_tolerance", "max_concurrent", "time_limit_s", "deadline_s", "retries")
-    section = EngineSection(
-        kind="servers",
-        urls=tuple(f"{url}/v1" for url in urls),
-        api_key_env=CLUSTER_TOKEN,
-        admin_key_env=CLUSTER_TOKEN,
-        **{name: getattr(given, name) for name in kept},
-    )
-    return msgspec.structs.replace(config, engine=section, cluster=None)
 
 
 class HeadProcess:

@@ -8,12 +8,15 @@ listens nowhere, and takes work only from the head that the driver names.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import secrets
 import sys
 import time
+import zlib
 from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from io import BytesIO
 from typing import Any, TypeVar, cast
 
@@ -21,18 +24,21 @@ import aiohttp
 
 from rolltree.cluster.beat import ENDED, Beats, Link
 from rolltree.cluster.messages import (
+    Delivery,
     EngineState,
     FleetState,
     Item,
     Poll,
+    Receipt,
     RoleMessage,
     Served,
     Suspect,
     Work,
     WorkDone,
+    digest,
     read_message,
 )
-from rolltree.cluster.trainer import with_engines
+from rolltree.cluster.roles import with_engines
 from rolltree.environments import load_environment
 from rolltree.errors import (
     BadResponse,
@@ -46,13 +52,13 @@ from rolltree.errors import (
 from rolltree.inference import ChatRenderer, EndpointPool
 from rolltree.launch import stop_on_sigterm
 from rolltree.models import load_tokenizer
+from rolltree.redact import environment_secrets, known_secrets, secrets_in
 from rolltree.rollouts import RolloutEngine
 from rolltree.rollouts.requests import current_episode
 from rolltree.rollouts.wire import request_from_bytes, result_to_rows
 from rolltree.tasks import yield_fairly
 from rolltree.training import TrainConfig, load_train_config
-from rolltree.training.parts import server_client
-from rolltree.training.servers import Servers, TrainedServer
+from rolltree.training.server_client import TrainedServer, server_client
 from rolltree.types import RolloutResult
 
 T = TypeVar("T", bound=RoleMessage)
@@ -60,6 +66,7 @@ _POLL_S = 10.0
 _RENEW_S = 5.0
 """How often a worker without a free slot says that it still has its items."""
 _RETRY_S = 0.3
+_MAX_DELIVERY_BYTES = 2**23
 _RATE_S = 30.0
 
 
@@ -96,14 +103,7 @@ class HeadClient:
 
         Raises:
             HeadLost: it does not answer, or is not ready.
-        """
-        return read_message(kind, (await self.request(path, message))[1])
-
-    async def request(self, path: str, message: RoleMessage | None) -> tuple[int, bytes]:
-        """Return status (200 or 400) and body of the answer.
-
-        Raises:
-            HeadLost: see `ask`.
+            ClusterError: it runs another version of rolltree.
         """
         url = self._beats.answer.get("head")
         if url is None or self._http is None:
@@ -117,9 +117,11 @@ class HeadClient:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             self._beats.hurry()
             raise HeadLost(f"the head at {url} does not answer ({error!r})") from error
-        if answer.status not in (200, 400):
+        if answer.status == 400:
+            raise ClusterError(f"the head does not understand this worker: {content[:1000]!r}")
+        if answer.status != 200:
             raise HeadLost(f"the head answered {answer.status}: {content[:200]!r}")
-        return answer.status, content
+        return read_message(kind, content)
 
 
 class Engines:
@@ -224,6 +226,16 @@ class RoutedServer(TrainedServer):
         await engines.confirm(self, epoch, await self._label())
 
 
+@dataclass(slots=True, eq=False)
+class _Finished:
+    """The result of an item as bytes; `is_taken` is set once the head has answered."""
+
+    item_id: str
+    checksum: int
+    data: bytes
+    is_taken: asyncio.Future[None]
+
+
 class Worker:
     """Plays what the head hands out.
 
@@ -239,10 +251,13 @@ class Worker:
         self._name, self._life = link.name, secrets.token_hex(8)
         self._config, self._beats, self._head = config, beats, head
         self._slots = config.cluster.slots_per_worker
-        self._playing: dict[str, asyncio.Task[WorkDone]] = {}
+        self._playing: dict[str, asyncio.Task[_Finished]] = {}
+        self._finished: asyncio.Queue[_Finished] = asyncio.Queue()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._costs: dict[str, int] = {}
         self._head_life = ""
+        self._renew_at = 0.0
+        self._secrets: Sequence[str] = ()
         self._ended = asyncio.Event()
         self._done: deque[tuple[float, int]] = deque()
         self._num_rollouts = self._num_tokens = 0
@@ -252,6 +267,7 @@ class Worker:
     async def run(self, source: Any) -> None:
         """Work until the driver drains this worker."""
         config = self._config
+        self._secrets = secrets_in(config.as_dict())
         tokenizer = await asyncio.to_thread(load_tokenizer, config.model.name)
         served = await self._when_ready(Served, "/served")
         self._engines = engines = Engines(self._head, await self._when_ready(FleetState, "/fleet"))
@@ -293,38 +309,52 @@ class Worker:
     def _client(self, url: str) -> RoutedServer:
         config = with_engines(self._config, [url.removesuffix("/v1")])
         client = server_client(RoutedServer, config, url, self._renderer, self._vocab_size)
-        client.fleet = cast(Servers, self._engines)
+        client.fleet = cast(Any, self._engines)
         return client
 
     async def _work(self, pool: EndpointPool) -> None:
+        delivering = asyncio.create_task(self._deliver())
+        try:
+            while not self._beats.answer.get("drain") or self._tasks:
+                if delivering.done():
+                    delivering.result()
+                await self._poll(pool)
+        finally:
+            delivering.cancel()
+
+    async def _poll(self, pool: EndpointPool) -> None:
         assert self._engines is not None
-        while not self._beats.answer.get("drain") or self._tasks:
-            free = self._slots - sum(self._costs.values())
-            if self._beats.answer.get("drain"):
-                free = 0
-            poll = Poll(
-                worker=self._name,
-                life=self._life,
-                slots=self._slots,
-                free=max(0, free),
-                have=tuple(self._tasks),
-                wait_s=_POLL_S,
-            )
-            self._ended.clear()
-            try:
-                work = await self._head.ask(Work, "/work", poll)
-            except HeadLost:
-                self._beats.say(f"waiting for the head, {len(self._tasks)} in hand", "trainer")
-                await asyncio.sleep(_RETRY_S)
-                continue
-            self._take(work, pool)
-            if work.drop and not work.items:
-                # What is being sent to another head is nothing that this one waits for.
-                await asyncio.sleep(_RETRY_S)
-            elif self._tasks and free <= len(work.items):
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(_RENEW_S):
-                        await self._ended.wait()
+        free = self._slots - sum(self._costs.values())
+        if self._beats.answer.get("drain"):
+            free = 0
+        # The list is long while many are played, and changes nothing while all goes well.
+        is_due = time.monotonic() >= self._renew_at
+        poll = Poll(
+            worker=self._name,
+            life=self._life,
+            slots=self._slots,
+            free=max(0, free),
+            have=tuple(self._tasks) if is_due else None,
+            wait_s=_POLL_S,
+        )
+        self._ended.clear()
+        try:
+            work = await self._head.ask(Work, "/work", poll)
+        except HeadLost:
+            self._renew_at = 0.0
+            self._beats.say(f"waiting for the head, {len(self._tasks)} in hand", "trainer")
+            await asyncio.sleep(_RETRY_S)
+            return
+        if is_due:
+            self._renew_at = time.monotonic() + _RENEW_S
+        self._take(work, pool)
+        if work.drop and not work.items:
+            # What is being sent to another head is nothing that this one waits for.
+            await asyncio.sleep(_RETRY_S)
+        elif self._tasks and free <= len(work.items):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_RENEW_S):
+                    await self._ended.wait()
 
     def _take(self, work: Work, pool: EndpointPool) -> None:
         """Begin what is new, and end what nobody wants."""
@@ -374,7 +404,10 @@ class Worker:
             await asyncio.wait([playing])
             if playing.cancelled():
                 return
-            await self._send(playing.result())
+            finished = playing.result()
+            del self._playing[item.item_id]
+            self._finished.put_nowait(finished)
+            await finished.is_taken
         except RolltreeError as error:
             # The head hears nothing of it, takes it back at the next poll, and gives up in the end.
             print(f"{item.item_id}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
@@ -386,11 +419,11 @@ class Worker:
                 del self._playing[item.item_id]
             self._ended.set()
 
-    async def _play(self, item: Item) -> WorkDone:
+    async def _play(self, item: Item) -> _Finished:
         assert self._rollouts is not None
         requests = list(map(request_from_bytes, item.requests))
         results = await self._rollouts.run_all(requests)
-        rows = await asyncio.to_thread(_encoded, results)
+        checksum, data = await asyncio.to_thread(_encoded, item, results, self._secrets)
         num_tokens = sum(
             len(step["tokens"]["completion_ids"])
             for result in results
@@ -402,20 +435,37 @@ class Worker:
         self._num_tokens += num_tokens
         self._done.append((time.monotonic(), num_tokens))
         await yield_fairly()
-        return WorkDone(item_id=item.item_id, results=rows)
+        taken = asyncio.get_running_loop().create_future()
+        return _Finished(item.item_id, checksum, data, taken)
 
-    async def _send(self, finished: WorkDone) -> None:
-        """Send results until the head has stored them, whichever head that is."""
-        del self._playing[finished.item_id]
+    async def _deliver(self) -> None:
+        """Send results, as many at once as there are, until a head has stored them."""
+        waiting = list[_Finished]()
         while True:
+            if not waiting:
+                waiting.append(await self._finished.get())
+            while not self._finished.empty():
+                waiting.append(self._finished.get_nowait())
+            sizes = itertools.accumulate(len(finished.data) for finished in waiting)
+            num = max(1, sum(size <= _MAX_DELIVERY_BYTES for size in sizes))
+            batch = waiting[:num]
+            items = tuple((finished.checksum, finished.data) for finished in batch)
             try:
-                status, answer = await self._head.request("/result", finished)
+                receipt = await self._head.ask(Receipt, "/results", Delivery(items=items))
             except HeadLost:
                 await asyncio.sleep(_RETRY_S)
                 continue
-            if status != 200:
-                print(f"{finished.item_id}: the head refused it: {answer!r}", file=sys.stderr)
-            return
+            del waiting[:num]
+            for finished, (status, why) in zip(batch, receipt.items, strict=True):
+                if status == "later":
+                    waiting.append(finished)
+                    continue
+                if status == "refused":
+                    print(f"{finished.item_id}: the head refused it: {why}", file=sys.stderr)
+                if not finished.is_taken.done():
+                    finished.is_taken.set_result(None)
+            if len(waiting) >= num:
+                await asyncio.sleep(_RETRY_S)
 
     async def _tick(self) -> None:
         while True:
@@ -431,8 +481,15 @@ class Worker:
             await asyncio.sleep(1.0)
 
 
-def _encoded(results: Sequence[RolloutResult]) -> tuple[Any, ...]:
-    return tuple(tuple(result_to_rows(result)) for result in results)
+def _encoded(
+    item: Item, results: Sequence[RolloutResult], config_secrets: Sequence[str]
+) -> tuple[int, bytes]:
+    # The environment may have loaded its keys only now; the head need not know them.
+    secrets = known_secrets((*config_secrets, *environment_secrets()))
+    rows = tuple(result_to_rows(result, secrets) for result in results)
+    done = WorkDone(item_id=item.item_id, asked=digest(item.requests), results=rows)
+    data = done.to_bytes()
+    return zlib.crc32(data), data
 
 
 async def _run(link: Link) -> None:

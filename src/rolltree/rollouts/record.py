@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from rolltree.errors import TokenError
@@ -25,7 +25,14 @@ from rolltree.state import UnscoredSnapshot
 from rolltree.store import Run, StoredRollout, dumps
 from rolltree.tasks import run_shielded
 from rolltree.tokens import StepTokens, TokenTree, Trajectory, peek
-from rolltree.types import ErrorRecord, RolloutRequest, RolloutResult, State, TrajectoryStep
+from rolltree.types import (
+    ErrorRecord,
+    RolloutRequest,
+    RolloutResult,
+    SamplingParams,
+    State,
+    TrajectoryStep,
+)
 
 if TYPE_CHECKING:
     from rolltree.rollouts.engine import RolloutEngine
@@ -232,8 +239,9 @@ def _number(value: Any) -> float | None:
 def request_data(request: RolloutRequest, table: MessageTable) -> dict[str, Any]:
     """Return a request as data, its messages in `table`; secrets are cut out."""
     data = {name: getattr(request, name) for name in RolloutRequest.__dataclass_fields__}
-    sampling = asdict(replace(request.sampling, extra={}))
-    data["sampling"] = {**sampling, "extra": redact(dict(request.sampling.extra))}
+    asked = request.sampling
+    data["sampling"] = {name: getattr(asked, name) for name in SamplingParams.__dataclass_fields__}
+    data["sampling"]["extra"] = redact(dict(asked.extra)) if asked.extra else {}
     data["input"] = _input_data(request.input, table)
     return data
 

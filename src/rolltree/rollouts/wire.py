@@ -1,6 +1,7 @@
 """Requests and results as bytes, for processes that play rollouts for another one.
 
-A result travels as the rows that the store keeps, so whoever stores it need not encode it again.
+A result travels as the values that the store keeps, so whoever stores it encodes nothing, and reads
+its messages and tokens only when they are wanted.
 """
 
 from __future__ import annotations
@@ -14,13 +15,11 @@ from rolltree.rollouts.decode import UNREADABLE, decode_request, decode_results
 from rolltree.rollouts.message_table import MessageReader, MessageTable
 from rolltree.rollouts.record import encode_result, request_data
 from rolltree.store import StoredRollout, dumps, loads
+from rolltree.store.rows import LIGHT, SqlRow, read_sql, to_sql
 from rolltree.types import RolloutRequest, RolloutResult
 
 _OPAQUE = '{"$t":"opaque"'
-_COLUMNS = [name for name in StoredRollout.__dataclass_fields__ if name not in ("record", "tokens")]
-
-Row = tuple[bytes, bytes, bytes]
-"""The columns, the record and the tokens of a row of the store."""
+_NUM_LIGHT = len(LIGHT)
 
 
 def request_to_bytes(request: RolloutRequest) -> bytes:
@@ -56,32 +55,45 @@ def request_from_bytes(data: bytes) -> RolloutRequest:
         raise StoreError(f"this is not a request ({type(error).__name__}: {error}).") from error
 
 
-def result_to_rows(result: RolloutResult) -> list[Row]:
-    """Return a result as rows of bytes."""
-    return [_row(row) for row in encode_result(result)]
+def result_to_rows(result: RolloutResult, secrets: tuple[str, ...] = ()) -> tuple[SqlRow, ...]:
+    """Return a result as the store's rows, without the known secrets."""
+    return tuple(to_sql(row, secrets) for row in encode_result(result))
 
 
-def _row(row: StoredRollout) -> Row:
-    columns = {name: getattr(row, name) for name in _COLUMNS}
-    return dumps(columns).encode(), row.record, row.tokens
+class _LaterResult(RolloutResult):
+    """A result whose states are read from its rows when they are first wanted."""
+
+    __slots__ = ("_rows",)
+    _rows: Sequence[SqlRow]
+
+    def __getattr__(self, name: str) -> Any:
+        # Called only while the slot is empty.
+        if name != "states":
+            raise AttributeError(name)
+        (found,) = decode_results(map(read_sql, self._rows))
+        object.__setattr__(self, "states", found.states)
+        object.__setattr__(self, "_rows", ())
+        return found.states
 
 
 def result_from_rows(
-    rows: Sequence[Row], request: RolloutRequest | None = None
+    rows: Sequence[SqlRow], request: RolloutRequest | None = None
 ) -> tuple[RolloutResult, list[StoredRollout]]:
-    """Return a result that came as bytes, and its rows as the store takes them.
+    """Return a result that came as rows, and the rows without their blobs.
+
+    Its states are read when they are first wanted, which raises `StoreError` if they cannot be.
 
     Raises:
         StoreError: the rows are not those of one result, or not of that `request`.
     """
     try:
-        stored = [_stored(row) for row in rows]
-        (result,) = decode_results(stored)
+        stored = [read_sql(row[:_NUM_LIGHT]) for row in rows]
+        result = _read(rows, stored, request)
     except UNREADABLE as error:
         raise StoreError(
             f"these rows are not a result ({type(error).__name__}: {error})."
         ) from error
-    asked = request or result.request
+    asked = result.request
     for index, row in enumerate(stored):
         place = (row.request_id, row.trajectory_index, row.num_trajectories)
         if place != (asked.request_id, index, len(stored)) or _scope(row) != _scope(asked):
@@ -89,23 +101,22 @@ def result_from_rows(
                 f"row {index} of {row.request_id!r} does not belong to a result of "
                 f"{asked.request_id!r} that has {len(stored)} rows."
             )
-    seeds = (result.request.seed, result.request.sampling_seed)
-    if seeds != (asked.seed, asked.sampling_seed):
-        raise StoreError(f"the result of {asked.request_id!r} has other seeds than its request.")
-    # The one that was asked has its sampling fields whole.
-    return replace(result, request=asked), stored
+    return result, stored
 
 
-def _stored(row: Row) -> StoredRollout:
-    columns, record, tokens = row
-    data: dict[str, Any] = loads(columns)
-    return StoredRollout(**data, record=record, tokens=tokens)
+def _read(
+    rows: Sequence[SqlRow], stored: Sequence[StoredRollout], request: RolloutRequest | None
+) -> RolloutResult:
+    if request is None or not all(row.status == "ok" for row in stored):
+        (whole,) = decode_results(map(read_sql, rows))
+        # The one that was asked has its sampling fields whole.
+        return replace(whole, request=request or whole.request)
+    result = object.__new__(_LaterResult)
+    values = {"request": request, "error": None, "num_attempts": stored[0].num_attempts}
+    for name, value in {**values, "_rows": rows}.items():
+        object.__setattr__(result, name, value)
+    return result
 
 
 def _scope(of: StoredRollout | RolloutRequest) -> tuple[object, ...]:
     return of.group_id, of.index_in_group, of.phase, of.train_step, of.env_id
-
-
-def light(rows: Sequence[StoredRollout]) -> list[StoredRollout]:
-    """Return rows without their blobs, as `run.rollouts(blobs=False)` reads them."""
-    return [replace(row, record=b"", tokens=b"") for row in rows]

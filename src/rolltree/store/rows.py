@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from rolltree.errors import StoreError
 from rolltree.redact import REDACTED, cut_secrets, cut_text, redact
@@ -275,9 +275,25 @@ STORED = ("id", *LIGHT, "blob_checksum", "checksum", *BLOBS)
 
 SUMMED = STORED[: -len(BLOBS)]
 _NUM_LIGHT = 1 + len(LIGHT)
+_DECODED = [(name, each.decode) for name, each in COLUMNS.items() if each.decode is not as_stored]
+
+_SQL_TYPES: dict[str, Any] = {
+    "TEXT NOT NULL": str,
+    "INTEGER NOT NULL": int,
+    "": int | str | None,
+    "TEXT": str | None,
+    "INTEGER": int | float | str | None,
+    "REAL": float | None,
+    "BLOB": bytes,
+}
+if TYPE_CHECKING:
+    SqlRow: TypeAlias = tuple[Any, ...]
+else:
+    # With its types, for `msgspec`: another process may have made it.
+    SqlRow = tuple[tuple(_SQL_TYPES[column.sql] for column in COLUMNS.values())]
 
 
-def to_sql(row: StoredRollout, secrets: Secrets = ()) -> tuple[Any, ...]:
+def to_sql(row: StoredRollout, secrets: Secrets = ()) -> SqlRow:
     """Return the SQL values of a row in the order of `COLUMNS`, without the known secrets."""
     return tuple(column.encode(getattr(row, name), secrets) for name, column in COLUMNS.items())
 
@@ -313,14 +329,23 @@ def from_sql(values: Sequence[Any]) -> StoredRollout:
         StoreError: see `verify`; or a blob is none that `to_sql` makes.
     """
     verify(values)
-    names = (*LIGHT, *BLOBS) if len(values) == len(STORED) else LIGHT
-    found = (*values[1:_NUM_LIGHT], *values[_NUM_LIGHT + 2 :])
-    name = ""
-    row = {}
     try:
-        for name, value in zip(names, found, strict=True):
-            row[name] = COLUMNS[name].decode(value)
-    except ValueError as error:
-        what = f"the {name} of rollout {values[1]!r} (row {values[0]}) cannot be read: {error}"
-        raise StoreError(what) from error
+        return read_sql((*values[1:_NUM_LIGHT], *values[_NUM_LIGHT + 2 :]))
+    except StoreError as error:
+        raise StoreError(f"{error} (row {values[0]})") from error
+
+
+def read_sql(values: SqlRow) -> StoredRollout:
+    """Return the row that `to_sql` was given; without the blobs' values they stay empty.
+
+    Raises:
+        StoreError: a value is none that `to_sql` makes.
+    """
+    row: dict[str, Any] = dict(zip(COLUMNS, values, strict=False))
+    for name, decode in _DECODED[: None if BLOBS[0] in row else -len(BLOBS)]:
+        try:
+            row[name] = decode(row[name])
+        except ValueError as error:
+            what = f"the {name} of rollout {values[0]!r} cannot be read: {error}"
+            raise StoreError(what) from error
     return StoredRollout(**row)

@@ -22,7 +22,7 @@ from rolltree.store.codec import dumps, loads
 from rolltree.store.database import Database, WriterLock, check_files
 from rolltree.store.integrity import read_totals, report_key
 from rolltree.store.reading import StoredRun
-from rolltree.store.rows import COLUMNS, StoredRollout, to_sql
+from rolltree.store.rows import COLUMNS, SqlRow, StoredRollout, to_sql
 from rolltree.store.settings import (
     config_differences,
     stored_settings,
@@ -287,6 +287,13 @@ class Run(StoredRun):
         # Encoding and cutting secrets take most of the time; the write lock is not held meanwhile.
         known = self._known
         values = [to_sql(row, known) for row in rows]
+        return self.add_encoded(values, replace_failed=replace_failed, replaced=replaced)
+
+    def add_encoded(
+        self, values: Sequence[SqlRow], *, replace_failed: bool, replaced: Collection[str]
+    ) -> int:
+        """Do what `add_rollouts` does, with rows that another process encoded by `to_sql`."""
+        self._must_write()
         with self._database.transaction() as change:
             for request_id in dict.fromkeys(row[_REQUEST_ID] for row in values):
                 if replace_failed or request_id in replaced:

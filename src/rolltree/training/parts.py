@@ -7,16 +7,14 @@ a plain copy of the weights; vLLM and servers have copies that `publish` renews.
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from rolltree.errors import ConfigError
 from rolltree.inference import ChatRenderer, EndpointPool
 from rolltree.inference.local import local_client
-from rolltree.inference.retry import RetryPolicy
 from rolltree.inference.vllm import vllm_client
 from rolltree.models import resolve_model
 from rolltree.store import Run
@@ -25,14 +23,12 @@ from rolltree.training.lora import check_copy, is_adapted, remove_adapters
 from rolltree.training.publishing import WeightTarget
 from rolltree.training.rank0 import adapt, load_trained
 from rolltree.training.ranks import Ranks
+from rolltree.training.server_client import TrainedServer, server_client
 from rolltree.training.servers import (
     Servers,
-    TrainedServer,
     check_served_names,
     weight_way,
 )
-
-ServerT = TypeVar("ServerT", bound=TrainedServer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,47 +137,6 @@ def _servers(config: TrainConfig, model: Any, tokenizer: Any) -> tuple[Any, Weig
         address=section.transfer_address,
     )
     return pool, Servers(clients, way, away_limit_s=limit_s, pool=pool)
-
-
-def server_client(
-    kind: Callable[..., ServerT],
-    config: TrainConfig,
-    url: str,
-    renderer: ChatRenderer,
-    vocab_size: int,
-) -> ServerT:
-    """Return the client, of that `kind`, of one server of a run.
-
-    Raises:
-        ConfigError: a variable with a key is not set.
-    """
-    section = config.engine
-    return kind(
-        url,
-        section.served_model or config.model.name,
-        api_key=_key("api_key_env", section.api_key_env),
-        admin_key=_key("admin_key_env", section.admin_key_env),
-        renderer=renderer,
-        token_ids="vllm",
-        # After the temperature, as the trainer computes them.
-        logprobs_mode="processed",
-        vocab_size=vocab_size,
-        # The pool repeats calls, and `Servers` has a say first: what answers next may be a
-        # restarted server.
-        retry=RetryPolicy(max_retries=0),
-    )
-
-
-def _key(setting: str, variable: str | None) -> str | None:
-    """Return the value of the environment variable that a setting of the engine names."""
-    if variable is None:
-        return None
-    if not os.environ.get(variable):
-        raise ConfigError(
-            f"engine.{setting} is {variable!r} and that variable is not set, so the servers would "
-            "refuse every request. Export it, or leave the setting out."
-        )
-    return os.environ[variable]
 
 
 _ENGINES: dict[str, Callable[[TrainConfig, Any, Any], tuple[Any, WeightTarget]]] = {

@@ -224,7 +224,10 @@ async def gather(
         if not again or number == _NUM_REPEATS:
             break
         await asyncio.sleep(_WAITS.wait_s(number, None))
-    return Collected(tuple(found[request.request_id] for request in requests), num_reused)
+    results = tuple(found[request.request_id] for request in requests)
+    # What rollout workers sent has not been read yet; long trees would hold the event loop.
+    await asyncio.to_thread(lambda: [result.states for result in results])
+    return Collected(results, num_reused)
 
 
 def lost_rollouts(results: Iterable[RolloutResult], source: RolloutSource) -> set[str]:
