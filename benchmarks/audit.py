@@ -77,6 +77,8 @@ def copies(
         record = json.loads(row.record)
         sampling_seed = derive_seed(derive_seed(seed, "sampling"), "member", member)
         record["request"] |= names | {"seed": seed, "sampling_seed": sampling_seed}
+        for call in record["state"]["steps"]:
+            call["extras"] |= dict.fromkeys(("policy_version_min", "policy_version_max"), step - 1)
         record["state"]["fields"]["timing"]["start_time"] = began + index / 1e4
         yield replace(
             row,

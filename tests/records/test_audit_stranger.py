@@ -390,7 +390,7 @@ STRANGER = {
     ),
     "an effective sample size above 1": (metric(ratio__ess=1.5), "steps", "impossible_metric"),
     "a negative norm": (metric(train__grad_norm=-1.0), "steps", "impossible_metric"),
-    "the interval of a step": (metric(1, reward__high=0.99), "steps", "metrics_differ"),
+    "the interval of a step": (metric(2, reward__high=0.99), "steps", "metrics_differ"),
     "a time of a step": (metric(rollout__generation_ms=5.0), "steps", "metrics_differ"),
     "a mismatch": (
         *(metric(train__sampling__sampling_logp_difference__mean=0.5), "steps"),

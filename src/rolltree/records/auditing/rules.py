@@ -201,15 +201,15 @@ def _labels(audit: RolloutAudit, request: RolloutRequest) -> Iterator[Words]:
     for call in audit.calls:
         tree, extras = call.tokens.tree, call.extras
         low, high = call.value_range("version") or (None, None)
-        pairs = {
-            "agent": (extras.get("agent"), tree.agent(call.handle)),
-            "turn": (extras.get("turn"), tree.turn(call.handle)),
-            "policy_version_min": (extras.get("policy_version_min"), low),
-            "policy_version_max": (extras.get("policy_version_max"), high),
-        }
-        for name, (said, label) in pairs.items():
+        for name, label in (
+            ("agent", tree.agent(call.handle)),
+            ("turn", tree.turn(call.handle)),
+            ("policy_version_min", low),
+            ("policy_version_max", high),
+        ):
+            said = extras.get(name)
             if said is not None and label is not None and said != label:
-                yield {"call": call.index, "name": name, "said": said, "label": label}
+                yield {"call": call.index, "name": name, "said": said, "label": str(label)}
 
 
 ROLLOUT_RULES: tuple[RolloutRule, ...] = (
@@ -251,7 +251,7 @@ ROLLOUT_RULES: tuple[RolloutRule, ...] = (
     ),
     RolloutRule(
         *("tokens", "label_differs", "agent, turn and versions of a call with its tokens"),
-        "the {name} of call {call} is {said!r} in its record and {label!r} in its tokens",
+        "the {name} of call {call} is {said!r} in its record and {label} in its tokens",
         _labels,
     ),
 )
