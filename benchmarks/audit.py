@@ -60,7 +60,7 @@ def copies(
     rows: list[StoredRollout], num: int, *, for_audit: bool = True
 ) -> Iterator[StoredRollout]:
     """Yield `num` rollouts in the places of a training run: step, group, member."""
-    source = cycle(rows)
+    source, began = cycle(rows), time.time()
     for index in range(num):
         row = next(source)
         step, place = index // (GROUPS * MEMBERS) + 1, index % (GROUPS * MEMBERS)
@@ -77,13 +77,15 @@ def copies(
         record = json.loads(row.record)
         sampling_seed = derive_seed(derive_seed(seed, "sampling"), "member", member)
         record["request"] |= names | {"seed": seed, "sampling_seed": sampling_seed}
-        record["state"]["fields"]["timing"]["start_time"] = float(index)
+        for call in record["state"]["steps"]:
+            call["extras"] |= dict.fromkeys(("policy_version_min", "policy_version_max"), step - 1)
+        record["state"]["fields"]["timing"]["start_time"] = began + index / 1e4
         yield replace(
             row,
             **names,
             min_version=step - 1,
             max_version=step - 1,
-            started_at=float(index),
+            started_at=began + index / 1e4,
             created_at=time.time(),
             record=json.dumps(record, separators=(",", ":")).encode(),
             tokens=at_version(row.tokens, step - 1) if for_audit else row.tokens,

@@ -197,6 +197,68 @@ def future(c, victim):
     c.edit(victim, min_version=c.row(victim)[1].min_version, max_version=99)
 
 
+def extras(**values):
+    """The corruption that changes what the record says of the first call."""
+    return lambda c, victim: c.record(
+        victim, lambda r: r["state"]["steps"][0]["extras"].update(values)
+    )
+
+
+def setting(section, **values):
+    """The corruption that changes the run's settings."""
+    return lambda c, victim: c.meta("config", lambda config: config[section].update(values))
+
+
+def reported(name, **values):
+    """The corruption that changes what an evaluation reported."""
+    return lambda c, victim: c.event(
+        "evaluation", 2, lambda data: data["metrics"][name].update(values)
+    )
+
+
+def stopped(c, victim):
+    """Calls that were cut by length say that they ended by themselves."""
+
+    def edit(record):
+        for step in record["state"]["steps"]:
+            step["extras"]["finish_reason"] = "stop"
+
+    c.record(victim, edit, finish_reason="stop")
+
+
+def last_word(c, victim):
+    """The completion ends with another message than the last call's."""
+
+    def edit(record):
+        messages, nodes = record["table"]["messages"], record["table"]["nodes"]
+        messages.append({"role": "assistant", "content": "a better answer"})
+        nodes.append([nodes[record["state"]["completion"]][0], len(messages) - 1])
+        record["state"]["completion"] = len(nodes) - 1
+
+    c.record(victim, edit)
+
+
+def call_gone(c, victim):
+    """The second call is in neither record nor columns, and its tokens are in the tree."""
+    c.record(victim, lambda record: record["state"]["steps"].pop(1))
+    (again,) = encode_result(decode_rollout(c.row(victim)[1]), blobs=False)
+    c.edit(victim, **{name: getattr(again, name) for name in OF_TOKENS})
+
+
+def no_length(c, victim):
+    metrics = {"letters": c.row(victim)[1].metrics["letters"]}
+    c.record(victim, lambda r: r["state"]["fields"].update(metrics=metrics), metrics=metrics)
+
+
+def shifted_start(c, victim, seconds):
+    timing(start_time=c.row(victim)[1].started_at + seconds)(c, victim)
+
+
+def for_people(c, victim):
+    file = c.path / "config.json"
+    file.write_text(file.read_text().replace('"lr": 0.005', '"lr": 0.5'))
+
+
 STRANGER = {
     # what was trained
     "a loss weight of 0": (trained(weight=lambda w: w * 0), "alignment", "weight_differs"),
@@ -268,7 +330,87 @@ STRANGER = {
         *(of_evaluation(sampling(temperature=0.1)), "sampler"),
         "other_settings",
     ),
-    "an unknown agent": (other_agent, "tokens", "agent_differs"),
+    "an unknown agent": (other_agent, "tokens", "label_differs"),
+    "a turn": (of_evaluation(extras(turn=5)), "tokens", "label_differs"),
+    "a version in a call's record": (
+        *(of_evaluation(extras(policy_version_min=3)), "tokens"),
+        "label_differs",
+    ),
+    # what ended a call, and what was said at the end
+    "an ending": (of_evaluation(stopped), "sampler", "finish_reason"),
+    "a last word": (of_evaluation(last_word), "spans", "completion_differs"),
+    "a call gone": (of_evaluation(call_gone), "rewards", "evaluation_differs"),
+    "a failure's message": (
+        lambda c, v: c.edit(
+            c.ids("phase = 'train' AND status = 'error'")[0],
+            errors=({"type": "RuntimeError", "message": "all is well", "phase": "environment"},),
+        ),
+        *("columns", "column_differs"),
+    ),
+    # what an evaluation reported beside its means
+    "an evaluation's interval": (reported("reward", low=0.29), "rewards", "evaluation_differs"),
+    "an evaluation's tokens": (
+        *(reported("usage", num_completion_tokens=1), "rewards"),
+        "evaluation_differs",
+    ),
+    "an evaluation's kinds of failure": (
+        *(reported("failures", Other=1, RuntimeError=0), "rewards"),
+        "evaluation_differs",
+    ),
+    "a metric of a test gone": (of_evaluation(no_length), "rewards", "evaluation_differs"),
+    "a kept interval": (
+        lambda c, v: c.meta(
+            "report.eval/000002", lambda report: report["results"]["reward"].__setitem__(1, 0.29)
+        ),
+        *("rewards", "report_differs"),
+    ),
+    # settings and plans
+    "a learning rate in the settings": (setting("optim", lr=1e-4), "steps", "settings_differ"),
+    "a learning rate": (metric(train__learning_rate=0.05), "steps", "settings_differ"),
+    "a number of groups": (
+        *(setting("algorithm", groups_per_step=1), "steps"),
+        "settings_differ",
+    ),
+    "a number of steps": (setting("train", num_steps=3), "steps", "settings_differ"),
+    "planned steps": (
+        *(lambda c, v: c.meta("planned", lambda plan: plan.update(steps=9)), "steps"),
+        "settings_differ",
+    ),
+    "held-out examples": (setting("eval", num_examples=5), "steps", "settings_differ"),
+    "settings for people": (for_people, "storage", "settings_file_differs"),
+    "a checkpoint's note": (
+        *(lambda c, v: c.event("checkpoint", 2, None), "steps"),
+        "missing_checkpoint",
+    ),
+    # metrics that no rollouts give, and those that nothing had compared
+    "a negative duration": (metric(time__step=-4.0), "steps", "impossible_metric"),
+    "a share above 1": (
+        *(metric(train__clip_ratio__region_mean=1.7), "steps"),
+        "impossible_metric",
+    ),
+    "an effective sample size above 1": (metric(ratio__ess=1.5), "steps", "impossible_metric"),
+    "a negative norm": (metric(train__grad_norm=-1.0), "steps", "impossible_metric"),
+    "the interval of a step": (metric(2, reward__high=0.99), "steps", "metrics_differ"),
+    "a time of a step": (metric(rollout__generation_ms=5.0), "steps", "metrics_differ"),
+    "a mismatch": (
+        *(metric(train__sampling__sampling_logp_difference__mean=0.5), "steps"),
+        "metrics_differ",
+    ),
+    "a lag": (metric(train__lag_mean=3.0), "steps", "metrics_differ"),
+    # times that do not fit each other
+    "a start before the run": (
+        *(lambda c, v: shifted_start(c, v, -86_400.0), "times"),
+        "before_the_run",
+    ),
+    "a rollout of a test, a day later": (
+        of_evaluation(lambda c, v: c.edit(v, created_at=c.row(v)[1].created_at + 86_400.0)),
+        *("times", "late_rollout"),
+    ),
+    "a total below its parts": (timing(total_ms=1.0), "times", "longer_than_its_whole"),
+    "hours in the engine": (
+        *(timing(generation_ms=4e6, total_ms=4e6), "times"),
+        "longer_than_its_whole",
+    ),
     "a cause of failure": (
         lambda c, v: c.edit(
             c.ids("phase = 'train' AND status = 'error'")[0], error_type="TimeLimit"
@@ -300,11 +442,11 @@ def test_a_delegation_fits_its_parent(edit, tmp_path):
 def test_rules_are_documented_and_planted():
     """Every rule has its planted corruption here, and its row in the docs."""
     from rolltree.records.auditing.rules import ROLLOUT_RULES, RUN_RULES
+    from rolltree.records.auditing.step_rules import STEP_RULES
 
+    rules = (*ROLLOUT_RULES, *RUN_RULES, *STEP_RULES)
     planted = {(check, cause) for _, check, cause in STRANGER.values()}
-    named = {(rule.check, rule.cause) for rule in (*ROLLOUT_RULES, *RUN_RULES)}
+    named = {(rule.check, rule.cause) for rule in rules}
     assert named - planted == {("groups", "wrong_parent")}
     docs = (ROOT / "docs" / "records.md").read_text(encoding="utf-8")
-    assert [
-        rule.cause for rule in (*ROLLOUT_RULES, *RUN_RULES) if f"`{rule.cause}`" not in docs
-    ] == []
+    assert [rule.cause for rule in rules if f"`{rule.cause}`" not in docs] == []

@@ -152,8 +152,7 @@ class RolloutFacts:
     # A digest of the row's question and answer, and one of the ids of its first prompt.
     asked: int | None = None
     first_prompt: int | None = None
-    # Of the row's question without its answer, and whether the completion has all answers of calls.
-    question: int | None = None
+    # Whether the completion has the answers of all calls; None if that is not known.
     has_answers: bool | None = None
     is_as_asked: bool = False  # whether the first prompt ends with the row's question
     parent_step: int | None = None
@@ -262,7 +261,6 @@ class RolloutAudit:
         # The columns of a row that an environment may change while it plays are left out.
         question = [asked.get(name) for name in ("example_id", "task", "prompt", "answer")]
         facts.asked = crc32(_digestible(question))
-        facts.question = crc32(_digestible(question[:-1]))
         facts.has_answers = None if state is None else _has_answers(state)
         if state is None or not self.calls:
             return

@@ -201,15 +201,15 @@ def _labels(audit: RolloutAudit, request: RolloutRequest) -> Iterator[Words]:
     for call in audit.calls:
         tree, extras = call.tokens.tree, call.extras
         low, high = call.value_range("version") or (None, None)
-        pairs = {
-            "agent": (extras.get("agent"), tree.agent(call.handle)),
-            "turn": (extras.get("turn"), tree.turn(call.handle)),
-            "policy_version_min": (extras.get("policy_version_min"), low),
-            "policy_version_max": (extras.get("policy_version_max"), high),
-        }
-        for name, (said, label) in pairs.items():
+        for name, label in (
+            ("agent", tree.agent(call.handle)),
+            ("turn", tree.turn(call.handle)),
+            ("policy_version_min", low),
+            ("policy_version_max", high),
+        ):
+            said = extras.get(name)
             if said is not None and label is not None and said != label:
-                yield {"call": call.index, "name": name, "said": said, "label": label}
+                yield {"call": call.index, "name": name, "said": said, "label": str(label)}
 
 
 ROLLOUT_RULES: tuple[RolloutRule, ...] = (
@@ -251,7 +251,7 @@ ROLLOUT_RULES: tuple[RolloutRule, ...] = (
     ),
     RolloutRule(
         *("tokens", "label_differs", "agent, turn and versions of a call with its tokens"),
-        "the {name} of call {call} is {said!r} in its record and {label!r} in its tokens",
+        "the {name} of call {call} is {said!r} in its record and {label} in its tokens",
         _labels,
     ),
 )
@@ -311,7 +311,6 @@ def _changed_examples(stored: Stored) -> Iterator[Found]:
             index = items[0].group_id.rpartition("/")[2]
             key = evaluation.get("env_id"), evaluation.get("split"), index
             known[key] += [item for item in items if item.asked is not None]
-    yield from _changed_answers(stored)
     for items in known.values():
         asked = [item.asked for item in items]
         if len(set(asked)) < 2 or len({item.phase for item in items}) < 2:
@@ -320,20 +319,6 @@ def _changed_examples(stored: Stored) -> Iterator[Found]:
         for item in items:
             if item.asked != usual:
                 others = next(other.request_id for other in items if other.asked == usual)
-                yield Found({"other": others}, item.place)
-
-
-def _changed_answers(stored: Stored) -> Iterator[Found]:
-    """Find training groups whose row has another answer than others with the same question."""
-    known: defaultdict[int, list[RolloutFacts]] = defaultdict(list)
-    for items in _by_group(stored):
-        if items[0].phase == PHASE and items[0].question is not None:
-            known[items[0].question].append(items[0])
-    for items in known.values():
-        usual = _most_common([item.asked for item in items])
-        others = next(item.request_id for item in items if item.asked == usual)
-        for item in items:
-            if item.asked != usual:
                 yield Found({"other": others}, item.place)
 
 

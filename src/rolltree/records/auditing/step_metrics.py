@@ -52,10 +52,9 @@ def _rewards(sampled: Sequence[RolloutFacts]) -> Numbers:
             groups[item.group_id].append(item.reward)
     numbers = {"reward/mean": fmean(found), "reward/std": pstdev(found), "reward/max": max(found)}
     estimate = episodes_estimate(groups)
-    ends = {} if estimate is None else {"reward/low": estimate.low, "reward/high": estimate.high}
-    # An older rolltree did not cut intervals of shares at 0 and 1.
-    kept = {name: end for name, end in ends.items() if end not in (None, 0.0, 1.0)}
-    return numbers | {name: end for name, end in kept.items() if end is not None}
+    if estimate is not None and estimate.low is not None and estimate.high is not None:
+        numbers |= {"reward/low": estimate.low, "reward/high": estimate.high}
+    return numbers
 
 
 def _agent_rewards(sampled: Sequence[RolloutFacts]) -> Numbers:

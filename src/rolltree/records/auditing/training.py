@@ -395,6 +395,9 @@ class TrainingAudit:
         if stored is None:
             return
         self.ledger.count("steps")
+        # An older rolltree did not cut intervals of shares at 0 and 1.
+        if name in ("reward/low", "reward/high") and value in (0.0, 1.0):
+            stored = min(1.0, max(0.0, float(stored)))
         if not math.isclose(
             float(stored), value, rel_tol=relative, abs_tol=max(1e-9, relative / 10)
         ):
