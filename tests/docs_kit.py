@@ -32,7 +32,11 @@ import rolltree as rt
 from golden_kit import unpack
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", *sorted(path.name for path in (ROOT / "docs").glob("*.md")))
+PAGES = (
+    "README.md",
+    "docs/README.md",
+    *sorted({path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}),
+)
 SHOWN = ("text", "markdown")
 """Languages of blocks that are only shown."""
 
@@ -79,8 +83,8 @@ class Block:
 
 
 def text_of(page):
-    """Return the text of a page: README.md, or the name of a file in docs/."""
-    folder = ROOT if page == "README.md" else ROOT / "docs"
+    """Return the text of README.md, of docs/README.md, or of another page in docs/ by its name."""
+    folder = ROOT if page in PAGES[:2] else ROOT / "docs"
     return (folder / page).read_text(encoding="utf-8")
 
 
