@@ -711,6 +711,22 @@ FAULTS: Mapping[str, Fault] = {
         ),
     ),
     "all_right": Fault(("zero_variance",), Course(reward=lambda s: 1.0)),
+    "accepts_all": Fault(
+        ("zero_variance",),
+        Course(reward=lambda s: 1.0 if s.step > 10 else coin(0.4, 0.5)(s)),
+    ),
+    "schedule_over": Fault(
+        ("idle",),
+        Course(series={"train/learning_rate": lambda s, t, d: max(0.0, 1e-5 * (1 - 3 * t))}),
+    ),
+    "fades_in_an_environment": Fault(
+        ("task",),
+        Course(
+            reward=lambda s: coin(0.8, 0.1)(s) if s.group % 3 else coin(0.3, 0.9)(s),
+            columns=lambda s: {"env_id": "sql" if s.group % 3 else "bash"},
+            steps=40,
+        ),
+    ),
     "only_training": Fault(("held_out",), Course(held_out={0: 0.3, 8: 0.32, 16: 0.3})),
     "shrinks": Fault(
         ("length",), Course(reward=FLAT, series={"train/completions/mean_length": ramp(200, 20)})
@@ -916,6 +932,17 @@ HEALTHY: Mapping[str, Course] = {
     ),
     "some_clipped": Course(series={"train/clip_ratio/region_mean": ramp(0.1, 0.25)}),
     "win_or_lose": Course(reward=lambda s: s.draw.choice((1.0, -1.0)), steps=60, groups=16, size=2),
+    "tasks_are_added": Course(
+        reward=lambda s: coin(0.6, 0.6)(s),
+        columns=lambda s: {"task": f"level {int(s.draw.random() * (1 + 4 * s.t))}"},
+        steps=40,
+        groups=8,
+    ),
+    "dip_and_recovery": Course(
+        reward=lambda s: coin(0.6, 0.6)(s) if not 0.4 < s.t < 0.75 else coin(0.3, 0.3)(s),
+        steps=40,
+        groups=10,
+    ),
     "two_environments": Course(
         reward=lambda s: 5 * coin(0.3, 0.8)(s) if s.group % 2 else 0.2 * coin(0.3, 0.8)(s),
         columns=lambda s: {"env_id": "chess" if s.group % 2 else "sums"},

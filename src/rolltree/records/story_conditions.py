@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from rolltree.records.story_facts import Facts, StoryRollout
+from rolltree.records.story_facts import Facts, Looked, StoryRollout
 from rolltree.records.story_rewards import earns_most, reward_moves
 from rolltree.records.story_words import (
     Cases,
@@ -179,28 +179,37 @@ def waits(facts: Facts) -> Cases:
         }
 
 
+def _since_among(
+    looked: Sequence[Looked], flags: Sequence[bool]
+) -> tuple[Sequence[Looked], float, float, str]:
+    """Return of which rollouts something holds now, how often, how often before, and since when."""
+    at = since([(int(each), 1) for each in flags])
+    share, before = fmean(flags[at:]), fmean(flags[:at]) if at else 0.0
+    step = looked[at].rollout.train_step
+    words = f" since step {step} ({percent(before)} before)" if at and step else ""
+    late = [each for each, holds in zip(looked[at:], flags[at:], strict=True) if holds]
+    return late, share, before, words
+
+
 def tools(facts: Facts) -> Cases:
     """Tools that raise in most rollouts at the end."""
     last = [each for each in facts.looked if each.num_tools or each.tool_errors]
     names = {tool for each in last for tool, kind in each.tool_errors if not is_time(kind)}
     for tool in sorted(names):
         raised = [any(name == tool for name, _ in each.tool_errors) for each in last]
-        at = since([(int(each), 1) for each in raised])
-        share, before = fmean(raised[at:]), fmean(raised[:at]) if at else 0.0
+        late, share, before, words = _since_among(last, raised)
         # A model learns to call a tool rightly; one that fails whoever calls it does not become
         # better.
-        if share < 0.5 or share < before or len(raised[at:]) < 3:
+        if share < 0.5 or share < before or len(late) < 3:
             continue
-        rows = [each.rollout for each, bad in zip(last[at:], raised[at:], strict=True) if bad]
         kinds = Counter(k for each in last for name, k in each.tool_errors if name == tool)
-        step = last[at].rollout.train_step
         yield {
             "tool": short(tool),
             "percent": percent(share),
             "error": short(kinds.most_common(1)[0][0]),
-            "since": f" since step {step} ({percent(before)} before)" if at and step else "",
+            "since": words,
             "phase": facts.phase,
-            **shown_rollouts(rows),
+            **shown_rollouts([each.rollout for each in late]),
         }
 
 
@@ -210,26 +219,22 @@ def same_answer(facts: Facts) -> Cases:
     if len(said) < 12:
         return
     text, _ = Counter(each.answer for each in said[-len(said) // 2 :]).most_common(1)[0]
-    is_same = [each.answer == text for each in said]
-    at = since([(int(each), 1) for each in is_same])
-    share, before = fmean(is_same[at:]), fmean(is_same[:at]) if at else 0.0
-    late = [each for each in said[at:] if each.answer == text]
+    late, share, before, words = _since_among(said, [each.answer == text for each in said])
     questions = {(each.rollout.env_id, each.rollout.example_id) for each in late}
     if share < MANY_SAME or before > share / 2 or min(len(late), len(questions)) < 4:
         return
     # A word or two may be right more often than not: then its share is that of the right answers.
-    right = Counter(each.expected for each in said[at:]).most_common(1)[0][1] / len(said[at:])
+    right = Counter(each.expected for each in said).most_common(1)[0][1] / len(said)
     is_phrase = len(text.split()) >= 4
     moves = reward_moves(facts)
     is_sought = moves == "rises" or earns_most(facts)
     if not is_phrase and (right > share / 2 or is_sought or not late[0].expected):
         return
-    step = said[at].rollout.train_step
     yield {
         "percent": percent(share),
         "answer": short(text, 80),
         "num": len(questions),
-        "since": f" since step {step} ({percent(before)} before)" if at and step else "",
+        "since": words,
         "paid": ", and the reward rises" if is_phrase and moves == "rises" else "",
         "severity": "error" if is_phrase and is_sought else "warning",
         "phase": facts.phase,
@@ -240,19 +245,16 @@ def same_answer(facts: Facts) -> Cases:
 def repeats(facts: Facts) -> Cases:
     """Answers that say the same words again and again."""
     flags = [each.repeated >= MANY_SAME for each in facts.looked]
-    at = since([(int(each), 1) for each in flags])
-    share, before = (fmean(flags[at:]), fmean(flags[:at]) if at else 0.0) if flags else (0.0, 0.0)
-    if share < LEAST_SHARE or before > share / 2 or sum(flags) < 4:
+    if sum(flags) < 4:
         return
-    step = facts.looked[at].rollout.train_step
-    yield {
-        "percent": percent(share),
-        "since": f" since step {step} ({percent(before)} before)" if at and step else "",
-        "phase": facts.phase,
-        **shown_rollouts(
-            [each.rollout for each in facts.looked[at:] if each.repeated >= MANY_SAME]
-        ),
-    }
+    late, share, before, words = _since_among(facts.looked, flags)
+    if share >= max(LEAST_SHARE, 2 * before):
+        yield {
+            "percent": percent(share),
+            "since": words,
+            "phase": facts.phase,
+            **shown_rollouts([each.rollout for each in late]),
+        }
 
 
 def same_questions(facts: Facts) -> Cases:

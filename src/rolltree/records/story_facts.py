@@ -128,6 +128,12 @@ class Facts:
         """Return the mean of a metric over all steps; a step without it counts as 0."""
         return sum(value for _, value in self.series(name)) / max(1, len(self.steps))
 
+    @cached_property
+    def rewards(self) -> list[float]:
+        """All rewards but those of delegated rollouts, the least first."""
+        own = (each.reward for each in self.rollouts if not each.parent_rollout)
+        return sorted(each for each in own if each is not None)
+
     def reward_means(self, steps: Sequence[int]) -> list[float]:
         """Return the mean reward of each step that has one, among these."""
         by_step = self.group_rewards

@@ -32,6 +32,7 @@ from rolltree.records.trends import (
     trend,
 )
 
+Change = tuple[float, float, float]
 ByStep = Mapping[int, Mapping[str, list[float]]]
 LEAST_SPAN = 2  # steps without reward variance, one after the other, that are worth a sentence
 # Share of the rewards' range below which there is more to earn. Some questions of most tasks cannot
@@ -61,8 +62,7 @@ _LEVEL = re.compile(r"level|difficult|stage|curricul")
 def zero_variance(facts: Facts) -> Cases:
     """Steps in which all groups' rewards were equal."""
     flat = [step for step, share in _flat_shares(facts) if share >= 0.999]
-    known = [each.reward for each in facts.rollouts if each.reward is not None]
-    best, worst = max(known, default=0.0), min(known, default=0.0)
+    worst, best = (facts.rewards[0], facts.rewards[-1]) if facts.rewards else (0.0, 0.0)
     spans = [
         (first, last)
         for first, last in consecutive(flat, list(facts.steps))
@@ -82,15 +82,21 @@ def zero_variance(facts: Facts) -> Cases:
         # The best of a run that had worse ones, or everything right for a while; a reward that is
         # 0.5 whatever happens is neither, and a long run without a single worse reward has a
         # check that accepts everything, or questions that were solved before.
-        is_never_worse = best == worst and len(known) >= MANY_ROLLOUTS
+        is_never_worse = best == worst and len(facts.rewards) >= MANY_ROLLOUTS
         is_solved = set(rewards) == {best} and (best > worst or (best == 1 and not is_never_worse))
         # Rare rewards leave whole steps without any: a run that learns later was not broken.
         is_over = last < max(facts.steps, default=last) and reward_moves(facts) == "rises"
+        # Nobody learns everything in one step.
+        before = facts.reward_means([step for step in facts.steps if step < first][-3:])
+        is_sudden = is_solved and len(before) == 3 and fmean(before) < (worst + best) / 2
         is_fine = is_solved or is_over or earns_most(facts, UNSOLVED_FLAT)
         more = f", and in {len(spans) - 1} spans before" if len(spans) > 1 else ""
         yield {
             "span": steps_of(first, last) + more,
-            "so": "so there was nothing left to learn"
+            "so": f"though the mean was {fmean(before):.2g} in the steps before, as if everything "
+            "were accepted since"
+            if is_sudden
+            else "so there was nothing left to learn"
             if is_solved
             else "so nothing was learned"
             if is_idle
@@ -98,7 +104,11 @@ def zero_variance(facts: Facts) -> Cases:
             "rewards": f": all {sum(rewards.values()):,} rewards were {next(iter(rewards)):g}"
             if len(rewards) == 1
             else "",
-            "severity": "info" if is_fine else "error" if is_idle else "warning",
+            "severity": "warning"
+            if is_sudden or not (is_fine or is_idle)
+            else "info"
+            if is_fine
+            else "error",
             "phase": facts.phase,
             "steps": [first, last],
             "step": last,
@@ -163,11 +173,10 @@ def _flat_since(facts: Facts) -> int:
 
 def empty_answers(facts: Facts) -> Cases:
     """Answers that say nothing and earn as much reward as others."""
-    rewards = [each.reward for each in facts.rollouts if each.reward is not None]
     empty = [each.rollout for each in facts.looked if each.is_empty and each.rollout.reward]
-    if len(empty) < 2 or not rewards:
+    if len(empty) < 2:
         return
-    mean, mean_of_all = fmean(each.reward or 0.0 for each in empty), fmean(rewards)
+    mean, mean_of_all = fmean(each.reward or 0.0 for each in empty), fmean(facts.rewards)
     # Silence may be the right answer now and then; as good as speech on average it is a hole in the
     # reward.
     if mean > 0 and mean >= mean_of_all:
@@ -229,7 +238,7 @@ def reward_trend(facts: Facts) -> Cases:
         "first_steps": steps_of(spans[0][0], spans[0][-1]),
         "last_steps": steps_of(spans[2][0], spans[2][-1]),
         "now": now + _of_trend(facts, trend(change)),
-        "severity": _reward_severity(facts, change),
+        "severity": _reward_severity(facts, change, recent),
         "steps": [steps[0], steps[-1]],
     }
 
@@ -247,17 +256,17 @@ def _of_trend(facts: Facts, found: Trend) -> str:
     return f" The learning rate is {max(rates):.2g}." if found == "is flat" and rates else ""
 
 
-def _reward_severity(facts: Facts, change: tuple[float, float, float]) -> str:
+def _reward_severity(facts: Facts, change: Change, recent: Change) -> str:
     found = _SEVERITY[trend(change)]
-    known = [each.reward for each in facts.rollouts if each.reward is not None]
+    worst, best = facts.rewards[0], facts.rewards[-1]
     # An interval that holds a rise worth having says that it is too early, and not that it is flat.
     by_step = facts.group_rewards
     means = [fmean(group) for step in by_step for group in by_step[step].values()]
-    is_open = change[2] > WORTH_HAVING * (max(known) - fmean(means))
-    is_early = len(by_step) < LEAST_STEPS
+    is_open = change[2] > WORTH_HAVING * (best - fmean(means))
+    is_early = len(by_step) < LEAST_STEPS or trend(recent) == "rises"
     # In a game against oneself one wins what the other loses, and the mean stays at 0.
     _, low, high = mean_change([[0.0], [0.0]], [[each] for each in means])
-    is_early |= max(known) == -min(known) > 0 and low <= 0 <= high
+    is_early |= best == -worst > 0 and low <= 0 <= high
     if found == "warning" and (is_open or is_early or earns_most(facts, UNSOLVED_FLAT)):
         return "info"
     # What is earned of harder questions does not compare with what was earned of easy ones.
@@ -270,24 +279,23 @@ def _is_curriculum(facts: Facts) -> bool:
         values = [value for _, value in facts.series(name)]
         if _LEVEL.search(name.lower()) and len(values) >= 4 and level_change(values)[2][1] > 0:
             return True
-    by_task = facts.task_rewards
     steps = sorted(facts.group_rewards)
     size, at = ends(len(steps))
-    first, last = (
-        {task for task, by_step in by_task.items() if by_step.keys() & set(span)}
-        for span in (steps[:size], steps[at:])
-    )
-    return bool(first and last) and not first & last
+    # How many groups of the end are of tasks that the beginning had not.
+    num = num_new = 0
+    for by_step in facts.task_rewards.values():
+        last = len(_of_steps(by_step, steps[at:]))
+        num, num_new = num + last, num_new + (last if not by_step.keys() & set(steps[:size]) else 0)
+    return num_new > num / 2
 
 
 def collapse(facts: Facts) -> Cases:
     """Rewards that were earned, and are not any more: the last steps have only the worst one."""
     by_step = facts.group_rewards
     steps = sorted(by_step)
-    known = [each for groups in by_step.values() for group in groups.values() for each in group]
-    if len(steps) < 4 or max(known) == min(known):
+    if len(steps) < 4 or facts.rewards[0] == facts.rewards[-1]:
         return
-    worst = min(known)
+    worst = facts.rewards[0]
     pairs = []
     for step in steps:
         groups = by_step[step].values()

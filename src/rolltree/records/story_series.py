@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from statistics import fmean, median
 
 from rolltree.records.story_facts import Facts
@@ -82,19 +83,20 @@ def gradient(facts: Facts) -> Cases:
 def idle(facts: Facts) -> Cases:
     """Steps that train nothing, though there is something to learn."""
     rates = facts.series("train/learning_rate")
-    if len(rates) >= 2 and max(value for _, value in rates) < LEAST_RATE:
-        rate = max(value for _, value in rates)
+    late = rates[_tail(value < LEAST_RATE for _, value in rates) :]
+    # A schedule that decays ends at 0, in its last steps.
+    if len(late) >= max(3, len(rates) // 8):
+        since = f" since step {late[0][0]} of {rates[-1][0]}" if len(late) < len(rates) else ""
         yield {
-            "text": f"The learning rate is {rate:.2g}, so the weights stay as they are and nothing "
-            "is learned.",
+            "text": f"The learning rate is {max(value for _, value in late):.2g}{since}, so the "
+            "weights stay as they are and nothing is learned.",
             "series": "train/learning_rate",
-            "steps": [rates[0][0], rates[-1][0]],
+            "steps": [late[0][0], late[-1][0]],
         }
         return
     norms = facts.series("train/grad_norm")
-    first = next((at for at in range(len(norms)) if not any(v for _, v in norms[at:])), len(norms))
     flat = dict(facts.series("train/frac_reward_zero_std"))
-    late = norms[first:]
+    late = norms[_tail(value == 0.0 for _, value in norms) :]
     # Groups without reward variance have no gradient, and are told as such.
     if len(late) >= 3 and all(flat.get(step, 1.0) < 1.0 for step, _ in late):
         records = dict(facts.series("train/num_records"))
@@ -105,6 +107,11 @@ def idle(facts: Facts) -> Cases:
             "series": "train/grad_norm",
             "steps": [late[0][0], late[-1][0]],
         }
+
+
+def _tail(flags: Iterable[bool]) -> int:
+    """Return from which index on all flags hold; the number of flags if the last does not."""
+    return 1 + max((at for at, holds in enumerate(flags) if not holds), default=-1)
 
 
 _HARMLESS = re.compile(r"train\.num_steps|checkpoint\.|eval\.|track\.|engine\.|run\.|cluster\.")
@@ -300,11 +307,11 @@ def entropy(facts: Facts) -> Cases:
         return
     if earns_most(facts):
         return  # solved: there is nothing more to try
-    rewards = [each.reward for each in facts.rollouts if each.reward is not None]
     last = _rewards(facts, series[-size][0], series[-1][0])
     said = ""
-    if rewards and last:
-        said = f" The mean reward is {fmean(map(fmean, last)):.3g}, the best {max(rewards):.3g}."
+    if last:
+        mean = fmean(map(fmean, last))
+        said = f" The mean reward is {mean:.3g}, the best {facts.rewards[-1]:.3g}."
     at = next(
         i
         for i, value in enumerate(values)
