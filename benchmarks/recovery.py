@@ -256,7 +256,7 @@ def main() -> int:
     options = parser.parse_args()
     launcher = "ray" if options.nodes else options.launcher
     # Whatever else fills the memory of this machine is not what is measured.
-    os.environ["RAY_memory_monitor_refresh_ms"] = "0"
+    os.environ["RAY_memory_monitor_refresh_ms"] = "0"  # noqa: SIM112  Ray's own name
     draw = random.Random(0)
     turn = [(role,) for role in (*ROLES, *["node"] * bool(options.nodes))]
     order: list[tuple[str, ...]] = turn * options.kills
