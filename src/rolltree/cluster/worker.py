@@ -153,6 +153,11 @@ class Engines:
         """The addresses of all engines."""
         return list(self._by_url)
 
+    @property
+    def is_any_ready(self) -> bool:
+        """Whether a call can be made."""
+        return any(engine.is_ready for engine in self._state.engines)
+
     def take(self, state: FleetState) -> None:
         """Take what the head says."""
         self._state = state
@@ -470,6 +475,8 @@ class Worker:
     async def _tick(self) -> None:
         while True:
             self._beats.advance()
+            if self._costs and self._engines is not None and not self._engines.is_any_ready:
+                self._beats.say("waiting for an engine with the run's weights", "engine")
             now = time.monotonic()
             while self._done and now - self._done[0][0] > _RATE_S:
                 self._done.popleft()
