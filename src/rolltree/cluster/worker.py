@@ -66,6 +66,7 @@ _POLL_S = 10.0
 _RENEW_S = 5.0
 """How often a worker without a free slot says that it still has its items."""
 _RETRY_S = 0.3
+_GATHER_S = 0.05
 _MAX_DELIVERY_BYTES = 2**23
 _RATE_S = 30.0
 
@@ -445,10 +446,13 @@ class Worker:
 
     async def _deliver(self) -> None:
         """Send results, as many at once as there are, until a head has stored them."""
-        waiting = list[_Finished]()
+        waiting, sent_at = list[_Finished](), 0.0
         while True:
             if not waiting:
                 waiting.append(await self._finished.get())
+            # A lone result goes at once; where many come, a request carries them together.
+            await asyncio.sleep(max(0.0, sent_at + _GATHER_S - time.monotonic()))
+            sent_at = time.monotonic()
             while not self._finished.empty():
                 waiting.append(self._finished.get_nowait())
             sizes = itertools.accumulate(len(finished.data) for finished in waiting)
