@@ -1,6 +1,6 @@
 """What a run on several processes costs: rollouts per second, and where each bottleneck sits.
 
-    python benchmarks/cluster.py            # 100 to 10,000 rollouts in flight, 1 to 4 workers
+    python benchmarks/cluster.py            # 100 to 4,000 rollouts in flight, 1 to 4 workers
     python benchmarks/cluster.py --full     # up to 100,000 rollouts in flight and 64 workers
     python benchmarks/cluster.py --check    # exit 1 when a bar is missed
     python benchmarks/cluster.py --json     # one JSON object instead of the tables
@@ -288,9 +288,14 @@ def show(results: dict[str, Any]) -> None:
 
 def points(options: argparse.Namespace) -> Sequence[tuple[int, int, int]]:
     """Return rollouts in flight, workers, and rollouts to play."""
-    found = [(1000, 1, 3000), (1000, 2, 3000), (1000, 4, 3000), (100, 2, 2000), (10_000, 2, 11_000)]
+    found = [(1000, 1, 3000), (1000, 2, 3000), (1000, 4, 3000), (100, 2, 2000), (4000, 2, 10_000)]
     if options.full:
-        found += [(10_000, 16, 15_000), (10_000, 64, 20_000), (100_000, 2, 120_000)]
+        found += [
+            (10_000, 2, 25_000),
+            (10_000, 16, 25_000),
+            (10_000, 64, 25_000),
+            (100_000, 2, 250_000),
+        ]
     return found
 
 
