@@ -124,7 +124,7 @@ class Trained:
         while time.monotonic() < end:
             if not is_back:
                 pids = self.pids(self.status())
-                is_back = {*ROLES} <= {*pids} and not old.items() & pids.items()
+                is_back = {*ROLES, *old} <= {*pids} and not old.items() & pids.items()
                 at = self.num_rollouts() if is_back else 0
             elif self.num_rollouts() > max(at, rollouts):
                 return time.monotonic()

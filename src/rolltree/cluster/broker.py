@@ -509,7 +509,7 @@ class Broker:
         """Return the results of an arrival, none if they are known.
 
         Raises:
-            StoreError: they are no results, or not of these requests.
+            StoreError: they are not results of these requests.
         """
         given, offer = arrival.given, arrival.offer
         if offer is None:
