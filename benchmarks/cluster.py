@@ -1,6 +1,6 @@
 """What a run on several processes costs: rollouts per second, and where each bottleneck sits.
 
-    python benchmarks/cluster.py            # 100 to 10,000 rollouts in flight, 1 to 4 workers
+    python benchmarks/cluster.py            # 100 to 4,000 rollouts in flight, 1 to 4 workers
     python benchmarks/cluster.py --full     # up to 100,000 rollouts in flight and 64 workers
     python benchmarks/cluster.py --check    # exit 1 when a bar is missed
     python benchmarks/cluster.py --json     # one JSON object instead of the tables
@@ -44,9 +44,10 @@ from rolltree.cluster.remote import RemoteRollouts
 from rolltree.cluster.worker import Engines, HeadClient, Worker
 from rolltree.inference.weights.shared import SharedWeights
 from rolltree.rollouts import RolloutEngine
+from rolltree.rollouts.requests import example_request, group_member
 from rolltree.rollouts.wire import (
+    request_encoder,
     request_from_bytes,
-    request_to_bytes,
     result_from_rows,
     result_to_rows,
 )
@@ -86,21 +87,20 @@ def environment() -> Any:
 
 
 def requests(num: int) -> Iterator[RolloutRequest]:
-    for n in range(num):
-        group = n // 8
+    """Yield requests in groups of 8, as a step plans them."""
+    sampling = SamplingParams(max_tokens=64)
+    for group in range(-(-num // 8)):
         prompt = [{"role": "user", "content": f"What is the answer, number {group % 64}?"}]
-        yield RolloutRequest(
-            request_id=f"{group:07d}-{n % 8}",
-            env_id="scripted",
-            input={"prompt": prompt, "answer": "", "task": "default", "example_id": group % 64},
-            seed=group,
-            sampling_seed=n,
+        request = example_request(
+            "scripted",
+            {"prompt": prompt, "answer": "", "task": "default", "example_id": group % 64},
             group_id=f"{group:07d}",
-            index_in_group=n % 8,
-            sampling=SamplingParams(max_tokens=64),
+            seed=group,
+            sampling=sampling,
             phase="train",
             train_step=1,
         )
+        yield from (group_member(request, n) for n in range(min(8, num - 8 * group)))
 
 
 # -- a worker's process ----------------------------------------------------------------------------
@@ -215,7 +215,7 @@ async def parts(num: int = 512) -> dict[str, float]:
     began = time.process_time()
     results = await engine.run_all(asked)
     played_ms = 1e3 * (time.process_time() - began) / num
-    encoded = [request_to_bytes(request) for request in asked]
+    encoded = list(map(request_encoder(), asked))
     rows = [result_to_rows(result) for result in results]
     folder = Path(tempfile.mkdtemp())
     count = 0
@@ -238,7 +238,7 @@ async def parts(num: int = 512) -> dict[str, float]:
         "worker: play it": played_ms,
         "worker: read the request": per_item(lambda: list(map(request_from_bytes, encoded)), num),
         "worker: encode the result": per_item(lambda: list(map(result_to_rows, results)), num),
-        "head: encode the request": per_item(lambda: list(map(request_to_bytes, asked)), num),
+        "head: encode the request": per_item(lambda: list(map(request_encoder(), asked)), num),
         "head: check the result": per_item(
             lambda: [result_from_rows(*pair) for pair in zip(rows, asked, strict=True)], num
         ),
@@ -288,9 +288,14 @@ def show(results: dict[str, Any]) -> None:
 
 def points(options: argparse.Namespace) -> Sequence[tuple[int, int, int]]:
     """Return rollouts in flight, workers, and rollouts to play."""
-    found = [(1000, 1, 4000), (1000, 2, 4000), (1000, 4, 4000), (100, 2, 3000), (10_000, 2, 15_000)]
+    found = [(1000, 1, 3000), (1000, 2, 3000), (1000, 4, 3000), (100, 2, 2000), (4000, 2, 10_000)]
     if options.full:
-        found += [(10_000, 16, 15_000), (10_000, 64, 20_000), (100_000, 2, 120_000)]
+        found += [
+            (10_000, 2, 25_000),
+            (10_000, 16, 25_000),
+            (10_000, 64, 25_000),
+            (100_000, 2, 250_000),
+        ]
     return found
 
 
@@ -321,6 +326,11 @@ def main() -> int:
         Bar.below("ms CPU of the head per rollout", two["head_ms"], HEAD_MS),
         Bar.at_least(
             "rollouts per second of the writer", 1e3 / alone["head: store it"], WRITER_PER_S
+        ),
+        Bar.at_most(
+            "CPU of a rollout with two workers, of that with one",
+            (two["head_ms"] + two["worker_ms"]) / (one["head_ms"] + one["worker_ms"]),
+            1.2,
         ),
         Bar.at_least(
             "of the growth that the cores allow from one worker to two",

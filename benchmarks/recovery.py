@@ -124,7 +124,7 @@ class Trained:
         while time.monotonic() < end:
             if not is_back:
                 pids = self.pids(self.status())
-                is_back = {*ROLES} <= {*pids} and not old.items() & pids.items()
+                is_back = {*ROLES, *old} <= {*pids} and not old.items() & pids.items()
                 at = self.num_rollouts() if is_back else 0
             elif self.num_rollouts() > max(at, rollouts):
                 return time.monotonic()
@@ -256,7 +256,7 @@ def main() -> int:
     options = parser.parse_args()
     launcher = "ray" if options.nodes else options.launcher
     # Whatever else fills the memory of this machine is not what is measured.
-    os.environ["RAY_memory_monitor_refresh_ms"] = "0"
+    os.environ["RAY_memory_monitor_refresh_ms"] = "0"  # noqa: SIM112  Ray's own name
     draw = random.Random(0)
     turn = [(role,) for role in (*ROLES, *["node"] * bool(options.nodes))]
     order: list[tuple[str, ...]] = turn * options.kills

@@ -265,7 +265,7 @@ async def test_nobody_gets_in_without_the_token(at):
 async def test_results_that_would_not_fit_are_kept_by_the_worker(at):
     at.broker.counts.waiting_bytes = 2**16
     async with at.http.post(at.url + "/results", data=b"x" * 100) as answer:
-        assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
+        assert answer.status == 503
     at.broker.counts.waiting_bytes = 0
     async with at.http.post(at.url + "/work", data=io.BytesIO(b"x" * 2**23)) as answer:
         assert answer.status == 413

@@ -8,19 +8,19 @@ second result is answered with "known".
 from __future__ import annotations
 
 import asyncio
-import hmac
 import math
 import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
+from rolltree.cluster.control import Handler, failure, listen, token_guard
 from rolltree.cluster.leases import Leases
 from rolltree.cluster.messages import (
     Delivery,
@@ -33,7 +33,6 @@ from rolltree.cluster.messages import (
     Suspect,
     Work,
     WorkDone,
-    as_json,
     digest,
     read_item,
     read_message,
@@ -149,7 +148,7 @@ class Broker:
         """Where it is; empty until it is started."""
         self.life = secrets.token_hex(8)
         self.counts = BrokerCounts()
-        self._host, self._bearer = host, f"Bearer {token}".encode()
+        self._host, self._token = host, token
         self._queue_bytes, self._there = queue_bytes, there
         self._leases: Leases[Offer] = Leases(silent_s, time.monotonic)
         self._head: Head | None = None
@@ -247,7 +246,8 @@ class Broker:
         self._stopping, self._news = asyncio.Event(), asyncio.Event()
         self._arrivals: asyncio.Queue[_Arrivals] = asyncio.Queue()
         # `_body` looks at sizes.
-        app = web.Application(middlewares=[self._guard], client_max_size=0)
+        guards = [token_guard(self._token), self._when_ready]
+        app = web.Application(middlewares=guards, client_max_size=0)
         app.add_routes(
             [
                 web.post("/work", self._work),
@@ -257,16 +257,10 @@ class Broker:
                 web.get("/served", self._served),
             ]
         )
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
-        await runner.setup()
         try:
-            site = web.TCPSite(runner, self._host, 0)
-            await site.start()
-            host = f"[{self._host}]" if ":" in self._host else self._host
-            self.url = f"http://{host}:{runner.addresses[0][1]}"
+            runner, self.url = await listen(app, self._host)
         except OSError as error:
             self._failure = error
-            await runner.cleanup()
             return
         finally:
             self._is_up.set()
@@ -335,19 +329,13 @@ class Broker:
     # -- requests ------------------------------------------------------------------------------
 
     @web.middleware
-    async def _guard(
-        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
-        """Refuse requests without the token before anything of their body is read."""
-        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        if not hmac.compare_digest(given, self._bearer):
-            return _failure(401, "this server takes requests with the run's token only")
+    async def _when_ready(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if self._head is None:
-            return _failure(503, "the head is not ready yet")
+            return failure(503, "the head is not ready yet")
         try:
             return await handler(request)
         except msgspec.DecodeError as error:
-            return _failure(400, f"{error}")
+            return failure(400, f"{error}")
 
     @property
     def _there_is(self) -> Head:
@@ -410,7 +398,7 @@ class Broker:
         size = request.content_length or 0
         # One that is larger than the whole queue gets in alone.
         if self.counts.waiting_bytes and self.counts.waiting_bytes + size > self._queue_bytes:
-            return _failure(503, "results wait to be stored; send them again", retry_after=1)
+            return failure(503, "results wait to be stored; send them again")
         self.counts.waiting_bytes += size
         try:
             delivery = read_message(Delivery, await self._body(request, math.inf))
@@ -509,7 +497,7 @@ class Broker:
         """Return the results of an arrival, none if they are known.
 
         Raises:
-            StoreError: they are no results, or not of these requests.
+            StoreError: they are not results of these requests.
         """
         given, offer = arrival.given, arrival.offer
         if offer is None:
@@ -559,13 +547,3 @@ _END: Any = object()
 
 def _answer(message: RoleMessage) -> web.Response:
     return web.Response(body=message.to_bytes(), content_type="application/msgpack")
-
-
-def _failure(status: int, message: str, *, retry_after: int | None = None) -> web.Response:
-    headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
-    return web.Response(
-        body=as_json({"error": message}),
-        status=status,
-        content_type="application/json",
-        headers=headers,
-    )

@@ -20,6 +20,7 @@ _MAX_BODY_BYTES = 16 * 2**20
 """Progress of a long run has the metrics of all its steps."""
 
 Answer = Mapping[str, Any]
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class RoleFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -72,7 +73,7 @@ class ControlServer:
         self.url = ""
         """Where it is; empty until it is started."""
         self._roster, self._config, self._host = roster, config, host
-        self._bearer = f"Bearer {token}".encode()
+        self._token = token
         self._on_scale, self._on_fail, self._on_progress = on_scale, on_fail, on_progress
         self._describe = describe
         self._runner: web.AppRunner | None = None
@@ -83,7 +84,8 @@ class ControlServer:
         Raises:
             ClusterError: the address cannot be listened on.
         """
-        app = web.Application(middlewares=[self._guard], client_max_size=_MAX_BODY_BYTES)
+        guard = token_guard(self._token)
+        app = web.Application(middlewares=[guard], client_max_size=_MAX_BODY_BYTES)
         app.add_routes(
             [
                 web.post("/register", _taking(Registration, self._register)),
@@ -95,35 +97,19 @@ class ControlServer:
                 web.get("/config", self._settings),
             ]
         )
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
-        await self._runner.setup()
         try:
-            site = web.TCPSite(self._runner, self._host, 0)
-            await site.start()
+            self._runner, self.url = await listen(app, self._host)
         except OSError as error:
-            await self.aclose()
             raise ClusterError(
                 f"the control server cannot listen on {self._host} ({error}), and roles could not "
                 "reach it. Check the address of this machine."
             ) from error
-        port = self._runner.addresses[0][1]
-        self.url = f"http://{f'[{self._host}]' if ':' in self._host else self._host}:{port}"
 
     async def aclose(self) -> None:
         """Stop listening."""
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
-
-    @web.middleware
-    async def _guard(
-        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
-        """Refuse requests without the token before anything of their body is read."""
-        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        if not hmac.compare_digest(given, self._bearer):
-            return _failure(401, "this server takes requests with the run's token only")
-        return await handler(request)
 
     def _register(self, given: Registration) -> Answer:
         self._roster.register(given)
@@ -153,11 +139,11 @@ def _taking(
         try:
             return _json(handle(msgspec.json.decode(await request.read(), type=kind)))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            return _failure(400, f"{error}")
+            return failure(400, f"{error}")
         except ConfigError as error:
-            return _failure(400, f"{error}")
+            return failure(400, f"{error}")
         except ClusterError as error:
-            return _failure(409, f"{error}")
+            return failure(409, f"{error}")
 
     return answer
 
@@ -167,5 +153,37 @@ def _json(value: Answer, status: int = 200) -> web.Response:
     return web.Response(body=body, status=status, content_type="application/json")
 
 
-def _failure(status: int, message: str) -> web.Response:
+def failure(status: int, message: str) -> web.Response:
+    """Return an answer that says what is wrong."""
     return _json({"error": message}, status)
+
+
+def token_guard(token: str) -> Any:
+    """Return middleware that refuses requests without the token, before their body is read."""
+    bearer = f"Bearer {token}".encode()
+
+    @web.middleware
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        if not hmac.compare_digest(given, bearer):
+            return failure(401, "this server takes requests with the run's token only")
+        return await handler(request)
+
+    return guard
+
+
+async def listen(app: web.Application, host: str) -> tuple[web.AppRunner, str]:
+    """Serve on a free port; return what ends it, and the address.
+
+    Raises:
+        OSError: the host is not one of this machine.
+    """
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, 0).start()
+    except OSError:
+        await runner.cleanup()
+        raise
+    port = runner.addresses[0][1]
+    return runner, f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -67,6 +67,7 @@ def vllm_command(config: TrainConfig, host: str, port: int) -> list[str]:
         *("--model", str(resolve_model(config.model.name))),
         *("--served-model-name", config.model.name, "--host", host, "--port", str(port)),
         *("--worker-extension-cls", "rolltree.inference.vllm.worker.WeightReload"),
+        *("--middleware", "rolltree.inference.vllm.guard.RequireToken"),
         *("--seed", str(config.run.seed), "--max-num-seqs", str(section.max_batch)),
         *("--logprobs-mode", "processed_logprobs", "--enable-scale-out"),
         *("--weight-transfer-config", '{"backend": "rolltree"}'),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -142,8 +142,3 @@ class Suspect(RoleMessage, frozen=True):
     """A call to an engine failed; the head looks at it before it is asked again."""
 
     url: str
-
-
-def as_json(value: Any) -> bytes:
-    """Return plain data as JSON."""
-    return msgspec.json.encode(value)

@@ -13,7 +13,7 @@ from rolltree.errors import ConfigError
 from rolltree.rollouts import RolloutEngine, RolloutSource
 from rolltree.rollouts.record import Stored
 from rolltree.rollouts.requests import GroupScorer, with_tools
-from rolltree.rollouts.wire import request_to_bytes
+from rolltree.rollouts.wire import request_encoder
 from rolltree.store import Run
 from rolltree.types import RolloutRequest, RolloutResult
 
@@ -75,7 +75,7 @@ class RemoteRollouts(RolloutEngine):
                 loop.call_soon_threadsafe(arrived.put_nowait, outcomes)
 
         items, is_open, num_open = self._items(requests), dict[str, int](), 0
-        again = frozenset(replaced)
+        again, encode = frozenset(replaced), request_encoder()
         try:
             while True:
                 # As many as workers can play, and as many again, so that none has to wait.
@@ -83,7 +83,7 @@ class RemoteRollouts(RolloutEngine):
                 offers = list[Offer]()
                 while num_open < window and (members := next(items, None)) is not None:
                     item_id = members[0].request_id
-                    encoded = tuple(map(request_to_bytes, members))
+                    encoded = tuple(map(encode, members))
                     offers.append(Offer(item_id, members, encoded, done, replace_failed, again))
                     is_open[item_id] = len(members)
                     num_open += len(members)

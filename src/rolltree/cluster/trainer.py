@@ -145,6 +145,11 @@ class HeadProcess:
             for url in sorted(urls - known):
                 renderer = pool.clients[0].renderer
                 servers.add(server_client(TrainedServer, config, url, renderer, vocab_size))
+            # The head makes no calls, which bring engines back elsewhere: one that missed a publish
+            # or failed outside of a worker's call would be out for ever.
+            for client in pool.clients:
+                if client.is_suspect or client.needs_weights:
+                    _revive(servers, client)
             # An empty list says that the driver knows of none yet, not that all are gone.
             for url in sorted(clients.keys() - urls) if urls else ():
                 servers.remove(clients[url])

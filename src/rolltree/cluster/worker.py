@@ -66,6 +66,7 @@ _POLL_S = 10.0
 _RENEW_S = 5.0
 """How often a worker without a free slot says that it still has its items."""
 _RETRY_S = 0.3
+_GATHER_S = 0.05
 _MAX_DELIVERY_BYTES = 2**23
 _RATE_S = 30.0
 
@@ -152,6 +153,11 @@ class Engines:
     def urls(self) -> list[str]:
         """The addresses of all engines."""
         return list(self._by_url)
+
+    @property
+    def is_any_ready(self) -> bool:
+        """Whether a call can be made."""
+        return any(engine.is_ready for engine in self._state.engines)
 
     def take(self, state: FleetState) -> None:
         """Take what the head says."""
@@ -440,10 +446,13 @@ class Worker:
 
     async def _deliver(self) -> None:
         """Send results, as many at once as there are, until a head has stored them."""
-        waiting = list[_Finished]()
+        waiting, sent_at = list[_Finished](), 0.0
         while True:
             if not waiting:
                 waiting.append(await self._finished.get())
+            # A lone result goes at once; where many come, a request carries them together.
+            await asyncio.sleep(max(0.0, sent_at + _GATHER_S - time.monotonic()))
+            sent_at = time.monotonic()
             while not self._finished.empty():
                 waiting.append(self._finished.get_nowait())
             sizes = itertools.accumulate(len(finished.data) for finished in waiting)
@@ -470,6 +479,8 @@ class Worker:
     async def _tick(self) -> None:
         while True:
             self._beats.advance()
+            if self._costs and self._engines is not None and not self._engines.is_any_ready:
+                self._beats.say("waiting for an engine with the run's weights", "engine")
             now = time.monotonic()
             while self._done and now - self._done[0][0] > _RATE_S:
                 self._done.popleft()

@@ -6,7 +6,7 @@ its messages and tokens only when they are wanted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from rolltree.types import RolloutRequest, RolloutResult
 
 _OPAQUE = '{"$t":"opaque"'
 _NUM_LIGHT = len(LIGHT)
+_OWN = [name for name in RolloutRequest.__dataclass_fields__ if name not in ("input", "sampling")]
 
 
 def request_to_bytes(request: RolloutRequest) -> bytes:
@@ -28,18 +29,40 @@ def request_to_bytes(request: RolloutRequest) -> bytes:
     Raises:
         ConfigError: its input holds an object with behaviour, which cannot leave the process.
     """
+    return request_encoder()(request)
+
+
+def request_encoder() -> Callable[[RolloutRequest], bytes]:
+    """Return a `request_to_bytes` that encodes once what requests in a row share: their input."""
+    of: tuple[object, object] = (None, None)
+    shared = ""
+
+    def encode(request: RolloutRequest) -> bytes:
+        nonlocal of, shared
+        # Members of a group have the very same objects.
+        if of[0] is not request.input or of[1] is not request.sampling:
+            shared, of = _shared_text(request), (request.input, request.sampling)
+        own = {name: getattr(request, name) for name in _OWN}
+        return f"{shared}{dumps(own)[1:]}}}".encode()
+
+    return encode
+
+
+def _shared_text(request: RolloutRequest) -> str:
+    """Return the beginning of the text of a request, up to what it shares with no other."""
     table = MessageTable()
     data = request_data(request, table)
     # Not cut as in the store: the request is to be made.
     data["sampling"]["extra"] = dict(request.sampling.extra)
-    text = f'{{"table":{table.to_json()},{dumps({"request": data})[1:]}'
+    data = {name: data[name] for name in ("input", "sampling")}
+    text = f'{{"table":{table.to_json()},{dumps({"request": data})[1:-2]},'
     if _OPAQUE in text:
         raise ConfigError(
             f"the request {request.request_id!r} holds an object that is not data, which a rollout "
             "worker in another process would not get. Have the environment make such objects in "
             "`setup_state` from plain data, or train in one process, without [cluster]."
         )
-    return text.encode()
+    return text
 
 
 def request_from_bytes(data: bytes) -> RolloutRequest:
