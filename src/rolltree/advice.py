@@ -98,15 +98,15 @@ RULES: Mapping[str, Rule] = {
     "cold_eval": Rule(
         lambda at: at.kind == "eval" and _is_low(at),
         "The mean reward is {reward:.3f}, too little for reinforcement learning to start from: add "
-        "two solved examples to the prompt (few_shot), give partial credit, or warm the model up "
-        "on good answers.",
+        "two solved examples to the prompt (few_shot) if it has none, give partial credit, or warm "
+        "the model up on good answers.",
         "first-hour.md#the-reward-is-near-0",
     ),
     "cold_train": Rule(
         lambda at: at.kind == "train" and _is_low(at) and (at.gain is None or at.gain < CLEAR),
         "The reward stayed near 0 ({reward:.3f}), so there was hardly anything to learn from: add "
-        "solved examples to the prompt (few_shot), give partial credit, or warm the model up on "
-        "good answers.",
+        "solved examples to the prompt (few_shot) if it has none, give partial credit, or warm the "
+        "model up on good answers.",
         "first-hour.md#the-reward-is-near-0",
     ),
     "solved_eval": Rule(

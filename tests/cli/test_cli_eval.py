@@ -297,3 +297,21 @@ def test_a_dead_server_is_said_within_seconds(env, tmp_path):
     assert result.exit_code == 1
     assert "error: no server has answered for" in result.stderr
     assert "nothing was sampled" in result.stderr
+
+
+def test_an_answer_on_the_own_engine_is_limited(env, tmp_path):
+    """Random weights never end an answer: without a limit the evaluation would not end either."""
+    flags = ("-m", "tiny", "-n", 1, "-r", 1)
+    first = invoke("eval", env, *flags, "--run", tmp_path / "first")
+    assert "at most 512 tokens an answer, from the default; -t changes it" in first.stderr
+    (tmp_path / "adding" / "train.toml").write_text("[sampling]\nmax_tokens = 3\n")
+    own = invoke("eval", env, *flags, "--run", tmp_path / "own", "--json")
+    assert f"at most 3 tokens an answer, from {env}" in own.stderr
+    assert json.loads(own.stdout)["usage"]["num_completion_tokens"] <= 3
+    given = invoke("eval", env, *flags, "-t", 2, "--run", tmp_path / "given", "--json")
+    assert "at most" not in given.stderr
+    assert json.loads(given.stdout)["usage"]["num_completion_tokens"] <= 2
+    (tmp_path / "adding" / "train.toml").write_text("[sampling]\nmax_tokens = true\n")
+    wrong = invoke("eval", env, *flags, "--run", tmp_path / "wrong")
+    assert wrong.exit_code == 2
+    assert "is True, not a whole number above 0" in wrong.stderr

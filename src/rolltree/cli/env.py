@@ -73,7 +73,7 @@ def check_contract(
             echo(f"{finding.check}: {finding.message}")
         for note in report.notes:
             echo(f"note: {note}")
-        said = f"{len(report.findings)} faults" if report.findings else "no faults"
+        said = f"{num} fault{'s' * (num > 1)}" if (num := len(report.findings)) else "no faults"
         echo(f"{report.env_id}: {said} in {len(CHECKS)} checks on {report.num_examples} examples")
     # So that CI fails where the environment does.
     if report.findings:

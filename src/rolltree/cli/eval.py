@@ -37,6 +37,8 @@ DEFAULTS: dict[str, Any] = {
 }
 """Values of settings that an older run has not stored."""
 NUM_EXAMPLES, ROLLOUTS_PER_EXAMPLE = 5, 3
+MAX_TOKENS = 512
+"""Of an answer on the engine in this process, where some answers never end by themselves."""
 SPLITS: tuple[Literal["train", "eval"], ...] = ("train", "eval")
 
 
@@ -70,7 +72,11 @@ SPLITS: tuple[Literal["train", "eval"], ...] = ("train", "eval")
     help="Maximum rollouts in flight.",
 )
 @click.option(
-    "-t", "--max-tokens", type=click.IntRange(min=1), help="Maximum tokens of one answer."
+    "-t",
+    "--max-tokens",
+    type=click.IntRange(min=1),
+    help="Maximum tokens of one answer. Default: the server's; of an engine in this process the "
+    f"environment's in its train.toml, or {MAX_TOKENS}.",
 )
 @click.option("-T", "--temperature", type=click.FloatRange(min=0.0), help="Sampling temperature.")
 @click.option("-S", "--sampling-args", help="More sampling arguments, a JSON object.")
@@ -138,7 +144,12 @@ def evaluate_environment(
     from functools import partial
     from itertools import islice
 
-    from rolltree.environments import changed_code, eval_defaults, load_environment
+    from rolltree.environments import (
+        changed_code,
+        eval_defaults,
+        load_environment,
+        own_max_tokens,
+    )
     from rolltree.evaluation import EvalReport, Settings, evaluate_async, write_results
     from rolltree.redact import remember, secrets_in
     from rolltree.reports import (
@@ -184,12 +195,19 @@ def evaluate_environment(
         num_examples = own.get("num_examples", NUM_EXAMPLES)
     if rollouts_per_example is None:
         rollouts_per_example = own.get("rollouts_per_example", ROLLOUTS_PER_EXAMPLE)
+    limited = ""
+    if not base_url and not sampling.keys() & {"max_tokens", "max_completion_tokens"}:
+        sampling["max_tokens"], origin = own_max_tokens(env) or (MAX_TOKENS, "the default")
+        limited = f"at most {sampling['max_tokens']} tokens an answer, from {origin}; -t changes it"
     size = f"{num_examples} examples, {rollouts_per_example} rollouts each"
 
     async def measure(stored: Run) -> EvalReport:
         say(errors, f"run {folder}")
         if own:
             say(errors, f"{size}, from the pyproject.toml of {env}")
+        if limited:
+            say(errors, limited)
+            say(errors, f"loading {model}")
         changed = changed_code(environment, stored)
         if changed is not None:
             stored.announce(changed, partial(say, errors))

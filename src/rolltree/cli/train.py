@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+
+from rolltree.cli.arguments import echo
 
 if TYPE_CHECKING:
     from rolltree.training import TrainConfig
@@ -100,6 +103,9 @@ def _train(config: TrainConfig, words: Sequence[str], transcripts: int) -> None:
 
         train_on_cluster(config, num_transcripts=transcripts, command=words)
         return
+    if os.environ.get("RANK", "0") == "0":
+        # Torch and the model take a while, and nothing else is said meanwhile.
+        echo(f"loading {config.model.name}", error=True)
     from rolltree.launch import train
 
     train(config, num_transcripts=transcripts, command=words)

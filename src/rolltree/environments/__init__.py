@@ -9,7 +9,7 @@ from rolltree.environments.harbor_env import HarborEnv
 from rolltree.environments.lifecycle import cleanup, stop, teardown
 from rolltree.environments.mcp_env import MCPEnv, MCPServer
 from rolltree.environments.multiturn import MultiTurnEnv, SingleTurnEnv
-from rolltree.environments.project import eval_defaults, train_config_file
+from rolltree.environments.project import eval_defaults, own_max_tokens, train_config_file
 from rolltree.environments.protocol_env import ProtocolEnvironment
 from rolltree.environments.reasoning_gym_env import ReasoningGymEnv
 from rolltree.environments.registry import (
@@ -55,6 +55,7 @@ __all__ = [
     "known_environments",
     "load_environment",
     "load_object",
+    "own_max_tokens",
     "score_episode",
     "stop",
     "teardown",

@@ -348,7 +348,8 @@ class _Check:
             if not self.low <= reward <= self.high:
                 self._found(
                     "reward-range",
-                    f"a reward is {reward:g}, outside of {self.low:g} to {self.high:g}",
+                    f"a reward is {reward:g}, outside of {self.low:g} to {self.high:g}: a rubric "
+                    "adds up its functions, and weights=[0.7, 0.3] bounds the sum",
                 )
 
     def _found(self, check: str, message: str) -> None:

@@ -59,6 +59,25 @@ def train_config_file(name: str) -> Path | None:
     return found if found.is_file() else None
 
 
+def own_max_tokens(name: str) -> tuple[int, Path] | None:
+    """Return the `sampling.max_tokens` of an environment's training config, and the config.
+
+    Raises:
+        ConfigError: it is not a whole number.
+        UnknownName: there is no such environment.
+    """
+    file = train_config_file(name)
+    found = _read(file).get("sampling", {}).get("max_tokens") if file is not None else None
+    if file is None or found is None:
+        return None
+    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+        raise ConfigError(
+            f"sampling.max_tokens in {file} is {found!r}, not a whole number above 0. Correct it "
+            "there, or pass -t."
+        )
+    return found, file
+
+
 def _project_of(file: Path) -> dict[str, Any] | None:
     folder, stem = file.parent, file.stem
     if file.name == "__init__.py":

@@ -29,7 +29,14 @@ import rolltree as rt
 _SINGLE = (
     _HEAD
     + '''\
-SYSTEM = "Answer in this form:\\n<answer>\\n...\\n</answer>"
+SYSTEM = "Answer with the number only."
+# Solved examples in front of each question: a small model has to see what is wanted.
+EXAMPLES = [
+    {{"role": "user", "content": "What is 31 + 5?"}},
+    {{"role": "assistant", "content": "36"}},
+    {{"role": "user", "content": "What is 8 + 64?"}},
+    {{"role": "assistant", "content": "72"}},
+]
 
 
 def make_rows(num: int, seed: int) -> list[dict[str, str]]:
@@ -40,22 +47,20 @@ def make_rows(num: int, seed: int) -> list[dict[str, str]]:
 
 
 @rt.run_inline
-def correct(parser: rt.Parser, completion: rt.Messages, answer: str) -> float:
-    return float(parser.parse_answer(completion) == answer)
+def correct(completion: rt.Messages, answer: str) -> float:
+    return float((completion[-1]["content"] or "").strip() == answer)
 
 
 def load_environment(num_train: int = 500, num_eval: int = 100, seed: int = 0) -> rt.Environment:
     """Return the environment; training and evaluation questions do not overlap."""
     rows = make_rows(num_train + num_eval, seed)
-    parser = rt.XMLParser(["answer"])
-    rubric = rt.Rubric([correct], parser=parser)
-    rubric.add_metric(parser.get_format_reward_func(), run_inline=True)
     return rt.SingleTurnEnv(
         dataset=rows[:num_train],
         eval_dataset=rows[num_train:],
         system_prompt=SYSTEM,
-        parser=parser,
-        rubric=rubric,
+        few_shot=EXAMPLES,
+        # With partial credit: rt.Rubric([correct, near], weights=[0.7, 0.3])
+        rubric=rt.Rubric([correct]),
     )
 '''
 )
@@ -217,13 +222,14 @@ Say here what the model must do, where the rows come from, and what earns a rewa
 ```
 rolltree env check {name}                  # probes: is it sound?
 python -m pytest {folder}                  # its test (pip install pytest)
-rolltree eval {name} -n 20                 # where does the model stand?
+rolltree eval {name} -n 20                 # where does the model stand? (max_tokens: train.toml)
 rolltree train {name}                      # the settings are in train.toml
 rolltree view runs
 ```
 
 A mean reward of 5 to 95 % is a place to start training from. Below, put solved examples into the
-prompt (`few_shot=`), or give partial credit.
+prompt (`few_shot=` takes chat messages), or give partial credit: functions of a rubric add up, and
+`weights=[0.7, 0.3]` keeps the sum between 0 and 1.
 """
 
 KINDS: dict[str, str] = {"single": _SINGLE, "multi": _MULTI, "tool": _TOOL}

@@ -517,8 +517,8 @@ class WriterLock:
             self._fd = None
             raise StoreError(
                 f"{path.parent} is being written by {holder}; two writers would mix two runs. "
-                "Wait for it or stop it, choose another run directory, or read this one with "
-                'Run.open(path, mode="r").'
+                "Wait for it or stop it, choose another run directory, or read this one meanwhile: "
+                f'rolltree show {path.parent}, or Run.open(path, mode="r").'
             ) from None
         note = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
         # The kernel drops the lock when the process dies; this text may be of a dead one.
