@@ -1,6 +1,7 @@
 """A role that registers and beats, and does nothing else; orders are files in the run.
 
-`NAME.do` holds the exit status to end with, or `stuck`, which stops the main loop, not the beats.
+`NAME.do` holds the exit status to end with, or `stuck`, which stops the main loop, not the beats,
+or `saves`: on SIGTERM it takes a while, and then notes in `NAME.saved` which roles still run.
 Standard library only, so that it starts quickly.
 """
 
@@ -63,9 +64,26 @@ def beat():
         time.sleep(BEAT_S)
 
 
+def runs(lives):
+    """Whether the newest process of a role runs."""
+    try:
+        os.kill(int(lives.read_text().split()[-1]), 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 def main():
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
     order = RUN / f"{NAME}.do"
+
+    def end(*_):
+        if order.exists() and order.read_text() == "saves":
+            time.sleep(1.5)
+            running = [path.stem for path in sorted(RUN.glob("*.lives")) if runs(path)]
+            (RUN / f"{NAME}.saved").write_text(" ".join(running))
+        sys.exit(75)
+
+    signal.signal(signal.SIGTERM, end)
     if order.exists() and order.read_text().startswith("early "):
         print("this role never works", flush=True)
         sys.exit(int(order.read_text().split()[1]))

@@ -43,6 +43,17 @@ async def test_a_run_ends_when_its_trainer_has_done_its_work(tmp_path):
     }
 
 
+async def test_the_trainer_saves_while_the_others_still_answer(tmp_path):
+    async with driving(tmp_path) as d:
+        await d.until_all()
+        d.do("trainer", "saves")
+        d.task.cancel()
+        await asyncio.gather(d.task, return_exceptions=True)
+    assert (tmp_path / "trainer.saved").read_text().split() == [
+        *("engine-0", "trainer", "worker-0", "worker-1")
+    ]
+
+
 async def test_roles_find_each_other(tmp_path):
     async with driving(tmp_path) as d:
         await d.until_all()

@@ -15,7 +15,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -291,25 +291,26 @@ class Driver:
 
     async def _stop_all(self, watching: asyncio.Task[None] | None) -> None:
         """End everything: the trainer first, which saves while the others still answer."""
-        self.roster.is_stopping = True
         tasks = [*self._keepers.values(), *self._drains, *([watching] if watching else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        names = list(self._keepers)
-        for group in (["trainer"], [name for name in names if name != "trainer"]):
-            await asyncio.gather(
-                *(
-                    self._launcher.stop(name, _GRACE_S.get(name, _DEFAULT_GRACE_S))
-                    for name in group
-                    if name in names
-                ),
-                return_exceptions=True,
-            )
+        await self._stop(["trainer"])
+        # Told only now: an engine that ends first is named as away while the trainer saves.
+        self.roster.is_stopping = True
+        await self._stop([name for name in self._keepers if name != "trainer"])
         await self._launcher.aclose()
         await self.control.aclose()
         for name in (STATE_FILE, TOKEN_FILE):
             (self.run_dir / name).unlink(missing_ok=True)
+
+    async def _stop(self, names: Iterable[str]) -> None:
+        stops = (
+            self._launcher.stop(name, _GRACE_S.get(name, _DEFAULT_GRACE_S))
+            for name in names
+            if name in self._keepers
+        )
+        await asyncio.gather(*stops, return_exceptions=True)
 
     def _fail(self, failure: RoleFailure) -> None:
         self._finish(
