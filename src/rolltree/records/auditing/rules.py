@@ -439,8 +439,8 @@ def _other_numbers(told: Mapping[str, Any], right: Mapping[str, Any]) -> Iterato
     """Yield the numbers of a report that its rollouts do not give: counts, means, intervals."""
     said, found = _numbers(told), _numbers(right)
     for name in sorted(said.keys() | found.keys()):
-        # What one version of rolltree reports and another does not is no difference; a kind of
-        # failure that only one of them knows is.
+        # Another version of rolltree may report less or more. A kind of failure that only one side
+        # knows is a difference.
         family = name.partition(".")[0]
         if family not in told or family not in right:
             continue
