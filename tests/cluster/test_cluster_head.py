@@ -1,8 +1,9 @@
-"""What the head does beside the training loop."""
+"""What the head does beside the training loop, and what the driver knows of roles that end."""
 
 import asyncio
 from types import SimpleNamespace
 
+from rolltree.cluster.roster import Registration, Roster
 from rolltree.cluster.trainer import HeadProcess
 from wait_kit import until
 
@@ -30,3 +31,14 @@ async def test_an_engine_that_failed_outside_of_a_call_is_brought_back():
     await until(lambda: revived)
     ticking.cancel()
     assert revived == clients[1:]
+
+
+def test_a_role_that_waits_to_be_started_again_is_not_late():
+    now = [0.0]
+    roster = Roster(20.0, lambda: now[0])
+    roster.started("engine-0", "engine")
+    roster.register(Registration("engine-0", "engine", "http://1", 1, "here"))
+    now[0] = 400.0
+    roster.ended("engine-0")
+    (role,) = roster.status()["roles"]
+    assert (role["state"], role["up_s"]) == ("starting", 0.0)

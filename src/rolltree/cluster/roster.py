@@ -102,6 +102,8 @@ class Roster:
         """Note that a role's process has ended: nobody is sent to it any more."""
         role = self.roles[name]
         role.registration = role.beat = role.stall = None
+        # Until it is started again, it is not one that does not come up.
+        role.started_at = self._clock()
         if role.kind == "trainer":
             # Its other ranks end with it.
             self.roles = {n: r for n, r in self.roles.items() if r.kind != "rank"}
