@@ -226,7 +226,7 @@ def reward_trend(facts: Facts) -> Cases:
     if began is None or ended is None:
         return
     change, recent = mean_change(first, last), mean_change(before, last)
-    now = ""
+    severity, now = _reward_severity(facts, change, recent), ""
     if len(steps) >= LEAST_STEPS:
         verb = "still rises" if trend(recent) == "rises" else trend(recent)
         bounds = f"{recent[0]:+.2g} [{recent[1]:+.2g}, {recent[2]:+.2g}]"
@@ -237,13 +237,13 @@ def reward_trend(facts: Facts) -> Cases:
         "ended": interval_text(ended.mean, ended.low, ended.high),
         "first_steps": steps_of(spans[0][0], spans[0][-1]),
         "last_steps": steps_of(spans[2][0], spans[2][-1]),
-        "now": now + _of_trend(facts, trend(change)),
-        "severity": _reward_severity(facts, change, recent),
+        "now": now + _of_trend(facts, trend(change), severity),
+        "severity": severity,
         "steps": [steps[0], steps[-1]],
     }
 
 
-def _of_trend(facts: Facts, found: Trend) -> str:
+def _of_trend(facts: Facts, found: Trend, severity: str) -> str:
     """Return what belongs to a reward that does not rise: other questions, what changed with it."""
     if _is_curriculum(facts):
         return " The questions became harder meanwhile."
@@ -253,7 +253,8 @@ def _of_trend(facts: Facts, found: Trend) -> str:
         words = meanwhile(facts, step)
         return f" It fell most at step {step}{words}." if words else ""
     rates = [value for _, value in facts.series("train/learning_rate")]
-    return f" The learning rate is {max(rates):.2g}." if found == "is flat" and rates else ""
+    is_told = severity == "warning" and rates
+    return f" The learning rate is {max(rates):.2g}." if is_told else ""
 
 
 def _reward_severity(facts: Facts, change: Change, recent: Change) -> str:
