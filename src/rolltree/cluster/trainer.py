@@ -146,7 +146,7 @@ class HeadProcess:
                 renderer = pool.clients[0].renderer
                 servers.add(server_client(TrainedServer, config, url, renderer, vocab_size))
             # The head makes no calls, which bring engines back elsewhere: one that missed a publish
-            # or failed outside of a worker's call would be out for ever.
+            # or failed outside of a worker's call would be out forever.
             for client in pool.clients:
                 if client.is_suspect or client.needs_weights:
                     _revive(servers, client)

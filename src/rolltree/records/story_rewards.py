@@ -389,7 +389,7 @@ def task_loss(facts: Facts) -> Cases:
 _PART = {"task": "task", "env_id": "environment"}
 
 
-def scale(facts: Facts) -> Cases:
+def reward_scale(facts: Facts) -> Cases:
     """Rewards that are counted in another unit from one step on."""
     by_step = facts.group_rewards
     steps = sorted(by_step)
@@ -410,7 +410,7 @@ def scale(facts: Facts) -> Cases:
 
 
 def dead_function(facts: Facts) -> Cases:
-    """A function that is paid and gives nothing any more, to nobody."""
+    """A reward function with a weight that gives nobody anything any more."""
     for name, weight in facts.weights.items():
         points = facts.series(f"metrics/{name}")
         values = [value for _, value in points]
