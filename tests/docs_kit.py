@@ -11,7 +11,8 @@ done so is marked in the page, by comments right above the block:
     <!-- file: my_agent/agent.py -->                       the block is written to a file
 
 `<!-- given: runs/demo -->` puts that committed run into the folder, `<!-- given: examples -->` the
-checkout's. What `print(...)  # prints 12` says must be printed, in that order.
+checkout's. What `print(...)  # prints 12` says, there or on the next line, must be printed, in
+that order.
 """
 
 import contextlib
@@ -49,7 +50,7 @@ _MARK = re.compile(
     r"(?:, `(?P<begins>[^`]+)`)?: (?P<said>.+) -->"
 )
 _GIVEN = re.compile(r"^<!-- given: (?P<path>\S+) -->$", re.MULTILINE)
-_PRINTS = re.compile(r"^ *print\(.*\)  # prints (.*)$", re.MULTILINE)
+_PRINTS = re.compile(r"^ *print\(.*\)(?:  |\n *)# prints (.*)$", re.MULTILINE)
 
 
 class Mark(NamedTuple):
