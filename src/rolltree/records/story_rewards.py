@@ -32,7 +32,7 @@ from rolltree.records.trends import (
     trend,
 )
 
-Change = tuple[float, float, float]
+Interval = tuple[float, float, float]
 ByStep = Mapping[int, Mapping[str, list[float]]]
 LEAST_SPAN = 2  # steps without reward variance, one after the other, that are worth a sentence
 # Share of the rewards' range below which there is more to earn. Some questions of most tasks cannot
@@ -257,7 +257,7 @@ def _of_trend(facts: Facts, found: Trend, severity: str) -> str:
     return f" The learning rate is {max(rates):.2g}." if is_told else ""
 
 
-def _reward_severity(facts: Facts, change: Change, recent: Change) -> str:
+def _reward_severity(facts: Facts, change: Interval, recent: Interval) -> str:
     found = _SEVERITY[trend(change)]
     worst, best = facts.rewards[0], facts.rewards[-1]
     # An interval that holds a rise worth having says that it is too early, and not that it is flat.
@@ -389,7 +389,7 @@ def task_loss(facts: Facts) -> Cases:
 _PART = {"task": "task", "env_id": "environment"}
 
 
-def scale(facts: Facts) -> Cases:
+def other_scale(facts: Facts) -> Cases:
     """Rewards that are counted in another unit from one step on."""
     by_step = facts.group_rewards
     steps = sorted(by_step)
@@ -410,7 +410,7 @@ def scale(facts: Facts) -> Cases:
 
 
 def dead_function(facts: Facts) -> Cases:
-    """A function that is paid and gives nothing any more, to nobody."""
+    """A function that earns reward, and gives its least to everybody from a step on."""
     for name, weight in facts.weights.items():
         points = facts.series(f"metrics/{name}")
         values = [value for _, value in points]
