@@ -42,6 +42,8 @@ UNSOLVED, UNSOLVED_FLAT = 0.9, 0.7
 MANY_FLAT = 0.7
 # A flat run rules out a rise by this share of what is left to earn.
 WORTH_HAVING = 0.2
+# A fall by this share of the rewards' range alarms if it is clear, a smaller one if it is very so.
+LARGE_FALL = 0.1
 # Rollouts from which on it says something that all of them earned the same.
 MANY_ROLLOUTS = 200
 # Unpaid metrics whose fall does not hurt: what something costs, or how often it goes wrong. Only
@@ -227,6 +229,10 @@ def reward_trend(facts: Facts) -> Cases:
         return
     change, recent = mean_change(first, last), mean_change(before, last)
     severity, now = _reward_severity(facts, change, recent), ""
+    # Of many healthy runs some fall a little by chance: that takes more than one in twenty.
+    is_large = -change[0] >= LARGE_FALL * (facts.rewards[-1] - facts.rewards[0])
+    if severity == "error" and not is_large and trend(mean_change(first, last, 0.999)) != "falls":
+        severity = "info"
     if len(steps) >= LEAST_STEPS:
         verb = "still rises" if trend(recent) == "rises" else trend(recent)
         bounds = f"{recent[0]:+.2g} [{recent[1]:+.2g}, {recent[2]:+.2g}]"
