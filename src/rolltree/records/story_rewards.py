@@ -402,9 +402,10 @@ def other_scale(facts: Facts) -> Cases:
     sizes = [[abs(x) for group in by_step[s].values() for x in group if x] for s in steps]
     most, num = 0.0, 0
     for at, step in enumerate(steps):
-        late = [each for part in sizes[at : at + 4] for each in part] if most and num >= 24 else []
-        # Nobody learns in one step to earn in nearly all rollouts what none has earned before.
-        if len(late) >= 8 and sum(each > 1.5 * most for each in late) >= 0.75 * len(late):
+        late = [each for part in sizes[at : at + 2] for each in part] if at > 5 < num else []
+        # Nobody learns in one step to earn in nearly all rollouts what none has earned before; a
+        # small model learns that in its first few.
+        if len(late) >= 6 and sum(each > 2 * most for each in late) >= 0.75 * len(late):
             yield {
                 "first": step,
                 "before": f"{most:.3g}",
