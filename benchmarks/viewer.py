@@ -175,7 +175,7 @@ def opened(browser: Any, folder: Path, address: str) -> dict[str, Any]:
     }
 
 
-def found(browser: Any, folder: Path) -> dict[str, Any]:
+def searched(browser: Any, folder: Path) -> dict[str, Any]:
     """Find a text in all rollouts, by an index that was made when it was first asked for."""
     with (
         tempfile.TemporaryDirectory() as cache,
@@ -254,7 +254,7 @@ def measure(folder: Path, only: list[str]) -> dict[str, Any]:
             },
         }
         if not only or FOUND in only:
-            results["opened"][FOUND] = found(browser, folder)
+            results["opened"][FOUND] = searched(browser, folder)
         if not only or "moving" in only:
             results["moving"] = moving(browser, folder)
     return results

@@ -124,7 +124,7 @@ DETECTORS: Mapping[str, Detector] = {
         runs=("other_rate", "more_steps"),
     ),
     "scale": Detector(
-        condition=story_rewards.reward_scale,
+        condition=story_rewards.other_scale,
         sentence="Rewards are counted in another scale since step {first}: {before} was the "
         "largest before, and is {after} since. What looks like a rise there is none.",
         severity="error",
