@@ -14,7 +14,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -121,7 +121,6 @@ class BrokerCounts:
     refused: int = 0
     late: int = 0
     waiting_bytes: int = 0
-    workers: set[str] = field(default_factory=set)
 
 
 class Broker:
