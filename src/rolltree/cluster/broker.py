@@ -14,13 +14,13 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
-from rolltree.cluster.control import Handler, error_answer, start_app, token_guard
+from rolltree.cluster.control import Handler, refusal, serve_at, token_guard
 from rolltree.cluster.leases import Leases
 from rolltree.cluster.messages import (
     Delivery,
@@ -121,7 +121,6 @@ class BrokerCounts:
     refused: int = 0
     late: int = 0
     waiting_bytes: int = 0
-    workers: set[str] = field(default_factory=set)
 
 
 class Broker:
@@ -258,7 +257,7 @@ class Broker:
             ]
         )
         try:
-            runner, self.url = await start_app(app, self._host)
+            runner, self.url = await serve_at(app, self._host)
         except OSError as error:
             self._failure = error
             return
@@ -331,11 +330,11 @@ class Broker:
     @web.middleware
     async def _when_ready(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if self._head is None:
-            return error_answer(503, "the head is not ready yet")
+            return refusal(503, "the head is not ready yet")
         try:
             return await handler(request)
         except msgspec.DecodeError as error:
-            return error_answer(400, f"{error}")
+            return refusal(400, f"{error}")
 
     @property
     def _there_is(self) -> Head:
@@ -398,7 +397,7 @@ class Broker:
         size = request.content_length or 0
         # One that is larger than the whole queue gets in alone.
         if self.counts.waiting_bytes and self.counts.waiting_bytes + size > self._queue_bytes:
-            return error_answer(503, "results wait to be stored; send them again")
+            return refusal(503, "results wait to be stored; send them again")
         self.counts.waiting_bytes += size
         try:
             delivery = read_message(Delivery, await self._body(request, math.inf))

@@ -98,7 +98,7 @@ class ControlServer:
             ]
         )
         try:
-            self._runner, self.url = await start_app(app, self._host)
+            self._runner, self.url = await serve_at(app, self._host)
         except OSError as error:
             raise ClusterError(
                 f"the control server cannot listen on {self._host} ({error}), and roles could not "
@@ -139,11 +139,11 @@ def _taking(
         try:
             return _json(handle(msgspec.json.decode(await request.read(), type=kind)))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            return error_answer(400, f"{error}")
+            return refusal(400, f"{error}")
         except ConfigError as error:
-            return error_answer(400, f"{error}")
+            return refusal(400, f"{error}")
         except ClusterError as error:
-            return error_answer(409, f"{error}")
+            return refusal(409, f"{error}")
 
     return answer
 
@@ -153,7 +153,7 @@ def _json(value: Answer, status: int = 200) -> web.Response:
     return web.Response(body=body, status=status, content_type="application/json")
 
 
-def error_answer(status: int, message: str) -> web.Response:
+def refusal(status: int, message: str) -> web.Response:
     """Return an answer that says what is wrong."""
     return _json({"error": message}, status)
 
@@ -166,13 +166,13 @@ def token_guard(token: str) -> Any:
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
         if not hmac.compare_digest(given, bearer):
-            return error_answer(401, "this server takes requests with the run's token only")
+            return refusal(401, "this server takes requests with the run's token only")
         return await handler(request)
 
     return guard
 
 
-async def start_app(app: web.Application, host: str) -> tuple[web.AppRunner, str]:
+async def serve_at(app: web.Application, host: str) -> tuple[web.AppRunner, str]:
     """Serve on a free port; return what ends it, and the address.
 
     Raises:

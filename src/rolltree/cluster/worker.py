@@ -135,7 +135,6 @@ class Engines:
     def __init__(self, head: HeadClient, first: FleetState) -> None:
         self._head, self._state = head, first
         self._by_url: dict[str, EngineState] = {}
-        self._news = asyncio.Event()
         self._asking: asyncio.Task[None] | None = None
         self.take(first)
 
@@ -163,8 +162,6 @@ class Engines:
         """Take what the head says."""
         self._state = state
         self._by_url = {engine.url: engine for engine in state.engines}
-        self._news.set()
-        self._news = asyncio.Event()
 
     async def refresh(self) -> None:
         """Ask the head; callers that ask at the same time share the answer."""
