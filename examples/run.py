@@ -6,8 +6,9 @@
 
 A recipe is a folder with a module of its own name (`load_environment`, and `teacher`, whose games
 the model is warmed up on) and `train.toml`. The warm-up plays the teacher's games into a run, and
-fine-tunes the tiny model on what is stored. The control trains with all advantages zero. Kill it
-and start the same command: it continues.
+fine-tunes the tiny model on what is stored: on all games, or on those that earned `keep` of its
+`WARM_UP`. The control trains with all advantages zero, or as its `CONTROL` says: without a warm-up.
+Kill it and start the same command: it continues.
 """
 
 from __future__ import annotations
@@ -28,7 +29,13 @@ from rolltree.reports.curves import reward_curve, save_curve
 from rolltree.rollouts.decode import decode_results
 
 HERE = Path(__file__).resolve().parent
-RECIPES = ("sql_agent", "guess_game", "tic_tac_toe_duel")
+RECIPES = (
+    "reasoning",
+    "sql_agent",
+    "guess_game",
+    "tic_tac_toe_duel",
+    "distillation",
+)
 
 
 def module_of(recipe: str) -> Any:
@@ -42,8 +49,13 @@ def module_of(recipe: str) -> Any:
     return module
 
 
-def stored_games(recipe: str, path: Path, seed: int, num_games: int) -> list[list[Any]]:
-    """Play the teacher's games into a run; return the token ids of each agent's calls."""
+def stored_games(
+    recipe: str, path: Path, seed: int, num_games: int, keep: float | None
+) -> list[list[Any]]:
+    """Play the teacher's games into a run; return the token ids of each agent's calls.
+
+    `keep`: the lowest reward of a game that is returned.
+    """
     module, (_, tokenizer) = module_of(recipe), rt.load_model("tiny")
     client = rt.ScriptedClient(module.teacher(seed), renderer=ChatRenderer(tokenizer))
     # The teacher's script has one stream of random numbers: side by side, games would share it in
@@ -57,6 +69,7 @@ def stored_games(recipe: str, path: Path, seed: int, num_games: int) -> list[lis
         for result in results
         for state in result.states
         if state["trajectory"] and state["error"] is None
+        if keep is None or (state["reward"] or 0.0) >= keep
     ]
 
 
@@ -69,7 +82,8 @@ def warm_up(recipe: str, runs: Path, seed: int) -> Path:
 
     settings: Mapping[str, Any] = module_of(recipe).WARM_UP
     path = runs / f"{recipe}-games-{seed}"
-    games = stored_games(recipe, path, seed, settings["num_games"])
+    games = stored_games(recipe, path, seed, settings["num_games"], settings.get("keep"))
+    print(f"{recipe}: {len(games)} stored games to learn from", flush=True)
     rng = random.Random(seed)
     torch.manual_seed(seed)
     torch.set_num_threads(1)  # a model this small has nothing for a second thread to do
@@ -89,9 +103,9 @@ def warm_up(recipe: str, runs: Path, seed: int) -> Path:
     return folder
 
 
-def train(recipe: str, runs: Path, seed: int, **settings: Any) -> Path:
+def train(recipe: str, runs: Path, seed: int, *, warm: bool = True, **settings: Any) -> Path:
     """Train the warm model and return the run's folder; `settings` are changes to train.toml."""
-    model = warm_up(recipe, runs, seed)
+    model = warm_up(recipe, runs, seed) if warm else "tiny"
     report = rt.train(
         HERE / recipe / "train.toml",
         environment=module_of(recipe).load_environment(),
@@ -115,9 +129,8 @@ def figures_of(path: Path) -> dict[str, Any]:
 def run(recipe: str, runs: Path, seed: int) -> dict[str, Any]:
     """Train a recipe and its control, and return their figures."""
     path = train(recipe, runs, seed, run_dir=str(runs / f"{recipe}-{seed}"))
-    control = train(
-        recipe, runs, seed, run_dir=str(runs / f"{recipe}-control-{seed}"), algorithm="zero"
-    )
+    changes = getattr(module_of(recipe), "CONTROL", {"algorithm": "zero"})
+    control = train(recipe, runs, seed, run_dir=str(runs / f"{recipe}-control-{seed}"), **changes)
     with rt.Run.open(path, "r") as opened:
         curve = reward_curve(opened)
     assert curve is not None
@@ -139,7 +152,9 @@ def complaints(found: Mapping[str, Any], stored: Mapping[str, Any]) -> list[str]
     if found["trained"]["difference"][1] <= 0:
         problems.append("the reward did not rise: the interval of the difference has 0 in it")
     if not found["control"]["difference"][1] <= 0 <= found["control"]["difference"][2]:
-        problems.append("the control changed the reward, and its advantages are all zero")
+        problems.append("the control changed the reward, and it has nothing to learn from")
+    if found["trained"]["after"][1] <= found["control"]["after"][2]:
+        problems.append("the trained model is not clearly better than the control")
     for part in ("before", "after"):
         (_, low, high), (_, at_least, at_most) = found["trained"][part], stored["trained"][part]
         if high < at_least or low > at_most:

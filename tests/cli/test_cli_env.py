@@ -45,7 +45,7 @@ def test_faults_are_told_and_end_with_status_1(tmp_path):
     found = invoke("env", "check", "./leaking.py", "-a", '{"num": 8}')
     assert found.exit_code == 1
     assert "leak: 100% of the prompts contain their own answer, 0% others'" in found.stdout
-    assert "1 faults" in found.stdout
+    assert "1 fault in" in found.stdout
     allowed = invoke("env", "check", "./leaking.py", "--allow", "leak")
     assert allowed.exit_code == 0
     as_json = invoke("env", "check", "./leaking.py", "--json")
