@@ -38,7 +38,7 @@ def test_a_rule_is_the_first_that_holds_in_its_case(name):
     assert found[0].rule == name
     assert len(found) <= MOST
     assert "{" not in found[0].text
-    assert str(found[0]).endswith(f"(docs/{RULES[name].page})")
+    assert str(found[0]).endswith(f"(rolltree docs {RULES[name].page.replace('.md', '')})")
 
 
 def test_figures_are_in_the_sentence():

@@ -120,6 +120,7 @@ def test_the_core_works_without_torch(version, wheel, tmp_path):
     assert "arithmetic" in run(programs / "rolltree", "env", "list", cwd=empty)
     run(programs / "rolltree", "env", "check", "arithmetic", cwd=empty)
     run(programs / "rolltree", "doctor", "--no-measure", cwd=empty)
+    assert "# The first hour" in run(programs / "rolltree", "docs", "first-hour", cwd=empty)
     # Without torch, an evaluation here says what to type.
     done = subprocess.run(
         [programs / "rolltree", "eval", "arithmetic"], cwd=empty, capture_output=True, text=True

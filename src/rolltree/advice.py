@@ -52,7 +52,7 @@ class Advice:
     page: str  # below docs/
 
     def __str__(self) -> str:
-        return f"{self.text} (docs/{self.page})"
+        return f"{self.text} (rolltree docs {self.page.replace('.md', '')})"
 
 
 @dataclass(frozen=True, slots=True)

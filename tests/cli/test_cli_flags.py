@@ -66,6 +66,7 @@ FLAGS = {
     },
     "models": {"prepare"},
     "doctor": {"--json", "--no-measure"},
+    "docs": {"page"},
     "init": {"name", "--kind", "--path"},
     "env list": set(),
     "env install": {"where", "-e", "--editable"},

@@ -25,6 +25,7 @@ from rolltree.cli import (
     cluster,
     compare,
     data,
+    docs,
     doctor,
     env,
     eval,
@@ -99,8 +100,8 @@ def messages() -> Iterator[None]:
 
 _VERIFIERS_V1 = (
     "this environment is written for verifiers 0.4 (verifiers.v1), whose tasksets rolltree cannot "
-    "run; it runs environments for 0.1.8. docs/compat.md says what to do: for its tasksets harbor, "
-    "openenv and textarena use rt.HarborEnv, rt.OpenEnv and rt.TextArenaEnv."
+    "run; it runs environments for 0.1.8. `rolltree docs compat` says what to do: for its "
+    "tasksets harbor, openenv and textarena use rt.HarborEnv, rt.OpenEnv and rt.TextArenaEnv."
 )
 
 
@@ -127,7 +128,7 @@ class Program(click.Group):
 app = Program(
     "rolltree",
     commands=[
-        *(doctor.examine, train.run_demo, env.new_environment, env.environments),
+        *(doctor.examine, docs.show_page, train.run_demo, env.new_environment, env.environments),
         *(eval.evaluate_environment, train.train_model, train.fork_stored_run),
         *(runs.list_stored_runs, show.show_run, view.view_runs),
         *(data.show_data, data.export_rollouts),

@@ -62,7 +62,7 @@ def _facts(
         ("disk", f"{machine.free_disk_bytes / GIB:.0f} GiB free here"),
         ("gpu", "; ".join(gpus) or "none"),
         ("torch", f"{machine.torch}, {build}" if machine.torch else "not installed"),
-        ("vllm", machine.vllm or "not installed (docs/inference.md)"),
+        ("vllm", machine.vllm or "not installed (see `rolltree docs inference`)"),
         (
             "sandbox",
             f"bubblewrap at {machine.bubblewrap}" if machine.bubblewrap else _NO_BUBBLEWRAP,

@@ -197,7 +197,7 @@ def test_held_out_questions_are_new():
 """
 
 _TRAIN = """\
-# Settings for {machine}. Every setting: docs/settings.md of rolltree.
+# Settings for {machine}. Every setting: `rolltree docs settings`.
 # rolltree train {name}                     (again: continues)
 # rolltree train {name} model.name=tiny     a trial of the pipeline in a minute; it learns nothing
 

@@ -281,7 +281,7 @@ def _meant(name: str, known: Iterable[str]) -> str:
     # A list of all keys would not help anybody.
     if "Did you mean" in found or len(names) < 40:
         return found
-    return f" The sections are {', '.join(_SECTIONS)}; docs/settings.md lists their keys."
+    return f" The sections are {', '.join(_SECTIONS)}; `rolltree docs settings` lists their keys."
 
 
 def _apply_setting(data: dict[str, Any], name: str, value: Any) -> None:

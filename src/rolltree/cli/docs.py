@@ -1,0 +1,51 @@
+"""`rolltree docs`: the pages that messages name, as they came with this version."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import click
+
+from rolltree.cli.arguments import echo
+from rolltree.errors import UnknownName
+
+PAGES = Path(__file__).parents[1] / "_docs"
+_HEADING = re.compile(r"^(#+) (.*)$", re.MULTILINE)
+
+
+@click.command("docs")
+@click.argument("page", required=False)
+def show_page(page: str | None) -> None:
+    """Print a page of the documentation (docs/NAME.md, or NAME#SECTION), or list the pages."""
+    pages = {path.stem: path for path in sorted(PAGES.glob("*.md")) if path.stem != "README"}
+    if page is None:
+        for name, path in pages.items():
+            heading = _HEADING.search(path.read_text(encoding="utf-8"))
+            echo(f"{name:<16} {heading[2] if heading else ''}".rstrip())
+        return
+    name, _, section = page.partition("#")
+    name = name.removeprefix("docs/").removesuffix(".md")
+    if name not in pages:
+        raise UnknownName(f"there is no page {name!r}. Write one of: {', '.join(pages)}.")
+    text = pages[name].read_text(encoding="utf-8")
+    echo((_section(text, section) if section else text).rstrip())
+
+
+def _section(text: str, anchor: str) -> str:
+    """Return the part under the heading that a link names, with the parts below it."""
+    headings = list(_HEADING.finditer(text))
+    for found in headings:
+        if _anchor(found[2]) == anchor:
+            rest = (each for each in headings if each.start() > found.start())
+            end = next((each.start() for each in rest if len(each[1]) <= len(found[1])), len(text))
+            return text[found.start() : end]
+    raise UnknownName(
+        f"the page has no section {anchor!r}. Write one of: "
+        f"{', '.join(_anchor(each[2]) for each in headings)}."
+    )
+
+
+def _anchor(heading: str) -> str:
+    """Return what links call a heading, as GitHub and the site make it."""
+    return re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip())
