@@ -93,6 +93,7 @@ def test_files_exist():
         "environments/my_env/my_env.py",
         "my_agent/agent.py",
         "my_agent/my_agent.py",
+        "my_env/my_env.py",
     }
     folders = (ROOT, ROOT / "src" / "rolltree", ROOT / "examples")
     missing = [

@@ -118,7 +118,10 @@ def test_train_report_and_going_on(config, tmp_path, monkeypatch):
 
 
 def test_python_prints_what_the_command_prints(config, tmp_path, capsys):
-    """The same lines on the same streams, but for times, names and how to go on."""
+    """The same lines on the same streams, but for times, names and how to go on.
+
+    The command also says that it loads a model, before it imports torch.
+    """
 
     def told(text, run):
         lines = text.replace(str(run), "RUN").splitlines()
@@ -132,7 +135,7 @@ def test_python_prints_what_the_command_prints(config, tmp_path, capsys):
     settings = load_train_config(config, [*few, f"run.dir={two}"])
     rt.train(settings)
     seen = capsys.readouterr()
-    assert told(seen.err, two) == told(result.stderr, one)
+    assert ["loading tiny", *told(seen.err, two)] == told(result.stderr, one)
     command, python = told(result.stdout, one), told(seen.out, two)
     assert python[:-1] == command[:-1]
     assert command[-1].endswith("train.num_steps=4")
