@@ -17,7 +17,7 @@ _HEADING = re.compile(r"^(#+) (.*)$", re.MULTILINE)
 @click.command("docs")
 @click.argument("page", required=False)
 def show_page(page: str | None) -> None:
-    """Print a page of the documentation (docs/NAME.md, or NAME#SECTION), or list the pages."""
+    """Print a page of the documentation (NAME, or NAME#SECTION), or list the pages."""
     pages = {path.stem: path for path in sorted(PAGES.glob("*.md")) if path.stem != "README"}
     if page is None:
         for name, path in pages.items():
