@@ -35,6 +35,8 @@ RECIPES = (
     "guess_game",
     "tic_tac_toe_duel",
     "distillation",
+    "code_agent",
+    "delegation",
 )
 
 

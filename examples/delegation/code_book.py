@@ -8,7 +8,7 @@
 Each letter has a digit in a code book that no prompt shows. The parent earns 1 for the digit of the
 wanted letter; a child earns 1 for the digit of the letter that it was asked, whatever it was asked.
 Both are one model in two roles. It knows rolltree's agents and protocols. It leaves out training:
-`run.py` does that, and `rolltree eval examples/delegation/code_book.py` plays.
+`delegation.py` says how, and `rolltree eval examples/delegation/code_book.py` plays.
 """
 
 from __future__ import annotations
