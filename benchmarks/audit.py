@@ -129,7 +129,9 @@ def make_run(path: Path, source: Path, num: int, *, for_audit: bool = True) -> P
     # Group after group, so that the copies of a group have one question.
     rows.sort(key=lambda row: (row.group_id, row.index_in_group))
     size = GROUPS * MEMBERS
-    with Run.create(path, config=TrainConfig().as_dict(), kind="train") as run:
+    config = TrainConfig().as_dict()
+    config["train"]["num_steps"] = num // size
+    with Run.create(path, config=config, kind="train") as run:
         batch: list[StoredRollout] = []
         for row in copies(rows, num - num % size, for_audit=for_audit):
             batch.append(row)
@@ -162,6 +164,7 @@ def main() -> int:
     figures = {
         "num_rollouts": report.num_rollouts,
         "num_findings": len(report.findings),
+        "findings": [f"{each.cause}: {each.message}" for each in report.findings[:5]],
         "wall_s": spent_s,
         "cpu_s": cpu_s,
         "processes": num,
