@@ -2,6 +2,8 @@
 
 import signal
 import socket
+import subprocess
+import sys
 
 import pytest
 from driver_kit import driving, is_alive
@@ -47,6 +49,32 @@ async def test_a_cluster_of_this_machine(tmp_path):
         await d.task
     assert not [pid for pid in pids.values() if is_alive(pid)]
     assert read_state(tmp_path) is None
+
+
+ENDED = """
+import asyncio, os, signal
+from rolltree.cluster.ray_launcher import RayLauncher
+
+async def main():
+    told = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)
+    launcher = RayLauncher()
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.wait_for(told.wait(), 20)
+    await launcher.aclose()
+    print("saved")
+
+asyncio.run(main())
+"""
+
+
+def test_sigterm_still_lets_the_run_save():
+    """Ray installs a handler that prints native stacks and ends the process."""
+    done = subprocess.run(
+        [sys.executable, "-c", ENDED], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "saved\n"), done.stderr[-2000:]
+    assert "SIGTERM received" not in done.stderr
 
 
 async def test_a_lost_node_is_replaced_by_another(tmp_path, nodes):

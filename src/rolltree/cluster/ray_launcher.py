@@ -12,8 +12,10 @@ import contextlib
 import logging
 import os
 import secrets
+import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -85,6 +87,7 @@ class RayLauncher(Launcher):
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         try:
             _check_reachable(address)
+            on_sigterm = signal.getsignal(signal.SIGTERM)
             self._ray.init(
                 address=address or "local",
                 namespace=f"rolltree-{self.launch_id}",
@@ -92,6 +95,10 @@ class RayLauncher(Launcher):
                 log_to_driver=False,
                 **own,
             )
+            if threading.current_thread() is threading.main_thread():
+                # Ray's own handler would print native stacks and end this process unsaved.
+                signal.signal(signal.SIGTERM, on_sigterm)
+                signal.siginterrupt(signal.SIGTERM, False)  # as asyncio sets it
         except Exception as error:  # Ray raises plain ones
             self._ray.shutdown()
             raise ClusterError(
