@@ -21,6 +21,8 @@ NAMES = ["train", "deep/agents", "tools"]
 PHASE = {"train": "eval_after", "deep/agents": "eval", "tools": "eval"}
 """The phase whose reward is the run's."""
 MINUS = "\N{MINUS SIGN}"
+TEXTS = "(list) => list.map((row) => [...row.children].map((each) => each.innerText))"
+"""The texts in each element's children, read at one moment: parts of a page are drawn later."""
 NUMBER = re.compile(rf"[+{MINUS}-]?\d[\d,]*(?:\.\d+)?(?:e[{MINUS}+-]?\d+)?")
 
 
@@ -75,13 +77,12 @@ def milliseconds(text):
 
 
 def facts(tab):
-    return dict(zip(tab.texts(".facts dt"), tab.texts(".facts dd"), strict=True))
+    return dict(tab.page.locator(".facts:not(details *) > div").evaluate_all(TEXTS))
 
 
 def table(tab, selector):
     """Return the rows of a plain table as texts."""
-    rows = tab.page.locator(f"{selector} tbody tr").all()
-    return [row.locator("td").all_inner_texts() for row in rows]
+    return tab.page.locator(f"{selector} tbody tr").evaluate_all(TEXTS)
 
 
 def own_rewards(rows):
