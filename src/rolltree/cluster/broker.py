@@ -338,7 +338,7 @@ class Broker:
 
     @property
     def _there_is(self) -> Head:
-        assert self._head is not None  # `_guard` has looked
+        assert self._head is not None  # `_when_ready` has looked
         return self._head
 
     async def _work(self, request: web.Request) -> web.Response:
