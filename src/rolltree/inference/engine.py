@@ -1,7 +1,7 @@
-"""The thread of an engine in this process: requests, cancellation, pauses, health and its end.
+"""The thread of an in-process engine: requests, cancellation, pauses, health and shutdown.
 
-`LocalEngine` and `VllmEngine` are two backends of `EngineThread`. `await engine.generate(request)`
-works from any event loop. Inside `engine.paused()` no step runs; `publish` brings new weights.
+`LocalEngine` and `VllmEngine` are the backends of `EngineThread`. `await engine.generate(request)`
+works from any event loop. Inside `engine.paused()` no step runs; `publish` takes over new weights.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ _NO_EFFECT: dict[str, tuple[object, ...]] = {
     "tool_choice": ("auto",),
     "parallel_tool_calls": (True,),
 }
-"""Values of servers' request fields that ask for what an engine does anyway."""
+"""Request fields of servers, and the values that ask for what an engine does anyway."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOutput:
-    """One completion. Arrays of shape `[_C]`, one entry per sampled token, end token included.
+    """One completion; arrays have shape `[_C]`: one entry per sampled token, with the end token.
 
-    `logprobs` are those of the distribution sampled from (at temperature 0, of temperature 1),
-    `raw_logprobs` those of the model's own softmax, if the engine has them. `stop` is the stop
-    string, or the id in `stop_token_ids`, that ended it; None when an end token or the length did.
-    `routed_experts` are those of `ModelResponse`, where the engine records them.
+    `logprobs` are under the distribution sampled from (at temperature 0, that of temperature 1),
+    `raw_logprobs` under the model's own softmax, if the engine has them. `stop` is the stop string,
+    or the id in `stop_token_ids`, that ended the completion; None if an end token or the length
+    limit did. `routed_experts` is as in `ModelResponse`, if the engine records it.
     """
 
     completion_ids: IntArray
@@ -69,7 +69,7 @@ class EngineOutput:
 
 
 class SampledToken(NamedTuple):
-    """One sampled token, reported while its answer goes on."""
+    """One sampled token, reported before its completion is done."""
 
     id: int
     logprob: float
@@ -79,7 +79,7 @@ class SampledToken(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class EngineRequest:
-    """A request in an engine; once it is queued only the engine's thread touches it."""
+    """A request in an engine; after it is queued, only the engine's thread runs it."""
 
     prompt: IntArray
     sampling: SamplingParams
@@ -92,11 +92,11 @@ class EngineRequest:
     wait_s: float = 0.0
 
     def admit(self) -> None:
-        """Note that decoding begins: what was waited until now is `wait_s`."""
+        """Note that decoding begins: the time waited so far becomes `wait_s`."""
         self.wait_s = time.monotonic() - self.submitted_s
 
     def settle(self, outcome: EngineOutput | Exception) -> None:
-        """Answer; a request that was cancelled meanwhile needs no answer."""
+        """Set the request's result or error, unless it was cancelled meanwhile."""
         with suppress(InvalidStateError):
             if isinstance(outcome, Exception):
                 self.future.set_exception(outcome)
@@ -119,17 +119,17 @@ RequestT = TypeVar("RequestT", bound=EngineRequest)
 
 
 class EngineThread(ABC, Generic[RequestT]):
-    """Everything about an engine but the decoding.
+    """Everything in an engine except the decoding.
 
     A backend calls `_start` at the end of its `__init__` and implements `_new_request`, `_step`,
     `_has_work`, `_drop_cancelled`, `_forget_requests` and `_take_weights`.
 
     Args:
         eos_token_ids: ids that end an answer; they count as sampled and are its last id.
-        max_batch: how many requests decode together; further ones wait, which is `wait_s`.
-        max_context: prompt and completion of one request, in tokens.
-        version: of the weights that the engine starts with.
-        seed: for requests that bring none.
+        max_batch: how many requests decode together; further ones wait, which counts as `wait_s`.
+        max_context: the most tokens of one request, prompt and completion together.
+        version: the policy version of the weights that the engine starts with.
+        seed: for requests without a seed of their own.
 
     Raises:
         ConfigError: `max_batch` or `max_context` leaves no room for a single request.
@@ -169,21 +169,21 @@ class EngineThread(ABC, Generic[RequestT]):
         self._pause_began_s: float | None = None  # None while a step may run
         self._stepping = self._any_cancelled = False
         self._between_steps: list[Future[None]] = []
-        self._ended: ModelError | None = None  # why nothing more is answered
+        self._ended: ModelError | None = None  # why no more requests are answered
         self._stopped: Future[None] = Future()
 
     def _start(self, name: str) -> None:
-        """Start the thread; returns when `_open` has run there, and raises what it raised."""
+        """Start the thread and wait until `_open` has run in it; raises what `_open` raised."""
         opened: Future[None] = Future()
-        # A daemon: Python waits for other threads before it runs `atexit`, which ends this one.
+        # A daemon: Python joins other threads before it runs `atexit`, which stops this one.
         self._thread = threading.Thread(target=self._run, args=(opened,), name=name, daemon=True)
         self._thread.start()
         opened.result()
-        # Python must not be taken down under a thread that computes.
+        # The interpreter must not shut down while the thread computes.
         atexit.register(self.close)
 
     def _open(self) -> None:
-        """Make what must be made in the engine's thread."""
+        """Create what must be created in the engine's thread."""
 
     @abstractmethod
     def _new_request(
@@ -193,29 +193,29 @@ class EngineThread(ABC, Generic[RequestT]):
 
     @abstractmethod
     def _has_work(self) -> bool:
-        """Whether requests wait or decode."""
+        """Whether any request is waiting or decoding."""
 
     @abstractmethod
     def _step(self, new: list[RequestT], version: int) -> None:
-        """Take in new requests and sample one more token; `version` is that of the weights."""
+        """Take in new requests and run one sampling step with weights of this `version`."""
 
     @abstractmethod
     def _drop_cancelled(self) -> None:
-        """Take requests whose futures are cancelled out of the batch."""
+        """Remove requests with cancelled futures from the batch."""
 
     def _forget_requests(self) -> None:
-        """Empty the batch: every request in it has been answered with an error."""
+        """Empty the batch: every request in it fails."""
 
     @abstractmethod
     def _take_weights(self, version: int) -> None:
-        """Take over the trainer's weights; no step runs. An error ends the engine."""
+        """Take over the trainer's weights between steps. An error ends the engine."""
 
     def _close(self) -> None:
         """Free what `_open` made."""
 
     @property
     def version(self) -> int:
-        """The policy version that tokens sampled from now on carry."""
+        """The policy version of tokens that are sampled from now on."""
         return self._version
 
     @property
@@ -233,27 +233,27 @@ class EngineThread(ABC, Generic[RequestT]):
     ) -> EngineOutput:
         """Sample one completion after exactly `request.prompt_ids`.
 
-        Cancelling the awaiting task takes the request out of the batch. `on_token` is `submit`'s.
+        Cancelling the awaiting task removes the request from the batch. `on_token`: see `submit`.
 
         Raises:
-            PromptTooLong: no room for one more token within `max_context`.
+            PromptTooLong: there is no room for one more token within `max_context`.
             TokenError: the prompt is empty, or has an id outside the vocabulary.
-            UnsupportedSetting: the engine cannot do what `request.sampling` asks.
+            UnsupportedSetting: the engine does not support a setting in `request.sampling`.
             ModelError: the engine failed or was closed.
         """
         queued = self._enqueue(request, on_token)
-        # An idle engine starts when the loop has run all tasks that are ready, so that requests
-        # which are made together are sampled together.
+        # An idle engine wakes only after the loop has run all ready tasks, so that requests made
+        # together are sampled together.
         asyncio.get_running_loop().call_soon(self._wake)
         return await asyncio.wrap_future(queued)
 
     def submit(
         self, request: GenerateRequest, on_token: Callable[[SampledToken], None] | None = None
     ) -> Future[EngineOutput]:
-        """Queue a request and return at once; raises and answers as `generate` does.
+        """Queue a request and return its future at once; errors are those of `generate`.
 
-        `on_token` is called in the engine's thread after every sampled token but the last, with
-        which the answer comes; it must be quick and may not raise.
+        `on_token` is called in the engine's thread for every sampled token except the last, which
+        comes with the answer. It must be quick and must not raise.
         """
         queued = self._enqueue(request, on_token)
         self._wake()
@@ -273,7 +273,7 @@ class EngineThread(ABC, Generic[RequestT]):
         extra = extra_of(sampling)
         check_extra(extra, self.extra_settings, self.label)
         with self._condition:
-            # Under the lock, so that no request is queued behind the last step.
+            # Under the lock, so that no request is queued after the last step.
             self._check_running()
             seed = sampling.seed if sampling.seed is not None else next(self._seeds)
             queued = self._new_request(prompt, sampling, extra, seed % 2**64)
@@ -285,13 +285,13 @@ class EngineThread(ABC, Generic[RequestT]):
 
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
-        """No step runs inside this block; requests stay where they are and go on afterwards.
+        """Let no step run inside this block; requests stay where they are and go on afterwards.
 
-        Blocks may nest or overlap: the engine goes on after the last one, and the time is counted
-        once as the requests' `wait_s`.
+        Blocks may nest or overlap: the engine resumes after the last one, and the time is added
+        once to the requests' `wait_s`.
         """
         waiter: Future[None] | None = None
-        # From here on no step begins; one that runs is waited for.
+        # From here on no step begins; wait for one that is running.
         with self._condition:
             self._num_pauses += 1
             if self._stepping:
@@ -299,8 +299,8 @@ class EngineThread(ABC, Generic[RequestT]):
                 self._between_steps.append(waiter)
             elif self._pause_began_s is None:
                 self._pause_began_s = time.monotonic()
-        # Also if this is cancelled while it waits: a pause that is never given back would stop the
-        # engine.
+        # Even if this task is cancelled while it waits, the pause must end, or the engine would
+        # never resume.
         try:
             if waiter is not None:
                 await asyncio.wrap_future(waiter)
@@ -325,7 +325,7 @@ class EngineThread(ABC, Generic[RequestT]):
 
         Raises:
             ConfigError: the engine is not paused, so a step may be reading the weights.
-            ModelError: the engine has ended, or could not take the weights over; then it ends,
+            ModelError: the engine has ended, or could not take over the weights and ends now,
                 since it may hold half of an update.
         """
         # `_begin_step` takes the same lock.
@@ -356,7 +356,7 @@ class EngineThread(ABC, Generic[RequestT]):
         self.close()
 
     def close(self) -> None:
-        """Do what `aclose` does, and block meanwhile; called at exit at the latest."""
+        """Do what `aclose` does, but block; called when the process exits, if not before."""
         self._ask_to_stop()
         self._thread.join()
         atexit.unregister(self.close)
@@ -369,7 +369,7 @@ class EngineThread(ABC, Generic[RequestT]):
 
     def _end(self, why: str, cause: BaseException | None = None) -> None:
         with self._condition:
-            # The first reason is the cause; what follows it may only be a consequence.
+            # Keep the first reason: later ones may only be consequences of it.
             if self._ended is None:
                 self._ended = ModelError(why)
                 self._ended.__cause__ = cause
@@ -377,8 +377,8 @@ class EngineThread(ABC, Generic[RequestT]):
 
     def _check_running(self) -> None:
         if self._ended is not None:
-            # A new one for each caller: one exception that is raised again collects everybody's
-            # frames.
+            # A new exception for each caller: one that is raised repeatedly would collect the
+            # frames of all callers.
             raise ModelError(str(self._ended)) from self._ended.__cause__
 
     def _check_prompt(self, prompt: IntArray) -> None:
@@ -425,7 +425,7 @@ class EngineThread(ABC, Generic[RequestT]):
             )
             raise
         finally:
-            # Nobody may wait for an engine that has gone: neither for an answer nor for a pause.
+            # Nothing may wait for an engine that has ended: neither a request nor a pause.
             self._lose_requests(self._ended or ModelError(f"{self.label} has ended."))
             self._end_step()
             try:
@@ -442,7 +442,7 @@ class EngineThread(ABC, Generic[RequestT]):
         error = ModelError(f"{what} lost. {advice}")
         error.__cause__ = cause
         with self._condition:
-            # They were not part of the failed step.
+            # Requests in the inbox were not part of the failed step.
             arrived = set(self._inbox)
         self._lose_requests(error, arrived)
 
@@ -454,7 +454,7 @@ class EngineThread(ABC, Generic[RequestT]):
             request.settle(error)
 
     def _begin_step(self) -> list[RequestT] | None:
-        """Wait until there is work and no pause; None ends the thread."""
+        """Wait until there is work and no pause; return the new requests, or None to stop."""
         with self._condition:
             while self._ended is None and (
                 self._num_pauses or not (self._inbox or self._has_work())
@@ -484,7 +484,7 @@ class EngineThread(ABC, Generic[RequestT]):
 
 
 def check_sampling(sampling: SamplingParams) -> None:
-    """Raise `UnsupportedSetting` for numbers that nothing can be sampled with."""
+    """Raise `UnsupportedSetting` for numbers that cannot be sampled with."""
     checks = {
         "temperature": sampling.temperature == 0 or 1e-6 <= sampling.temperature < float("inf"),
         "top_p": 0 < sampling.top_p <= 1,
@@ -500,7 +500,7 @@ def check_sampling(sampling: SamplingParams) -> None:
 
 
 def extra_of(sampling: SamplingParams) -> dict[str, Any]:
-    """Return the settings in `extra`, those in its `extra_body` included."""
+    """Return the settings in `extra`, including those in its `extra_body`."""
     extra = {**sampling.extra, **sampling.extra.get("extra_body", {})}
     extra.pop("extra_body", None)
     return extra

@@ -1,4 +1,4 @@
-"""One HTTP server that answers JSON: limits, retries, and errors by what they mean.
+"""A client of one HTTP server that answers with JSON: limits, retries and typed errors.
 
 The API key is kept out of `repr`, logs and error messages.
 """
@@ -34,7 +34,7 @@ ResultT = TypeVar("ResultT")
 ReadT = TypeVar("ReadT", covariant=True)
 
 MAX_ANSWER_BYTES = 64 * 2**20
-"""A prompt of 128,000 ids and an answer of 32,000 tokens with logprobs have about 5 MB."""
+"""A prompt of 128,000 ids and an answer of 32,000 tokens with logprobs take about 5 MB."""
 
 _TOO_LONG = (
     "context_length_exceeded",
@@ -57,10 +57,10 @@ _RETRYABLE = frozenset((408, 409, 425, 429))
 
 
 class StreamReader(Protocol[ReadT]):
-    """Reads one answer that is a stream of events."""
+    """Reads an answer that is a stream of events."""
 
     def feed(self, part: bytes) -> None:
-        """Take a part of the stream, cut anywhere; what it raises ends the request."""
+        """Take a part of the stream, cut anywhere; an exception ends the request."""
         ...
 
     def result(self) -> ReadT:
@@ -69,7 +69,7 @@ class StreamReader(Protocol[ReadT]):
 
     @property
     def failure(self) -> tuple[int, str] | None:
-        """The status and the text of the error that came in the place of an answer's rest."""
+        """The status and text of an error that the server sent instead of the answer's rest."""
         ...
 
 
@@ -78,7 +78,7 @@ class AnswerStream(Protocol[ReadT]):
 
     @property
     def was_told(self) -> bool:
-        """Whether somebody was told a part of an answer: it is not asked for again then."""
+        """Whether a part of an answer was passed on: then the request is not retried."""
         ...
 
     def reader(self, check: Callable[[bytes], None]) -> StreamReader[ReadT]:
@@ -87,20 +87,20 @@ class AnswerStream(Protocol[ReadT]):
 
 
 class HttpClient:
-    """Requests to one base URL, at most `max_connections` at a time.
+    """Makes requests to one base URL, at most `max_connections` at a time.
 
     Args:
         base_url: where the API is, usually ending in `/v1`.
         api_key: sent as a bearer token; never shown.
-        admin_key: sent instead to where weights are replaced; the `api_key` unless given.
-        retry: how often to try again.
+        admin_key: sent instead of `api_key` to the endpoints that replace weights, if given.
+        retry: how often and after which waits to retry.
         timeout_s: the longest that one attempt may take, from its connection to its last byte.
-        deadline_s: the longest that one call may take with all its attempts and the waits between
-            them, from when it has a connection slot; twice `timeout_s` unless given.
+        deadline_s: the longest that one call may take with all attempts and the waits between
+            them, after it gets a connection slot; twice `timeout_s` unless given.
         max_connections: most requests at a time; further ones wait, which counts as `wait_s`.
-        max_answer_bytes: the largest answer that is read, as it is sent and unpacked.
-        headers: further headers of every request.
-        transport: what carries requests instead of sockets, for tests.
+        max_answer_bytes: the largest answer that is read, both compressed and decompressed.
+        headers: additional headers of every request.
+        transport: carries requests instead of sockets, for tests.
 
     Raises:
         ConfigError: the base URL is not an http(s) URL or holds a password, or a limit is not
@@ -144,7 +144,7 @@ class HttpClient:
             "Accept-Encoding": "gzip, deflate",
             **({"Authorization": f"Bearer {api_key}"} if api_key else {}),
         }
-        # Names of headers ignore case: a given one takes the place of ours however it is spelled.
+        # Header names ignore case: a given header replaces ours, however it is spelled.
         for name, value in (headers or {}).items():
             self._get_headers = {
                 known: text
@@ -165,7 +165,7 @@ class HttpClient:
 
     @property
     def root_url(self) -> str:
-        """The base URL without the `/v1` at its end: where servers have what is not OpenAI's."""
+        """The base URL without a final `/v1`; paths that are not OpenAI's start here."""
         return self.base_url.removesuffix("/v1")
 
     async def post(
@@ -183,33 +183,33 @@ class HttpClient:
         """Send `body` as JSON (GET when it is None) and return the decoded answer.
 
         `path` continues the base URL, or the root URL with `at_root`. `as_admin` sends the
-        `admin_key`, if there is one. `retry` takes the place of the server's own, and so does
-        `timeout_s`, with a deadline of twice as long. `stream` reads an answer that is a stream of
-        events; any other is decoded as a whole.
+        `admin_key`, if there is one. `retry` replaces the client's policy, and `timeout_s` its
+        timeout, with a deadline twice as long. `stream` reads an answer that is a stream of
+        events; any other answer is decoded as a whole.
 
         Raises:
             PromptTooLong: the server says that the prompt does not fit.
-            ServerError: an error status that stayed, or that no retry can fix.
+            ServerError: an error status that retries did not fix, or cannot fix.
             CallTimeout: the deadline passed.
-            ConnectionFailed: no connection, or none that lasted until the answer was complete.
+            ConnectionFailed: no connection, or it broke before the answer was complete.
             AnswerTooLarge: the answer has more than `max_answer_bytes`.
-            BadResponse: the answer could not be decoded, time after time.
+            BadResponse: the answer could not be decoded, even after retries.
         """
-        # Once for all attempts.
+        # Encoded once for all attempts.
         content = None if body is None else encode_json(body)
         url = (self.root_url if at_root else self.base_url) + path
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         deadline_s = self.deadline_s if timeout_s is None else 2.0 * timeout_s
         transport, slots = self._connect()
-        # The caller's own queue is not the server's fault: the wait for a slot is outside of the
-        # deadline (design/0015).
+        # The deadline excludes the wait for a slot: the caller's own queue is not the server's
+        # fault (design/0015).
         start = monotonic()
         async with slots:
             queued_s = monotonic() - start
 
             async def attempt() -> ResultT:
-                # A name per attempt: an answer to an earlier one, which comes late, is not this
-                # one's.
+                # An id per attempt, so that a late answer to an earlier attempt is not taken for
+                # the answer to this one.
                 name = self._ids.new()
                 reader = (
                     None
@@ -225,7 +225,7 @@ class HttpClient:
                         if reader.failure is not None:
                             raise self._error(*reader.failure, url)
                         return reader.result()
-                    # Before decoding: another request's answer could decode well.
+                    # Before decoding, since another request's answer could be decoded, too.
                     self._ids.check(name, answer.body)
                     return decode(answer.body)
                 except BadResponse as error:
@@ -242,13 +242,13 @@ class HttpClient:
         return Outcome(outcome.value, outcome.num_retries, outcome.wait_s + queued_s)
 
     async def check_health(self) -> None:
-        """Ask `/health` once; a server that has no such path is well.
+        """Request `/health` once; a server without this path counts as healthy.
 
         Raises:
             ConnectionFailed: no answer within 5 seconds.
-            ServerError: the server says that it is not well.
+            ServerError: the server reports that it is unhealthy.
         """
-        # Without a slot: calls that hang must not hide that the server is well.
+        # Without a slot: calls that hang must not hide that the server is healthy.
         transport, _ = self._connect()
         url = f"{self.root_url}/health"
         try:
@@ -263,7 +263,7 @@ class HttpClient:
         """Open a connection, to the proxy if there is one, and close it; send nothing.
 
         Raises:
-            ConnectionFailed: it was not made within `limit_s`.
+            ConnectionFailed: no connection was made within `limit_s`.
         """
         if self._given_transport is not None:
             return
@@ -282,12 +282,12 @@ class HttpClient:
     async def aclose(self) -> None:
         """Close the connections; the next request opens new ones."""
         transport, self._transport = self._transport, None
-        # Those of another loop were closed with it (design/0015).
+        # The connections of a different loop were closed with that loop (design/0015).
         if transport is not None and self._loop is asyncio.get_running_loop():
             await transport.aclose()
 
     def _connect(self) -> tuple[Transport, asyncio.Semaphore]:
-        """Return the connections of the running loop: they cannot move to another one."""
+        """Return the transport and slots of the running loop; they cannot move to another."""
         loop = asyncio.get_running_loop()
         if self._transport is None or self._loop is not loop:
             self._loop = loop
@@ -315,11 +315,11 @@ class HttpClient:
         try:
             if reader is None:
                 answer = await transport.send(url, headers, content)
-            else:  # parts of a packed stream could not be read as they come
+            else:  # parts of a compressed stream could not be read as they come
                 headers = {**headers, "Accept-Encoding": "identity"}
                 answer = await transport.send(url, headers, content, reader.feed)
         except AnswerTooLarge:
-            raise  # asked again, it would hardly be smaller
+            raise  # the answer to a retry would hardly be smaller
         except BadResponse as error:
             raise Retry(error) from error
         # The next attempt would find the same certificate.
@@ -345,7 +345,7 @@ class HttpClient:
         self, status: int, text: str, url: str, after_s: float | None = None
     ) -> Retry | ModelError:
         """Return what to raise for an error status."""
-        # Cut after the keys were taken out, or half of one could stay.
+        # Cut after keys are redacted, or half of one could remain.
         error = status_error(status, self._redacted(text[:2000])[:500], url)
         if isinstance(error, ServerError) and error.retryable:
             return Retry(error, after_s)
@@ -380,7 +380,7 @@ def checked_url(base_url: str) -> str:
 
 def status_error(status: int, text: str, where: str) -> ModelError:
     """Return the exception for an error status with the answer `text`."""
-    # Servers have no common code for this; all of them say it in words.
+    # Servers have no common error code for this, but all of them say it in words.
     if status in (400, 413, 422) and any(sign in text.lower() for sign in _TOO_LONG):
         return PromptTooLong(
             f"{where} says that the prompt does not fit: {text}. The call has no answer; shorten "

@@ -1,4 +1,4 @@
-"""A client for OpenAI-compatible servers: aiohttp and msgspec, arrays instead of response objects.
+"""A client for OpenAI-compatible servers, with aiohttp, msgspec, and arrays for response objects.
 
 With a `ChatRenderer` it renders prompts itself and sends token ids (token-in); without one it sends
 messages and takes whatever ids the server returns.
@@ -48,14 +48,14 @@ from rolltree.inference.wire import PromptReader, Response, decode_chunk, decode
 from rolltree.types import FinishReason, MessageType, ModelResponse, SamplingParams
 
 TokenEndpoint = Literal["auto", "generate", "completions"]
-"""The endpoint for prompts of ids: try and fall back, vLLM's token-in endpoint, or completions."""
+"""For prompts of ids: vLLM's token-in endpoint if the server has it, only that, or completions."""
 _TOKEN_IN_PATH = "/inference/v1/generate"
 _ABSENT = (404, 405, 501)
 _PATHS: dict[MessageType, str] = {"chat": "/chat/completions", "completion": "/completions"}
 
 
 class OpenAIMemory(MessageSession):
-    """The memory of a session: its calls by message, and by token if prompts are rendered."""
+    """The memory of a session: its calls by message, and by token if prompts are rendered here."""
 
     def __init__(self, tokens: TokenFields, renderer: ChatRenderer | None) -> None:
         super().__init__(tokens)
@@ -67,31 +67,31 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
 
     Args:
         base_url: where the API is, usually ending in `/v1`.
-        model: the model asked when a call names none.
+        model: the model of calls that name none.
         api_key: sent as a bearer token; never shown.
-        admin_key: sent instead when weights are published; the `api_key` unless given.
-        renderer: renders prompts on this side and sends ids; needs a server that returns ids.
+        admin_key: sent instead of `api_key` when weights are published, if given.
+        renderer: renders prompts locally, so that ids are sent; needs a server that returns ids.
         token_ids: `"auto"` asks for ids and does without them if the server gives none (such
             calls cannot be trained), `"vllm"` insists on them, `"off"` never asks.
-        logprobs_mode: what the server's logprobs are: `"raw"` the model's own (vLLM's default), or
-            `"processed"` those of the distribution sampled from. Raw ones are dropped when
+        logprobs_mode: what the server's logprobs are under: `"raw"` the model's own distribution
+            (vLLM's default), or `"processed"` the one sampled from. Raw logprobs are dropped if
             temperature, top_p and the like are not neutral, since they would be wrong.
         token_endpoint: where prompts that were rendered here are sent: vLLM's
             `/inference/v1/generate`, which reports the policy version of every token, or
             `/v1/completions`; `"auto"` finds out.
-        vocab_size: how many ids the model has; others are refused. Not checked unless given.
-        retry: how often to try again.
+        vocab_size: the size of the vocabulary; larger ids are rejected. Not checked unless given.
+        retry: how often and after which waits to retry.
         timeout_s: the longest that one attempt may take, from its connection to its last byte.
-        deadline_s: the longest that one call may take, retries and the waits between them
-            included; twice `timeout_s` unless given.
+        deadline_s: the longest that one call may take, including retries and the waits between
+            them; twice `timeout_s` unless given.
         max_connections: most requests at a time; further ones wait, which counts as `wait_s`.
-        max_answer_bytes: the largest answer that is read, as it is sent and unpacked.
-        headers: further headers of every request.
-        transport: what carries requests instead of sockets, such as
+        max_answer_bytes: the largest answer that is read, both compressed and decompressed.
+        headers: additional headers of every request.
+        transport: carries requests instead of sockets, such as
             `rolltree.testing.DirectTransport`.
 
-    `version`, as it is when a request is sent, is the policy version of tokens for which the server
-    reports none; publishing weights to the server sets it.
+    Tokens for which the server reports no policy version get `version` as it was when the request
+    was sent; publishing weights to the server sets it.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
         self._posts = CompletionPosts(self._server)
         self.token_in = TokenInEndpoint(self._posts, token_endpoint)
         self.version = 0
-        # Learned from the server's first refusal.
+        # Changes when the server rejects the field.
         self._max_tokens_field = "max_tokens"
         self._context_limit = ContextLimit(self._server)
 
@@ -143,7 +143,7 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
 
     @property
     def model(self) -> str:
-        """The model asked when a call names none."""
+        """The model of calls that name none."""
         return self._model
 
     @property
@@ -152,13 +152,13 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
         return self._server
 
     def new_memory(self) -> OpenAIMemory:
-        """Return what a session remembers, empty."""
+        """Return the empty memory of a new session."""
         return OpenAIMemory(self.tokens, self.renderer)
 
     async def respond(self, call: ModelCall, memory: OpenAIMemory) -> ModelResponse:
         """Send ids if prompts are rendered here and the server returns ids, else messages."""
         by_token = memory.by_token
-        # Without ids in return, rendering here would only bring the risk of another template.
+        # If the server returns no ids, rendering here would only risk a different template.
         if by_token is None or not self.tokens.wanted or isinstance(call.prompt, np.ndarray):
             return await self.respond_by_message(call, memory)
         prompt = by_token.prepare(
@@ -169,14 +169,14 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
     def recall(
         self, call: ModelCall, response: ModelResponse, memory: OpenAIMemory
     ) -> ModelResponse:
-        """Take a call that was made elsewhere into a session's memory.
+        """Add a call that was made elsewhere to a session's memory.
 
-        Where the server renders prompts, only answers of the model of this name keep their ids.
+        If the server renders prompts, only answers of the model that the call names keep their ids.
         """
         assert not isinstance(call.prompt, np.ndarray)
         if memory.by_token is not None and self.tokens.wanted:
             return memory.by_token.remember(call.prompt, call.tools, call.model, response)
-        # Another model's ids may spell something else here.
+        # Another model's ids may stand for different text here.
         if response.model != (call.model or self._model):
             return without_ids(response)
         return memory.remember(call.prompt, call.tools, call.model, response)
@@ -185,7 +185,7 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
         """Return if the server answers at all.
 
         Raises:
-            ModelError: it does not, or says that it is not well.
+            ModelError: it does not answer, or reports that it is unhealthy.
         """
         await self._server.check_health()
 
@@ -202,7 +202,7 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
     ) -> Outcome[Response]:
         """Send one request, asking for ids until the server rejects that.
 
-        `content` is its messages or its prompt.
+        `content` has the request's messages or its prompt.
 
         Raises:
             ModelError: as `HttpClient.post` says.
@@ -222,9 +222,10 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
     ) -> Outcome[Response]:
         """Request as many tokens as fit if the call has no limit.
 
-        A text completion without `max_tokens` that was cut after 16 tokens is asked again with the
-        context's limit, and later ones are asked so at once. One that is streamed cannot be asked
-        again, so the limit is found out before; without one it is not streamed.
+        A text completion without `max_tokens` that was cut after 16 tokens is requested again with
+        the rest of the context as its limit, and later ones get that limit at once. A streamed
+        completion cannot be requested again, so its limit is looked up first; if that is unknown,
+        the completion is not streamed.
         """
         if message_type == "chat" or sampling.max_tokens is not None:
             return await self._ask(content, message_type, sampling, model, reader, stream)
@@ -235,7 +236,7 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
             stream = None
         limited = replace(sampling, max_tokens=remaining)
         outcome = await self._ask(content, message_type, limited, model, reader, stream)
-        # The cut answer is dropped and not extended: one answer is one sample.
+        # The cut answer is dropped instead of extended: one answer is one sample.
         if remaining is None and cut_by_default(outcome.value):
             self._context_limit.is_needed = True
             remaining = await self._context_limit.remaining(prompt, name)
@@ -280,10 +281,10 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
     async def _respond_by_token(
         self, session: TokenSession, prompt: Prompt, call: ModelCall, reader: PromptReader
     ) -> ModelResponse:
-        # As it is before sending: no sampled token is older.
+        # Read before sending: no sampled token is older.
         version, sampling = self.version, call.sampling
-        # The server knows the end tokens of the model's folder; the template may end turns with
-        # others.
+        # The server stops at the end tokens in the model's folder; the template may use different
+        # ones.
         asked = _with_ends(sampling, session.renderer.end_ids)
         sent = prompt.ids.tolist()
         stream = stream_of_tokens(call, session.renderer, decode_chunk)
@@ -311,10 +312,10 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
         if not self.tokens.usable_logprobs(sampling):
             answer.logprobs = None
         renderer, text = session.renderer, response.choices[0].text
-        # What stopped an answer is not part of its text; a cut one has nothing to take off.
+        # What stopped an answer is not part of its text; an answer cut by its length has no stop.
         ended = answer.finish_reason == FinishReason.STOP
         own = renderer.answer_text(ids, sampling) if ended else renderer.decode_answer(ids)
-        # Ids that do not spell the server's text are another answer's.
+        # Ids that do not decode to the server's text belong to a different answer.
         if text not in (None, own):  # the token-in endpoint gives none
             vocabulary, where = renderer.vocabulary, self._server.base_url
             check_text(vocabulary, ids, text, asked.stop, where=where)
@@ -323,7 +324,7 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
 
 
 class TokenInEndpoint:
-    """The token-in endpoint of one server, used while it is there."""
+    """The token-in endpoint of one server, which may turn out not to have it."""
 
     def __init__(self, posts: CompletionPosts, mode: TokenEndpoint) -> None:
         check_choice("token_endpoint", mode, ("auto", "generate", "completions"))
@@ -332,7 +333,7 @@ class TokenInEndpoint:
         self.is_absent = mode == "completions"
 
     def takes(self, sampling: SamplingParams) -> bool:
-        """Whether to ask here: stop strings and further fields are left to `/v1/completions`."""
+        """Whether to send here; stop strings and extra fields are left to `/v1/completions`."""
         return not (self.is_absent or sampling.stop or any(sampling.extra.values()))
 
     async def ask(
@@ -357,7 +358,7 @@ class TokenInEndpoint:
                 _TOKEN_IN_PATH, body, decode_response, stream, at_root=True
             )
         except ServerError as error:
-            # Once it has answered it is there, and a 404 is about something else.
+            # If it has answered before, it exists, and a 404 is about something else.
             if self._known or error.status not in _ABSENT:
                 raise
             self.is_absent = True
@@ -367,7 +368,7 @@ class TokenInEndpoint:
 
 
 def _with_ends(sampling: SamplingParams, end_ids: Sequence[int]) -> SamplingParams:
-    """Return settings that stop at the renderer's end tokens too."""
+    """Return the settings with the renderer's end tokens as further stop tokens."""
     body = dict(sampling.extra.get("extra_body", {}))
     ends = (*sampling.stop_token_ids, *body.pop("stop_token_ids", ()), *end_ids)
     extra = {**sampling.extra, "extra_body": body} if sampling.extra else {}

@@ -1,10 +1,10 @@
-"""The one parser of model responses: from whatever a server, SDK or test gives to a record.
+"""The parser of model responses: makes a record of what a server, an SDK or a test returns.
 
 A response may be a `ModelResponse`, a struct of `rolltree.inference.wire`, an object of the openai
 package, a dict or a mock. Token ids are read from vLLM's fields: `prompt_token_ids` (of the
-response for chat, of the choice for text), `token_ids` of the choice, and `"token_id:504"` as token
-text. Arrays that contradict each other or the request raise `TokenError`; arrays that are missing
-give None. An answer that is not complete raises `BadResponse`.
+response for chat, of the choice for text), `token_ids` of the choice, and token texts of the form
+`"token_id:504"`. Arrays that contradict each other or the request raise `TokenError`, missing ones
+become None. An incomplete answer raises `BadResponse`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from rolltree.untrusted import is_well_formed
 
 _PREFIX = "token_id:"
 _UNSET = object()
-_MAX_COUNT = 2**31 - 1  # of tokens and of versions: they are kept as int32
+_MAX_COUNT = 2**31 - 1  # of tokens and of versions, which are stored as int32
 _COMPLETE = [reason for reason in FinishReason if reason != FinishReason.ABORT]
 _FINISH_REASONS = {reason.value: reason for reason in _COMPLETE} | {
     "function_call": FinishReason.TOOL_CALLS,
@@ -50,7 +50,7 @@ _FINISH_REASONS = {reason.value: reason for reason in _COMPLETE} | {
 
 
 TokenArrays: TypeAlias = "tuple[IntArray, IntArray, FloatArray | None]"
-"""Prompt ids int32 `[_P]`, sampled ids int32 `[_C]` and logprobs float32 `[_C]`, if there are."""
+"""Prompt ids int32 `[_P]`, sampled ids int32 `[_C]` and logprobs float32 `[_C]` or None."""
 
 
 def extract_tokens(
@@ -63,19 +63,19 @@ def extract_tokens(
 ) -> TokenArrays | None:
     """Return the tokens of a response, or None when the server gave no ids.
 
-    `sent_ids` (int32 `[_P]`) is the prompt if it was sent as ids, `max_tokens` what was asked
-    for. Without `check` the logprobs are as they came: the token tree checks what enters it.
+    `sent_ids` (int32 `[_P]`) is the prompt if it was sent as ids, `max_tokens` the request's
+    limit. Without `check` the logprobs are returned unchecked: the token tree checks its input.
 
     Raises:
-        TokenError: there are not as many logprobs as tokens, one is NaN or above 0, the server
-            used another prompt than it was sent, it has an empty prompt, or it sampled no tokens
-            or more than `max_tokens`.
+        TokenError: the numbers of logprobs and tokens differ, a logprob is NaN or above 0, the
+            server used a different prompt from the one it was sent, the prompt is empty, or the
+            completion has no tokens or more than `max_tokens`.
     """
     choice = first_choice(response)
     logprobs = read(choice, "logprobs")
     completion = _ids(choice, "token_ids")
-    # vLLM may spell ids in the texts of its logprobs, with `token_ids` or instead of them. Both
-    # have to agree.
+    # vLLM may write ids as the token texts of its logprobs, instead of `token_ids` or in addition
+    # to it. In that case both have to agree.
     if completion is None or names_ids(logprobs):
         texts = sampled_entries(logprobs, message_type, "token", "tokens") or []
         if completion is None:
@@ -91,14 +91,14 @@ def extract_tokens(
     if prompt is None:
         prompt = _ids(choice, "prompt_token_ids")
     if prompt is None:
-        # What was sent is what was used, unless the server says otherwise.
+        # A server that reports no prompt ids used the ones that it was sent.
         prompt = sent_ids
     if prompt is None or completion is None:
         return None
     if sent_ids is not None and not np.array_equal(prompt, sent_ids):
         raise TokenError(
-            f"the server was sent {len(sent_ids)} prompt ids and used {len(prompt)} others, so it "
-            "did not sample from the recorded prompt. Does it add a token at the start?"
+            f"the server was sent {len(sent_ids)} prompt ids but used {len(prompt)} different "
+            "ones, so it did not sample from the recorded prompt. Does it add a token at the start?"
         )
     if not len(prompt):
         raise TokenError(
@@ -110,16 +110,16 @@ def extract_tokens(
     if values is None:
         return prompt, completion, None
     if not check:
-        # None becomes NaN, which the tree refuses.
+        # None becomes NaN, which the tree rejects.
         return prompt, completion, np.array(values, np.float32)
     return prompt, completion, checked_logprobs(values, len(completion))
 
 
 def check_num_sampled(num_tokens: int, max_tokens: int | None) -> None:
-    """Refuse a completion without tokens, or with more than `max_tokens`.
+    """Reject a completion without tokens, or with more than `max_tokens`.
 
     Raises:
-        TokenError: no engine that obeyed the request samples so many.
+        TokenError: the completion cannot have this many tokens.
     """
     if not num_tokens:
         raise TokenError(
@@ -145,14 +145,14 @@ def extract_message(response: object, message_type: MessageType) -> tuple[ChatMe
         text = read(choice, "text")
         if not isinstance(text, str):
             raise BadResponse(
-                "the response's first choice has no text, so there is no answer. Is this URL that "
+                "the response's first choice has no text, so there is no answer. Is this the URL "
                 "of a text completions endpoint?"
             )
         return {"role": "assistant", "content": _text(text)}, text
     source = read(choice, "message")
     if source is None:
         raise BadResponse(
-            "the response's first choice has no message, so there is no answer. Is this URL that "
+            "the response's first choice has no message, so there is no answer. Is this the URL "
             "of a chat completions endpoint?"
         )
     message: ChatMessage = {"role": "assistant", "content": _text(read(source, "content"))}
@@ -169,23 +169,23 @@ def extract_message(response: object, message_type: MessageType) -> tuple[ChatMe
 
 
 def extract_finish_reason(response: object) -> FinishReason:
-    """Return why the model stopped.
+    """Return the reason why the model stopped.
 
     Raises:
-        BadResponse: the server gives none, or one that no API describes, or broke off.
+        BadResponse: the finish reason is null or unknown, or the server broke off.
     """
-    # Null is a server that broke off; an object without the field is a mock.
+    # Null means that the server broke off; an object without the field is a mock.
     reason = read(first_choice(response), "finish_reason", otherwise=_UNSET)
     if reason is None or isinstance(reason, str | int | float | list | dict):
         return finish_reason_named(reason)
-    return FinishReason.STOP  # a dict or a mock without one
+    return FinishReason.STOP  # a dict or a mock without the field
 
 
 def finish_reason_named(reason: object) -> FinishReason:
-    """Return the reason that a server calls `reason`.
+    """Return the `FinishReason` for a server's `reason`.
 
     Raises:
-        BadResponse: no API describes it, or it is "abort": the server broke off.
+        BadResponse: the reason is unknown, or it is "abort" (the server broke off).
     """
     found = _FINISH_REASONS.get(reason) if isinstance(reason, str) else None
     if found is None:
@@ -197,12 +197,12 @@ def finish_reason_named(reason: object) -> FinishReason:
 
 
 def finished(decode: Decode) -> Decode:
-    """Return `decode` for answers that must be complete: what the server broke off is refused.
+    """Return `decode` with a check that the server did not break the answer off.
 
-    A client rejects it when it decodes the answer, so that the request is made again.
+    The check runs when a client decodes an answer, so that it retries the request.
 
     Raises:
-        BadResponse: as `extract_finish_reason`.
+        BadResponse: as in `extract_finish_reason`.
     """
 
     def decode_finished(body: bytes) -> Response:
@@ -214,19 +214,19 @@ def finished(decode: Decode) -> Decode:
 
 
 def extract_usage(response: object) -> tuple[int, int]:
-    """Return how many prompt and completion tokens the server counted (0, 0 when it did not).
+    """Return the server's counts of prompt and completion tokens (0 for a missing count).
 
     Raises:
         BadResponse: a count is negative or above 2^31.
     """
     usage = read(response, "usage")
     counts = (read(usage, "prompt_tokens"), read(usage, "completion_tokens"))
-    # A mock's attributes are mocks.
+    # A mock's attributes are mocks, not integers.
     first, second = (count if isinstance(count, int) else 0 for count in counts)
     if not (0 <= first <= _MAX_COUNT and 0 <= second <= _MAX_COUNT):
         raise BadResponse(
             f"the server's usage counts {first:.6g} prompt tokens and {second:.6g} completion "
-            "tokens, which no model has; budgets would be wrong. Check the server."
+            "tokens, which is impossible; budgets would be wrong. Check the server."
         )
     return first, second
 
@@ -237,11 +237,11 @@ def parse_response(
     """Return the record of a call that was answered with `response`.
 
     `response` may be a record already (it is returned as it is), an object of the openai package,
-    a dict of its shape, or a mock of one. `temperature` and `version` are those of the request;
+    or a dict or a mock with the same fields. `temperature` and `version` are those of the request;
     `version` is used for tokens without a policy version in the response.
 
     Raises:
-        BadResponse: there is no answer in it.
+        BadResponse: the response has no answer.
         TokenError: its token data contradicts itself.
     """
     if isinstance(response, ModelResponse):
@@ -262,10 +262,10 @@ def read_answer(
     max_tokens: int | None = None,
     check: bool = True,
 ) -> Answer:
-    """Return what a response says; raises as `parse_response`.
+    """Return a response's `Answer`; raises as `parse_response`.
 
-    Without `with_ids` what the response says about ids is left alone; the other arguments are
-    those of `read_tokens`.
+    Without `with_ids` the response's token ids are not read. The other arguments are those of
+    `read_tokens`.
     """
     message, text = extract_message(response, message_type)
     answer = begin_answer(response)
@@ -276,12 +276,12 @@ def read_answer(
         answer, response, message_type, version, sent_ids, max_tokens=max_tokens, check=check
     ):
         return answer
-    # A mock's usage is what its author set; only a server's can contradict its ids.
+    # Only a real server's usage is compared with its ids: a mock's may be anything.
     is_a_servers = isinstance(response, Response) or _is_openai(response)
-    # 0 is a server that counts nothing.
+    # 0 means that the server does not count.
     if is_a_servers and num_prompt not in (0, answer.num_prompt_tokens):
         raise TokenError(
-            f"the server's usage counts {num_prompt} prompt tokens, and it reports "
+            f"the server's usage counts {num_prompt} prompt tokens, but it reports "
             f"{answer.num_prompt_tokens} prompt ids, so these are not what the model was given. "
             "Check the server."
         )
@@ -289,17 +289,17 @@ def read_answer(
 
 
 def begin_answer(response: object) -> Answer:
-    """Return how a response ended, its id and its model; `info["stop_reason"]`: the stop met.
+    """Return an `Answer` with a response's finish reason, id, model and `info["stop_reason"]`.
 
     Raises:
-        BadResponse: as `extract_finish_reason`.
+        BadResponse: as in `extract_finish_reason`.
     """
     name, model = read(response, "id"), read(response, "model")
     stop = read(first_choice(response), "stop_reason")
     return Answer(
         extract_finish_reason(response),
         id=_text(name),
-        # One server's thousands of answers name the same model.
+        # Interned, since thousands of answers name the same model.
         model=sys.intern(_text(model)) if type(model) is str else None,
         info={"stop_reason": stop} if isinstance(stop, str | int) else {},
     )
@@ -315,10 +315,10 @@ def read_tokens(
     max_tokens: int | None = None,
     check: bool = True,
 ) -> bool:
-    """Put the tokens of a response into its answer; False if the server gave no ids.
+    """Store a response's tokens in `answer`; return False if the server gave no ids.
 
-    `version` is the policy's for tokens without one in the response. The other arguments, and
-    what is raised, are those of `extract_tokens`.
+    `version` is the policy version of tokens for which the response reports none. The other
+    arguments and the errors are those of `extract_tokens`.
     """
     tokens = extract_tokens(response, message_type, sent_ids, max_tokens=max_tokens, check=check)
     if tokens is None:
@@ -335,13 +335,13 @@ def read_tokens(
 def extract_versions(response: object, num_tokens: int, otherwise: int) -> IntArray:
     """Return the version of each sampled token, int32 `[_C]`.
 
-    `otherwise` is what tokens get where the server reports no spans, or a label that is not a
-    number (vLLM's first weights are called "default").
+    Tokens get `otherwise` if the server reports no spans for them, or a label that is not a number
+    (vLLM labels its first weights "default").
 
     Raises:
         TokenError: the spans do not cover every token exactly once, or a version is above 2^31.
     """
-    # New weights may come in the middle of an answer.
+    # New weights may arrive in the middle of an answer.
     spans = read(first_choice(response), "weight_versions")
     versions = np.full(num_tokens, otherwise, np.int32)
     if not isinstance(spans, list | tuple):
@@ -371,20 +371,20 @@ def extract_routing(response: object, path_len: int) -> NDArray[Any] | None:
 
 
 def version_named(label: object, otherwise: int) -> int:
-    """Return the policy version that a server calls `label`; `otherwise` if it is not a number.
+    """Return the policy version that `label` names; `otherwise` if it is not a number.
 
     Raises:
-        TokenError: it is above 2^31.
+        TokenError: the version is above 2^31.
     """
     text = str(label) if isinstance(label, str | int) else ""
     if not text.isdecimal():
         return otherwise
-    # A number of a million digits is not worth converting.
+    # Longer texts are not converted, since a million digits would take long.
     number = int(text) if len(text) < 11 else _MAX_COUNT + 1
     if number > _MAX_COUNT:
         raise TokenError(
-            f"the server's weight version {text[:40]!r} is above {_MAX_COUNT}, so no training "
-            "step gave it. Check the server."
+            f"the server's weight version {text[:40]!r} is above {_MAX_COUNT}, so it is "
+            "not that of a training step. Check the server."
         )
     return number
 
@@ -419,7 +419,7 @@ def read(value: object, name: str, otherwise: object = None) -> Any:
     """Return `value[name]` of a mapping or `value.name` of an object, or `otherwise`."""
     if isinstance(value, msgspec.Struct):
         return getattr(value, name, otherwise)
-    # `dict` first, which is the fast check.
+    # `dict` comes first because its check is faster.
     if isinstance(value, dict | Mapping):
         return value.get(name, otherwise)
     return getattr(value, name, otherwise)
@@ -429,7 +429,7 @@ def first_choice(response: object) -> object:
     """Return the response's first choice.
 
     Raises:
-        BadResponse: there is none, or the first one says that it is a different one.
+        BadResponse: there are no choices, or the index of the first one is not 0.
     """
     choices = read(response, "choices")
     if not isinstance(choices, list | tuple) or not choices:
@@ -438,10 +438,10 @@ def first_choice(response: object) -> object:
             "completion. Is the base URL that of an OpenAI-compatible API (it often ends in /v1)?"
         )
     index = read(choices[0], "index")
-    # Mocks have neither.
+    # A mock's index is neither an integer nor a string.
     if isinstance(index, int | str) and index != 0:
         raise BadResponse(
-            f"the server was asked for one answer, and the first that it gave is number "
+            f"the server was asked for one answer, but its first choice has the index "
             f"{str(index)[:40]}, so it may be another request's. Is there a proxy that mixes up "
             "answers?"
         )
@@ -467,7 +467,7 @@ def sampled_entries(
     content = read(logprobs, "content")
     if not isinstance(content, list | tuple):
         return None
-    if content and type(content[0]) is TokenLogprob:  # ours: nothing to find out per entry
+    if content and type(content[0]) is TokenLogprob:  # decoded here, so all entries have this type
         return list(map(attrgetter(field), content))
     return [read(entry, field) for entry in content]
 
@@ -476,9 +476,9 @@ def _ids(holder: object, name: str) -> IntArray | None:
     value = read(holder, name)
     if not isinstance(value, list | tuple | np.ndarray):
         return None
-    # The fast way for every answer of our own client; what it cannot take, `as_ids` refuses by
-    # name.
-    if type(value) is list and isinstance(holder, msgspec.Struct):  # integers, the decoder says
+    # The fast path for answers of our own client. What it cannot convert goes to `as_ids`, whose
+    # errors name the field.
+    if type(value) is list and isinstance(holder, msgspec.Struct):  # the decoder checked for ints
         with suppress(OverflowError):
             ids = np.array(value, np.int32)
             if not len(ids) or np.minimum.reduce(ids) >= 0:
@@ -501,10 +501,10 @@ def spelled_ids(texts: list[Any]) -> IntArray | None:
 
 
 def _spell(texts: list[Any], ids: IntArray) -> bool:
-    """Whether the texts are `"token_id:504"` for each id (C loops: every answer comes by)."""
+    """Whether the texts are the ids as `"token_id:504"` (C loops, since this runs per answer)."""
     try:
         return "".join(texts) == _PREFIX + _PREFIX.join(map(str, ids.tolist()))
-    except TypeError:  # a text is not one
+    except TypeError:  # one of the texts is not a string
         return False
 
 
@@ -516,11 +516,11 @@ def _text(value: Any) -> str:
     """Return a text from the server, or an empty one if it sent something else.
 
     Raises:
-        BadResponse: it has a lone surrogate, which no file and no request takes.
+        BadResponse: the text has a lone surrogate, which can be neither stored nor sent.
     """
     if not isinstance(value, str):
         return ""
-    # Refused here, once, and not wherever it is stored or sent later.
+    # Rejected here, instead of wherever the text is stored or sent later.
     if not is_well_formed(value):
         raise BadResponse(
             "the server's answer is not valid Unicode (it has a lone surrogate), so it can be "
@@ -535,7 +535,7 @@ def _tool_call(call: object, index: int) -> dict[str, Any]:
             call = json.loads(call)
         except (ValueError, RecursionError) as error:
             raise BadResponse(
-                f"tool call {index} of the answer is a string and no JSON ({error}), so it is not "
+                f"tool call {index} of the answer is a string but not JSON ({error}), so it is not "
                 "known which tool to call. Check the server."
             ) from error
     function = read(call, "function")

@@ -1,10 +1,10 @@
 """Several servers of one model as one `ModelClient`.
 
 A rollout stays on one server, whose prefix cache knows its earlier turns. Rollouts that begin with
-the same prompt (a group) go to the same one, unless it has far more to do than the others:
+the same prompt (a group) go to the same server, unless it is far busier than the others:
 rendezvous hashing with bounded loads (Thaler and Ravishankar 1998; Mirrokni et al. 2018). A server
-that fails is left alone for a while and asked for its health before it is used again; its rollouts
-move on, with what they remember.
+that fails gets no calls for a while, and its health is checked before it is used again; its
+rollouts move to other servers and keep their memory.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Checked(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Endpoint:
-    """One server: its client, what it is doing, and since when it fails."""
+    """One server: its client, its load and its failures."""
 
     client: ModelClient
     name: str
@@ -60,7 +60,7 @@ class Endpoint:
 
     @property
     def is_up(self) -> bool:
-        """Whether its last call, or health check, was answered."""
+        """Whether its last call or health check succeeded, and it is still in the pool."""
         return self.num_failures == 0 and not self.is_removed
 
 
@@ -69,10 +69,10 @@ class EndpointPool(ClientBase):
 
     Args:
         clients: one per server; give them no retries of their own (`EndpointPool.of` does).
-        retry: how often, and with which waits, a call is tried again in all.
-        deadline_s: a call that has failed for that long, on all servers together, is not tried
-            again; the longest `deadline_s` of the clients unless given.
-        cool_down_s: how long a server is left alone after a failure; doubles up to a minute.
+        retry: how often, and with which waits, a call is retried over all servers.
+        deadline_s: a call that has failed for this long, over all servers, is not retried; the
+            longest `deadline_s` of the clients unless given.
+        cool_down_s: how long a server gets no calls after a failure; doubles up to a minute.
         spread: a server may have this many times the mean number of calls in flight.
 
     Raises:
@@ -134,12 +134,12 @@ class EndpointPool(ClientBase):
 
     @property
     def model(self) -> str:
-        """The model asked when a call names none."""
+        """The model of calls that name none."""
         return self.endpoints[0].client.model
 
     @property
     def version(self) -> int:
-        """The oldest version of its servers."""
+        """The oldest version of the servers' weights."""
         # No sampled token may look newer than it is.
         return min(policy_version(endpoint.client) for endpoint in self.endpoints)
 
@@ -149,11 +149,11 @@ class EndpointPool(ClientBase):
         return [endpoint.client for endpoint in self.endpoints]
 
     def session(self) -> PooledSession:
-        """Return a client for one rollout; its first prompt decides where it goes."""
+        """Return a client for one rollout; its first prompt decides on the server."""
         return PooledSession(self)
 
     async def call(self, call: ModelCall) -> ModelResponse:
-        """Make one call, with no memory of earlier ones."""
+        """Make one call, without memory of earlier ones."""
         return await self.session().call(call)
 
     async def aclose(self) -> None:
@@ -161,7 +161,7 @@ class EndpointPool(ClientBase):
         await asyncio.gather(*(endpoint.client.aclose() for endpoint in self.endpoints))
 
     async def check(self) -> dict[str, str | None]:
-        """Ask every server for its health: None if it is well, else what is wrong."""
+        """Check every server; return None for a healthy one, else its error message."""
         errors = await asyncio.gather(*map(self._check, self.endpoints))
         return {
             endpoint.name: None if error is None else str(error)
@@ -169,12 +169,12 @@ class EndpointPool(ClientBase):
         }
 
     async def choose(self, key: bytes, stay: Endpoint | None = None) -> Endpoint:
-        """Return the server for prompts that begin with `key`: `stay` while that one is up.
+        """Return the server for prompts that begin with `key`: `stay` while it is up.
 
-        Servers whose cool-down is over are asked for their health first. When none is well, the
-        one that has been left alone longest is tried all the same.
+        Servers whose cool-down is over get a health check first. If no server is healthy, the one
+        whose cool-down ends first is tried anyway.
         """
-        # Its cache has the earlier turns.
+        # The server's cache has the earlier turns.
         if stay is not None and stay.is_up:
             return stay
         # Each key has its own order of servers. If one goes away, only its keys move.
@@ -186,36 +186,36 @@ class EndpointPool(ClientBase):
                 up.append(endpoint)
         if not up:
             return min(ranked, key=lambda endpoint: endpoint.down_until_s)
-        # Plus one, the call that looks for a place.
+        # Plus one for the call that is being placed.
         mean = (sum(endpoint.num_in_flight for endpoint in up) + 1) / len(up)
         limit = max(ceil(self._spread * mean), _ALWAYS_FITS)
         return next((each for each in up if each.num_in_flight < limit), up[0])
 
     @property
     def retry(self) -> RetryPolicy:
-        """How often a call is tried again."""
-        # Every server once, and the waits of one.
+        """How often a call is retried."""
+        # The default of one server, plus one retry for each.
         return self._given_retry or RetryPolicy(max_retries=6 + len(self.endpoints))
 
     def add(self, client: ModelClient) -> None:
-        """Send calls to another server, too.
+        """Add a server, which gets calls from now on.
 
         Raises:
-            ConfigError: it is here already, or has another model.
+            ConfigError: the server is already in the pool, or has a different model.
         """
         name = _name(client, len(self.endpoints))
         if client.model != self.model or name in {each.name for each in self.endpoints}:
             raise ConfigError(
-                f"{name} cannot be added to {self!r}: a pool has no server twice, and all have one "
+                f"{name} cannot be added to {self!r}: a pool needs different servers of one "
                 f"model ({self.model!r})."
             )
         self.endpoints.append(Endpoint(client, name))
 
     def remove(self, client: ModelClient) -> None:
-        """Send no more calls to a server; its rollouts move on. Closing the client is yours.
+        """Send no more calls to a server; its rollouts move on. The client stays open.
 
         Raises:
-            ConfigError: it is the last one.
+            ConfigError: it is the last server.
         """
         kept = [each for each in self.endpoints if each.client is not client]
         if not kept:
@@ -225,7 +225,7 @@ class EndpointPool(ClientBase):
         self.endpoints = kept
 
     def note_failure(self, endpoint: Endpoint) -> None:
-        """Leave a server alone for a while."""
+        """Send a server no calls for a while."""
         pause_s = min(self._cool_down_s * 2.0**endpoint.num_failures, 60.0)
         endpoint.num_failures += 1
         endpoint.down_until_s = monotonic() + pause_s
@@ -252,7 +252,7 @@ class PooledSession(ClientBase):
 
     @property
     def model(self) -> str:
-        """The model asked when a call names none."""
+        """The model of calls that name none."""
         return self._pool.model
 
     @property
@@ -265,7 +265,7 @@ class PooledSession(ClientBase):
         return self._pool.session()
 
     async def call(self, call: ModelCall) -> ModelResponse:
-        """Make the call where this rollout is at home, or on the next best server."""
+        """Make the call on this rollout's server, or on the next best one."""
         key, failed = self._key_of(call), list[str]()
         began = monotonic()
         listener = None if call.on_delta is None else DeltaListener(call.on_delta)
@@ -281,11 +281,11 @@ class PooledSession(ClientBase):
             try:
                 answer = await call.to(session)
             except (ConnectionFailed, BadResponse, ServerError, TokenError) as error:
-                # The request is wrong, for every server.
+                # The request itself is wrong, for every server.
                 if isinstance(error, ServerError) and not error.retryable:
                     raise
-                # One server, or a proxy before it, may mix up answers; if all do, it is the
-                # request.
+                # One server, or a proxy in front of it, may mix up answers. If all servers fail
+                # like this, the cause is the request.
                 if isinstance(error, TokenError):
                     wrong.add(endpoint.name)
                     if len(wrong) == len(self._pool.endpoints):
@@ -298,7 +298,7 @@ class PooledSession(ClientBase):
                     raise CallTimeout(
                         f"{self._pool!r} gave no answer within deadline_s = {limit_s:g} s, in "
                         f"which it was asked {len(failed)} times. The call is lost. Are the "
-                        f"servers overloaded or stuck? The last that failed: {error}"
+                        f"servers overloaded or stuck? The last error: {error}"
                     ) from error
                 raise Retry(error) from error
             finally:
@@ -319,7 +319,7 @@ class PooledSession(ClientBase):
         return answer.annotated(wait_s=outcome.wait_s, **info)
 
     def remember(self, call: ModelCall, response: ModelResponse) -> ModelResponse:
-        """Take in a call that was made elsewhere, see `Session.remember`."""
+        """Record a call that was made elsewhere; see `Session.remember`."""
         if self._at is None:
             key = self._key_of(call)
             best = min(self._pool.endpoints, key=lambda endpoint: _rank(key, endpoint.name))
@@ -328,10 +328,10 @@ class PooledSession(ClientBase):
         return response if known is None else known(call, response)
 
     def _key_of(self, call: ModelCall) -> bytes:
-        """Return what decides on the server: the rollout's first prompt by messages."""
+        """Return the key that decides on the server: the rollout's first prompt of messages."""
         if self._key is None:
             if isinstance(call.prompt, np.ndarray):
-                # Not kept as the rollout's key, which its first prompt by messages decides.
+                # Not stored: the rollout's key comes from its first prompt of messages.
                 return call.prompt.tobytes()
             self._key = encode_json([call.model, call.prompt, call.tools])
         return self._key

@@ -1,8 +1,8 @@
-"""Completions that come in chunks, as server-sent events: heard while they come, then one answer.
+"""Streamed completions (server-sent events): passed on in chunks, then joined into one answer.
 
 The chunks are put together as the `Response` that the server would have given at once, so a
 streamed answer is read, checked and recorded like any other (design/0013-model-call-path.md). A
-server whose chunks lack what its whole answers have is asked without a stream.
+server whose chunks lack what its whole answers have gets requests without streaming.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from rolltree.types import ChatMessage
 
 logger = logging.getLogger("rolltree.inference")
 _REFUSALS = (400, 422)
-"""What servers answer to a field that they do not know, such as `stream`."""
+"""How servers reject a field that they do not know, such as `stream`."""
 
 
 class InexactStream(Exception):
-    """A chunk has no ids or no logprobs, though these were asked for."""
+    """A chunk has no ids or no logprobs, though they were requested."""
 
 
 class EventReader:
-    """Splits a stream of server-sent events, cut anywhere, and calls `take` with each one's data.
+    """Splits a stream into server-sent events and calls `take` with the data of each.
 
     >>> found = []
     >>> reader = EventReader(found.append)
@@ -80,8 +80,9 @@ class StreamedCompletion:
 
     Args:
         decode: decodes an event's data.
-        hear: called with every choice of a chunk.
-        is_exact: whether a choice, in its chunk, has all that was asked for.
+        hear: called with the choice of every chunk.
+        is_exact: whether a choice has all that was requested; also called with whether the
+            prompt's ids have arrived.
         check: called with the first event's data.
     """
 
@@ -105,7 +106,7 @@ class StreamedCompletion:
 
         Raises:
             BadResponse: an event is not a chunk of this answer.
-            InexactStream: a chunk does not have all that was asked for.
+            InexactStream: a chunk does not have all that was requested.
         """
         self._events.feed(part)
 
@@ -150,15 +151,15 @@ class StreamedCompletion:
 
 @dataclass(slots=True)
 class CompletionStream:
-    """How one call hears what is new in its answer; `CompletionPosts` streams for it.
+    """How one call follows its answer while it is streamed by `CompletionPosts`.
 
-    `hear` makes, for every attempt, what is called with each chunk's choice.
+    `hear` returns, for each attempt, the function that is called with the choice of each chunk.
     """
 
     listener: DeltaListener
     hear: Callable[[], Callable[[ChunkChoice], None]]
     decode: DecodeChunk
-    # What was asked for: ids of what is sampled, and of the prompt.
+    # Whether ids of the completion and of the prompt were requested.
     with_ids: bool
     with_prompt: bool
 
@@ -168,7 +169,7 @@ class CompletionStream:
         return self.listener.was_told
 
     def reader(self, check: Callable[[bytes], None]) -> StreamedCompletion:
-        """Return what reads one attempt's stream."""
+        """Return a reader for the stream of one attempt."""
         return StreamedCompletion(self.decode, self.hear(), self._is_exact, check)
 
     def _is_exact(self, choice: ChunkChoice, has_prompt: bool) -> bool:
@@ -183,9 +184,9 @@ class CompletionStream:
 def stream_of_tokens(
     call: ModelCall, renderer: ChatRenderer, decode: DecodeChunk
 ) -> CompletionStream | None:
-    """Return the stream of a call whose answer is parsed here, from its ids; None: nobody listens.
+    """Return the stream of a call whose answer is parsed here, from ids; None without a listener.
 
-    The prompt was sent as ids.
+    The prompt is sent as ids.
     """
     if call.on_delta is None:
         return None
@@ -206,7 +207,7 @@ def stream_of_tokens(
 def stream_of_messages(
     call: ModelCall, decode: DecodeChunk, *, with_ids: bool
 ) -> CompletionStream | None:
-    """Return the stream of a call whose answer the server parses; None: nobody listens."""
+    """Return the stream of a call whose answer the server parses; None without a listener."""
     if call.on_delta is None:
         return None
     listener = DeltaListener(call.on_delta)
@@ -215,7 +216,7 @@ def stream_of_messages(
 
 
 class _Heard:
-    """Passes on the text of chunks; reasoning that comes after content stays for the end."""
+    """Passes on the text of chunks, except reasoning after content: the whole answer has that."""
 
     def __init__(self, listener: DeltaListener) -> None:
         self._listener, self._has_content = listener, False
@@ -234,7 +235,7 @@ class _Heard:
 
 @dataclass(slots=True)
 class CompletionPosts:
-    """Requests for completions to one server, and which of its paths can stream exactly."""
+    """Posts completion requests to one server; remembers which paths can stream exactly."""
 
     server: HttpClient
     _streaming: set[str] = field(default_factory=set)
@@ -249,7 +250,7 @@ class CompletionPosts:
         *,
         at_root: bool = False,
     ) -> Outcome[Response]:
-        """Send a request; its answer is complete. It is streamed if somebody listens.
+        """Send a request and return the complete answer, streamed if `stream` is given.
 
         Raises:
             ModelError: as `HttpClient.post` says.
@@ -258,7 +259,7 @@ class CompletionPosts:
         if stream is None or path in self._not_streaming:
             return await self.server.post(path, body, whole, at_root=at_root)
         asked = {**body, "stream": True}
-        if not at_root:  # the token-in endpoint's answers have ids to count
+        if not at_root:  # the token-in endpoint returns ids, which can be counted
             asked["stream_options"] = {"include_usage": True}
         why = "its chunks lack ids or logprobs, which its whole answers may have"
         try:
@@ -269,7 +270,7 @@ class CompletionPosts:
                 raise BadResponse(
                     f"{self.server.base_url}{path} streamed a part of an answer with ids and the "
                     "rest without them, so it is not known what the model sampled. The call is "
-                    "lost; later ones are asked without a stream."
+                    "lost; later calls do not stream."
                 ) from None
         except ServerError as error:
             if stream.was_told:  # no other form of the request may be tried
@@ -281,7 +282,7 @@ class CompletionPosts:
             self._streaming.add(path)
             return answer
         answer = await self.server.post(path, body, whole, at_root=at_root)
-        # Not before: what was refused may have been another field.
+        # Only now, since the server may have rejected a different field.
         self._not_streaming.add(path)
         logger.warning(
             "%s%s cannot stream exactly (%s): its answers come as a whole.",
@@ -293,7 +294,7 @@ class CompletionPosts:
 
 
 def _failure_in(error: object) -> tuple[int, str]:
-    """Return the status and text of an error object: vLLM's `code` is a status, others' is not."""
+    """Return the status and text of an error object; only vLLM's `code` is an HTTP status."""
     found = error if isinstance(error, dict) else {"message": str(error)}
     code, text = found.get("code"), str(found.get("message", ""))
     if type(code) is int and 400 <= code < 600:

@@ -1,7 +1,7 @@
-"""Tool calls as models write them: text in, content and calls out, one parser per style.
+"""Parsers of tool calls as models write them, one per format: text in, content and calls out.
 
-A parser is a function from text to `ToolCalls`, linear in the text. What a model wrote wrongly is
-an answer, not a crash: it stays in the content and is named in `problems`.
+A parser is a function from text to `ToolCalls` that takes linear time. A malformed call does not
+raise: it stays in the content, and `problems` says what is wrong.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_PROBLEMS = 8
 class ToolCall:
     """One call: `arguments` is a JSON object as text, as in OpenAI's messages.
 
-    `id` is what the model itself wrote, where its format has ids; None if it wrote none.
+    `id` is the one that the model wrote, if its format has ids; otherwise None.
     """
 
     name: str
@@ -67,7 +67,7 @@ def parse_deepseek(text: str) -> ToolCalls:
     """Read DeepSeek V3 and R1 (fenced JSON) and V3.1 (bare JSON) calls."""
     found = _parse_blocks(text, _closed_by(_DEEPSEEK, text), _from_deepseek)
     content = _DEEPSEEK_LIST.sub("", found.content).strip()
-    # With a problem the marks stay, so that the text is what was written.
+    # If there are problems the marks stay, so that the content is what the model wrote.
     return found if found.problems else ToolCalls(content, found.calls)
 
 
@@ -80,7 +80,7 @@ def parse_llama3(text: str) -> ToolCalls:
     while at < len(body):
         try:
             value, at = read_json_start(body, at)
-            # All or nothing: what is between the calls would be lost.
+            # All or nothing: text between the calls would be lost.
             calls.append(_from_value(value))
         except ValueError as error:
             return ToolCalls(text, (), (f"not a tool call in JSON: {error}",))
@@ -92,8 +92,8 @@ def parse_llama3(text: str) -> ToolCalls:
 def parse_mistral(text: str) -> ToolCalls:
     """Read `[TOOL_CALLS][{...}, ...]` and the later `[TOOL_CALLS]name[ARGS]{...}`.
 
-    Either may hold the id that the results will name: `"id": ...` or `[CALL_ID]...`. Mistral's
-    templates take nine letters and digits; anything else is not an id.
+    Both forms may contain the id that the results refer to: `"id": ...` or `[CALL_ID]...`.
+    Mistral's templates accept only nine letters and digits; other ids are ignored.
     """
     content, marker, body = text.partition("[TOOL_CALLS]")
     if not marker:
@@ -124,7 +124,7 @@ TOOL_PARSERS: dict[str, ToolParser] = {
     "harmony": parse_harmony,
 }
 
-# In this order: what is between `<tool_call>` marks differs, so these come before "hermes".
+# In this order: GLM and Qwen put other things into `<tool_call>`, so they precede "hermes".
 _MARKERS: tuple[tuple[str, str], ...] = (
     ("<|channel|>", "harmony"),
     ("<arg_key>", "glm"),
@@ -144,11 +144,11 @@ def find_tool_parser(template: str) -> str:
 def call_messages(calls: tuple[ToolCall, ...], text: str) -> list[dict[str, Any]]:
     """Return the calls as OpenAI's `tool_calls`.
 
-    A call keeps the id that the model wrote, unless an earlier one has it. Other ids are nine
-    letters and digits (some templates insist) and depend on `text` alone, so the same completion
-    always gives the same message.
+    A call keeps the id that the model wrote, unless an earlier call has the same. Other ids are
+    nine letters and digits (some templates require this) and depend only on the index and `text`,
+    so the same completion always gives the same message.
     """
-    # Results name a call by its id, so no two may have the same.
+    # Results refer to a call by its id, so ids must be unique.
     written = [call.id for call in calls]
     return [
         {
@@ -165,7 +165,7 @@ def _made_id(index: int, text: str) -> str:
 
 
 def _deepseek(*words: str) -> str:
-    """Return a special token of DeepSeek's, which has U+FF5C for bars and U+2581 for spaces."""
+    """Return a special token of DeepSeek, with U+FF5C for bars and U+2581 for spaces."""
     return "<\uff5c" + "\u2581".join(("tool", *words)) + "\uff5c>"
 
 
@@ -189,7 +189,7 @@ _ARG_VALUE = re.compile(r"\s*<arg_value>")
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """A call in a text, `text[start:end]`; `body` is what is read of it, None without an end."""
+    """A call, `text[start:end]`; `body` is the part to parse, None if the call is not closed."""
 
     start: int
     end: int
@@ -197,13 +197,13 @@ class _Block:
 
 
 def _closed_by(pattern: re.Pattern[str], text: str) -> Iterator[_Block]:
-    """Yield the matches of a pattern with the groups body and end mark."""
+    """Yield the matches of a pattern whose groups are the body and the end mark."""
     for match in pattern.finditer(text):
         yield _Block(match.start(), match.end(), match[1] if match[2] else None)
 
 
 def _harmony_calls(text: str) -> Iterator[_Block]:
-    """Yield the messages to a tool: a header that names one, the mark of a body, the body."""
+    """Yield the messages to tools: a header that names a tool, the body's mark, and the body."""
     at = 0
     while (middle := text.find(_MESSAGE, at)) >= 0:
         start = _header_start(text, at, middle)
@@ -215,9 +215,9 @@ def _harmony_calls(text: str) -> Iterator[_Block]:
 
 
 def _header_start(text: str, low: int, high: int) -> int | None:
-    """Return where the header in `text[low:high]` begins, None if it is not an answer's."""
+    """Return the start of the header in `text[low:high]`; None if it is not the assistant's."""
     last = text.rfind(_START, low, high)
-    if last < 0 and low == 0 and _LEADING_TO.match(text):  # the header continues the prompt's
+    if last < 0 and low == 0 and _LEADING_TO.match(text):  # the prompt has the header's start
         return 0
     if last >= 0 and text.startswith("assistant", last + len(_START)):
         return last
@@ -244,7 +244,7 @@ def _parse_blocks(
             if num_problems < MAX_PROBLEMS:
                 problems.append(f"tool call {len(calls) + num_problems}: {error}")
             num_problems += 1
-            # The model reads in its history what it wrote, and in the problem what was wrong.
+            # The history shows the model what it wrote, and the problem what was wrong with it.
             content.append(text[block.start : block.end])
     content.append(text[at:])
     if num_problems > MAX_PROBLEMS:
@@ -260,9 +260,9 @@ def _from_json(body: str) -> ToolCall:
 def _from_value(value: Any) -> ToolCall:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         raise ValueError('a call is a JSON object with a "name"')
-    # Llama says "parameters".
+    # Llama writes "parameters".
     arguments = value.get("arguments", value.get("parameters", {}))
-    # Some models write the object as text within JSON, as OpenAI's messages have it.
+    # Some models write the object as a JSON string, as in OpenAI's messages.
     if isinstance(arguments, str):
         arguments = read_json(arguments)
     if not isinstance(arguments, dict):
@@ -324,7 +324,7 @@ def _parameters(body: str) -> Iterator[tuple[str, Any]]:
         name, closed, value = part.partition(">")
         if not closed or not name or "\n" in name:
             raise ValueError("a parameter is <parameter=NAME>...</parameter>")
-        # The format puts the value on lines of its own; further line breaks are the value's.
+        # The format puts the value on lines of its own; further line breaks belong to the value.
         yield name, _value(value.removeprefix("\n").removesuffix("\n"))
 
 

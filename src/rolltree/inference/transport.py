@@ -1,6 +1,6 @@
-"""Bytes to a server and back: what `HttpClient` needs of HTTP, and aiohttp as its implementation.
+"""The part of HTTP that `HttpClient` needs: bytes to a server and back, implemented with aiohttp.
 
-No redirects, no cookies, no `.netrc`: an API with keys has no use for them.
+It leaves out redirects, cookies and `.netrc`: an API with keys does not use them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LARGE_BYTES = 2**20
 class HttpAnswer:
     """A server's response: a status, the decompressed body, and its `Retry-After`.
 
-    `is_stream`: the body was passed on while it came, and is empty here.
+    `is_stream`: the body was passed on as it came, and is empty here.
     """
 
     status: int
@@ -53,13 +53,13 @@ class Transport(Protocol):
     ) -> HttpAnswer:
         """POST `content`, or GET if it is None.
 
-        If the answer is a stream of events, `on_part` gets each part of it as it comes. What it
-        raises ends the request.
+        If the answer is a stream of events, `on_part` gets each part of it as it comes; what
+        `on_part` raises ends the request.
 
         Raises:
-            OSError: no connection, or none that lasted.
-            BadResponse: the answer cannot be unpacked.
-            AnswerTooLarge: it has more bytes than are read.
+            OSError: there is no connection, or it broke.
+            BadResponse: the answer cannot be decompressed.
+            AnswerTooLarge: the answer has more bytes than are allowed.
         """
         ...
 
@@ -71,16 +71,16 @@ class Transport(Protocol):
 class SocketTransport:
     """Connections to one origin over real sockets, kept alive between requests.
 
-    They belong to the event loop that is running, and end with it. Proxies are those of the
+    They belong to the running event loop, and end with it. Proxies are those of the
     environment (HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, NO_PROXY), certificate authorities those of the
     system or of SSL_CERT_FILE and SSL_CERT_DIR.
 
     Args:
-        url: an address at the origin.
-        max_answer_bytes: the most that an answer may have, as it is sent and unpacked.
+        url: any URL of the origin.
+        max_answer_bytes: the largest answer that is read, both compressed and decompressed.
 
     Raises:
-        ConfigError: the environment names a proxy that is none, or certificates that are missing.
+        ConfigError: the environment names a proxy that cannot be used, or missing certificates.
     """
 
     def __init__(self, url: str, max_answer_bytes: int) -> None:
@@ -89,13 +89,13 @@ class SocketTransport:
         self._urls: dict[str, URL] = {}
         self._session = aiohttp.ClientSession(
             connector=_Connector(
-                # `HttpClient` limits them itself, fairly and outside of the deadline.
+                # `HttpClient` limits connections itself, fairly and outside of the deadline.
                 limit=0,
                 keepalive_timeout=_KEEP_ALIVE_S,
                 ssl=_certificates() if origin.scheme == "https" else True,
             ),
             cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,  # it has no limit
+            auto_decompress=False,  # aiohttp does not limit the size
             # `with_retries` limits an attempt as a whole.
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
             proxy=proxy_of(url),
@@ -112,21 +112,21 @@ class SocketTransport:
         """POST `content`, or GET if it is None; see `Transport.send`.
 
         Raises:
-            OSError: no connection, or none that lasted.
-            aiohttp.ClientError: the same, in aiohttp's words.
-            BadResponse: the answer cannot be unpacked.
-            AnswerTooLarge: it has more than `max_answer_bytes`.
+            OSError: there is no connection, or it broke.
+            aiohttp.ClientError: the same, as an error of aiohttp.
+            BadResponse: the answer cannot be decompressed.
+            AnswerTooLarge: the answer has more than `max_answer_bytes`.
         """
         where = self._urls.get(url)
         if where is None:
-            # Begins the generator in this loop: asyncio ends only those that have begun.
+            # Starts the generator in this loop: asyncio closes only those that have started.
             await anext(self._life, None)
-            # Parsed once; every call of every rollout comes by.
+            # Parsed only once, since every call of every rollout needs it.
             where = self._urls[url] = URL(url)
         response = await self._session.request(
             "GET" if content is None else "POST",
             where,
-            # aiohttp warns of larger bodies that are bytes, which it would write in one piece.
+            # aiohttp warns about larger bodies of bytes, since it would write them in one piece.
             data=io.BytesIO(content) if content and len(content) > _LARGE_BYTES else content,
             headers=headers,
             allow_redirects=False,
@@ -149,7 +149,7 @@ class SocketTransport:
         response.release()
         if packing:
             body = unpacked(body, packing.strip().lower(), self._max_bytes)
-            if is_stream:  # from a proxy that packs what it was asked to leave as it is
+            if is_stream:  # from a proxy that compresses it against the request
                 assert on_part is not None
                 on_part(body)
         return HttpAnswer(
@@ -193,10 +193,10 @@ class SocketTransport:
 
 
 class _Connector(aiohttp.TCPConnector):
-    """Connections that are not used again once the server sent data without a request.
+    """Drops connections on which the server sent data without a request.
 
-    aiohttp hands the next request such bytes as its answer: a server, or a proxy, that answers
-    twice would answer every later request with the answer to the one before.
+    aiohttp would take such bytes for the answer to the next request: if a server or a proxy answers
+    twice, every later request would get the answer to the one before.
     """
 
     async def _get(self, key: Any, traces: Any) -> Any:
@@ -210,7 +210,7 @@ class _Connector(aiohttp.TCPConnector):
 async def _life(session: aiohttp.ClientSession) -> AsyncGenerator[None, None]:
     """Close the session when this generator ends.
 
-    asyncio ends started generators before their loop closes, and when they are unreferenced. So a
+    asyncio closes started generators before their loop closes, and when they are unreferenced, so a
     client that was never closed leaves no connection behind.
     """
     try:
@@ -224,29 +224,29 @@ def unpacked(body: bytes, packing: str, max_bytes: int) -> bytes:
     """Return a body without its `Content-Encoding`.
 
     Raises:
-        BadResponse: it is damaged, or packed in a way not asked for.
-        AnswerTooLarge: it is larger than `max_bytes`.
+        BadResponse: the body is damaged, or has an encoding that was not requested.
+        AnswerTooLarge: the body is larger than `max_bytes`.
     """
     if packing == "identity":
         return body
     if packing not in ("gzip", "x-gzip", "deflate"):
         raise BadResponse(
-            f"the server packed its answer as {packing!r}, which it was not asked for, so it "
-            "cannot be read. Is there a proxy before it?"
+            f"the server compressed its answer as {packing!r}, which was not requested, so it "
+            "cannot be read. Is there a proxy in front of it?"
         )
     # Some servers leave the zlib header out; the lower half of its first byte is 8.
     raw_deflate = packing == "deflate" and body[:1] and body[0] & 0x0F != 8
     try:
         unpacker = zlib.decompressobj(-zlib.MAX_WBITS if raw_deflate else 32 + zlib.MAX_WBITS)
-        # A limit while it unpacks: a small body may hold gigabytes. One byte more tells that there
-        # is more.
+        # Limited while decompressing, since a small body may expand to gigabytes. One byte more
+        # shows that the body is larger than the limit.
         found = unpacker.decompress(body, max_bytes + 1)
         if len(found) <= max_bytes and not unpacker.eof:
             raise zlib.error("it ends too early")
     except zlib.error as error:
         raise BadResponse(
-            f"the server's answer says that it is {packing} and cannot be unpacked ({error}). "
-            "The call is lost. Is there a proxy before the server that changes answers?"
+            f"the server's answer says that it is {packing} but cannot be decompressed ({error}). "
+            "The call is lost. Is there a proxy in front of the server that changes answers?"
         ) from error
     if len(found) > max_bytes:
         raise too_large(max_bytes)
@@ -263,7 +263,7 @@ def too_large(max_bytes: int) -> AnswerTooLarge:
     """Return the error for an answer above the limit."""
     return AnswerTooLarge(
         f"the server's answer has more than max_answer_bytes = {max_bytes:,} bytes, so the rest of "
-        "it was not read. The call is lost. If such answers are meant to be, raise "
+        "it was not read. The call is lost. If you expect such answers, raise "
         "max_answer_bytes; top_logprobs makes them large."
     )
 
@@ -294,10 +294,10 @@ def proxy_of(url: str) -> str | None:
 
 
 def _certificates() -> ssl.SSLContext:
-    """Return the checks of a TLS connection: by SSL_CERT_FILE, or what the system trusts.
+    """Return a TLS context that trusts SSL_CERT_FILE, or else what the system trusts.
 
     Raises:
-        ConfigError: SSL_CERT_FILE cannot be read.
+        ConfigError: the certificates cannot be read.
     """
     file, folder = os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR")
     try:
@@ -309,7 +309,7 @@ def _certificates() -> ssl.SSLContext:
         ) from error
 
 
-# Reading the certificates takes longer than a call.
+# Cached, since reading the certificates takes longer than a call.
 @functools.cache
 def _context(file: str | None, folder: str | None) -> ssl.SSLContext:
     if file or folder:
