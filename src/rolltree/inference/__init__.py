@@ -1,7 +1,7 @@
 """Inference: one client interface, exact prompts from token ids, remote and embedded models.
 
-`ModelClient` is what the rest of rolltree talks to. Names are loaded on first use (PEP 562). The
-embedded torch engine is in `rolltree.inference.local`, vLLM in this process in
+The rest of rolltree calls models through `ModelClient`. Names are loaded on first use (PEP 562).
+The embedded torch engine is in `rolltree.inference.local`, vLLM in this process in
 `rolltree.inference.vllm`, the server in `rolltree.inference.server`; none is imported here.
 """
 

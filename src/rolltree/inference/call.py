@@ -1,7 +1,7 @@
 """One model call: the request, the answer, and the record that is made of both.
 
 Every client reads its server's answer into an `Answer`; `CallTree.record` puts the ids into the
-rollout's token tree and makes the `ModelResponse`, which nothing changes afterwards
+rollout's token tree and makes the `ModelResponse`, which does not change afterwards
 (design/0013-model-call-path.md).
 """
 
@@ -43,16 +43,16 @@ class ModelCall:
     model: str | None = None
     tools: Sequence[ToolSchema] | None = None
     message_type: MessageType = "chat"
-    # When it was made, from the start of its episode and by `time.monotonic`; 0 outside of one.
+    # When it was made: seconds after its episode's start (0 without one), and `time.monotonic`.
     sent_s: float = 0.0
     began_s: float = 0.0
-    # Called in the event loop with what is new in the answer's message, as OpenAI's `delta`, by
-    # clients that see its tokens while they are sampled. Others never call it.
+    # Called in the event loop with the new part of the answer's message, as OpenAI's `delta`, by
+    # clients that see tokens while they are sampled. Other clients never call it.
     on_delta: Callable[[ChatMessage], None] | None = None
 
     def with_prompt(self, prompt: Messages) -> ModelCall:
-        """Return the same call of another prompt."""
-        # Not `replace`, which is slow: every call of every rollout comes by.
+        """Return the same call with a different prompt."""
+        # Not `replace`, which is slow: this runs for every call of every rollout.
         return ModelCall(
             *(prompt, self.sampling, self.model, self.tools, self.message_type, self.sent_s),
             *(self.began_s, self.on_delta),
@@ -60,8 +60,8 @@ class ModelCall:
 
     async def to(self, client: Any) -> ModelResponse:
         """Make the call on a `ModelClient`."""
-        # rolltree's own clients take the call as it is. Through `chat`, every layer in front of
-        # the one that answers would take it apart and put it together again.
+        # rolltree's own clients take the call as it is. With `chat`, every client on the way would
+        # take it apart and put it together again.
         if getattr(client, "takes_calls", None) is True:
             response: ModelResponse = await client.call(self)
         elif isinstance(self.prompt, np.ndarray):
@@ -79,7 +79,7 @@ class ModelCall:
 
 
 class DeltaListener:
-    """A call's `on_delta`, and whether it was told anything, which cannot be taken back."""
+    """A call's `on_delta`, and whether it was called: deltas cannot be taken back."""
 
     __slots__ = ("_tell", "was_told")
 
@@ -87,7 +87,7 @@ class DeltaListener:
         self._tell, self.was_told = tell, False
 
     def __call__(self, delta: ChatMessage) -> None:
-        """Pass a delta on, unless it says nothing."""
+        """Pass a delta on, unless it is empty."""
         if delta.get("content") or delta.get("reasoning_content"):
             self.was_told = True
             self._tell(delta)
@@ -135,7 +135,7 @@ class CallTree:
         return self.tree.path_view(self._handles[call_id])
 
     def record(self, answer: Answer, call: ModelCall, extends: int | None = None) -> ModelResponse:
-        """Return the record of an answer with ids, which are put into the tree.
+        """Put an answer's ids into the tree and return its record.
 
         Raises:
             TokenError: the arrays contradict each other.
@@ -186,7 +186,7 @@ def record_of(
     extends: int | None = None,
     place: tuple[TokenTree, int] | None = None,
 ) -> ModelResponse:
-    """Return the record of an answer; `place` is its tree and its call there, if it is in one."""
+    """Return the record of an answer; `place` is its tree and its number there, if any."""
     assert answer.message is not None
     assert answer.text is not None
     return ModelResponse(

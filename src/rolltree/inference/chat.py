@@ -29,7 +29,7 @@ class Continuation:
     """How a prompt continues an earlier call.
 
     With `suffix` (int32 `[_T]`, the new ids alone) the prompt is the earlier call's prompt and
-    completion followed by it. Without, the whole prompt is re-rendered as `rendered`, and
+    completion followed by it. Without it, the whole prompt is re-rendered as `rendered`, and
     `reason` says why.
     """
 
@@ -44,22 +44,22 @@ class ChatRenderer:
     Args:
         tokenizer: anything with `encode` and `decode`, such as a transformers fast tokenizer.
         template: the chat template's text, or several by name; None takes the tokenizer's.
-        history: what happens where the template rewrites earlier turns (say, strips reasoning):
+        history: what happens if the template rewrites earlier turns (say, strips reasoning):
             `"keep"` continues the exact ids, `"template"` follows the template, which breaks the
             prefix there and costs O(history) per turn.
         variables: extra names for the template, such as `{"enable_thinking": False}`.
         tool_parser: a name in `TOOL_PARSERS`, `"auto"` (found in the template), or `"none"`.
         reasoning: a name in `REASONING_TAGS`, `"auto"` (found in the template), or `"none"`.
-        end_ids: further token ids that end a turn, besides the tokenizer's and the template's.
+        end_ids: token ids that end a turn, in addition to the tokenizer's and the template's.
         control_in_messages: whether control tokens that a message spells out ("<|im_end|>") become
             those tokens. Otherwise they are text, so that only the template and the model
             can end or begin a turn. Messages of the assistant are the model's own.
 
-    A tokenizer without a template does for text completions; messages then raise `ConfigError`.
+    A tokenizer without a template suffices for text completions; messages then raise `ConfigError`.
 
     Raises:
-        ConfigError: an argument is not one of its values.
-        TemplateError: the template does not compile, or runs without end.
+        ConfigError: an argument has an unknown value.
+        TemplateError: the template does not compile, or does not terminate.
 
     Example:
         >>> renderer = ChatRenderer(ByteTokenizer())                            # doctest: +SKIP
@@ -96,7 +96,7 @@ class ChatRenderer:
         ]
         self.end_ids = tuple(dict.fromkeys((*known, *end_ids, *self.vocabulary.end_ids)))
         """Token ids that end a turn: an engine stops after sampling one of them."""
-        # The template with tools names the marks of tool calls, by which the parser is found.
+        # The template with tools contains the marks of tool calls, which identify the parser.
         default = self._variants.get("tool_use") or self._variants.get("default")
         self._parser = CompletionParser(
             default.template.source if default else "",
@@ -109,7 +109,7 @@ class ChatRenderer:
         """Return the template for a call with or without tools.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: there is no template.
         """
         variant = self._variants.get("tool_use") if tools else None
         variant = variant or self._variants.get("default")
@@ -130,7 +130,7 @@ class ChatRenderer:
         """Return the prompt of a whole conversation, int32 `[_T]`.
 
         Raises:
-            TemplateError: the template refuses these messages.
+            TemplateError: the template rejects these messages.
         """
         text = self._variant(tools).template.render(
             self._as_text(messages), tools, add_generation_prompt=add_generation_prompt
@@ -138,14 +138,14 @@ class ChatRenderer:
         return self.vocabulary.encode_start(text)
 
     def _as_text(self, messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
-        """Return the messages so that control tokens in them are encoded as text."""
+        """Return the messages changed so that control tokens in them are encoded as text."""
         if self.control_in_messages:
             return messages
         plain = self.vocabulary.without_control
         return [_with_content(message, plain) for message in messages]
 
     def shows_tools(self, tools: Sequence[ToolSchema]) -> bool:
-        """Whether the template names the tools in a prompt; True if it refuses to say."""
+        """Whether the template names the tools in a prompt; True if it rejects the probe."""
         try:
             text = self._variant(tools).template.render(PROBE, tools)
         except TemplateError:
@@ -162,7 +162,7 @@ class ChatRenderer:
         """Return how the prompt for `messages` continues an earlier call.
 
         `previous_ids` are that call's prompt and completion, int32 `[_T]`; `messages[:num_old]`
-        ends with the assistant message that it gave. A turn that was cut short (no end token as
+        ends with the assistant message that it returned. A turn that was cut short (no end token as
         its last id) is closed first: the closing token is context, never a sampled token. Cost is
         O(new tokens) with `history="keep"`.
         """
@@ -172,19 +172,19 @@ class ChatRenderer:
         try:
             last_id = int(previous_ids[-1]) if len(previous_ids) else None
             ids, text = variant.glue.suffix(last_id, assistant, new, tools)
-        # Rare, and only then O(history).
+        # Rare; only this case costs O(history).
         except GlueError as error:
             return Continuation(None, self.render(messages, tools), str(error))
         if self.history == "template":
             whole = variant.template.render(self._as_text(messages), tools)
-            # As text: the question is whether the template still shows what was said.
+            # Compared as text, to see whether the template still shows the history unchanged.
             kept = self.vocabulary.decode(previous_ids)
             shown, now = whole.replace(BOUNDARY, ""), kept + text.replace(BOUNDARY, "")
             if shown != now:
                 at = _first_difference(shown, now)
                 reason = f"the template rewrites the history at character {at}"
-                # What was sampled stays trained: the earlier call has it, and this prompt is
-                # another path.
+                # The sampled tokens are still trained, as part of the earlier call; this prompt
+                # starts a different path.
                 return Continuation(None, self.vocabulary.encode_start(whole), reason)
         return Continuation(ids)
 
@@ -195,7 +195,7 @@ class ChatRenderer:
         num_old: int,
         tools: Sequence[ToolSchema] | None = None,
     ) -> IntArray:
-        """Return the whole next prompt, int32 `[_T]`; the arguments are `continuation`'s."""
+        """Return the whole next prompt, int32 `[_T]`; the arguments are those of `continuation`."""
         found = self.continuation(previous_ids, messages, num_old, tools)
         if found.suffix is None:
             assert found.rendered is not None
@@ -232,7 +232,7 @@ class ChatRenderer:
         return self.vocabulary.decode(ids[:-1] if ended else ids)
 
     def answer_text(self, ids: Sequence[int] | IntArray, sampling: SamplingParams) -> str:
-        """Return the text of a finished answer without what stopped it."""
+        """Return the text of a finished answer without the token or string that stopped it."""
         # The caller's stop ids need not be end tokens of the template.
         if len(ids) and int(ids[-1]) in sampling.stop_token_ids:
             return self.decode(ids[:-1])
@@ -266,8 +266,8 @@ def _sources(tokenizer: Tokenizer, template: str | Mapping[str, str] | None) -> 
 
 
 def _with_content(message: ChatMessage, plain: Callable[[str], str]) -> ChatMessage:
-    """Return the message with its content made `plain`; the same dict where nothing changes."""
-    # Control tokens in it are the model's own.
+    """Return the message with its content made `plain`; the same dict if nothing changes."""
+    # Control tokens in an assistant message are the model's own.
     if message.get("role") == "assistant":
         return message
     content = message.get("content")

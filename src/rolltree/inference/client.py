@@ -1,4 +1,4 @@
-"""The one interface to a model, `ModelClient`, and what turns other things into it."""
+"""`ModelClient`, the one interface to a model, and conversions of clients and sampling fields."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ModelClient(Protocol):
 
     @property
     def model(self) -> str:
-        """The name of the model that is asked when a call names none."""
+        """The name of the model of calls that name none."""
         ...
 
     def session(self) -> ModelClient:
@@ -70,8 +70,8 @@ class ModelClient(Protocol):
 def as_client(client: object, model: str | None = None) -> ModelClient:
     """Return `client` as a `ModelClient`.
 
-    A `ModelClient` passes through. An object with `chat.completions.create`, as `AsyncOpenAI` has
-    it, is wrapped; `model` is then what is asked when a call names no model.
+    A `ModelClient` passes through. An object with `chat.completions.create`, such as
+    `AsyncOpenAI`, is wrapped; `model` is then the model of calls that name none.
 
     Raises:
         ConfigError: the object is neither, or it is a blocking client.
@@ -86,8 +86,8 @@ def as_client(client: object, model: str | None = None) -> ModelClient:
         return cast(ModelClient, client)
     raise ConfigError(
         f"a {type(client).__name__} is not a model client: it has neither `chat.completions` (like "
-        "openai.AsyncOpenAI) nor the methods of rolltree.inference.ModelClient, so no model can be "
-        "asked through it. Pass openai.AsyncOpenAI(...) or rolltree.inference.OpenAIClient(...)."
+        "openai.AsyncOpenAI) nor the methods of rolltree.inference.ModelClient, so it cannot call "
+        "a model. Pass openai.AsyncOpenAI(...) or rolltree.inference.OpenAIClient(...)."
     )
 
 
@@ -97,9 +97,9 @@ def check_tools(client: object, tools: Sequence[ToolSchema] | None) -> None:
     The clients behind a pool, or behind a client that passes calls on, are checked too.
 
     Raises:
-        ConfigError: a chat template leaves them out.
+        ConfigError: a chat template leaves the tools out.
     """
-    # Down to the client that renders, whatever stands in front of it.
+    # Go down to the clients that render, through all that are in front of them.
     for part in getattr(client, "clients", ()):
         check_tools(part, tools)
     renderer = getattr(client, "renderer", None)
@@ -113,7 +113,7 @@ def check_shown_tools(
     """Check that the template of `model` shows it its tools.
 
     Raises:
-        ConfigError: it leaves them out.
+        ConfigError: it leaves the tools out.
     """
     if tools and not renderer.shows_tools(tools):
         name = tools[0]["function"]["name"]
@@ -125,7 +125,7 @@ def check_shown_tools(
 
 
 def answers_for_all(client: object) -> bool:
-    """Whether a client answers for agents with their own client too: recorded answers do.
+    """Whether a client also answers for agents with their own client, as recorded answers do.
 
     The clients behind one that passes calls on are checked, too.
     """
@@ -140,21 +140,21 @@ _IN_BODY = ("top_k", "stop_token_ids")
 def sampling_from_args(args: SamplingArgs) -> SamplingParams:
     """Turn OpenAI request fields into `SamplingParams`; `args` is not changed.
 
-    Fields without a counterpart (and what is left of `extra_body`) go to `.extra` unchanged, with a
-    warning where neither OpenAI's API nor vLLM's has them; fields that are None count as not given.
+    Fields without a counterpart (and the rest of `extra_body`) go to `.extra` unchanged, with a
+    warning if neither OpenAI's API nor vLLM's has them; fields that are None count as not given.
 
     >>> sampling_from_args({"temperature": 0.7, "max_completion_tokens": 8, "min_p": 0.1})
     SamplingParams(temperature=0.7, top_p=1.0, top_k=0, max_tokens=8, stop=(), \
 stop_token_ids=(), seed=None, extra={'min_p': 0.1})
 
     Raises:
-        ConfigError: a field has a value that cannot mean what it should, or `n` is not 1.
+        ConfigError: a field has an invalid value, or `n` is not 1.
     """
     rest = {key: value for key, value in args.items() if value is not None}
     body = dict(_mapping(rest.pop("extra_body", {})))
     for key in _IN_BODY:
         if key in body:
-            # A field that is given in both places counts as it stands outside of `extra_body`.
+            # If a field is given in both places, the value outside of `extra_body` counts.
             rest.setdefault(key, body.pop(key))
     if rest.pop("n", 1) != 1:
         raise ConfigError(
@@ -162,7 +162,7 @@ stop_token_ids=(), seed=None, extra={'min_p': 0.1})
             "and its own place in the trajectory. Ask for more rollouts per example instead."
         )
     known: dict[str, Any] = {}
-    # In the order of the table: of two names of one setting the later one wins.
+    # In the order of the table: if a setting is given under two names, the later one wins.
     for key, name, convert in _FIELDS:
         if key in rest:
             value = rest.pop(key)
@@ -190,7 +190,7 @@ def policy_version(client: object) -> int:
 def sampling_to_args(sampling: SamplingParams) -> SamplingArgs:
     """Return OpenAI request fields that `sampling_from_args` turns into the same params."""
     args: SamplingArgs = {**sampling.extra}
-    # Always named: servers have other defaults.
+    # Always set, since servers have different defaults.
     args["temperature"] = sampling.temperature
     args["top_p"] = sampling.top_p
     if sampling.max_tokens is not None:
@@ -209,7 +209,7 @@ def sampling_to_args(sampling: SamplingParams) -> SamplingArgs:
 def merge_sampling(
     own: SamplingArgs | SamplingParams | None, given: SamplingArgs | SamplingParams | None
 ) -> SamplingParams:
-    """Return `own` with the fields that `given` names on top; `SamplingParams` name every field.
+    """Return `own` with the fields in `given` replaced; `SamplingParams` have every field.
 
     >>> merge_sampling({"max_tokens": 8, "temperature": 0.5}, {"temperature": 1.0}).max_tokens
     8
@@ -232,7 +232,7 @@ def _mapping(value: object) -> Mapping[str, Any]:
 
 
 def _integer(value: Any) -> int:
-    # `True` is the integer 1 to Python.
+    # In Python, `True` equals the integer 1.
     if isinstance(value, bool) or int(value) != value:
         raise ValueError("not a whole number")
     return int(value)
@@ -279,13 +279,13 @@ _FIELDS: tuple[tuple[str, str, Any], ...] = (
     ("top_p", "top_p", _probability),
     ("top_k", "top_k", _top_k),
     ("max_tokens", "max_tokens", _positive),
-    # OpenAI's newer name of the same.
+    # OpenAI's newer name of the same field.
     ("max_completion_tokens", "max_tokens", _positive),
     ("stop", "stop", _strings),
     ("stop_token_ids", "stop_token_ids", _integers),
     ("seed", "seed", _integer),
 )
-"""OpenAI's name of a field, ours, and what reads its value."""
+"""OpenAI's name of a field, its name here, and the function that converts its value."""
 _PASSED_ON = frozenset(
     [
         *("allowed_token_ids", "bad_words", "chat_template_kwargs", "detokenize", "extra_headers"),
@@ -301,10 +301,10 @@ _PASSED_ON = frozenset(
 """Fields of OpenAI's and vLLM's requests that are sent as they are."""
 
 
-# Once for each name in a process, not once a call.
+# Once per name in a process, not once per call.
 @cache
 def _warn_unknown(key: str) -> None:
-    """Warn once of a field that no API is known to have: servers ignore most of those."""
+    """Warn once about a field that neither API has: most servers ignore such fields."""
     known = {*_PASSED_ON, *(name for name, _, _ in _FIELDS)}
     near = did_you_mean(key, known)
     logger.warning(

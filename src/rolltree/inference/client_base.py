@@ -41,21 +41,21 @@ MemoryT = TypeVar("MemoryT")
 
 
 class ClientBase(ABC):
-    """A `ModelClient` in terms of `call`."""
+    """Implements `ModelClient` in terms of `call`."""
 
     takes_calls: ClassVar[bool] = True
-    """Whether `call` may be asked instead of `chat` and `generate`: these are not overridden."""
+    """Whether `call` may replace `chat` and `generate`, since these are not overridden."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        # A subclass that overrides these has to be asked by them: `ModelCall.to` looks here.
+        # If a subclass overrides these, calls must go through them: `ModelCall.to` checks this.
         is_own = cls.chat is ClientBase.chat and cls.generate is ClientBase.generate
         cls.takes_calls = is_own
 
     @property
     @abstractmethod
     def model(self) -> str:
-        """The model asked when a call names none."""
+        """The model of calls that name none."""
 
     @property
     def version(self) -> int:
@@ -68,7 +68,7 @@ class ClientBase(ABC):
 
     @abstractmethod
     async def call(self, call: ModelCall) -> ModelResponse:
-        """Make one call; raises as `ModelClient` says."""
+        """Make one call; errors are those of `ModelClient`."""
 
     async def chat(
         self,
@@ -99,9 +99,9 @@ class ClientBase(ABC):
 
 
 class DelegatingClient(ClientBase):
-    """A client in front of another one; its sessions are in front of that one's sessions.
+    """A client in front of an inner client, with sessions in front of the inner one's sessions.
 
-    A session is a copy of the client, so what its attributes refer to is shared.
+    A session is a copy of the client, so the objects in its attributes are shared.
     """
 
     def __init__(self, inner: ModelClient) -> None:
@@ -124,7 +124,7 @@ class DelegatingClient(ClientBase):
 
     def session(self) -> ModelClient:
         """Return this client in front of a session of the inner one."""
-        # A copy and not a new object: subclasses take other arguments.
+        # A copy instead of a new object, since subclasses take different arguments.
         session = copy.copy(self)
         session._inner = self._inner.session()
         return session
@@ -135,26 +135,26 @@ class DelegatingClient(ClientBase):
 
 
 class RootClient(ClientBase, Generic[MemoryT]):
-    """A client that asks a model itself; each of its sessions remembers its calls."""
+    """A client that calls a model itself; each of its sessions remembers its calls."""
 
     @abstractmethod
     def new_memory(self) -> MemoryT:
-        """Return what a session remembers, empty."""
+        """Return the empty memory of a new session."""
 
     @abstractmethod
     async def respond(self, call: ModelCall, memory: MemoryT) -> ModelResponse:
-        """Make one call of the session whose memory this is."""
+        """Make one call of the session with this `memory`."""
 
     def session(self) -> Session[MemoryT]:
         """Return a client for one rollout that remembers its calls."""
         return Session(self, self.new_memory())
 
     async def call(self, call: ModelCall) -> ModelResponse:
-        """Make one call, with no memory of earlier ones."""
+        """Make one call, without memory of earlier ones."""
         return annotate_sampling(await self.respond(call, self.new_memory()), call.sampling)
 
     def recall(self, call: ModelCall, response: ModelResponse, memory: MemoryT) -> ModelResponse:
-        """Take a call that was made elsewhere into a session's memory, see `Session.remember`."""
+        """Add a call that was made elsewhere to a session's memory; see `Session.remember`."""
         # Only a session that renders prompts can tell whether ids are this model's.
         if not isinstance(memory, TokenSession) or isinstance(call.prompt, np.ndarray):
             return without_ids(response)
@@ -169,7 +169,7 @@ class Session(ClientBase, Generic[MemoryT]):
 
     @property
     def model(self) -> str:
-        """The model asked when a call names none."""
+        """The model of calls that name none."""
         return self._client.model
 
     @property
@@ -182,33 +182,33 @@ class Session(ClientBase, Generic[MemoryT]):
         return self._client.session()
 
     def moved_to(self, client: RootClient[MemoryT]) -> Session[MemoryT]:
-        """Return this session on another server of the same model: its calls are remembered."""
-        # Ids belong to the model and not to the server.
+        """Return this session, with its memory, on another server of the same model."""
+        # Ids depend on the model, not on the server.
         return Session(client, self._memory)
 
     async def call(self, call: ModelCall) -> ModelResponse:
-        """Make one call, continuing an earlier one if it fits."""
+        """Make one call, which continues an earlier one if possible."""
         return annotate_sampling(await self._client.respond(call, self._memory), call.sampling)
 
     def remember(self, call: ModelCall, response: ModelResponse) -> ModelResponse:
-        """Take in a call that was made and answered elsewhere, such as a recorded one.
+        """Record a call that was made and answered elsewhere, such as one in a stored run.
 
-        Later prompts continue it. Returns the response as stored in this session's token tree;
-        without ids where the recorded ones are not known to be this model's.
+        Later prompts can continue it. Returns the response as stored in this session's token tree,
+        without ids unless they are known to be this model's.
         """
-        # Nothing continues a prompt of ids.
+        # No later prompt continues a prompt of ids.
         if isinstance(call.prompt, np.ndarray):
             return response
         return self._client.recall(call, response, self._memory)
 
 
 class TokenClient(RootClient[TokenSession]):
-    """A client that renders prompts itself and asks for what follows exact ids."""
+    """A client that renders prompts itself and requests completions of exact ids."""
 
     renderer: ChatRenderer
 
     def new_memory(self) -> TokenSession:
-        """Return a session's calls by token."""
+        """Return the empty memory of a new session."""
         return TokenSession(self.renderer)
 
     @abstractmethod
@@ -217,11 +217,11 @@ class TokenClient(RootClient[TokenSession]):
     ) -> Answer:
         """Sample one completion after exactly `request.prompt_ids`.
 
-        A client that sees tokens while they are sampled calls `on_token` with each, in any thread.
+        A client that sees tokens as they are sampled calls `on_token` with each, from any thread.
         """
 
     async def respond(self, call: ModelCall, memory: TokenSession) -> ModelResponse:
-        """Sample what follows the prompt; a prompt of ids is not remembered."""
+        """Sample a completion of the prompt; a prompt of ids is not remembered."""
         if isinstance(call.prompt, np.ndarray):
             memory, prompt = TokenSession(self.renderer), Prompt(call.prompt)
         else:
@@ -237,8 +237,8 @@ class TokenClient(RootClient[TokenSession]):
 class MessageClient(RootClient[MemoryT]):
     """A client whose server renders prompts; `tokens` says whether it returns ids.
 
-    The memory is, or extends, a `MessageSession`. `version`, as it is when a request is sent, is
-    the policy version of tokens for which the server reports none.
+    The memory is, or extends, a `MessageSession`. Tokens for which the server reports no policy
+    version get `version` as it was when the request was sent.
     """
 
     tokens: TokenFields
@@ -254,11 +254,11 @@ class MessageClient(RootClient[MemoryT]):
         call: ModelCall,
         memory: MessageSession,
     ) -> Outcome[Any]:
-        """Send one request: `content` is its messages or prompt."""
+        """Send one request, with its messages or its prompt in `content`."""
 
     async def respond_by_message(self, call: ModelCall, memory: MessageSession) -> ModelResponse:
         """Send messages, a string or ids, and read the tokens of the answer if it has them."""
-        # As it is before sending: no sampled token is older.
+        # Read before sending: no sampled token is older.
         version = self.version
         prompt = call.prompt
         if isinstance(prompt, np.ndarray):
@@ -270,7 +270,7 @@ class MessageClient(RootClient[MemoryT]):
             prompt = list(prompt)  # the caller may append to its list meanwhile
             call = call.with_prompt(prompt)
             content = {"messages": outgoing(prompt)}
-            # An empty list is an error to some servers.
+            # Some servers reject an empty list.
             if call.tools:
                 content["tools"] = list(call.tools)
         outcome = await self.ask(content, call.message_type, call, memory)
@@ -284,21 +284,21 @@ class MessageClient(RootClient[MemoryT]):
 
 
 def annotate_sampling(response: ModelResponse, sampling: SamplingParams) -> ModelResponse:
-    """Return the response; `info["sampling"]` has what changed the distribution, if anything did.
+    """Return the response; `info["sampling"]` has settings that changed the distribution, if any.
 
-    Training refuses such calls: it computes the probability of a token from all of them.
+    Training rejects such calls: it computes probabilities under the full softmax.
     """
     changes = distribution_changes(sampling)
     if not changes:
         return response
-    # It is stored as JSON.
+    # `info` is stored as JSON.
     plain = (bool, int, float, str)
     said = {k: v if isinstance(v, plain) else repr(v)[:80] for k, v in changes.items()}
     return response.annotated(sampling=said)
 
 
 def check_model(asked: str | None, known: str) -> None:
-    """Raise `UnsupportedSetting` for another model than the one there is."""
+    """Raise `UnsupportedSetting` if a model other than `known` is requested."""
     if asked not in (None, known):
         raise UnsupportedSetting(
             f"this client serves {known!r}, but {asked!r} was requested, so the answer would be "

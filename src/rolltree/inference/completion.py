@@ -1,6 +1,6 @@
-"""An answer's text to an assistant message: reasoning split off, tool calls read.
+"""Parses an answer's text into an assistant message: splits off reasoning, reads tool calls.
 
-It never raises for what a model wrote: what cannot be read stays in the content, and the message's
+It never raises because of the text: what cannot be read stays in the content, and the message's
 `parse_problems` says what was wrong.
 """
 
@@ -25,7 +25,7 @@ REASONING_TAGS: dict[str, tuple[str, str]] = {
     "none": ("", ""),
     "think": ("<think>", "</think>"),
     "seed": ("<seed:think>", "</seed:think>"),
-    "harmony": ("", ""),  # no tags but channels
+    "harmony": ("", ""),  # channels instead of tags
 }
 
 
@@ -41,11 +41,11 @@ class ParsedCompletion:
 class CompletionParser:
     """Reads completions in one model's style.
 
-    `source` is the chat template, in which "auto" finds the styles; `start` is a prompt as the
-    template ends it: reasoning may have been opened there.
+    `source` is the chat template, in which "auto" finds the styles; `start` is a rendered prompt,
+    which may open the reasoning at its end.
 
     Raises:
-        UnknownName: no parser or no reasoning style has that name.
+        UnknownName: there is no parser or reasoning style of that name.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class CompletionParser:
         finish_reason: FinishReason,
         tools: Sequence[ToolSchema] | None = None,
     ) -> ParsedCompletion:
-        """Return the message that `text` says. Tool calls are read only when there are `tools`."""
+        """Return the message in `text`. Tool calls are read only if there are `tools`."""
         reasoning, content = self._split(text)
         message: ChatMessage = {"role": "assistant", "content": content}
         if reasoning is not None:
@@ -84,7 +84,7 @@ class CompletionParser:
             message["content"] = found.content
             if found.calls:
                 message["tool_calls"] = call_messages(found.calls, text)
-                # An answer that reached its limit stays one, whatever calls are in it.
+                # An answer that was cut at its limit is reported so, even if it has calls.
                 if finish_reason == FinishReason.STOP:
                     finish_reason = FinishReason.TOOL_CALLS
             if found.problems:
@@ -102,13 +102,13 @@ class CompletionParser:
             body = body[len(start) :]
         elif not self._starts_inside:
             return None, text
-        # Without the end mark all of it is reasoning that was cut off.
+        # Without the end tag all of it is reasoning that was cut off.
         reasoning, _, content = body.partition(end)
         return reasoning.strip("\n"), content.lstrip("\n")
 
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> str:
-    """Return `text` up to the first stop string in it, whole when there is none.
+    """Return `text` up to the first stop string in it, or all of it if there is none.
 
     >>> cut_at_stop("12\\nQ:", ["Q:", "\\n"])
     '12'
@@ -120,7 +120,7 @@ def cut_at_stop(text: str, stop: Sequence[str]) -> str:
 def _find_reasoning(source: str) -> str:
     if _HARMONY_MARKER in source:
         return "harmony"
-    # By the end mark: templates cut earlier reasoning off there.
+    # By the end tag, since templates cut earlier reasoning off there.
     return next(
         (name for name, (_, end) in REASONING_TAGS.items() if end and end in source), "none"
     )
@@ -135,7 +135,7 @@ def split_harmony(text: str) -> tuple[str | None, str]:
         <|start|>assistant<|channel|>commentary to=functions.add json<|message|>{...}<|call|>
         <|start|>assistant<|channel|>final<|message|>what the user reads<|return|>
 
-    Messages to a tool stay as they were written, and so does what has no complete header.
+    Messages to a tool stay as they were written, and so does text without a complete header.
     """
     reasoning: list[str] = []
     content: list[str] = []
@@ -145,7 +145,7 @@ def split_harmony(text: str) -> tuple[str | None, str]:
         end = _MESSAGE_END.search(text, begin)
         stop, after = (end.start(), end.end()) if end else (len(text), len(text))
         channel = _CHANNEL.search(header)
-        # The tool parser reads these, header and all.
+        # The tool parser reads these, including the header.
         if _RECIPIENT.search(header):
             content.append(text[at:after])
         elif channel is not None and channel[1] == "analysis":

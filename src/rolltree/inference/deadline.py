@@ -1,7 +1,7 @@
 """Wraps a model client for one rollout: adds its deadline, and the seeds of its calls.
 
-The clock counts the seconds that an episode, or a part of one, took itself, without the time that
-model calls waited in queues and retries (`ModelResponse.wait_s`). A deadline counts everything.
+The clock counts the seconds that an episode, or a part of one, took, without the time that model
+calls waited in queues and retries (`ModelResponse.wait_s`). A deadline includes that time.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from rolltree.types import ModelResponse
 
 
 class Clock:
-    """Seconds an episode has spent, waiting excluded, and the deadline, waiting included.
+    """The seconds that an episode has spent, without waiting, and its deadline, with waiting.
 
     While a model call is in flight it is unknown how much of it is waiting, so the hard limit is
-    suspended until the call returns. With calls in parallel their waits add up, which
-    errs on the side of the episode. Nothing suspends the deadline, `deadline_s` from now.
+    suspended until the call returns. The waits of parallel calls add up, which errs in the
+    episode's favor. The deadline, `deadline_s` from now, moves only with `postponed`.
     """
 
     def __init__(
@@ -58,24 +58,24 @@ class Clock:
 
     @property
     def past_deadline(self) -> bool:
-        """Whether the deadline is over."""
+        """Whether the deadline has passed."""
         return self.deadline_s is not None and self._left_s() == 0.0
 
     def guard(self) -> asyncio.Timeout:
         """Return the scope that cancels the episode at its deadline or `grace_s` after its limit.
 
-        The limit counts from the clock's start, with what is excluded from it left out.
+        The limit counts from the clock's start, without excluded time.
         """
         self._scope = asyncio.timeout(self._remaining_s())
         return self._scope
 
     def stop(self) -> None:
-        """Forget the scope: the episode is over, calls that outlive it are not limited by it."""
+        """Forget the scope: calls that outlive the episode are not limited by it."""
         self._scope = None
 
     @contextmanager
     def excluded(self) -> Iterator[None]:
-        """Do not count what happens in the block: neither limit can end the episode there."""
+        """Exclude the block's time: the limit cannot end the episode there, only the deadline."""
         began = time.monotonic()
         self.call_started()
         try:
@@ -85,11 +85,11 @@ class Clock:
 
     @contextmanager
     def postponed(self) -> Iterator[None]:
-        """Put the deadline off by the time that the block takes, such as a server's restart."""
+        """Postpone the deadline by the time that the block takes, such as a server's restart."""
         if self.deadline_s is None:
             yield
             return
-        # How long the block takes is known at its end; nothing may end the rollout before.
+        # The block's duration is known only at its end; until then there is no deadline.
         began, deadline_s = time.monotonic(), self.deadline_s
         self.deadline_s = math.inf
         self._reschedule()
@@ -105,23 +105,23 @@ class Clock:
         self._reschedule()
 
     def call_ended(self, wait_s: float) -> None:
-        """Take `wait_s` out of the time spent and set the hard limit again."""
+        """Exclude `wait_s` from the time spent and set the hard limit again."""
         self._calls_in_flight -= 1
         self._waited_s += wait_s
         self._reschedule()
 
     def _reschedule(self) -> None:
         no_limit = self.limit_s is None and self.deadline_s is None
-        # asyncio refuses to move the end of a scope that has ended.
+        # asyncio does not reschedule a scope that has expired.
         if self._scope is None or no_limit or self._scope.expired():
             return
         remaining = self._remaining_s()
-        # The scope counts by the clock of its loop.
+        # The scope uses the clock of its loop.
         now = asyncio.get_running_loop().time()
         self._scope.reschedule(None if remaining is None else now + remaining)
 
     def _remaining_s(self) -> float | None:
-        """Return the seconds until the scope cancels; None: nothing limits what is going on."""
+        """Return the seconds until the scope cancels; None without a limit."""
         if self.limit_s is None or self._calls_in_flight:
             return self._left_s()
         own = max(self.limit_s + self.grace_s - self.spent_s, 0.0)
@@ -137,15 +137,15 @@ class Clock:
 class RolloutClient(DelegatingClient):
     """One rollout's client: it gives each call its seed and model, and reports to the clock.
 
-    Calls are the one place that every way of playing a rollout goes through: an environment's own
-    loop, a second question in a turn, a judge on `state["client"]`. The sessions of this client
-    share its seeds and its clock. Answers carry when they were asked for and how long that took.
+    Every way of playing a rollout goes through model calls: an environment's own loop, a second
+    question in a turn, a judge on `state["client"]`. The sessions of this client share its seeds
+    and its clock. Responses record when they were requested and how long they took.
 
     Args:
-        inner: what answers.
-        clock: the episode's, or that of a part of it; None times nothing.
-        seeds: where calls get their seeds from; None leaves those that they come with.
-        model: asked instead of the inner client's own by calls that name none.
+        inner: the client that answers.
+        clock: the clock of the episode, or of a part of it; with None, calls are not timed.
+        seeds: the source of the calls' seeds; with None, calls keep their own.
+        model: the model of calls that name none; None for the inner client's.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class RolloutClient(DelegatingClient):
 
     @property
     def model(self) -> str:
-        """The model that is asked when a call names none."""
+        """The model of calls that name none."""
         return self._model or self._inner.model
 
     @property
@@ -180,7 +180,7 @@ class RolloutClient(DelegatingClient):
         if clock is not None:
             began_s = time.monotonic()
             sent_s = round(clock.at(began_s), 6)
-        # Not `replace`, which is slow: every call of every rollout comes by.
+        # Not `replace`, which is slow: this runs for every call of every rollout.
         call = ModelCall(
             *(call.prompt, sampling, model, call.tools, call.message_type, sent_s, began_s),
             on_delta=call.on_delta,
@@ -204,7 +204,7 @@ class RolloutClient(DelegatingClient):
 
 
 def seeded(client: ModelClient, seeds: CallSeeds) -> ModelClient:
-    """Return `client` with a seed for each call; itself if it, or one behind it, has that."""
+    """Return `client` with a seed for each call; itself if it, or one behind it, gives seeds."""
     return client if _is_seeded(client) else RolloutClient(client, seeds=seeds)
 
 

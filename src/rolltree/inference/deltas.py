@@ -1,4 +1,4 @@
-"""What is new in an unfinished answer, token by token: text, reasoning, and at the end tool calls.
+"""Deltas of an unfinished answer, token by token: text, reasoning, and tool calls at the end.
 
 Text that a later token may change (an incomplete character, stop string or reasoning tag, a tool
 call) is held back until it is settled, so nothing is ever taken back.
@@ -28,7 +28,7 @@ _TAGS = (_CONTROL, *(tag for tags in REASONING_TAGS.values() for tag in tags if 
 
 
 def outgoing_message(message: ChatMessage) -> ChatMessage:
-    """Return a parsed message as servers send it: no notes, no empty content beside calls."""
+    """Return a parsed message as servers send it: without notes or empty content with calls."""
     sent = {name: value for name, value in message.items() if name != "parse_problems"}
     if sent.get("tool_calls") and not sent["content"]:
         sent["content"] = None
@@ -38,20 +38,20 @@ def outgoing_message(message: ChatMessage) -> ChatMessage:
 class SettledText:
     """The text of an unfinished answer, as far as no later token can change it.
 
-    Each token costs the decoding of a few: what was decoded once is not decoded again.
+    A new token takes the decoding of a few tokens, not of the whole answer.
     """
 
     def __init__(self, renderer: ChatRenderer, sampling: SamplingParams) -> None:
         self._decode, self._stop = renderer.decode, sampling.stop
         self._silent = {*renderer.end_ids, *sampling.stop_token_ids}
         self._window: list[int] = []
-        # The first ids of the window whose text is a part of `_text` already: tokenizers decode an
-        # id in context (the space before a word, a character of several ids).
+        # How many ids of the window are part of `_text` already: they stay, since tokenizers decode
+        # an id in context (the space before a word, a character of several ids).
         self._num_read = 0
         self._text = ""
 
     def add(self, token: int) -> str:
-        """Take one more token; return the settled text of all of them."""
+        """Add a token and return the settled text of all tokens."""
         if token not in self._silent:
             self._window.append(token)
             known = self._decode(self._window[: self._num_read])
@@ -66,15 +66,15 @@ class SettledText:
 
 
 class TextDeltas:
-    """The new text of one choice, from one look to the next."""
+    """The new text of one choice since the previous call."""
 
     def __init__(self) -> None:
         self._given = ""
 
     def next(self, text: str) -> str:
-        """Return the part of `text` after what was given out before; nothing if they differ."""
-        # What was given out cannot be taken back. If a later token changed it after all, the
-        # difference is left to the token ids, which are exact.
+        """Return the part of `text` after what was returned before; empty if they differ."""
+        # Returned text cannot be taken back. If a later token changes it after all, only the token
+        # ids are exact.
         if not text.startswith(self._given):
             return ""
         new = text[len(self._given) :]
@@ -123,7 +123,7 @@ class MessageDeltas:
 
 
 def _before_calls(content: str) -> str:
-    """Return the part that stays content whatever follows."""
+    """Return the part that remains content, whatever follows."""
     # If a call follows, its parser strips the space around the content.
     if content[:1].isspace():
         return ""
@@ -147,8 +147,8 @@ def _unsettled(text: str, strings: Sequence[str]) -> int:
 class TokenListener:
     """Turns the tokens of one call, as an engine samples them, into deltas of its message.
 
-    `hear` may be called in any thread; the call's `on_delta` is called in the event loop that this
-    was made in.
+    `hear` may be called from any thread; the call's `on_delta` is called in the event loop in which
+    this object was created.
     """
 
     def __init__(self, renderer: ChatRenderer, call: ModelCall) -> None:
@@ -160,7 +160,7 @@ class TokenListener:
 
     def hear(self, token: SampledToken) -> None:
         """Take one more token."""
-        # RuntimeError: the loop is closed, and nobody listens.
+        # RuntimeError: the loop is closed, so nothing listens any more.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self.take, token.id)
 

@@ -29,7 +29,7 @@ _TOOL: ChatMessage = {
     "content": "Probe.",
     "tool_call_id": "probe0000",
 }
-# Arguments as text; `for_template` gives templates what they take.
+# Arguments as text, which `for_template` converts for templates.
 _CALLER: ChatMessage = {
     "role": "assistant",
     "tool_calls": [{"id": "probe0000", "function": {"name": "probe", "arguments": "{}"}}],
@@ -47,9 +47,9 @@ class TurnTokens:
     """The tokens of one template around a turn.
 
     `start` is a rendered prompt up to where an answer begins. `end_ids` are the tokens that end a
-    turn when they are sampled. `close_ids` are those that the template itself writes after an
+    turn when they are sampled. `close_ids` are the tokens with which the template itself closes an
     assistant message, in the middle or at the end of a conversation. `num_close` is how many tokens
-    it writes at the end of a conversation: the closing token may come after others.
+    it writes at the end of a conversation: other tokens may precede the closing one.
     """
 
     start: str
@@ -69,7 +69,7 @@ def learn_turn_tokens(
 
     def tail(messages: list[ChatMessage], skip: str = "") -> list[int]:
         """Return the ids of what follows the sentinel, without the text `skip` at its start."""
-        # The last one: templates may show an answer's text twice.
+        # After the last sentinel: templates may show an answer's text twice.
         text = render(template, [*PROBE, *messages]).rpartition(SENTINEL)[2]
         return [int(token) for token in vocabulary.encode(text.removeprefix(skip))]
 
@@ -123,7 +123,7 @@ def render(
         return template.render(messages, tools, add_generation_prompt=add_generation_prompt)
     except TemplateLimitError:
         raise
-    # A refused probe shows nothing, and nothing is learned from it.
+    # Nothing is learned from a probe that the template rejects.
     except TemplateError:
         return ""
 
@@ -159,7 +159,7 @@ class Glue:
         new_messages: Sequence[ChatMessage],
         tools: Sequence[ToolSchema] | None = None,
     ) -> tuple[IntArray, str]:
-        """Return what follows sampled ids that end with `last_id`: ids (int32 `[_T]`) and text.
+        """Return the ids (int32 `[_T]`) and text to append to sampled ids that end with `last_id`.
 
         The template's closing token is left out if the sampled ids end with it, or with another
         end token in its place.
@@ -168,8 +168,8 @@ class Glue:
             GlueError: the template gives no verifiable cut for this continuation.
         """
         probe = stand_in(assistant)
-        # What a template writes depends on the kinds of messages; their texts come through as they
-        # are.
+        # The text between turns depends on the kinds of messages; their contents are inserted
+        # unchanged.
         shape = ("tool_calls" in probe, bool(tools), *map(_shape, new_messages))
         if shape not in self._verdicts:
             self._verdicts[shape] = self._verify(probe, new_messages, tools)
@@ -179,7 +179,7 @@ class Glue:
         text = self._cut(PROBE, probe, new_messages, tools if verdict.show_tools else None)
         ids = self._vocabulary.encode(text)
         num_closed = self._num_closed(last_id, ids)
-        # What was sampled ended the turn; the template's own close would be a second one.
+        # The sampled ids ended the turn; the template's own close would be a second one.
         if num_closed:
             close = self._vocabulary.decode([int(ids[num_closed - 1])])
             return ids[num_closed:], text.partition(close)[2]
@@ -192,7 +192,7 @@ class Glue:
             for index, token in enumerate(ids.tolist()):
                 if token == last_id or token in turn.close_ids:
                     return index + 1
-                # Past the close, and no white space: the next message has begun.
+                # Past the close, and not white space: the next message has begun.
                 if index >= turn.num_close and self._vocabulary.decode([token]).strip():
                     break
         return 0
@@ -216,7 +216,7 @@ class Glue:
         tail = text[text.index(SENTINEL) + len(SENTINEL) :]
         if "tool_calls" not in probe:
             return tail
-        # Behind the sentinel are the brackets and tags that close the call, which the model has
+        # After the sentinel come the brackets and tags that close the call, which the model has
         # sampled.
         ends = [at for at in map(tail.find, self._end_texts) if at >= 0]
         if ends:
@@ -236,7 +236,7 @@ class Glue:
         shown = tools if show else None
         try:
             text = self._cut(PROBE, probe, new_messages, shown)
-            # A template may write a message otherwise in a longer conversation.
+            # A template may write a message differently in a longer conversation.
             after_more = self._cut(_LONG_PROBE, probe, new_messages, shown)
         except GlueError as error:
             return _Verdict(show, str(error))
@@ -267,7 +267,7 @@ class Glue:
         Some templates collect system text at the start of the prompt, and some leave out roles that
         they do not know.
         """
-        # Not the sentinel itself, by which the cut is found.
+        # Not the sentinel itself, which marks the cut.
         markers = [f"{SENTINEL[::-1]}{index}x" for index in range(len(new_messages))]
         marked = [_marked(*pair) for pair in zip(new_messages, markers, strict=True)]
         try:

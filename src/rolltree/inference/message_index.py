@@ -1,9 +1,9 @@
 """Finds the earlier call that a prompt continues: the messages of a rollout as a trie.
 
-A path from the root is a message history; a node that a call answered with holds that call. Looking
-up a history walks down the trie, so the longest earlier call is found whatever the number of calls,
-agents or branches. A message is compared with a shallow copy taken when it was first seen, so one
-that is edited in place is a different one.
+A path from the root is a message history; the node of a call's answer holds that call. A lookup
+walks down the trie, so the longest earlier call is found whatever the number of calls, agents or
+branches. A message is compared with a shallow copy taken when it was first seen, so a message that
+was edited in place is a different one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Node:
         self.call = call
 
     def find(self, message: ChatMessage) -> list[_Node]:
-        """Return the children that equal `message`: the one that is it first, then the latest."""
+        """Return the children that equal `message`: the same object first, then the latest."""
         children = self.children
         if len(children) == 1 and children[0].snapshot == message:  # by far the most frequent
             return children
@@ -66,7 +66,7 @@ class MessageIndex:
         key: object = None,
     ) -> Match | None:
         """Return the call with the longest prompt that `messages` continues, or None."""
-        nodes = [self._root(tools, key)]  # several where calls gave equal answers
+        nodes = [self._root(tools, key)]  # several if calls gave equal answers
         match = None
         depth = 0
         for message in messages:
@@ -95,8 +95,8 @@ class MessageIndex:
         key: object = None,
     ) -> None:
         """Note that `call` answered `messages` with `answer`."""
-        # A prompt is looked up before it is answered: the walk goes on where it ended, so a turn
-        # costs its new messages only.
+        # A prompt is looked up before it is answered: this continues where that walk ended, so a
+        # turn costs only its new messages.
         walked, depth, node = self._walked
         if walked is not messages or node is None:
             depth, node = 0, self._root(tools, key)
@@ -124,8 +124,8 @@ def _equal(known: ChatMessage | None, message: ChatMessage) -> bool:
         return known is not None
     if known.get("role") != "assistant" or message.get("role") != "assistant":
         return False
-    # Agents send answers back without reasoning, ids or white space. What the model decided is the
-    # same.
+    # Agents may send answers back without reasoning, ids or white space, but what the model decided
+    # is the same.
     return _said(known) == _said(message) and _calls(known) == _calls(message)
 
 
@@ -136,14 +136,14 @@ def _said(message: ChatMessage) -> Any:
 
 
 def _calls(message: ChatMessage) -> list[tuple[Any, Any]]:
-    """Return the tool calls by what the model decided: name and arguments, whatever their form."""
+    """Return each tool call's name and arguments, in whatever form these are given."""
     found = []
     for call in message.get("tool_calls") or ():
         function = _field(call, "function") or {}
         arguments = _field(function, "arguments")
         if isinstance(arguments, str):
             with suppress(ValueError):
-                # Some servers leave out empty arguments, and agents write them.
+                # Some servers leave out empty arguments, while agents write them.
                 arguments = read_json(arguments or "{}")
         found.append((_field(function, "name"), arguments))
     return found

@@ -115,7 +115,7 @@ class MessageSession:
         if not isinstance(messages, list):
             return self._calls.record(answer, call)
         extends, matched = self._extended(messages, call.tools, call.model, answer.prompt_ids)
-        # By messages it goes on, by ids it does not: the sample breaks here, and this is why.
+        # The messages continue a call but the ids do not, so the sample breaks here.
         if matched and extends is None:
             why = "the server's prompt does not begin with the earlier ids"
             answer.info = {**answer.info, "rerendered": why}

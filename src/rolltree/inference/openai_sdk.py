@@ -1,8 +1,8 @@
 """Adapter for the OpenAI SDK: `openai.AsyncOpenAI`, or anything shaped like it, as a `ModelClient`.
 
 Requests go through `client.chat.completions.create` and `client.completions.create`. The response
-object is kept in `ModelResponse.raw` without its token data, which the record has: a server
-restates the whole prompt's ids in every turn. The openai package is not imported. Token-in needs
+object is kept in `ModelResponse.raw` without its token data, which the record has: a server repeats
+the ids of the whole prompt in every turn. The openai package is not imported. Token-in needs
 `OpenAIClient`.
 """
 
@@ -55,12 +55,12 @@ from rolltree.untrusted import well_formed
 class OpenAISDKClient(MessageClient[MessageSession]):
     """An AsyncOpenAI-like object as a `ModelClient`.
 
-    The openai client's own retries are switched off and made here instead, as many, so that they
-    are counted. A call with all its attempts takes at most `deadline_s`: unless given, twice the
-    openai client's time limit; its answer, unpacked, has at most `max_answer_bytes`. `token_ids`,
+    The openai client's own retries are switched off, and as many are made here instead, so that
+    they are counted. A call with all its attempts takes at most `deadline_s` (by default twice the
+    openai client's timeout); its decompressed answer has at most `max_answer_bytes`. `token_ids`,
     `logprobs_mode` and `vocab_size` are those of `OpenAIClient`; with `"auto"`, OpenAI's own
-    servers are not asked for ids, which they do not have. The openai client is used as it is, on
-    its own transport, whose event hooks get one that reads the answers to these calls.
+    servers are not asked for ids, which they do not have. The openai client is used as it is, with
+    its own transport, to which an event hook is added that reads the answers to these calls.
 
     Raises:
         ConfigError: the object is a blocking client.
@@ -82,7 +82,7 @@ class OpenAISDKClient(MessageClient[MessageSession]):
         where = str(getattr(client, "base_url", type(client).__name__))
         self._retry = RetryPolicy(max_retries=0)
         self._ids: RequestIds | None = None
-        # By name: the package may not be installed.
+        # Checked by name, since the package may not be installed.
         if type(client).__module__.partition(".")[0] == "openai":
             # Only the asynchronous client is a context for `async with`.
             if not hasattr(client, "__aenter__"):
@@ -114,11 +114,11 @@ class OpenAISDKClient(MessageClient[MessageSession]):
 
     @property
     def model(self) -> str:
-        """The model asked when a call names none; empty when there is none."""
+        """The model of calls that name none; empty if there is none."""
         return self._model or ""
 
     def new_memory(self) -> MessageSession:
-        """Return a session's calls by message."""
+        """Return the empty memory of a new session."""
         return MessageSession(self.tokens)
 
     async def respond(self, call: ModelCall, memory: MessageSession) -> ModelResponse:
@@ -169,7 +169,7 @@ class OpenAISDKClient(MessageClient[MessageSession]):
             async def attempt() -> Any:
                 request_id = None
                 if self._ids is not None:
-                    # Another name for each attempt.
+                    # A new id for each attempt.
                     request_id = self._ids.new()
                     given = fields.get("extra_headers") or {}
                     fields["extra_headers"] = {**given, HEADER: request_id}
@@ -178,12 +178,12 @@ class OpenAISDKClient(MessageClient[MessageSession]):
                     try:
                         result = endpoint.create(**fields)
                         result = await result if inspect.isawaitable(result) else result
-                    except UnicodeEncodeError:  # a lone surrogate, say in what a world said
+                    except UnicodeEncodeError:  # a lone surrogate, for example in a world's text
                         result = endpoint.create(**well_formed(fields))
                         result = await result if inspect.isawaitable(result) else result
                     if self._ids is not None and request_id is not None:
                         self._ids.check(request_id, str(read(result, "id")))
-                    # Here, so that an answer which was broken off is asked for again.
+                    # Checked here, so that an answer which was broken off is requested again.
                     extract_finish_reason(result)
                     return result
                 except _openai_errors() as error:
@@ -193,9 +193,9 @@ class OpenAISDKClient(MessageClient[MessageSession]):
                 except BadResponse as error:
                     raise Retry(error) from error
                 except (ValueError, RecursionError) as error:
-                    if self._ids is None and type(error) is ValueError:  # a stand-in's own
+                    if self._ids is None and type(error) is ValueError:  # raised by a mock
                         raise
-                    # Python's reader of JSON refuses numbers of 4,300 digits with a ValueError.
+                    # Python's JSON decoder rejects numbers of 4,300 digits with a ValueError.
                     raise Retry(self._unreadable(error)) from error
                 finally:
                     _MAX_BYTES.reset(limited)
@@ -207,7 +207,7 @@ class OpenAISDKClient(MessageClient[MessageSession]):
         return await send_with_token_fields(self.tokens, send)
 
     def _failure(self, error: BaseException) -> Exception:
-        """Return what an exception of the openai package means here."""
+        """Return the exception to raise for one of the openai package."""
         status = getattr(error, "status_code", None)
         where = str(getattr(self._client, "base_url", "the server"))
         if isinstance(status, int):
@@ -230,16 +230,16 @@ class OpenAISDKClient(MessageClient[MessageSession]):
         where = str(getattr(self._client, "base_url", "the server"))
         return BadResponse(
             f"{where} answered with something that is not JSON ({error}). The call is lost. Did "
-            "the server, or a proxy before it, break off?"
+            "the server, or a proxy in front of it, break off the answer?"
         )
 
 
 _MAX_BYTES: ContextVar[int | None] = ContextVar("rolltree_max_answer_bytes", default=None)
-"""The largest answer to the call that this task makes; None for calls that are the user's own."""
+"""The largest answer to the call that this task makes; None for the user's own calls."""
 
 
 async def _read_answer(response: Any) -> None:
-    """Read a response of httpx, as it would read it itself, and no further than the limit."""
+    """Read an httpx response as httpx itself would, but no further than the limit."""
     max_bytes = _MAX_BYTES.get()
     if max_bytes is None:
         return
@@ -249,13 +249,13 @@ async def _read_answer(response: Any) -> None:
         if size > max_bytes:
             raise too_large(max_bytes)
         parts.append(part)
-    response._content = b"".join(parts)  # where httpx's own `aread` leaves it
+    response._content = b"".join(parts)  # where httpx's own `aread` stores it
 
 
 def _drop_tokens(response: Any, made: ModelResponse, sampling: SamplingParams) -> None:
-    """Set to None what an object of the openai package says and `made` has as arrays.
+    """Set token data of an openai response to None if `made` has it as arrays.
 
-    Logprobs that the record has no use for, and alternatives that the caller asked for, stay.
+    Logprobs that the record does not have, and alternatives that the caller requested, stay.
     """
     if made.prompt_ids is None or type(response).__module__.partition(".")[0] != "openai":
         return

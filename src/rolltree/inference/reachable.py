@@ -19,7 +19,7 @@ from rolltree.inference.weights.publish import call, served_version
 _ONCE = RetryPolicy(max_retries=0)
 _REQUEST_TIMEOUT_S = 5.0
 FIRST_ANSWER_TIMEOUT_S = 5.0
-"""How long to wait for servers none of which has answered yet."""
+"""How long to wait for the first answer of any server."""
 
 
 async def check_servers(client: object, *, limit_s: float = FIRST_ANSWER_TIMEOUT_S) -> list[str]:
@@ -30,7 +30,7 @@ async def check_servers(client: object, *, limit_s: float = FIRST_ANSWER_TIMEOUT
     Raises:
         ConnectionFailed: none of them answered within `limit_s`.
     """
-    # A run watches its own servers.
+    # A training run checks its own servers.
     parts = [part for part in _with_server(client) if getattr(part, "fleet", None) is None]
     if not parts:
         return []
@@ -50,7 +50,7 @@ async def _wait_for_one(parts: list[Any], limit_s: float) -> None:
     began = monotonic()
     number = 0
     while True:
-        # One is enough: the pool asks the others when they are back.
+        # One is enough: the pool uses the others when they are back.
         errors = await asyncio.gather(*(_connection_error(part.server, limit_s) for part in parts))
         if None in errors:
             return

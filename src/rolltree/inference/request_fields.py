@@ -1,7 +1,7 @@
 """The fields of a request: OpenAI's sampling fields, vLLM's, and those that ask for token ids.
 
-Whether a server understands the latter is found out by asking: `TokenFields` remembers what became
-of the first request and says once, in the log, when the server gives no ids.
+The first request shows whether a server understands the latter: `TokenFields` remembers this, and
+logs one warning if the server gives no ids.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rolltree.types import ChatMessage, IntArray, MessageType, SamplingParams
 logger = logging.getLogger("rolltree.inference")
 
 TokenIds = Literal["auto", "vllm", "off"]
-"""Whether to ask for token ids: try and see, insist, or never."""
+"""Whether to request token ids: if the server gives them, always, or never."""
 LogprobsMode = Literal["raw", "processed"]
 """Whether a server's logprobs are the model's own or those of the distribution sampled from."""
 
@@ -53,7 +53,7 @@ _HARMLESS = frozenset(
         *("truncate_prompt_tokens", "user", "verbosity"),
     ]
 )
-"""Fields that change the prompt, when sampling ends, or what is reported, but no distribution."""
+"""Fields that affect the prompt, the end of sampling or the report, but no distribution."""
 
 
 def check_choice(name: str, value: str, known: Sequence[str]) -> None:
@@ -65,9 +65,9 @@ def check_choice(name: str, value: str, known: Sequence[str]) -> None:
 def sampling_fields(sampling: SamplingParams, message_type: MessageType) -> dict[str, Any]:
     """Return the fields that OpenAI's API has.
 
-    Temperature and top_p are always sent, since servers take other defaults from the model folder;
-    so is `max_tokens` for text completions, where leaving it out means 16 and null no limit (but
-    vLLM reads null as 16, so `OpenAIClient` finds out how many fit).
+    Temperature and top_p are always sent, since servers take defaults from the model folder; so is
+    `max_tokens` for text completions, where leaving it out means 16 and null means no limit (but
+    vLLM reads null as 16, so `OpenAIClient` computes how many fit).
     """
     fields: dict[str, Any] = {"temperature": sampling.temperature, "top_p": sampling.top_p}
     if sampling.max_tokens is not None or message_type == "completion":
@@ -80,7 +80,7 @@ def sampling_fields(sampling: SamplingParams, message_type: MessageType) -> dict
 
 
 def extension_fields(sampling: SamplingParams) -> dict[str, Any]:
-    """Return the fields beyond OpenAI's API that this call needs, `extra_body` included."""
+    """Return the fields beyond OpenAI's API that this call needs, including `extra_body`."""
     fields: dict[str, Any] = {}
     if sampling.top_k:
         fields["top_k"] = sampling.top_k
@@ -91,10 +91,10 @@ def extension_fields(sampling: SamplingParams) -> dict[str, Any]:
 
 
 def extra_fields(sampling: SamplingParams) -> dict[str, Any]:
-    """Return the caller's further fields.
+    """Return the caller's other fields.
 
     Raises:
-        UnsupportedSetting: the caller asks for streaming, which would bring no tokens here.
+        UnsupportedSetting: the caller requests streaming, which gives no tokens here.
     """
     if sampling.extra.get("stream"):
         raise UnsupportedSetting(
@@ -104,9 +104,9 @@ def extra_fields(sampling: SamplingParams) -> dict[str, Any]:
 
 
 def token_in_fields(sampling: SamplingParams) -> Mapping[str, Any]:
-    """Return vLLM's `SamplingParams` for its token-in endpoint, logprobs asked for.
+    """Return vLLM's `SamplingParams` for its token-in endpoint, which include logprobs.
 
-    All fields that a model folder could give another default are set.
+    All fields are set for which a model folder could give a different default.
     """
     params: dict[str, Any] = {
         "temperature": sampling.temperature,
@@ -116,7 +116,7 @@ def token_in_fields(sampling: SamplingParams) -> Mapping[str, Any]:
         "min_p": 0.0,
         "repetition_penalty": 1.0,
         "stop_token_ids": list(sampling.stop_token_ids),
-        # The sampled token's alone.
+        # Only the sampled token's.
         "logprobs": 0,
     }
     if sampling.max_tokens is not None:
@@ -127,7 +127,7 @@ def token_in_fields(sampling: SamplingParams) -> Mapping[str, Any]:
 
 
 def outgoing(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """Return the messages without what is for this side only."""
+    """Return the messages without fields that are not sent."""
     return [
         # The same dict if there is nothing to leave out, as nearly always.
         {name: value for name, value in message.items() if name != "parse_problems"}
@@ -140,14 +140,14 @@ def outgoing(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
 def distribution_changes(sampling: SamplingParams) -> dict[str, Any]:
     """Return the settings that make a token's distribution differ from softmax(logits / T).
 
-    A field whose effect is unknown counts as one that does.
+    A field whose effect is unknown counts as one of them.
 
     >>> asked = SamplingParams(temperature=0.7, top_p=0.9, extra={"min_p": 0, "user": "me"})
     >>> distribution_changes(asked)
     {'top_p': 0.9}
     """
     if not sampling.extra and sampling.top_p == 1 and sampling.top_k in _NEUTRAL["top_k"]:
-        return {}  # every call comes by
+        return {}  # the fast path of most calls
     neutral = {**_NEUTRAL, "temperature": (sampling.temperature,)}
     body: Mapping[str, Any] = sampling.extra.get("extra_body", {})
     own = {"top_p": sampling.top_p, "top_k": sampling.top_k}
@@ -167,8 +167,8 @@ def samples_the_model(sampling: SamplingParams) -> bool:
 class TokenFields:
     """The fields that ask one server for ids and logprobs, sent until it rejects them.
 
-    `standard` are OpenAI's own (`logprobs`), `extension` are vLLM's. `vocab_size`, where it is
-    known, is how many ids the model has.
+    `standard` are OpenAI's own (`logprobs`), `extension` are vLLM's. `vocab_size` is the
+    size of the model's vocabulary, if it is known.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class TokenFields:
 
     @property
     def wanted(self) -> bool:
-        """Whether to ask for ids."""
+        """Whether to request ids."""
         return self.mode != "off" and not self._refused
 
     @property
@@ -215,7 +215,7 @@ class TokenFields:
         """Note that the server rejects or ignores these fields.
 
         Raises:
-            UnsupportedSetting: ids were insisted on.
+            UnsupportedSetting: the mode is "vllm", which requires ids.
         """
         if self.mode == "vllm":
             raise UnsupportedSetting(
@@ -223,12 +223,12 @@ class TokenFields:
                 "because calls without ids cannot be trained. Serve the model with vLLM >= 0.10.2, "
                 "or set token_ids = 'auto' to evaluate only."
             )
-        # A server that has given ids goes on being asked: one answer without them is that
-        # answer's.
+        # If the server has given ids before, they are still requested: only this answer lacks
+        # them.
         self._refused = not self._proven
         self._say(
             "ids",
-            f"{self._where} gives no token ids ({why}): calls are evaluated and cannot be trained. "
+            f"{self._where} gives no token ids ({why}): calls can be evaluated but not trained. "
             "vLLM and rolltree's own engine give ids.",
         )
 
@@ -236,13 +236,13 @@ class TokenFields:
         """Note that the server gave `ids`, int32 `[_T]` each.
 
         Raises:
-            TokenError: one of them is not of the model's vocabulary.
+            TokenError: an id is outside the model's vocabulary.
         """
         high = max((int(array.max(initial=0)) for array in ids), default=0)
         if self.vocab_size is not None and high >= self.vocab_size:
             raise TokenError(
-                f"{self._where} reports the token id {high}, and the model has "
-                f"{self.vocab_size} ids, so it cannot be trained. Does the server have another "
+                f"{self._where} reports the token id {high}, but the model has "
+                f"{self.vocab_size} ids, so it cannot be trained. Does the server have a different "
                 "model?"
             )
         self._proven = True
@@ -260,7 +260,7 @@ class TokenFields:
         return False
 
     def _say(self, topic: str, text: str) -> None:
-        # Once, not in every call.
+        # Once, not for every call.
         if topic not in self._said:
             self._said.add(topic)
             logger.warning(text)

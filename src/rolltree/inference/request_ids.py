@@ -1,8 +1,8 @@
-"""Names of requests, sent as `X-Request-Id`, and the check that an answer is not another one's.
+"""Names of requests, sent as `X-Request-Id`, and the check that an answer fits its request.
 
-HTTP/1.1 pairs answers with requests by their order alone: a server, or a proxy, that answers a
-request twice answers all later ones of that connection wrongly. vLLM and `ScriptedServer` put the
-name into the answer's id, where it proves which request was answered; other servers ignore it.
+HTTP/1.1 pairs answers with requests only by their order: if a server or a proxy answers a request
+twice, all later answers on that connection are wrong. vLLM and `ScriptedServer` put the name into
+the answer's id, which proves which request was answered; other servers ignore it.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from rolltree.errors import BadResponse
 
 HEADER = "X-Request-Id"
 _END = 512
-"""Servers write the id at one end of a body. To search all of it costs a tenth of decoding it."""
+"""Servers write the id near an end of the body; a full search costs a tenth of decoding it."""
 
 
 class RequestIds:
-    """The names of one client's requests, each made once."""
+    """Makes unique names for one client's requests."""
 
     def __init__(self) -> None:
-        # Random, so that names of other clients behind the same proxy are not taken for ours.
+        # Random, so that names from other clients of the same proxy are not taken for ours.
         self._stem = f"rolltree-{secrets.token_hex(8)}-"
         self._stem_bytes = self._stem.encode()
         self._numbers = itertools.count()
 
     def new(self) -> str:
-        """Return the name of another request."""
+        """Return the name of a new request."""
         return f"{self._stem}{next(self._numbers):08x}"
 
     def check(self, name: str, answer: AnyStr) -> None:
-        """Refuse an answer (its body, or its id) that names another request than `name`.
+        """Reject an answer (its body, or its id) that names a request other than `name`.
 
         Raises:
-            BadResponse: it does.
+            BadResponse: it names a different request.
         """
         own = name
         if isinstance(answer, str):

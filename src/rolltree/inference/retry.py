@@ -1,8 +1,8 @@
 """Retry policy for transient failures of model calls.
 
 A failed attempt raises `Retry` around the error to be reported; any other exception ends the call.
-Waiting doubles from attempt to attempt with full jitter and never undercuts the server's
-Retry-After. Every retry is counted and timed, so that none is silent.
+Waits double from attempt to attempt, with full jitter, and are never shorter than the server's
+Retry-After. Retries are counted and timed, never silent.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ ResultT = TypeVar("ResultT")
 class RetryPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How often and for how long to retry.
 
-    Waits are drawn from `[0, first_wait_s * 2**attempt]`, at most `max_wait_s` each. A Retry-After
-    beyond `max_retry_after_s` is not waited for: the call fails at once.
+    Waits are drawn from `[0, first_wait_s * 2**attempt]`, at most `max_wait_s` each. If a
+    Retry-After exceeds `max_retry_after_s`, the call fails at once.
     """
 
     max_retries: int = 6
@@ -48,7 +48,7 @@ class RetryPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class Retry(Exception):
-    """An attempt failed with `error` and may be made again, `after_s` from now at the earliest."""
+    """An attempt failed with `error` and may be retried, in `after_s` at the earliest."""
 
     def __init__(self, error: RolltreeError, after_s: float | None = None) -> None:
         super().__init__(str(error))
@@ -58,7 +58,7 @@ class Retry(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Outcome(Generic[ResultT]):
-    """The result, the number of failed attempts before it, and the time those and waits took."""
+    """A result, the number of failed attempts before it, and the time of these and the waits."""
 
     value: ResultT
     num_retries: int
@@ -74,11 +74,11 @@ async def with_retries(
     where: str = "the server",
     may_retry: Callable[[], bool] = lambda: True,
 ) -> Outcome[ResultT]:
-    """Make `attempt` until it succeeds, the policy is exhausted or `deadline_s` have passed.
+    """Call `attempt` until it succeeds, the policy is exhausted or `deadline_s` has passed.
 
-    An attempt that takes more than `timeout_s` has failed and may be made again. `where` is what
-    was asked, for the messages. `may_retry` is asked after a failed attempt: one that has said
-    something already cannot be made again.
+    An attempt that takes longer than `timeout_s` counts as failed and may be retried. `where` names
+    the server in messages. `may_retry` is called after a failed attempt: an answer that has been
+    passed on in part cannot be retried.
 
     Raises:
         CallTimeout: the deadline passed, or would pass before the next attempt.
@@ -96,7 +96,7 @@ async def with_retries(
         except Retry as failure:
             last = failure
         except TimeoutError as error:
-            # A timeout of the attempt's own.
+            # A timeout inside the attempt.
             if not limit.expired():
                 raise
             last = Retry(
@@ -109,7 +109,7 @@ async def with_retries(
         now = monotonic()
         too_long = (last.after_s or 0.0) > policy.max_retry_after_s
         wait_s = policy.wait_s(number, last.after_s)
-        # Before the count of retries: that the time is over is the better message.
+        # Checked before the number of retries, since the deadline is the better message.
         if deadline_s is not None and now - start >= deadline_s:
             break
         if number == policy.max_retries or too_long or not may_retry():
@@ -118,7 +118,7 @@ async def with_retries(
                 + (f"; the server asks to wait {last.after_s:g} s" if too_long else "")
             )
             raise last.error from last.__cause__
-        # A retry that would begin after the deadline is not waited for.
+        # Do not wait for a retry that would begin after the deadline.
         if deadline_s is not None and now - start + wait_s >= deadline_s:
             break
         await asyncio.sleep(wait_s)
@@ -126,7 +126,7 @@ async def with_retries(
     raise CallTimeout(
         f"{where} gave no answer within deadline_s = {deadline_s:g} s, in which it was asked "
         f"{number + 1} times. The call is lost. Is the server overloaded or stuck? Raise "
-        f"deadline_s or send fewer requests. The last answer: {last.error}"
+        f"deadline_s or send fewer requests. The last error: {last.error}"
     ) from last.error
 
 

@@ -1,8 +1,8 @@
 """Routed experts in a server's answer: `routed_experts` of a choice, as vLLM writes it.
 
-It is the base64 text of a `.npy` file: integers `[tokens, layers, experts per token]` of all tokens
-of the call but the last. The file's header is not trusted: what it says of the size must be what
-there is.
+The field is the base64 text of a `.npy` file: integers `[tokens, layers, experts per token]` for
+all tokens of the call except the last. The file's header is not trusted: the size in it must match
+the data.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def decode_routing(value: object, path_len: int) -> NDArray[Any] | None:
     `value` is a choice's field; None if the server sent none.
 
     Raises:
-        TokenError: it is not what vLLM sends, or of more tokens than the model was given.
+        TokenError: the field is malformed, or covers more tokens than the model was given.
     """
     if not isinstance(value, str | list | dict | int | float):
         return None
@@ -56,7 +56,7 @@ def decode_routing(value: object, path_len: int) -> NDArray[Any] | None:
         raise _unreadable(f"is not a .npy file ({str(error)[:80]})") from error
     rest = len(data) - file.tell()
     plain = dtype.kind in "iu" and dtype.itemsize <= _MAX_ITEM and not fortran
-    # Compared before an array is made of it.
+    # Checked before an array is made of the data.
     if not plain or len(shape) != 3 or min(shape) < 1 or math.prod(shape) * dtype.itemsize != rest:
         raise _unreadable(f"has {rest} bytes for an array of {dtype} and shape {shape}")
     array = np.frombuffer(data, dtype, offset=file.tell()).reshape(shape)
@@ -65,7 +65,7 @@ def decode_routing(value: object, path_len: int) -> NDArray[Any] | None:
 
 def _unreadable(what: str) -> TokenError:
     return TokenError(
-        f"the server's routed_experts {what}; expected is the base64 text of a .npy file of "
+        f"the server's routed_experts {what}; expected the base64 text of a .npy file of "
         "integers [tokens, layers, experts per token], as vLLM sends it. Nothing could be "
         "replayed: check the server, or start it without them."
     )

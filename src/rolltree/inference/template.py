@@ -3,7 +3,7 @@
 Chat templates are untrusted programs that come with weights. They are rendered in a worker process
 (`template_worker`) that is killed when one runs too long or takes too much memory. Messages are
 given the shapes that templates expect: text content, tool arguments as mappings. Images and audio
-are refused.
+are rejected.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from rolltree.untrusted import read_json
 from rolltree.workers import WorkerCallError, WorkerDied, WorkerPool
 
 MEMORY_BYTES = 512 * 2**20
-"""Address space of the process that renders, Python included."""
+"""Address space of the process that renders, including Python."""
 _REMEMBERED = 64
-"""Prompts that are rendered once: the members of a group ask the same."""
+"""How many rendered prompts are cached: the members of a group share one."""
 
 
 class TemplateError(ConfigError):
-    """The template refused this conversation, broke, or outgrew its limits."""
+    """The template rejected this conversation, failed, or exceeded its limits."""
 
 
 class TemplateLimitError(TemplateError):
-    """The template ran too long or made something too large: it is broken or hostile."""
+    """The template ran too long or used too much memory: it is broken or hostile."""
 
 
 # One for all templates of the process.
@@ -48,12 +48,12 @@ class ChatTemplate:
 
     Args:
         source: the template's text.
-        variables: extra names that the template may read, values that JSON holds: the special
-            tokens (`bos_token`, `eos_token`) and switches such as `enable_thinking`.
-        time_limit_s: most CPU seconds for one rendering.
+        variables: extra names that the template may read, with JSON values: the special tokens
+            (`bos_token`, `eos_token`) and switches such as `enable_thinking`.
+        time_limit_s: the most CPU seconds of one rendering.
 
     Raises:
-        TemplateError: the template does not compile, or outgrew its limits on a short message.
+        TemplateError: the template does not compile, or exceeds its limits on a short message.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class ChatTemplate:
         """Return the prompt's text, special tokens spelled out.
 
         Raises:
-            TemplateError: the template refuses these messages or outgrew its limits.
+            TemplateError: the template rejects these messages or exceeds its limits.
             UnsupportedSetting: a message holds something other than text.
         """
         prepared = [for_template(message, self._parts) for message in messages]
@@ -143,9 +143,9 @@ class ChatTemplate:
         raise _problem(reply, [message.get("role") for message in messages])
 
     def _wants_parts(self) -> bool:
-        """Whether content must be a list of parts, as templates of vision models have it."""
+        """Whether content must be a list of parts, as in the templates of vision models."""
         probe = "Qz7PartsZq"
-        # A plain string first, which nearly all templates take.
+        # A plain string first, which nearly all templates accept.
         for parts in (False, True):
             message = for_template({"role": "user", "content": probe}, parts)
             try:
@@ -232,7 +232,7 @@ def _parsed(arguments: Any) -> Any:
         try:
             value = read_json(arguments)
         except ValueError:
-            # The model wrote them so, and the template may show them so.
+            # The model wrote them like this, and the template may show them like this.
             return arguments
         return value if isinstance(value, dict) else arguments
     return arguments

@@ -41,7 +41,7 @@ def render_request(request: dict[str, Any]) -> dict[str, Any]:
     name = request["template"]
     try:
         if "source" in request:
-            # A process that opens template after template must not grow; sources are sent again.
+            # A process that gets many templates must not grow; sources are sent again.
             if len(_templates) >= MAX_TEMPLATES:
                 _templates.clear()
             _templates[name] = _compile(request["source"])
@@ -63,15 +63,14 @@ _templates: dict[str, jinja2.Template] = {}
 
 
 def _compile(source: str) -> jinja2.Template:
-    # The settings, globals and filter that transformers gives templates, which are written for
-    # them.
+    # The settings, globals and filter are those of transformers, for which templates are written.
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[GenerationTag, loopcontrols],
     )
     environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
-    # Jinja's own writes HTML's escapes.
+    # Jinja's own filter escapes HTML characters.
     environment.filters["tojson"] = _to_json
     return environment.from_string(source)
 

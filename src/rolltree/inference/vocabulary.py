@@ -1,8 +1,8 @@
-"""A tokenizer as this room needs it: text to ids and back, and which ids are special.
+"""A tokenizer as rendering and parsing need it: text to ids and back, and which ids are special.
 
 It works with any object that has `encode(text, add_special_tokens=False)` and `decode(ids)`, such
 as transformers' fast tokenizers. Text that a tokenizer normalises is normalised here too.
-Lone surrogates, which tokenizers refuse, become U+FFFD.
+Lone surrogates, which tokenizers reject, become U+FFFD.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from rolltree.types import IntArray
 from rolltree.untrusted import well_formed
 
 BOUNDARY = "\udfff"
-"""No token goes across it, and it has none of its own: half a surrogate pair, so no text's own."""
+"""A mark without an id, which no token crosses: a lone surrogate, so it is in no valid text."""
 _LONGEST_TOKEN = 256
 _REMEMBERED_STARTS = 16
-"""Texts whose ids are kept: the members of a group ask for the same one, one after another."""
+"""How many texts' ids are cached: the members of a group encode the same text."""
 
 
 class Tokenizer(Protocol):
@@ -48,7 +48,7 @@ class Vocabulary:
         self.tokenizer = tokenizer
         special = {int(token) for token in getattr(tokenizer, "all_special_ids", None) or ()}
         added: Any = getattr(tokenizer, "added_tokens_decoder", None) or {}
-        # Other added tokens, such as `<tool_call>`, are text that a message may hold.
+        # Other added tokens, such as `<tool_call>`, are text that a message may contain.
         control = special | {int(i) for i, entry in added.items() if getattr(entry, "special", 0)}
         special.update(int(token) for token in added)
         self.end_ids = _ids(getattr(tokenizer, "eos_token_id", None))
@@ -57,7 +57,7 @@ class Vocabulary:
         self.variables = {name: str(text) for name, text in names.items() if _is_text(text)}
         self._exactly: dict[str, Any] = {}
         if hasattr(tokenizer, "clean_up_tokenization_spaces"):
-            self._exactly["clean_up_tokenization_spaces"] = False  # it would eat sampled spaces
+            self._exactly["clean_up_tokenization_spaces"] = False  # it would remove sampled spaces
         self._anchor = self._find_anchor()
         self._control = self._any_of(control.union(self.end_ids))
         # Per instance; a cache on the method would keep every tokenizer alive.
@@ -65,7 +65,7 @@ class Vocabulary:
 
     @cached_property
     def longest_token(self) -> int:
-        """Maximum characters of one token; a guess if the tokenizer has no list."""
+        """The most characters of one token; a guess if the tokenizer does not list its tokens."""
         vocabulary: Mapping[str, int] = getattr(self.tokenizer, "get_vocab", dict)()
         return max(map(len, vocabulary), default=_LONGEST_TOKEN)
 
@@ -115,7 +115,7 @@ class Vocabulary:
     def without_control(self, text: str) -> str:
         """Return `text` so that control tokens which it spells out are encoded as plain text."""
         text = well_formed(text)
-        # A cut after its first character, so that no token spans it.
+        # Cut after the first character, so that no token spans it.
         return self._control.sub(lambda found: f"{found[0][0]}{BOUNDARY}{found[0][1:]}", text)
 
     def _encode(self, text: str) -> Sequence[int]:
@@ -126,7 +126,7 @@ class Vocabulary:
     def _find_anchor(self) -> tuple[str, int] | None:
         for token in (*self.end_ids, *sorted(self._special)):
             text = self.decode([token])
-            # It has to survive the way to text and back.
+            # It has to survive decoding and encoding.
             if text and list(self._encode(text)) == [token]:
                 return text, token
         return None

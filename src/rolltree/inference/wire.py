@@ -17,7 +17,7 @@ from rolltree.errors import BadResponse
 from rolltree.types import IntArray
 
 
-class TokenLogprob(msgspec.Struct, gc=False):  # it can hold no cycle: the collector skips it
+class TokenLogprob(msgspec.Struct, gc=False):  # cannot be in a cycle, so the collector skips it
     """One sampled token of a chat completion."""
 
     logprob: float | None = None
@@ -66,7 +66,7 @@ class Span(msgspec.Struct):
 class Choice(msgspec.Struct):
     """One completion."""
 
-    # Whatever it is: `first_choice` says what is wrong with it.
+    # Any type: `first_choice` checks it and reports what is wrong.
     index: Any = 0
     message: Message | None = None
     text: str | None = None
@@ -80,7 +80,7 @@ class Choice(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    """Number of tokens that the server counted."""
+    """The server's token counts."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -179,9 +179,9 @@ _NO_IDS: IntArray = np.empty(0, np.int32)
 
 
 class PromptReader:
-    """Decodes the responses of one conversation, and of each prompt only what is new.
+    """Decodes the responses of one conversation, but of each prompt only the new ids.
 
-    Prompt ids that begin, byte for byte, like those of the response before are taken over from it;
+    If prompt ids begin, byte for byte, with those of the previous response, these are taken over;
     `prompt_token_ids` is then an int32 array. The rest of a response is always decoded.
 
     >>> reader = PromptReader()
@@ -215,7 +215,7 @@ class PromptReader:
         # The mark takes the place of the known ids. Finding it as the first decoded id proves that
         # these bytes were the field and not, say, text that looks like it.
         text, known = self._text, self._ids
-        # With what follows: 5 is not the beginning of 57.
+        # Compared with the next character, since 5 is not the beginning of 57.
         if text and body.startswith((text + b",", text + b"]"), start):
             marked = b"%b-1%b" % (body[:start], body[start + len(text) :])
         else:
@@ -225,14 +225,14 @@ class PromptReader:
             response = decoder.decode(marked)
             holder = _prompt_holder(response)
             ids = np.array(holder.prompt_token_ids or (0,), np.int32)
-        # Decoded in full, it is either readable or has an error that is about the server's bytes.
+        # Decoded in full, so that an error is about the server's own bytes.
         except (*UNREADABLE, OverflowError):
             return _decoded(decoder, body)
         new = ids[1:]
         if ids[0] != _MARK or (len(new) and np.minimum.reduce(new) < 0):
             return _decoded(decoder, body)
         self._ids = np.concatenate((known, new))
-        # Records of several calls share it.
+        # Read-only, since records of several calls share it.
         self._ids.flags.writeable = False
         self._text = body[start : body.index(b"]", start)]
         holder.prompt_token_ids = self._ids  # type: ignore[assignment]

@@ -1,6 +1,6 @@
-"""Parsers: from what a model wrote to a value that a rubric can judge or a world can execute.
+"""Parsers: turn a model's text into a value that a rubric can score or a world can execute.
 
-Tool calls are parsed by `rolltree.inference`, because their format belongs to the model.
+Tool calls are parsed by `rolltree.inference`, because their format depends on the model.
 """
 
 from rolltree.parsers.actions import (

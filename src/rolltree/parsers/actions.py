@@ -1,4 +1,4 @@
-"""Action parsers: from what an agent wrote to an action, with a reward and feedback.
+"""Action parsers: turn an agent's text into an action, with a reward and feedback.
 
 An action parser is a function from text to `ParseResult`. Parsers compose: each reads the action of
 the one before.
@@ -30,7 +30,7 @@ NOT_READABLE = (ValueError, OverflowError, RecursionError, InvalidOperation)
 
 
 def as_text(text: str) -> ParseResult:
-    """The action is the text, stripped; an empty text is not an action."""
+    """Return the stripped text as the action; an empty text is not an action."""
     action = text.strip()
     return ParseResult(action) if action else ParseResult(None, obs="You said nothing.")
 
@@ -42,21 +42,21 @@ def by_function(
     penalty: float = 0.0,
     feedback: str | None = None,
 ) -> ActionParser:
-    """Return a parser whose action is `func(text)`; None and `NOT_READABLE`: there is none.
+    """Return a parser whose action is `func(text)`; None and `NOT_READABLE` errors mean none.
 
     Args:
-        func: from text to an action. What a `ValueError` says is feedback, unless there is some.
-            `RecursionError`, `OverflowError` and decimal's `InvalidOperation` come from a text too;
-            an error of any other kind is a mistake in `func` and fails the episode.
+        func: turns a text into an action. The message of a `ValueError`, `RecursionError`,
+            `OverflowError` or decimal's `InvalidOperation` is the feedback, unless `feedback` is
+            given; any other error is a bug in `func` and fails the episode.
         reward, penalty: the reward of a text with and without an action (a penalty is below 0).
-        feedback: what the agent is told when there is none.
+        feedback: what the agent is told about a text without an action.
     """
 
     def parse(text: str) -> ParseResult:
         said = feedback
         try:
             action = func(text)
-        # Any other error is a mistake in `func`, which must show and not pass for a bad answer.
+        # Any other error is a bug in `func`, which must not pass for a bad answer.
         except NOT_READABLE as error:
             action, said = None, feedback or shorten(str(error), 500)
         return ParseResult(None, penalty, said) if action is None else ParseResult(action, reward)
@@ -67,7 +67,7 @@ def by_function(
 def from_parser(parser: Parser, **verdict: Any) -> ActionParser:
     """Return a parser whose action is `parser.parse_answer(text)`; `verdict` as in `by_function`.
 
-    An empty answer is none.
+    An empty answer is not an action.
     """
 
     def answer(text: str) -> Any:
@@ -104,7 +104,7 @@ def one_of(names: Sequence[str], **verdict: Any) -> ActionParser:
     """Return a parser for the last of `names` in the text, case-insensitive.
 
     Raises:
-        ConfigError: there is no name.
+        ConfigError: `names` is empty.
     """
     if not names:
         raise ConfigError("one_of needs at least one name; without one every text fails.")
@@ -124,10 +124,10 @@ def one_of(names: Sequence[str], **verdict: Any) -> ActionParser:
 def compose_parsers(*parsers: ActionParser) -> ActionParser:
     """Return a parser that runs `parsers` in order, each on the action of the one before.
 
-    Rewards add up. The first failure ends it: its feedback is the result's.
+    Rewards add up. The first failure is the result, with its feedback.
 
     Raises:
-        ConfigError: there is no parser.
+        ConfigError: no parser is given.
     """
     if not parsers:
         raise ConfigError("compose_parsers needs at least one parser; without one nothing is read.")

@@ -1,4 +1,4 @@
-"""`Parser` and `ThinkParser`: from a completion to an answer."""
+"""`Parser` and `ThinkParser`: find the answer in a completion."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FormatReward = Callable[..., float]
 
 
 def text_of(message: Mapping[str, Any]) -> str:
-    """Return the text of one chat message; of a list of content parts, their texts joined."""
+    """Return the text of one chat message; the texts of a list of content parts are joined."""
     content = message.get("content")
     if isinstance(content, str):
         return content
@@ -46,7 +46,7 @@ class Parser:
         return logging.getLogger("rolltree.parsers").getChild(type(self).__name__)
 
     def parse(self, text: str) -> Any:
-        """Return what `extract_fn` makes of `text`."""
+        """Return `extract_fn(text)`."""
         return self.extract_fn(text)
 
     def parse_answer(self, completion: Messages) -> Any:
@@ -76,7 +76,7 @@ class Parser:
         return [message for message in completion if message.get("role") == role]
 
     def score_format(self, text: str) -> float:
-        """Return how well one answer keeps the format, in [0, 1]. A plain parser has none: 1."""
+        """Return how well one answer keeps the format, in [0, 1]; 1 without a format."""
         return 1.0
 
     def get_format_reward_func(self) -> FormatReward:
@@ -122,7 +122,7 @@ class ThinkParser(Parser):
 
 
 class MaybeThinkParser(ThinkParser):
-    """Like `ThinkParser`, but a text without reasoning is all answer."""
+    """Like `ThinkParser`, but a text without reasoning is the answer as a whole."""
 
     def parse(self, text: str) -> Any:
         """Return `extract_fn` of the text after the reasoning, or of the whole text."""
@@ -134,7 +134,7 @@ class MaybeThinkParser(ThinkParser):
 
 
 def extract_boxed_answer(text: str) -> str:
-    r"""Return what the last `\boxed{...}` holds, braces balanced; without one, the text itself.
+    r"""Return the content of the last `\boxed{...}`, braces balanced; else the text itself.
 
     >>> extract_boxed_answer(r"so \boxed{\frac{1}{2}}.")
     '\\frac{1}{2}'

@@ -1,7 +1,7 @@
 """`XMLParser`: named fields between tags, as in `<answer>42</answer>`.
 
 Not a strict XML parser: models write `a < b` inside a field, and that must not break it. Tags have
-no attributes, and of nested tags of one name a field ends at the first closing tag.
+no attributes. If tags of one name are nested, a field ends at the first closing tag.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class XMLParser(Parser):
     """Read and write text with tagged fields.
 
     Args:
-        fields: tag names. A tuple names alternatives for one field, the first one is canonical:
+        fields: tag names. A tuple names alternatives for one field, and the first is canonical:
             `["think", ("code", "answer")]`.
         answer_field: the field that `parse_answer` returns.
         extract_fn: applied to the answer's text.
@@ -130,9 +130,9 @@ class XMLParser(Parser):
     def score_format(self, text: str) -> float:
         """Return the format score of one message, in [0, 1].
 
-        0.4 times the share of fields present, plus 0.2 each when every present field holds its
-        text without surrounding white space trouble (exactly as it parses), when the message
-        begins with a field's tag, and when it ends with one. Without any field: 0.
+        0.4 times the share of fields present, plus 0.2 each if every present field has no white
+        space around its text (except one line break on either side), if the message begins with a
+        field's tag, and if it ends with one. Without any field: 0.
         """
         bare, raw = self.parse(text), self.parse(text, strip=False)
         present = [names for names in self._fields if any(getattr(bare, n) for n in names)]
@@ -143,7 +143,7 @@ class XMLParser(Parser):
         body = text.strip()
         starts = any(body.startswith(f"<{name}>") for name in self._tags)
         ends = any(body.endswith(f"</{name}>") for name in self._tags)
-        # Of fields and not of names: alternatives of one field count once.
+        # The share of fields, not of names: alternatives of one field count once.
         share = len(present) / len(self._fields)
         return 0.4 * share + 0.2 * tidy + 0.2 * starts + 0.2 * ends
 

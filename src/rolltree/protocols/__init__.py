@@ -11,9 +11,9 @@ from rolltree.protocols.player import ExternalToolHandler
 from rolltree.protocols.single import AgentSource, InteractionProtocol, SingleAgentProtocol
 
 SingleAgentSyncProtocol = SingleAgentProtocol
-"""Another name of `SingleAgentProtocol`."""
+"""Another name for `SingleAgentProtocol`."""
 MultiAgentProtocol = MultiAgentSyncProtocol
-"""Another name of `MultiAgentSyncProtocol`."""
+"""Another name for `MultiAgentSyncProtocol`."""
 
 __all__ = [
     "AgentSource",

@@ -1,7 +1,7 @@
 """Budgets of delegated agents: model calls, sampled tokens, seconds.
 
-`BudgetedClient` sits between an agent and its model, so that it sees every call, also those that an
-agent makes outside its dialog.
+`BudgetedClient` sits between an agent and its model, so that it sees every call, including those
+that an agent makes outside its dialog.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from rolltree.types import ModelResponse, SamplingParams
 class Budget:
     """The budget of one delegated agent; None means unlimited.
 
-    What it delegates itself has its own budgets.
+    Agents to which it delegates have their own budgets.
 
     Raises:
-        ConfigError: a limit under which nothing could be done.
+        ConfigError: a limit is not positive.
     """
 
     # Model calls.
     max_calls: int | None = 16
-    # Sampled tokens: prompts are not counted.
+    # Sampled tokens; prompts are not counted.
     max_tokens: int | None = None
-    # Its own seconds, waiting for the server excluded.
+    # Seconds, without waiting for the server.
     time_limit_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -43,9 +43,9 @@ class Budget:
 
 
 class BudgetedClient(DelegatingClient):
-    """A client that counts what goes through it and refuses what is beyond a budget.
+    """A client that counts its calls and tokens, and rejects calls beyond a budget.
 
-    Its sessions count together. The last call may be shorter than asked for, so that no token is
+    Its sessions share the counts. The last call may be shorter than requested, so that no token is
     sampled beyond `max_tokens`.
     """
 
@@ -65,10 +65,10 @@ class BudgetedClient(DelegatingClient):
         return self._spent.tokens
 
     async def call(self, call: ModelCall) -> ModelResponse:
-        """Pass the call on, counted.
+        """Count the call and pass it on.
 
         Raises:
-            BudgetSpent: there is nothing left for it.
+            BudgetSpent: nothing of the budget is left.
         """
         response = await super().call(replace(call, sampling=self._begin(call.sampling)))
         # Sampled tokens only: the prompt is restated in every call.
@@ -86,7 +86,7 @@ class BudgetedClient(DelegatingClient):
                     f"all {limit} {name} of this agent's budget are spent. Raise its Budget, or "
                     "give it smaller tasks."
                 )
-        # Before the call, so that calls that run at once cannot all take the last one.
+        # Counted before the call, so that concurrent calls cannot all take the last one.
         spent.calls += 1
         if budget.max_tokens is None:
             return sampling

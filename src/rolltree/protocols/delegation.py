@@ -3,7 +3,7 @@
 A call of a registered tool starts a child agent with its own history, its own budget and, if it
 has one, its own world. Calls of one message run concurrently. The child's result is the tool's
 answer; so is its failure or a spent budget. All rollouts are returned: each names its parent's
-rollout and the step there that asked for it. Credit between them is assigned in training.
+rollout and the step that started it. Credit between them is assigned in training.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rolltree.types import ToolSchema
 from rolltree.worlds import World
 
 GRACE_S = 5.0
-"""Seconds between a child's time limit and its being stopped in the middle of a turn."""
+"""Seconds after a child's time limit until it is stopped in the middle of a turn."""
 
 
 def delegate_tool(
@@ -55,25 +55,25 @@ def delegate_tool(
 
 
 def task_text(arguments: Mapping[str, Any]) -> str:
-    """Return the argument `task`; the arguments as JSON when there is none."""
+    """Return the argument `task`, or all arguments as JSON if there is none."""
     task = arguments.get("task")
     return task if isinstance(task, str) else json.dumps(dict(arguments), sort_keys=True)
 
 
 @dataclass(frozen=True, slots=True)
 class SubAgent:
-    """One kind of agent that can be asked."""
+    """One kind of agent that can be delegated to."""
 
     # A new agent for each subtask, because several may run at once.
     make: Callable[[], Agent]
-    # From the call's arguments to the child's own world, which is opened and closed here. None: the
-    # child's first answer that holds an action is its result.
+    # Makes the child's own world from the call's arguments; opened and closed here. None: the
+    # child's first answer with an action is its result.
     world: Callable[[Mapping[str, Any]], World] | None = None
     # Most turns of a child.
     max_steps: int = 4
     # What one child may spend.
     budget: Budget = field(default_factory=Budget)
-    # From the call's arguments to what the child is told.
+    # Makes the child's task from the call's arguments.
     task_of: Callable[[Mapping[str, Any]], str] = task_text
     # How many external tool calls of a child are answered.
     max_external_calls: int = 8
@@ -87,15 +87,15 @@ class DelegatingProtocol(SingleAgentProtocol):
 
     Args:
         agent: the episode's own agent, or a function that makes one.
-        children: external tool name to the kind of agent that answers it.
-        max_depth: how deep children may delegate further; 1: only the episode's own agent does.
-        max_children: most children of one episode, at all depths.
-        max_concurrent: most children of the episode's own agent that run at once.
-        settings: `InteractionProtocol`'s. `external_tool_handler` answers the external tools that
-            are not in `children`.
+        children: maps external tool names to the kinds of agents that answer them.
+        max_depth: the number of levels that may delegate; 1: only the episode's own agent.
+        max_children: the most children of one episode, at all depths.
+        max_concurrent: how many children of the episode's own agent may run at once.
+        settings: those of `InteractionProtocol`. `external_tool_handler` answers the external
+            tools that are not in `children`.
 
     Raises:
-        ConfigError: there is no child, or a limit under which none could run.
+        ConfigError: there are no children, or a limit is below 1.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class _Family:
 
 
 class _Delegator(Player):
-    """A player whose registered external calls begin other players."""
+    """A player whose calls of registered external tools start other players."""
 
     def __init__(self, *args: Any, family: _Family, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -161,13 +161,13 @@ class _Delegator(Player):
         kind = self.family.protocol.children.get(request.name)
         if kind is None or request.problem is not None:
             return await super().answer_one(request, position)
-        # An answer and not an error: the model can go on by itself.
+        # An answer instead of an error: the model can go on by itself.
         refusal = self._refusal()
         if refusal:
             return ToolAnswer(request.call_id, request.name, refusal)
-        # Before anything is awaited, since calls of one message run concurrently.
+        # Counted before anything is awaited, since calls of one message run concurrently.
         self.family.num_children += 1
-        # A child that waits for its own must not hold the place they need.
+        # Grandchildren take no slot: a child that waits for its own children holds one already.
         if self.builder.depth:
             return await self._run(kind, request, position)
         async with self.family.running:
@@ -186,7 +186,7 @@ class _Delegator(Player):
     ) -> tuple[_Delegator, Clock]:
         arguments = dict(request.arguments or {})
         step = len(self.builder.steps) - 1
-        # By place and not by a counter: ids and seeds must not depend on which child was faster.
+        # Named by position, not by a counter: ids and seeds must not depend on timing.
         name = f"{request.name}.{step}.{position}"
         agent = kind.make()
         clock = Clock(kind.budget.time_limit_s, GRACE_S)
@@ -202,7 +202,7 @@ class _Delegator(Player):
                 "arguments": arguments,
             },
         )
-        # Before it acts, so that a child that is cancelled is kept.
+        # Recorded before it acts, so that a cancelled child is kept.
         self.family.recording.begin(builder)
         client = self.context.client
         context = replace(
@@ -250,7 +250,7 @@ class _Delegator(Player):
 
 
 def _result(builder: RolloutBuilder) -> str:
-    """Return the child's action for the parent, else its last message, or why there is none."""
+    """Return the child's action, else its last message, or why there is none, for the parent."""
     if builder.error is not None:
         return f"The agent failed: {builder.error.type}: {builder.error.message}"
     reason = builder.meta.get("truncation_reason")

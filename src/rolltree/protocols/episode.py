@@ -22,14 +22,14 @@ from rolltree.worlds import drive
 
 
 class RolloutBuilder:
-    """One agent's rollout in the making.
+    """One agent's rollout while it is played.
 
     Args:
-        agent: whose model calls it takes.
+        agent: the agent whose model calls are recorded.
         rollout_id: unique in the run.
-        parent, parent_step, position: who asked for it, in which of its steps, as which call of
-            that step.
-        meta: what a protocol wants to add to `Rollout.meta`.
+        parent, parent_step, position: the rollout that started this one, the step there, and the
+            number of the call in that step.
+        meta: entries that the protocol adds to `Rollout.meta`.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class RolloutBuilder:
         self._num_taken = 0
 
     def take(self) -> list[int]:
-        """Append the agent's model calls that are not here yet; return their indices."""
+        """Append the agent's new model calls; return their indices."""
         new = self.agent.steps[self._num_taken :]
         first = len(self.steps)
         self._num_taken += len(new)
@@ -73,7 +73,7 @@ class RolloutBuilder:
         """
         if not reward:
             return
-        # The reward belongs to what the agent did last, though others have moved since.
+        # The reward belongs to the agent's last action, though others have moved since.
         for index in range(len(self.steps) - 1, -1, -1):
             step = self.steps[index]
             if isinstance(step, EnvironmentStep):
@@ -84,13 +84,13 @@ class RolloutBuilder:
     def end(
         self, *, terminated: bool = False, reason: TruncationReason | str | None = None
     ) -> None:
-        """Mark the last step as the end; the first such mark stays.
+        """Mark the last step as the end; later marks have no effect.
 
         A truncated rollout has `meta["episode_truncated"]` and `meta["truncation_reason"]`, and its
         last step `truncated` and `info["truncation_reason"]`. The flags are also in the extras of
         the last model call, where training reads them.
         """
-        # The first end is the true one: a protocol ends all its agents once more when the world is
+        # Only the first end counts: a protocol ends all its agents once more when the world is
         # over.
         if self.over:
             return
@@ -110,12 +110,12 @@ class RolloutBuilder:
                 break
 
     def fail(self, error: ErrorRecord) -> None:
-        """Note why the rollout failed; the first failure stays."""
+        """Record why the rollout failed; only the first failure is kept."""
         self.over = True
         self.error = self.error or error
 
     def build(self) -> Rollout:
-        """Return what there is, as a value."""
+        """Return the rollout so far, as a value."""
         self.take()
         return Rollout(
             rollout_id=self.rollout_id,
@@ -136,12 +136,12 @@ class Recording:
         self.builders: list[RolloutBuilder] = []
 
     def begin(self, builder: RolloutBuilder) -> RolloutBuilder:
-        """Keep a rollout and return it."""
+        """Add a rollout and return it."""
         self.builders.append(builder)
         return builder
 
     def ordered(self) -> list[RolloutBuilder]:
-        """Return parents before their children, children in the order in which they were asked.
+        """Return parents before their children, children in the order of the calls for them.
 
         The order does not depend on which of several children was faster.
         """
@@ -154,7 +154,7 @@ class Recording:
             found: list[RolloutBuilder] = []
             for builder in builders:
                 found.append(builder)
-                # By identity: two rollouts may have one agent and one name.
+                # By identity, since two rollouts may have the same agent and name.
                 children = below.get(id(builder), [])
                 found += walk(sorted(children, key=lambda c: (c.parent_step or 0, c.position)))
             return found
@@ -168,21 +168,21 @@ class Recording:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeContext:
-    """The parts with which one episode is played; every field has a default."""
+    """The settings with which one episode is played; every field has a default."""
 
-    # Of the world.
+    # The world's seed.
     seed: int | None = None
-    # Of all sampling; every agent derives its own. None: nothing is seeded.
+    # The seed of all sampling; every agent derives its own. None: nothing is seeded.
     sampling_seed: int | None = None
-    # The model for agents that bring none; its calls are timed by `clocks` already.
+    # The model client of agents without one; `clocks` time its calls already.
     client: Any = None
-    # Fields that override the agents' own.
+    # Sampling fields that override the agents' own.
     sampling: SamplingParams | SamplingArgs | None = None
-    # What a row of a dataset asks, put into the history of the episode's own agents.
+    # The prompt of a dataset's row, put into the history of the episode's own agents.
     messages: Sequence[ChatMessage] = ()
-    # When one of them is over, the episode ends at its next turn boundary.
+    # When one of them expires, the episode ends at its next turn boundary.
     clocks: tuple[Clock, ...] = ()
-    # No call begins once one had this many tokens, prompt and completion.
+    # After a call with this many tokens, prompt and completion, no other call begins.
     max_seq_len: int | None = None
     # The first part of the rollouts' ids.
     episode_id: str = "episode"
@@ -205,5 +205,5 @@ async def open_world(make: Callable[[], Any] | None) -> AsyncIterator[Any]:
         yield world
     finally:
         if world is not None:
-            # A world may hold a process or a file; it is closed though the episode is cancelled.
+            # A world may hold a process or a file; it is closed even if the episode is cancelled.
             await run_shielded(drive(world.close))

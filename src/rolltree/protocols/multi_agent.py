@@ -28,9 +28,9 @@ class MultiAgentSyncProtocol(InteractionProtocol):
     Each agent's rollout has its own id, `<episode>/<agent>`, and its own sampling seed.
 
     Args:
-        agents: the world's names to agents, or to functions that make them.
-        settings: `InteractionProtocol`'s. `max_steps` counts rounds, and an agent whose answer
-            holds no action is out with `stop_on_parse_error`.
+        agents: maps the world's names to agents, or to functions that make them.
+        settings: those of `InteractionProtocol`. `max_steps` counts rounds. With
+            `stop_on_parse_error`, an agent whose answer has no action is out.
     """
 
     def __init__(self, agents: Mapping[str, AgentSource], **settings: Any) -> None:
@@ -50,7 +50,7 @@ class MultiAgentSyncProtocol(InteractionProtocol):
             seen[name] = obs
             players[name].agent.observe(obs)
         for _ in range(self.max_steps):
-            # In the world's order of names, so that a round is the same whoever answered first.
+            # In the world's order of names, so that a round does not depend on who answered first.
             live = [name for name in names if name in world.agents and not players[name].over]
             if not live:
                 break
@@ -67,7 +67,7 @@ class MultiAgentSyncProtocol(InteractionProtocol):
                         players[name], turns[name], actions.get(name), seen[name], outcome
                     )
                 else:
-                    # An agent that is out may still win or lose by what the others do.
+                    # An agent that is out may still win or lose through what the others do.
                     players[name].builder.add_reward(outcome.reward)
         for player in players.values():
             player.builder.end(reason=TruncationReason.MAX_STEPS)
@@ -92,7 +92,7 @@ class MultiAgentSyncProtocol(InteractionProtocol):
     def _tell(
         player: Player, step: AgentStep, action: Any, before: str, outcome: StepOutcome
     ) -> str:
-        """Record what the round was to one agent, tell it, and return what it sees now."""
+        """Record the round's outcome for one agent, show it, and return the agent's view."""
         feedback = player.no_action(step) if step.parse_failed else ""
         if not feedback and BAD_ACTION in outcome.info:
             feedback = f"Invalid action: {outcome.info[BAD_ACTION]}"
@@ -105,10 +105,10 @@ class MultiAgentSyncProtocol(InteractionProtocol):
 
 @dataclass(frozen=True, slots=True)
 class Opponent:
-    """A scripted player: `make(seed)` gives a function from an observation to an action.
+    """A scripted player: `make(seed)` returns a function from an observation to an action.
 
     Example: `Opponent(lambda seed: partial(pick_a_free_field, random.Random(seed)))`. It has no
-    rollout, so nothing of it is trained.
+    rollout, so it is not trained.
     """
 
     make: Callable[[int], Callable[[str], Any]]
@@ -117,13 +117,13 @@ class Opponent:
 class TurnProtocol(InteractionProtocol):
     """Several agents, one at a time.
 
-    An agent whose answer holds no action is told so and keeps the turn.
+    An agent whose answer has no action gets feedback and keeps the turn.
 
     Args:
-        agents: the world's names to agents, to functions that make them, or to an `Opponent`.
-        settings: `InteractionProtocol`'s. `max_steps` counts the turns of all agents together (200
-            when left out). With `stop_on_parse_error`, an answer without an action is `terminated`
-            for the agent that gave it; for the others it is truncated by the world's rules ("env").
+        agents: maps the world's names to agents, to functions that make them, or to an `Opponent`.
+        settings: those of `InteractionProtocol`. `max_steps` counts the turns of all agents
+            together (200 by default). With `stop_on_parse_error`, an answer without an action ends
+            the episode: `terminated` for its agent, truncated ("env") for the others.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class TurnProtocol(InteractionProtocol):
         )
         models = {n: a for n, a in self.agents.items() if not isinstance(a, Opponent)}
         scripted = {
-            # Of the world's seed: members of a group must meet the same opponent.
+            # Seeded from the world's seed: members of a group must meet the same opponent.
             name: agent.make(derive_seed(context.seed or 0, "opponent", name))
             for name, agent in self.agents.items()
             if isinstance(agent, Opponent)
@@ -175,7 +175,7 @@ class TurnProtocol(InteractionProtocol):
     async def _turn(
         self, player: Player, world: TurnWorld, obs: str
     ) -> dict[str, StepOutcome] | None:
-        """Let an agent act and step the world; None when its answer held no action."""
+        """Let an agent act and step the world; None if its answer had no action."""
         obs = "\n".join(part for part in (player.notice, obs) if part)
         player.notice = ""
         player.agent.observe(obs)
@@ -191,7 +191,7 @@ class TurnProtocol(InteractionProtocol):
         outcome = outcomes.get(player.builder.meta["seat"], StepOutcome(""))
         player.record_outcome(parsed.action, obs, outcome)
         if BAD_ACTION in outcome.info:
-            # The turn stays, and the board says nothing about it.
+            # The agent keeps the turn, and the next observation does not mention the bad action.
             player.notice = outcome.obs
         return outcomes
 
@@ -199,7 +199,7 @@ class TurnProtocol(InteractionProtocol):
     def _tell_others(
         players: Mapping[str, Player], actor: str, outcomes: Mapping[str, StepOutcome]
     ) -> None:
-        """Give the others what the step was worth to them, and end those that it ended."""
+        """Give the other agents their rewards for the step, and end those that it ended."""
         for name, outcome in outcomes.items():
             if name == actor or name not in players:
                 continue

@@ -1,6 +1,6 @@
 """One agent in one episode: its turns with external tool calls in between, and its rollout.
 
-Every protocol plays its agents through a `Player`. What happens next follows from `action_target`:
+Every protocol plays its agents through a `Player`. What happens next depends on `action_target`:
 after "internal" the agent has continued by itself, "external" calls are answered here and the agent
 acts again, "env" ends the turn.
 """
@@ -35,8 +35,8 @@ T = TypeVar("T")
 ExternalToolHandler: TypeAlias = Callable[
     [ToolRequest], str | ToolAnswer | Awaitable[str | ToolAnswer]
 ]
-"""What a protocol does with an external tool call. A plain function runs in a thread; what it
-raises becomes the answer."""
+"""Answers an external tool call. A plain function runs in a thread; an error that it raises becomes
+the answer."""
 
 NO_MORE_CALLS = "No more tool calls are answered. Give your final answer now."
 
@@ -54,12 +54,12 @@ class Player:
 
     Args:
         agent: an agent that `begin` resets.
-        builder: where its steps go.
-        context: of the episode, or of the part of it that this agent plays.
+        builder: records its steps.
+        context: that of the episode, or of the part of it that this agent plays.
         handler: answers external tool calls. None: every call is refused.
-        max_external_calls: how many are answered in the episode. Later ones are refused; an agent
-            that asks again after a refusal has its episode cut for "budget".
-        budget: what its model calls may cost.
+        max_external_calls: how many are answered in the episode. Later ones are refused; if the
+            agent calls again after a refusal, its episode is cut for "budget".
+        budget: the limits of its model calls.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Player:
         self.handler = handler
         self.max_external_calls = max_external_calls
         self.budget = budget
-        # What the agent is told with its next observation.
+        # Shown to the agent with its next observation.
         self.notice = ""
         self._num_external = 0
         self._was_refused = False
@@ -92,7 +92,7 @@ class Player:
     def begin(self, messages: Sequence[ChatMessage] = ()) -> None:
         """Begin the agent's episode with its own model, or with the context's.
 
-        Recorded answers (a replay) are the context's for all agents.
+        In a replay, the context's recorded answers are used for all agents.
         """
         context, client = self.context, self.agent.client
         # The context's client is timed already; an agent's own is put under the same clocks here.
@@ -119,7 +119,7 @@ class Player:
         """
         first = len(self.builder.steps)
         while True:
-            # Between calls and not during one: the share of waiting in a call is known only when it
+            # Between calls, not during one: the waiting time of a call is known only when it
             # returns.
             self._check_limits()
             try:
@@ -133,7 +133,7 @@ class Player:
                 self.builder.fail(record_error(error, "model" if is_model else "environment"))
                 raise
             finally:
-                # Also when the turn failed: calls that were made are kept and trained.
+                # Even if the turn failed: calls that were made are kept and trained.
                 self.builder.take()
                 self._turn_steps = tuple(range(first, len(self.builder.steps)))
             last = self.builder.steps[-1]
@@ -153,7 +153,7 @@ class Player:
         left = self.max_external_calls - self._num_external
         self._num_external += len(requests)
         refused = requests[max(left, 0) :]
-        # Told once that no more calls are answered, it asked again and would forever.
+        # The agent knows that no more calls are answered; it would call again forever.
         if refused and self._was_refused:
             raise EpisodeCut(TruncationReason.BUDGET)
         self._was_refused = bool(refused)
@@ -162,13 +162,13 @@ class Player:
         self.builder.steps[-1] = self.agent.answer(answers)
 
     async def answer_all(self, requests: Sequence[ToolRequest]) -> list[ToolAnswer]:
-        """Return the answers to one message's calls, which are worked on at the same time."""
+        """Return the answers to one message's calls, which run concurrently."""
         return await side_by_side(
             [self.answer_one(request, position) for position, request in enumerate(requests)]
         )
 
     async def answer_one(self, request: ToolRequest, position: int) -> ToolAnswer:
-        """Return the answer to one call. A handler that raises is an answer, too."""
+        """Return the answer to one call. An error of the handler becomes an answer, too."""
         if request.problem is not None:
             return ToolAnswer(request.call_id, request.name, request.problem)
         if self.handler is None:
@@ -186,11 +186,11 @@ class Player:
     # -- the world's part of a turn -------------------------------------------------------------
 
     def no_action(self, step: AgentStep) -> str:
-        """Return what the agent is told about an answer that held no action."""
+        """Return the feedback on an answer without an action."""
         return str(step.info.get(PARSE_FEEDBACK) or "")
 
     def record_outcome(self, action: Any, prev_obs: str, outcome: StepOutcome) -> None:
-        """Append what the world made of the turn that was just taken, and end if it ended."""
+        """Append the world's outcome of the turn just taken; end the rollout if the world ended."""
         reason = TruncationReason.ENV if outcome.truncated and not outcome.terminated else None
         self.builder.add_environment_step(
             EnvironmentStep(
@@ -212,7 +212,7 @@ class Player:
 
 
 async def call_handler(handler: Callable[..., Any], request: ToolRequest) -> Any:
-    """Return what a handler says about a call; a plain function runs in a thread."""
+    """Return a handler's answer to a call; a plain function runs in a thread."""
     if inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(
         getattr(handler, "__call__", None)  # noqa: B004  an object with an async __call__
     ):

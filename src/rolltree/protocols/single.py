@@ -2,7 +2,7 @@
 
     observe -> act (tools in between) -> step the world -> observe -> ...
 
-It ends when the world ends, after `max_steps` turns, or when time, tokens or budget are spent.
+The episode ends with the world, after `max_steps` turns, or when time, tokens or budget are spent.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ AgentSource: TypeAlias = Agent | Callable[[], Agent]
 
 
 class InteractionProtocol(ABC):
-    """A loop between agents and a world. It keeps nothing of an episode, so it can play many.
+    """A loop between agents and a world. It holds no state of an episode, so it can play many.
 
     Args:
-        max_steps: most turns, those without an action included. A turn may be many model calls.
-        stop_on_parse_error: an answer without an action is the end: `terminated`, because that is
-            then the rule of the game.
+        max_steps: the most turns, including those without an action. A turn may be many model
+            calls.
+        stop_on_parse_error: an answer without an action ends the episode as `terminated`, since
+            that is then a rule of the game.
         external_tool_handler: answers external tool calls, `handler(request) -> str`; it may be
-            asynchronous, and what it raises becomes the answer.
-        max_external_calls: how many of them are answered in one episode, for each agent.
+            asynchronous, and an error that it raises becomes the answer.
+        max_external_calls: how many external calls are answered in one episode, for each agent.
 
     Raises:
         ConfigError: `max_steps` is below 1.
@@ -67,7 +68,7 @@ class InteractionProtocol(ABC):
         try:
             await self.play(world, context or EpisodeContext(), recording)
         except Exception as error:
-            # Children have told their parents; only the episode's own agents fail with it.
+            # Children report failures to their parents, so only the episode's own agents fail here.
             own = [builder for builder in recording.builders if builder.parent is None]
             if not own:
                 raise
@@ -88,7 +89,7 @@ class InteractionProtocol(ABC):
         recording: Recording,
         name: str | None = None,
     ) -> Player:
-        """Return a player for the agent. One with a `name` has its own rollout id and seed."""
+        """Return a player for the agent; with a `name` it has its own rollout id and seed."""
         # A function makes one for each episode: an agent has a history, and many episodes run at
         # once.
         agent = source if isinstance(source, Agent) else source()
@@ -122,14 +123,14 @@ class InteractionProtocol(ABC):
 
 
 class SingleAgentProtocol(InteractionProtocol):
-    """One agent acts in one world until an end.
+    """One agent acts in one world until the episode ends.
 
-    Without a world the agent is asked what `context.messages` ask, and its first answer that holds
-    an action is the end.
+    Without a world the agent answers `context.messages`, and its first answer with an action ends
+    the episode.
 
     Args:
         agent: an agent, or a function that makes one for each episode.
-        settings: `InteractionProtocol`'s.
+        settings: those of `InteractionProtocol`.
     """
 
     def __init__(self, agent: AgentSource, **settings: Any) -> None:
@@ -159,12 +160,12 @@ async def play_alone(
 ) -> None:
     """Play one agent in its world, or without one, to the end of its rollout.
 
-    `task`, when given, is what the agent is told first; the world's first observation follows.
+    `task`, if given, is shown to the agent first; the world's first observation follows.
     """
     player.begin(player.context.messages)
     obs = ""
     if task is not None:
-        # The task comes first: the world's observation is read in its light.
+        # The task comes first, since it explains the world's observation.
         player.agent.observe(task)
         obs = task
     if world is not None:
@@ -197,6 +198,6 @@ async def play_alone(
 
 
 def check_max_steps(max_steps: int) -> None:
-    """Raise `ConfigError` when no turn would ever be taken."""
+    """Raise `ConfigError` if no turn would ever be taken."""
     if max_steps < 1:
         raise ConfigError(f"max_steps must be >= 1, got {max_steps}: no agent would ever act.")

@@ -1,6 +1,6 @@
 """Tools: Python functions that a model can call, their schemas, and calling them.
 
-How a model writes a call is `rolltree.inference`'s matter.
+`rolltree.inference` parses the calls that a model writes.
 """
 
 from rolltree.tools.describe import (

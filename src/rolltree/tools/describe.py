@@ -20,13 +20,13 @@ from rolltree.untrusted import read_json, shorten, well_formed
 
 
 class ToolArgumentError(ValueError):
-    """The model's arguments do not fit the tool; the message is what the model is told."""
+    """The model's arguments do not match the tool; the model is shown the message."""
 
 
 class ToolUnavailable(RolltreeError):
-    """A tool cannot be asked at all: its server or sandbox is gone. It fails the rollout.
+    """A tool cannot be called at all: its server or sandbox is gone. This fails the rollout.
 
-    What a tool itself raises is an answer to the model; this is not the model's doing.
+    Other errors of a tool are answers to the model, but this one is not the model's fault.
     """
 
 
@@ -49,19 +49,19 @@ class Tool:
     def of(cls, func: Callable[..., Any], *, hidden: Sequence[str] = ()) -> Tool:
         """Describe `func`: name, docstring, and per argument its type, description and default.
 
-        Arguments in `hidden` are not shown to the model. Hints may be what JSON can hold:
+        Arguments in `hidden` are not shown to the model. Hints may be types that JSON can hold:
         `str`, `int`, `float`, `bool`, `None`, `Literal`, `Optional` and other unions, `list`,
         `dict`, enums, dataclasses, typed dicts, pydantic models, and `Annotated[type, "text"]`.
 
         Raises:
-            ConfigError: the function has no name, takes positional arguments only, or a hint has
-                no JSON form.
+            ConfigError: the function has no usable name or has a positional argument, or a hint
+                has no JSON form.
         """
         name = getattr(func, "__name__", "")
         if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_-]{0,63}", name):
             raise ConfigError(
-                f"a tool is named {name!r}; models call tools by name, in at most 64 letters, "
-                "digits and underscores. Define it with `def`, under such a name."
+                f"a tool is named {name!r}; models call tools by names of at most 64 letters, "
+                "digits and underscores. Define it with `def` and such a name."
             )
         parameters = _parameters(func, name, hidden)
         hints = _hints(func, name)
@@ -100,9 +100,9 @@ class Tool:
 
     @classmethod
     def of_schema(cls, schema: ToolSchema, func: Callable[..., Any]) -> Tool:
-        """Take a tool's OpenAI schema as it is; `func`, asynchronous, gets what the model gave.
+        """Return a tool with an OpenAI schema; the asynchronous `func` gets the model's arguments.
 
-        Of the arguments, only the required names are checked, as far as Python could spell them.
+        Only the presence of required arguments is checked, if their names are valid in Python.
 
         Raises:
             ConfigError: the schema has no function with a name.
@@ -129,7 +129,7 @@ class Tool:
         """Return checked and converted arguments from what the model wrote.
 
         Raises:
-            ToolArgumentError: it is not a JSON object, or does not fit the signature.
+            ToolArgumentError: the text is not a JSON object, or does not match the signature.
         """
         given: Any = {} if arguments is None else arguments
         try:
@@ -147,7 +147,7 @@ class Tool:
             )
         except Exception as error:
             # A type's own validation may raise anything.
-            # The message goes into the prompt, and may quote all that the model wrote.
+            # The message goes into the prompt, and may quote everything that the model wrote.
             what = shorten(message_of(error), 500)
             raise ToolArgumentError(f"wrong arguments for {self.name}: {what}") from error
         fields = self.arguments_type.__struct_fields__
@@ -165,16 +165,16 @@ def convert_func_to_oai_tool(func: Callable[..., Any]) -> ToolSchema:
 
 
 MAX_RESULT_CHARS = 1_000_000
-"""The longest text of a tool message: a model can ask for more than any prompt or disk holds."""
+"""The longest text of a tool message: a tool may return more than any prompt or disk holds."""
 
 
 def text_for_model(text: str) -> str:
-    """Return a text as a model is told it: at most a million characters, no lone surrogates."""
+    """Return a text as a model is shown it: at most a million characters, no lone surrogates."""
     return str(well_formed(shorten(text, MAX_RESULT_CHARS)))
 
 
 def result_text(value: Any) -> str:
-    """Return what a tool returned as the text of a tool message: a string as it is, else JSON."""
+    """Return a tool's result as the text of a tool message: a string as it is, else JSON."""
     if isinstance(value, str):
         return value
     try:
@@ -237,8 +237,8 @@ def _arguments_type(
         if parameter.default is parameter.empty:
             fields.append((parameter.name, kind))
         else:
-            # Unset and not the default: the function's own default applies, also one that JSON
-            # cannot hold.
+            # Unset instead of the default, so that the function's own default applies, even if JSON
+            # cannot hold it.
             fields.append((parameter.name, kind | msgspec.UnsetType, msgspec.UNSET))
     return msgspec.defstruct(
         f"{name}_arguments", fields, kw_only=True, forbid_unknown_fields=strict

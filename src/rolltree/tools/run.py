@@ -3,7 +3,7 @@
 Asynchronous tools run concurrently in the event loop. Synchronous ones run in a thread, in the
 order of the calls; `run_inline` keeps a quick one in the loop, and `in_process` moves one that may
 hang to a worker process. When the time of a call is over, or the task that waits for
-it is cancelled, the task, thread or process ends (`rolltree.threads` says which threads cannot).
+it is cancelled, its task, thread or process ends (`rolltree.threads` says which threads cannot).
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ _GRACE_S = 1.0
 
 
 class ToolTimeLimit(Exception):
-    """A tool took longer than it may; the message is what the model is told."""
+    """A tool exceeded its time limit; the model is shown the message."""
 
 
 class ToolProcessError(Exception):
-    """A tool in a process raised, or its process died; the message is what the model is told."""
+    """A tool in a process raised, or its process died; the model is shown the message."""
 
 
 class ToolQuit(Exception):
-    """A tool tried to end the program, or cancelled itself; the model is told."""
+    """A tool tried to end the program, or cancelled itself; the model is shown the message."""
 
 
 def is_plain(tool: Tool) -> bool:
-    """Whether calls of the tool in one message are made one after another: it is synchronous."""
+    """Whether calls of the tool in one message run one after another: it is synchronous."""
     return not (tool.is_async or _has_process(tool))
 
 
@@ -82,7 +82,7 @@ async def call_function(
             result = await run_in_thread(work, limit_s=limit_s, name=f"rolltree-tool-{tool.name}")
         except TimeoutError as error:
             if limit_s is None or time.monotonic() - began < limit_s:
-                # The tool's own.
+                # A timeout inside the tool.
                 raise
             raise _late(tool, limit_s) from error
     if not inspect.isawaitable(result):
@@ -99,10 +99,10 @@ async def answer_request(
     limit_s: float | None = None,
     error_formatter: Callable[[Exception], str] = str,
 ) -> ToolAnswer:
-    """Call the tool that `request` asks for; what it raises is an answer too.
+    """Call the tool that `request` names; an error of the tool becomes an answer, too.
 
     Raises:
-        ToolUnavailable: the tool cannot be asked at all.
+        ToolUnavailable: the tool cannot be called at all.
     """
     result = call_function(tool, request.arguments or {}, limit_s=limit_s)
     return await answer_of(request, result, error_formatter)
@@ -113,12 +113,12 @@ async def answer_of(
     result: Awaitable[Any],
     error_formatter: Callable[[Exception], str] = str,
 ) -> ToolAnswer:
-    """Return what a call came to: the result as text, or what the model is told about an error.
+    """Return the answer of a call: the result as text, or the error as text for the model.
 
-    A result that is a `ToolAnswer` stays; its duration is filled in.
+    A result that is a `ToolAnswer` is kept; its duration is filled in.
 
     Raises:
-        ToolUnavailable: the tool cannot be asked at all.
+        ToolUnavailable: the tool cannot be called at all.
     """
     began = time.monotonic()
     error: ErrorRecord | None = None
@@ -145,9 +145,9 @@ async def run_all(
     in_order: Callable[[T], bool],
     run: Callable[[T], Awaitable[R]],
 ) -> list[R]:
-    """Return `run(item)` for each item: concurrently, then those that must keep their order.
+    """Return `run(item)` for each item: concurrently, and then in order for those that need it.
 
-    What one raises cancels the others and is raised.
+    The first error cancels the others and is raised.
     """
     # Synchronous tools may share state, so they keep the order of the model's calls.
     free = [index for index, item in enumerate(items) if not in_order(item)]
@@ -179,8 +179,7 @@ async def _limited(
     tool: Tool, result: Awaitable[Any], limit_s: float | None, left_s: float | None
 ) -> Any:
     """Await `result` in its own task, which is cancelled when the caller stops waiting."""
-    # In its own task, because a tool may catch the cancellation: the caller goes on all the
-    # same.
+    # In its own task, because a tool may catch the cancellation: the caller goes on anyway.
     task = asyncio.ensure_future(_guarded(tool, result))
     try:
         await asyncio.wait({task}, timeout=left_s)
@@ -204,12 +203,12 @@ async def _guarded(tool: Tool, result: Awaitable[Any]) -> Any:
 
 
 async def _cancel(task: asyncio.Future[Any]) -> None:
-    # It gets a second to end; what ignores that is left behind, since waiting longer would give it
-    # the episode's time.
+    # The task gets a second to end; one that does not is left behind, since waiting longer would
+    # cost the episode's time.
     task.cancel()
     await asyncio.wait({task}, timeout=_GRACE_S)
     if task.done() and not task.cancelled():
-        # It was late anyhow; do not report it as never retrieved.
+        # It was late anyway; asyncio must not report its exception as never retrieved.
         task.exception()
 
 
@@ -230,7 +229,7 @@ def in_process(func: F) -> F:
 
     The process inherits the environment and is used for later calls, unless a call leaves threads
     or processes behind. It protects the run from a tool that hangs, not the machine from the tool
-    (`rolltree.sandbox` does). Arguments go there as JSON, and what it returns comes back as text.
+    (`rolltree.sandbox` does). Arguments are sent as JSON, and the result comes back as text.
 
     Raises:
         ConfigError: another process could not import the function.
@@ -273,7 +272,7 @@ async def call_in_process(func: Callable[..., Any], arguments: Mapping[str, Any]
 
 def _call_by_name(order: dict[str, Any]) -> str:
     """Make one call, in the worker process."""
-    # The worker began before the program changed its path, or in another one's.
+    # The worker may have started with a different path.
     sys.path[:] = order["path"]
     module = importlib.import_module(order["module"])
     func: Any = reduce(getattr, order["name"].split("."), module)

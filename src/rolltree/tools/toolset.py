@@ -1,7 +1,6 @@
 """`Toolset`: tools by name, and how the calls of one message are read and answered.
 
-Environments, agents and protocols share it. How a model writes a call as text is a tool call format
-(`rolltree.agents`).
+Environments, agents and protocols share it. Tool calls as text are parsed in `rolltree.agents`.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def raw_tool_calls(message: ChatMessage) -> list[RawToolCall]:
     for call in message.get("tool_calls") or ():
         function = call.get("function") or {}
         arguments = function.get("arguments")
-        # Some servers give the arguments as an object, against OpenAI's API.
+        # Some servers give the arguments as an object, contrary to OpenAI's API.
         if not isinstance(arguments, str):
             arguments = json.dumps(arguments or {})
         calls.append(
@@ -48,7 +47,7 @@ def raw_tool_calls(message: ChatMessage) -> list[RawToolCall]:
 
 
 class Toolset(dict[str, Tool]):
-    """Tools by name; no two have the same."""
+    """Tools by name; names are unique."""
 
     def __init__(self, tools: Iterable[Tool | Callable[..., Any]] = ()) -> None:
         super().__init__()
