@@ -38,7 +38,7 @@ def outgoing_message(message: ChatMessage) -> ChatMessage:
 class SettledText:
     """The text of an unfinished answer, as far as no later token can change it.
 
-    A new token takes the decoding of a few tokens, not of the whole answer.
+    Adding a token decodes a few tokens, not the whole answer.
     """
 
     def __init__(self, renderer: ChatRenderer, sampling: SamplingParams) -> None:

@@ -79,7 +79,7 @@ class SampledToken(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class EngineRequest:
-    """A request in an engine; after it is queued, only the engine's thread runs it."""
+    """A request in an engine; after it is queued, only the engine's thread touches it."""
 
     prompt: IntArray
     sampling: SamplingParams

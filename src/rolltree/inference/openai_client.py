@@ -1,4 +1,4 @@
-"""A client for OpenAI-compatible servers, with aiohttp, msgspec, and arrays for response objects.
+"""A client for OpenAI-compatible servers (aiohttp, msgspec): arrays instead of response objects.
 
 With a `ChatRenderer` it renders prompts itself and sends token ids (token-in); without one it sends
 messages and takes whatever ids the server returns.
@@ -72,14 +72,14 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
         admin_key: sent instead of `api_key` when weights are published, if given.
         renderer: renders prompts locally, so that ids are sent; needs a server that returns ids.
         token_ids: `"auto"` asks for ids and does without them if the server gives none (such
-            calls cannot be trained), `"vllm"` insists on them, `"off"` never asks.
+            calls cannot be trained), `"vllm"` requires them, `"off"` never asks.
         logprobs_mode: what the server's logprobs are under: `"raw"` the model's own distribution
             (vLLM's default), or `"processed"` the one sampled from. Raw logprobs are dropped if
             temperature, top_p and the like are not neutral, since they would be wrong.
         token_endpoint: where prompts that were rendered here are sent: vLLM's
             `/inference/v1/generate`, which reports the policy version of every token, or
             `/v1/completions`; `"auto"` finds out.
-        vocab_size: the size of the vocabulary; larger ids are rejected. Not checked unless given.
+        vocab_size: the size of the vocabulary; other ids are rejected. Not checked unless given.
         retry: how often and after which waits to retry.
         timeout_s: the longest that one attempt may take, from its connection to its last byte.
         deadline_s: the longest that one call may take, including retries and the waits between
@@ -171,7 +171,7 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
     ) -> ModelResponse:
         """Add a call that was made elsewhere to a session's memory.
 
-        If the server renders prompts, only answers of the model that the call names keep their ids.
+        If the server renders prompts, only answers of the requested model keep their ids.
         """
         assert not isinstance(call.prompt, np.ndarray)
         if memory.by_token is not None and self.tokens.wanted:

@@ -219,7 +219,7 @@ class TokenFields:
         """
         if self.mode == "vllm":
             raise UnsupportedSetting(
-                f"{self._where} gives no token ids ({why}), and token_ids = 'vllm' insists on them "
+                f"{self._where} gives no token ids ({why}), but token_ids = 'vllm' requires them "
                 "because calls without ids cannot be trained. Serve the model with vLLM >= 0.10.2, "
                 "or set token_ids = 'auto' to evaluate only."
             )

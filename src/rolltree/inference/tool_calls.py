@@ -124,7 +124,7 @@ TOOL_PARSERS: dict[str, ToolParser] = {
     "harmony": parse_harmony,
 }
 
-# In this order: GLM and Qwen put other things into `<tool_call>`, so they precede "hermes".
+# In this order: "glm" and "qwen_xml" use `<tool_call>`, too, so they precede "hermes".
 _MARKERS: tuple[tuple[str, str], ...] = (
     ("<|channel|>", "harmony"),
     ("<arg_key>", "glm"),

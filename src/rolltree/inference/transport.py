@@ -286,7 +286,7 @@ def proxy_of(url: str) -> str | None:
     scheme = found.partition("://")[0]
     if scheme not in ("http", "https"):
         raise ConfigError(
-            f"the environment names a {scheme} proxy for {where.host}, and only http and https "
+            f"the environment names a {scheme} proxy for {where.host}, but only http and https "
             "proxies can be used, so no request was sent. Name one in HTTPS_PROXY, or the host in "
             "NO_PROXY."
         )

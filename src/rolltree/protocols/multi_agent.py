@@ -219,4 +219,4 @@ def check_names(given: Sequence[str], wanted: Sequence[str], what: str) -> None:
     if missing or extra:
         said = f"{missing[0]!r} has no agent" if missing else f"{extra[0]!r} is not one of them"
         hint = did_you_mean((missing or extra)[0], given if missing else wanted)
-        raise ValueError(f"the world's agents are {list(wanted)} and {said}: {what}.{hint}")
+        raise ValueError(f"the world's agents are {list(wanted)}, but {said}: {what}.{hint}")
