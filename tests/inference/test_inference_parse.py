@@ -268,7 +268,7 @@ def test_counts_that_no_model_has_are_refused(count: int) -> None:
 
 def test_prompt_ids_that_the_servers_own_count_contradicts_are_refused() -> None:
     response = {**chat_response(), "prompt_token_ids": [1, 7, 8]}
-    with pytest.raises(TokenError, match="counts 2 prompt tokens, and it reports 3"):
+    with pytest.raises(TokenError, match="counts 2 prompt tokens, but it reports 3"):
         read_answer(as_struct(response), "chat")
     assert read_answer(as_struct({**response, "usage": None}), "chat").num_prompt_tokens == 3
 

@@ -219,7 +219,7 @@ class TokenFields:
         """
         if self.mode == "vllm":
             raise UnsupportedSetting(
-                f"{self._where} gives no token ids ({why}), but token_ids = 'vllm' requires them "
+                f"{self._where} gives no token ids ({why}), but token_ids = 'vllm' insists on them "
                 "because calls without ids cannot be trained. Serve the model with vLLM >= 0.10.2, "
                 "or set token_ids = 'auto' to evaluate only."
             )
@@ -228,8 +228,8 @@ class TokenFields:
         self._refused = not self._proven
         self._say(
             "ids",
-            f"{self._where} gives no token ids ({why}): calls can be evaluated but not trained. "
-            "vLLM and rolltree's own engine give ids.",
+            f"{self._where} gives no token ids ({why}): calls can be evaluated but cannot be "
+            "trained. vLLM and rolltree's own engine give ids.",
         )
 
     def prove(self, *ids: IntArray) -> None:
