@@ -152,7 +152,7 @@ def batch_of(
 
 @dataclass(frozen=True, slots=True)
 class RolloutProgress:
-    """Counts after one more result. `num_total` is None unless all requests are known up front."""
+    """Counts after one more result. `num_total` is None if requests are read one by one."""
 
     num_done: int
     num_failed: int

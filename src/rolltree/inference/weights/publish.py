@@ -117,7 +117,7 @@ async def publish_by(update: Update, clients: Sequence[HasServer], version: int)
     if version < 0 or not clients:
         raise ConfigError(
             f"version {version} cannot be published to {len(clients)} servers: the version must be "
-            ">= 0, and at least one server must take it."
+            ">= 0, and there must be at least one server."
         )
     # All updates run to their end: an error of one server must not leave others halfway.
     outcomes = await asyncio.gather(
