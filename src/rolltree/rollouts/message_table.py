@@ -1,4 +1,4 @@
-"""Chat histories that share messages: each message once, each step's history O(new messages).
+"""Stores chat histories that share messages: each message once, O(new messages) per history.
 
 Histories are paths in a trie of messages, so a prompt that continues an earlier prompt adds one
 node per new message, and one that rewrites history adds nodes from the rewritten message on.
@@ -20,7 +20,7 @@ Reference: TypeAlias = Any
 _EMPTY = -1
 MAX_MESSAGES = 2**27
 MAX_CHARACTERS = 2**30
-"""Histories share messages: together they are at most so long, a thousand times a long rollout."""
+"""Limits of all histories together, unfolded: a thousand times the size of a long rollout."""
 
 
 class MessageTable:
@@ -30,7 +30,7 @@ class MessageTable:
     """
 
     def __init__(self) -> None:
-        # The JSON of each unique message.
+        # The JSON texts of the distinct messages.
         self._texts: list[str] = []
         self._by_text: dict[str, int] = {}
         self._by_identity: dict[int, int] = {}
@@ -40,19 +40,19 @@ class MessageTable:
 
     @property
     def num_messages(self) -> int:
-        """How many different messages the table holds."""
+        """The number of distinct messages in the table."""
         return len(self._texts)
 
     @property
     def num_nodes(self) -> int:
-        """How many trie nodes all histories need together."""
+        """The number of trie nodes of all histories together."""
         return len(self._nodes) + len(self._pieces)
 
     def add(self, history: Any, after: int = _EMPTY) -> Reference:
-        """Return the reference of a history. A string that begins a later one is its prefix.
+        """Add a history and return its reference. A string shares the prefix of an earlier one.
 
-        With `after`, the reference of another list, `history` is what follows that one: the cost is
-        O(its own messages).
+        With `after`, the reference of a list, `history` is appended to that list, at the cost of
+        its own messages only.
         """
         if isinstance(history, str):
             return {"t": self._add_string(history)}
@@ -68,7 +68,7 @@ class MessageTable:
 
     def _add_message(self, message: Any) -> int:
         # By identity first: T prompts of T messages would be T^2 messages to write as JSON. An id
-        # is unique only while its object lives, which the class asks for.
+        # is unique only while its object is alive, which the class requires.
         index = self._by_identity.get(id(message))
         if index is None:
             text = dumps(message)
@@ -81,14 +81,14 @@ class MessageTable:
     def _add_string(self, text: str) -> int:
         if text in self._strings:
             return self._strings[text]
-        # The newest first: a prompt most likely continues the last one.
+        # The newest first, since a prompt most likely continues the last one.
         known = next((s for s in reversed(self._strings) if text.startswith(s)), "")
         self._pieces.append((self._strings[known], text[len(known) :]))
         self._strings[text] = len(self._pieces) - 1
         return len(self._pieces) - 1
 
     def to_json(self, since: tuple[int, int, int] = (0, 0, 0)) -> str:
-        """Return the table as JSON text for `MessageReader`, or what it has more than at `size`."""
+        """Return the table as JSON text for `MessageReader`; only what is new since a `size`."""
         texts, nodes, pieces = since
         added = ",".join(self._texts[texts:])
         edges = ",".join(
@@ -99,16 +99,16 @@ class MessageTable:
 
     @property
     def size(self) -> tuple[int, int, int]:
-        """How much the table holds: for `to_json(since=...)` later."""
+        """The current size, for a later `to_json(since=...)`."""
         return len(self._texts), len(self._nodes), len(self._pieces)
 
 
 class MessageReader:
-    """Resolves references into the data of `MessageTable.to_json`, parsed by `store.loads`.
+    """Resolves references to histories in the data of `MessageTable.to_json` (`store.loads`).
 
-    Histories share their message objects, as they did when they were recorded; the lists are
-    fresh. A table that nobody could have recorded (circles, or histories of more than
-    `MAX_MESSAGES` together) is a ValueError.
+    Histories share their message objects, as they did when they were recorded, but not their
+    lists. `get` raises ValueError for a table that `MessageTable` cannot have written: one with
+    cycles, or with histories of more than `MAX_MESSAGES` together.
     """
 
     def __init__(self, data: dict[str, Any]) -> None:
@@ -126,14 +126,14 @@ class MessageReader:
         path = []
         while reference != _EMPTY:
             parent, message = self._nodes[reference]
-            # A node is written after its parent, so anything else is a circle that somebody made by
-            # hand and that would never end.
+            # A node is written after its parent, so anything else is a forged table, perhaps with
+            # a cycle that would never end.
             if not _EMPTY <= parent < reference:
                 raise ValueError("a history begins with itself")
             path.append(self._messages[message])
             reference = parent
-        # Histories share messages, so a small file can unfold to all memory: the sum is bounded,
-        # not each.
+        # Histories share messages, so a small file could unfold until memory is full. That is why
+        # the limit applies to the sum.
         self._num_messages += len(path)
         if self._num_messages > MAX_MESSAGES:
             raise ValueError(f"its histories have more than {MAX_MESSAGES:,} messages")

@@ -1,11 +1,11 @@
-"""Rollout results to store rows, exactly, in O(unique tokens) of space.
+"""Encodes rollout results as rows of the store, exactly, in O(unique tokens) of space.
 
-One row per trajectory: columns for queries, the token tree as bytes, and a JSON record with every
-message once and every step as references (`message_table`, `record_steps`); `decode` reads it.
-Left out on purpose, besides what `record_steps` names:
+There is one row per trajectory: columns for queries, the token tree as bytes, and a JSON record
+that has every message once and every step as references (`message_table`, `record_steps`).
+`decode` reads it. In addition to what `record_steps` names, these are left out on purpose:
 
-- values with behaviour (a game, a sandbox), whose type `store.Opaque` keeps;
-- secrets in error texts and in pass-through sampling fields, which are cut out.
+- values with behaviour (a game, a sandbox): `store.Opaque` keeps only the name of their type;
+- secrets in error texts and in pass-through sampling fields.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
     from rolltree.rollouts.engine import RolloutEngine
 
 Stored = tuple[RolloutResult, list[StoredRollout]]
-"""A result that is stored, and its rows without their blobs."""
+"""A stored result, and its rows without their blobs."""
 
 
 @runtime_checkable
 class StoringEngine(Protocol):
-    """An engine whose results are stored where they arrive, before it hands them out."""
+    """An engine that stores results itself, before it yields them."""
 
     def run_stored(
         self,
@@ -53,20 +53,20 @@ class StoringEngine(Protocol):
         replace_failed: bool,
         replaced: Collection[str],
     ) -> AsyncGenerator[list[Stored], None]:
-        """Do what the function `run_stored` does."""
+        """Run requests and yield stored results; see the function `run_stored`."""
         ...
 
 
 _STATE_APART = ("input", "trajectory", "completion", "error")
-# The request has what of them is data.
+# What can be stored of these is in the request.
 _NOT_STORED = ("client", "model", "sampling_args")
 
 
 def encode_result(result: RolloutResult, *, blobs: bool = True) -> list[StoredRollout]:
-    """Return one row per trajectory; one row without blobs' content when there is none.
+    """Return one row per trajectory, or a single row if the result has no trajectory.
 
     `run.add_rollouts(encode_result(result))` stores a result atomically. Without `blobs` the rows
-    have their columns only, as `run.rollouts(blobs=False)` reads them, at a fraction of the time.
+    have only their columns, as `run.rollouts(blobs=False)` reads them, in a fraction of the time.
     """
     states: Sequence[State | None] = result.states or (None,)
     return [_encode(result, index, state, blobs) for index, state in enumerate(states)]
@@ -80,11 +80,11 @@ async def run_stored(
     replace_failed: bool = False,
     replaced: Collection[str] = (),
 ) -> AsyncGenerator[list[Stored], None]:
-    """Run requests and yield results, as they finish, once they are stored; with their light rows.
+    """Run requests, store each result as it finishes, and then yield it with its light rows.
 
-    A thread encodes and writes, a batch in one transaction. A write that has begun is finished
-    though this is cancelled. Without a `run` nothing is stored. `replace_failed` and `replaced` are
-    `Run.add_rollouts`'.
+    A thread encodes the results and writes each batch in one transaction. A write that has begun
+    is finished even if this is cancelled. Without a `run` nothing is stored. `replace_failed` and
+    `replaced` are passed to `Run.add_rollouts`.
     """
     if isinstance(engine, StoringEngine):
         own = engine.run_stored(requests, run, replace_failed=replace_failed, replaced=replaced)
@@ -94,10 +94,10 @@ async def run_stored(
         return
     async with aclosing(engine.run_ready(requests)) as batches:
         async for batch in batches:
-            # Encoding and SQLite would hold the event loop, which all other episodes need.
+            # Encoding and SQLite would block the event loop, which all other episodes need.
             store = asyncio.to_thread(_store, batch, run, replace_failed, replaced)
-            # A write that has begun is finished: half of a batch on disk, yielded to nobody, would
-            # count as done after a restart.
+            # A write that has begun is finished, and its end awaited, before a cancellation goes
+            # on: the caller must not close the run while a thread still writes to it.
             yield list(zip(batch, await run_shielded(store), strict=True))
 
 
@@ -169,8 +169,7 @@ def _state_columns(
     calls = [call for call in handles if call is not None]
     ranges = [tree.value_range("version", call) for call in calls]
     versions = [int(version) for each in ranges if each is not None for version in each]
-    # The tree knows the sizes of calls that have ids; a server's own counts stand in for the
-    # others.
+    # The tree has the sizes of calls with ids; for the others, the server's counts are used.
     sizes = [
         (int(extra.get("num_prompt_tokens") or 0), int(extra.get("num_completion_tokens") or 0))
         if call is None
@@ -180,11 +179,11 @@ def _state_columns(
     error = state.error
     own: list[Mapping[str, Any]] = []
     if error is not None:
-        # An environment may put anything under `error`; a row has its text.
+        # An environment may put any object under `error`; the row gets its text.
         loose = {"type": type(error).__name__, "message": str(error), "phase": "environment"}
         own = [error.as_dict() if isinstance(error, ErrorRecord) else loose]
     scoring = state.get("scoring_errors") or {}
-    # What failed in a delegated rollout is in `errors`; the episode has not failed by it.
+    # A delegated rollout's failure is listed in `errors`, but the episode has not failed.
     status_of = [] if state.parent_rollout is not None else own
     return {
         "agent": str(state.agent or next((e["agent"] for e in extras if e.get("agent")), "")),
@@ -220,7 +219,7 @@ def _state_columns(
 
 
 def _told_once(error: Mapping[str, Any], own: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return what a function raised, without its traceback if that ended the rollout as well."""
+    """Return a function's error, without its traceback if the rollout's own error has the same."""
     if any(each.get("traceback") == error.get("traceback") for each in own):
         return {name: value for name, value in error.items() if name != "traceback"}
     return error
@@ -237,7 +236,7 @@ def _number(value: Any) -> float | None:
 
 
 def request_data(request: RolloutRequest, table: MessageTable) -> dict[str, Any]:
-    """Return a request as data, its messages in `table`; secrets are cut out."""
+    """Return a request as data, without secrets; its messages are added to `table`."""
     data = {name: getattr(request, name) for name in RolloutRequest.__dataclass_fields__}
     asked = request.sampling
     data["sampling"] = {name: getattr(asked, name) for name in SamplingParams.__dataclass_fields__}
@@ -257,8 +256,8 @@ def _input_data(value: Mapping[str, Any], table: MessageTable) -> dict[str, Any]
 def _as_trajectory(value: Any) -> Trajectory:
     """Return a trajectory whose tokens are all in its own tree; `value` is not changed.
 
-    Tokens that contradict themselves stay in their step as they are. So does a tree that has calls
-    of other steps (the value is a slice, or a session's answer was not recorded).
+    Inconsistent tokens stay in their step as they are. A tree is kept even if it has calls
+    of other steps (because the value is a slice, or an answer of a session was not recorded).
     """
     steps: Sequence[TrajectoryStep] = value or ()
     if isinstance(value, Trajectory) and all(
@@ -266,7 +265,7 @@ def _as_trajectory(value: Any) -> Trajectory:
         for index, step in enumerate(steps)
     ):
         return value
-    # Rebuilt on a copy of each step: encoding must not change what an environment still holds.
+    # Rebuilt from a copy of each step: an environment may still hold the originals.
     trajectory = Trajectory()
     for step in steps:
         copied: Any = dict(step)
@@ -283,8 +282,7 @@ def _as_trajectory(value: Any) -> Trajectory:
 
 
 def _graft(tokens: StepTokens, tree: TokenTree) -> StepTokens:
-    """Copy one call, with all that rides along, from the view's tree into another."""
-    # By id and never by text: logprobs, versions and streams travel with the call.
+    """Copy one call, with its logprobs, versions and streams, into `tree`."""
     grafted = StepTokens(tree, tree.copy_call(tokens.tree, tokens.call))
     for key in tokens.assigned:
         grafted[key] = tokens[key]
@@ -312,13 +310,13 @@ def _state_data(
     source = own.get("input")
     if isinstance(source, Mapping):
         found = _input_data(source, table)
-        # Nearly every state has its request's row unchanged, which is stored once.
+        # Nearly every state has the unchanged row of its request, which is stored once.
         data["input"] = None if dumps(found) == dumps(request_input) else found
     return data
 
 
 def _unscored_data(state: State, before: UnscoredSnapshot) -> dict[str, Any]:
-    """Return what scoring added to a state, and what it may have changed; None is left out."""
+    """Return the keys that scoring added and the values before scoring; None is left out."""
     data: dict[str, Any] = {
         "added": sorted(dict.keys(state) - before.keys),
         "reward": before.reward,

@@ -1,7 +1,7 @@
-"""The steps of a trajectory to record data and back, with their token tree.
+"""Converts the steps of a trajectory to record data and back, with their token tree.
 
-Left out is the raw response of a client that wraps another one. Its identity and usage are
-kept; its text is in the completion, its ids and logprobs in the tree.
+The raw response of a wrapped client is not kept, only its identity and usage: its text is in the
+completion, and its ids and logprobs are in the tree.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ _IN_EXTRAS = (
     *("finish_reason", "temperature", "call_id"),
     *("num_prompt_tokens", "num_completion_tokens"),
 )
-_PROCESS_ONLY = ("extends",)  # a hint for the tree, which has the answer by now
-_SAID = ("message", "text", *_IN_EXTRAS)  # the completion and the extras say these, too
+_PROCESS_ONLY = ("extends",)  # a hint for the tree, which has used it by now
+_SAID = ("message", "text", *_IN_EXTRAS)  # also in the completion and the extras
 _REST = tuple(name for name in KeptResponse._fields if name not in (*_SAID, *_PROCESS_ONLY))
 _STEP_FIELDS = ("prompt", "completion", "response", "tokens", "reward", "advantage", "extras")
 
 
 def trajectory_data(trajectory: Trajectory, table: MessageTable) -> list[dict[str, Any]]:
     """Return the record data of each step; the messages go to `table`."""
-    # By the identity of the step.
+    # Keyed by `id(step)`.
     prompts: dict[int, Reference] = {}
     return [step_data(trajectory, index, table, prompts) for index in range(len(trajectory))]
 
@@ -34,11 +34,11 @@ def trajectory_data(trajectory: Trajectory, table: MessageTable) -> list[dict[st
 def decode_trajectory(
     data: Sequence[Mapping[str, Any]], tokens: bytes, messages: MessageReader
 ) -> Trajectory:
-    """Return the trajectory of what `trajectory_data` returned and of its tree's bytes."""
+    """Rebuild a trajectory from the result of `trajectory_data` and the bytes of its tree."""
     tree = TokenTree.from_bytes(tokens)
     trajectory = Trajectory([decode_step(step, tree, messages) for step in data], tree=tree)
-    # Tokens that contradict themselves were refused by the tree when they were recorded. They are
-    # put back as they were, outside of it, for an audit to find.
+    # The tree refused inconsistent tokens when they were recorded. They are put back unchanged,
+    # outside the tree, so that an audit can find them.
     for step, stored in zip(trajectory, data, strict=True):
         if "loose_tokens" in stored:
             step["tokens"] = stored["loose_tokens"]
@@ -46,9 +46,9 @@ def decode_trajectory(
 
 
 def _prompt_reference(step: Any, table: MessageTable, prompts: Mapping[int, Reference]) -> Any:
-    """Return a prompt's reference: O(new messages) if it continues a step seen before."""
-    # A recorded step knows which step its prompt continues; without that each prompt is compared
-    # from its beginning, O(T^2) in turns.
+    """Return a prompt's reference, in O(new messages) if it continues an earlier step."""
+    # A recorded step knows which step its prompt continues. For other steps, each prompt is
+    # compared from its beginning, which is O(T^2) in turns.
     head = step.head if isinstance(step, RecordedStep) else None
     before = prompts.get(id(head))
     if head is not None and isinstance(before, int):
@@ -61,7 +61,7 @@ def _prompt_reference(step: Any, table: MessageTable, prompts: Mapping[int, Refe
 def step_data(
     trajectory: Trajectory, index: int, table: MessageTable, prompts: dict[int, Reference]
 ) -> dict[str, Any]:
-    """Return the record data of one step; `prompts` has the references of those before, by id."""
+    """Return the record data of one step; `prompts` maps ids of earlier steps to references."""
     step: Mapping[str, Any] = trajectory[index]
     completion, extras = peek(step, "completion"), peek(step, "extras")
     data: dict[str, Any] = {
@@ -74,7 +74,7 @@ def step_data(
     }
     prompts[id(step)] = data["prompt"]
     if isinstance(completion, str) and isinstance(data["prompt"], dict):
-        # The next prompt most likely begins so.
+        # The next prompt most likely begins with this text.
         table.add(peek(step, "prompt") + completion)
     response = step.response_record if isinstance(step, RecordedStep) else step.get("response")
     if isinstance(response, ModelResponse):
@@ -95,7 +95,7 @@ def step_data(
 def decode_step(
     data: Mapping[str, Any], tree: TokenTree, messages: MessageReader
 ) -> TrajectoryStep:
-    """Return the step of what `step_data` returned."""
+    """Rebuild the step that `step_data` encoded."""
     prompt, completion = messages.get(data["prompt"]), messages.get(data["completion"])
     response: Any = data.get("response")
     if "answer" in data:
@@ -119,7 +119,7 @@ def _alike(prompt: Any, completion: Any) -> bool:
 
 
 def _message_and_text(completion: Any) -> tuple[Any, Any]:
-    """Return the message and the text that a completion says, if it is one answer."""
+    """Return the message and the text of a completion, if it is a single answer."""
     if isinstance(completion, str):
         return {"role": "assistant", "content": completion}, completion
     message = completion[0] if isinstance(completion, list) and len(completion) == 1 else None
@@ -129,7 +129,7 @@ def _message_and_text(completion: Any) -> tuple[Any, Any]:
 def _answer_data(
     response: ModelResponse, completion: Any, extras: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return what of a response neither the completion, the extras nor the token tree say."""
+    """Return the fields of a response that the completion, extras and token tree do not imply."""
     message, text = _message_and_text(completion)
     implied = {"message": message, "text": text, **{name: extras.get(name) for name in _IN_EXTRAS}}
     values = {name: getattr(response, name) for name in implied}

@@ -1,7 +1,7 @@
 """The input of the rollout engine: sources of examples, and the requests made from them.
 
-One request is one episode; several are made by transforming requests (`RequestStrategy`).
-Everything random comes from one `run_seed` through `rolltree.seeds`.
+One request is one episode; a `RequestStrategy` turns one request into several.
+All randomness is derived from one `run_seed` by `rolltree.seeds`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ __all__ = ["Clock", "Episode", "current_episode", "playing"]
 
 @dataclass(slots=True)
 class Episode:
-    """What the engine and the source share about one episode."""
+    """The data of one episode that the engine and the source share."""
 
     request: RolloutRequest
     clock: Clock = field(default_factory=Clock)
-    # Registered as they are made, so that an episode that is cancelled keeps its steps.
+    # States are registered when they are made, so that a cancelled episode keeps its steps.
     states: list[State] = field(default_factory=list)
 
 
@@ -39,7 +39,7 @@ def current_episode() -> Episode | None:
 
 
 class playing:  # noqa: N801  (a context manager that reads as a verb)
-    """`with playing(episode):` makes `episode` the current one of this task."""
+    """`with playing(episode):` makes `episode` the current episode of this task."""
 
     def __init__(self, episode: Episode) -> None:
         self._episode = episode
@@ -57,10 +57,10 @@ Split: TypeAlias = Literal["train", "eval"]
 
 @runtime_checkable
 class RolloutSource(Protocol):
-    """Examples, and one episode of one example.
+    """Holds examples, and plays one episode of an example at a time.
 
-    Optional: an attribute `sampling_args` (OpenAI fields) with what the source wants if the
-    caller says nothing; `rolltree.rollouts.resolve_sampling` merges it under the caller's fields.
+    Optional: an attribute `sampling_args` (OpenAI fields) with the source's defaults;
+    `rolltree.rollouts.resolve_sampling` merges the caller's fields over them.
     """
 
     env_id: str
@@ -92,7 +92,7 @@ class GroupScorer(Protocol):
         ...
 
     async def score_group(self, states: Sequence[State]) -> None:
-        """Finish the scores of all rollouts of one group, in place. Failed ones are left out."""
+        """Finish the scores of a group's rollouts in place; `states` has no failed ones."""
         ...
 
 
@@ -106,7 +106,7 @@ class RequestStrategy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GroupStrategy:
-    """Every request becomes a group: one world, `group_size` ways of sampling (GRPO).
+    """Turns every request into a group: one world, `group_size` sampling seeds (GRPO).
 
     The members share the world's seed, the group id and the input; the sampling seeds differ.
     """
@@ -137,17 +137,17 @@ def example_request(
     phase: str,
     train_step: int | None = None,
 ) -> RolloutRequest:
-    """Return the request of one example; `group_member` and strategies make the rollouts of it.
+    """Return the request of one example; `group_member` and strategies turn it into rollouts.
 
-    `seed` is the world's. The sampling seed is derived from it.
+    `seed` is the world's seed; the sampling seed is derived from it.
     """
     return RolloutRequest(
         request_id=group_id,
         env_id=env_id,
         input=input,
         seed=seed,
-        # Not the world's seed itself: a world and a sampler with one seed would draw the same
-        # numbers.
+        # Not the world's seed itself: with the same seed, the world and the sampler would draw the
+        # same numbers.
         sampling_seed=derive_seed(seed, "sampling"),
         group_id=group_id,
         index_in_group=0,
@@ -160,16 +160,16 @@ def example_request(
 def call_seeds(request: RolloutRequest) -> CallSeeds:
     """Return the seeds of the request's model calls, from its sampling seed.
 
-    A seed that the caller wants, in `request.sampling`, is one for many rollouts.
+    A caller's seed, in `request.sampling`, is the same for many rollouts.
     """
     own, wanted = request.sampling_seed, request.sampling.seed
-    # The wanted seed is mixed with the rollout's own, or the members of a group would all sample
-    # the same text.
+    # The caller's seed is mixed with the rollout's own; otherwise all members of a group would
+    # sample the same text.
     return CallSeeds(own if wanted is None else derive_seed(wanted, own), own, wanted)
 
 
 def group_member(request: RolloutRequest, index: int) -> RolloutRequest:
-    """Return member `index` of the request's group: the same world, another sampling seed."""
+    """Return member `index` of the request's group: same world, different sampling seed."""
     return replace(
         request,
         request_id=f"{request.request_id}/{index}",
@@ -179,7 +179,7 @@ def group_member(request: RolloutRequest, index: int) -> RolloutRequest:
 
 
 def repeat(request: RolloutRequest, num: int) -> list[RolloutRequest]:
-    """Return `num` independent episodes of one request: own world seeds and own sampling seeds.
+    """Return `num` independent requests made from one: each has its own world and sampling seeds.
 
     They keep the group id, so that evaluation can aggregate per example.
     """
@@ -199,13 +199,12 @@ def repeat(request: RolloutRequest, num: int) -> list[RolloutRequest]:
 def resolve_sampling(
     source: object, sampling: SamplingArgs | SamplingParams | None = None
 ) -> SamplingParams:
-    """Return what to sample with: the caller's fields over the source's `sampling_args`.
+    """Return the sampling parameters: the caller's fields over the source's `sampling_args`.
 
-    A caller who passes `SamplingParams` has decided every field, so nothing of the source's is
-    used; a caller who passes a dict has decided the fields it names. `extra_body` is merged key
-    by key. Neither mapping is changed.
+    `SamplingParams` decide every field, so the source's are not used; a dict decides only the
+    fields that it names. `extra_body` is merged key by key. Neither mapping is changed.
     """
-    # Its fields have defaults, so one that the caller set cannot be told from one left alone.
+    # Its fields have defaults, so a field that the caller set looks like one left alone.
     if isinstance(sampling, SamplingParams):
         return sampling
     if not isinstance(sampling, Mapping | None):
@@ -219,10 +218,10 @@ def resolve_sampling(
 def merge_args(
     base: Mapping[str, Any] | None, override: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Return `base` with the fields of `override` on top, a new dict; `extra_body` key by key."""
+    """Return a new dict: `base` updated with `override`; `extra_body` is merged key by key."""
     merged = {**(base or {}), **(override or {})}
-    # vLLM's fields live in `extra_body`: a caller who sets one there must not lose the
-    # environment's others.
+    # vLLM's fields are in `extra_body`: a caller who sets one of them must not lose the
+    # environment's other fields.
     bodies = [args["extra_body"] for args in (base, override) if args and args.get("extra_body")]
     if len(bodies) == 2:
         merged["extra_body"] = {**bodies[0], **bodies[1]}
@@ -230,11 +229,11 @@ def merge_args(
 
 
 RequestOfExample: TypeAlias = Callable[[str, int], RolloutRequest]
-"""From the beginning of a group's id and the index of an example to the group's request."""
+"""Takes the beginning of a group's id and an example's index; returns the group's request."""
 
 
 class DistinctRequests(Iterator[RolloutRequest]):
-    """Requests whose ids are known to differ, so that ids need not be remembered."""
+    """Requests whose ids are known to differ, so that the engine need not check them."""
 
     def __init__(self, requests: Iterator[RolloutRequest]) -> None:
         self._requests = requests
@@ -244,9 +243,9 @@ class DistinctRequests(Iterator[RolloutRequest]):
 
 
 class RequestPlan(Sequence[RolloutRequest]):
-    """The requests of some examples, group after group; each is made when it is read.
+    """The requests of some examples, group after group; each request is made when it is read.
 
-    `request_ids` has their ids, in order.
+    `request_ids` lists their ids, in order.
     """
 
     def __init__(
@@ -276,15 +275,15 @@ class RequestPlan(Sequence[RolloutRequest]):
         return self.without(lambda request_id: False)
 
     def without(self, is_done: Callable[[str], bool]) -> Iterator[RolloutRequest]:
-        """Yield the requests whose ids are not done. Those of one example share its input."""
+        """Yield the requests whose ids are not done; requests of one example share its input."""
         requests = self._without(is_done)
         is_distinct = len(set(self._indices)) == len(self._indices)
         return DistinctRequests(requests) if is_distinct else requests
 
     def _without(self, is_done: Callable[[str], bool]) -> Iterator[RolloutRequest]:
         for group, index in enumerate(self._indices):
-            # Made once per example and shared by its members: a row may be large, and formatting it
-            # slow.
+            # Made once per example and shared by its members, since a row may be large and slow to
+            # format.
             request: RolloutRequest | None = None
             for member in range(self._size):
                 if not is_done(self.request_ids[group * self._size + member]):
@@ -301,7 +300,7 @@ def check_source(source: object) -> None:
     """Check that `source` is an object that plays episodes.
 
     Raises:
-        ConfigError: it is what makes an environment, or the name of one.
+        ConfigError: it is the name of an environment, its class or its factory, for example.
     """
     if hasattr(source, "run_request") and not isinstance(source, type):
         return
@@ -316,7 +315,7 @@ def check_source(source: object) -> None:
 
 
 def check_whole(**numbers: object) -> None:
-    """Refuse what counts nothing.
+    """Check that every argument is an integer.
 
     Raises:
         ConfigError: a value is not a whole number.
@@ -339,13 +338,13 @@ def build_requests(
     train_step: int | None = None,
     **unknown: Any,
 ) -> RequestPlan:
-    """Return the requests for some examples of a split, `group_size` for each.
+    """Return the requests for some examples of a split, `group_size` for each example.
 
-    They are a sequence that makes each request when it is read; `list` makes all of them.
+    The returned sequence makes each request when it is read; `list` makes all of them.
 
-    `indices` names the examples; without it the first `num_examples` are taken (-1: all). The
-    world's seed depends on the run seed, the example and, when training, the step: two evaluations
-    of one run face the same worlds with the same sampling seeds.
+    `indices` selects the examples; without it the first `num_examples` are taken (-1: all). The
+    world's seed depends on the run seed, the example and, in training, the step, so two
+    evaluations of one run have the same worlds and the same sampling seeds.
 
     Raises:
         ConfigError: an index is outside the split, or there is nothing to run.
@@ -368,11 +367,11 @@ def build_requests(
             f"examples 0 to {available - 1}."
         )
     params = resolve_sampling(source, sampling)
-    # The ids name what was run, so that a started-again run finds what it has.
+    # The ids name what was run, so that a restarted run finds the results that it has.
     stem = phase if train_step is None else f"{phase}/{train_step}"
     stem += f"/{source.env_id}" if phase.startswith(split) else f"/{source.env_id}/{split}"
-    # Training sees an example in other worlds at every step; an evaluation must not, or two of them
-    # would differ by their worlds.
+    # In training, an example has a new world at every step. Evaluations keep the worlds, because
+    # their results could not be compared otherwise.
     when: tuple[str | int, ...] = () if train_step is None or split == "eval" else (train_step,)
 
     def request(stem: str, index: int) -> RolloutRequest:
@@ -392,13 +391,13 @@ def build_requests(
 def with_tools(
     requests: Iterable[RolloutRequest], source: object, client: ModelClient
 ) -> Iterator[RolloutRequest]:
-    """Yield the requests.
+    """Yield the requests, and check that the client's chat template renders their tools.
 
     Raises:
-        ConfigError: the client's chat template leaves out the tools that a row has.
+        ConfigError: the client's chat template leaves out the tools of a row.
     """
     tools_for = getattr(source, "tools_for", None)
-    # Rows share a few sets of tools, and rendering a template to look for them takes a while.
+    # Each set of tools is checked once: rows share a few, and rendering a template is slow.
     known: set[tuple[str, ...]] = set()
     for request in requests:
         tools = tools_for(request.input) if tools_for is not None else ()

@@ -1,7 +1,7 @@
-"""Requests and results as bytes, for processes that play rollouts for another one.
+"""Converts requests and results to bytes and back, for rollout workers in other processes.
 
-A result travels as the values that the store keeps, so whoever stores it encodes nothing, and reads
-its messages and tokens only when they are wanted.
+A result is sent as the rows that the store keeps, so the receiver can store it without encoding it
+again, and reads its messages and tokens only if they are needed.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ _OWN = [name for name in RolloutRequest.__dataclass_fields__ if name not in ("in
 
 
 def request_to_bytes(request: RolloutRequest) -> bytes:
-    """Return what `request_from_bytes` turns back.
+    """Return a request as bytes that `request_from_bytes` reads.
 
     Raises:
-        ConfigError: its input holds an object with behaviour, which cannot leave the process.
+        ConfigError: it holds an object that is not data, which cannot leave the process.
     """
     return request_encoder()(request)
 
 
 def request_encoder() -> Callable[[RolloutRequest], bytes]:
-    """Return a `request_to_bytes` that encodes once what requests in a row share: their input."""
+    """Return a `request_to_bytes` that encodes an input once if successive requests share it."""
     of: tuple[object, object] = (None, None)
     shared = ""
 
     def encode(request: RolloutRequest) -> bytes:
         nonlocal of, shared
-        # Members of a group have the very same objects.
+        # Members of a group share these objects.
         if of[0] is not request.input or of[1] is not request.sampling:
             shared, of = _shared_text(request), (request.input, request.sampling)
         own = {name: getattr(request, name) for name in _OWN}
@@ -49,10 +49,10 @@ def request_encoder() -> Callable[[RolloutRequest], bytes]:
 
 
 def _shared_text(request: RolloutRequest) -> str:
-    """Return the beginning of the text of a request, up to what it shares with no other."""
+    """Return the first part of a request's text: the fields that a group's members share."""
     table = MessageTable()
     data = request_data(request, table)
-    # Not cut as in the store: the request is to be made.
+    # With its secrets, unlike in the store: the worker sends these fields to the server.
     data["sampling"]["extra"] = dict(request.sampling.extra)
     data = {name: data[name] for name in ("input", "sampling")}
     text = f'{{"table":{table.to_json()},{dumps({"request": data})[1:-2]},'
@@ -66,10 +66,10 @@ def _shared_text(request: RolloutRequest) -> str:
 
 
 def request_from_bytes(data: bytes) -> RolloutRequest:
-    """Return the request that `request_to_bytes` was given.
+    """Return the request that `request_to_bytes` encoded.
 
     Raises:
-        StoreError: it made no such bytes.
+        StoreError: `request_to_bytes` did not make these bytes.
     """
     try:
         found = loads(data)
@@ -79,12 +79,12 @@ def request_from_bytes(data: bytes) -> RolloutRequest:
 
 
 def result_to_rows(result: RolloutResult, secrets: tuple[str, ...] = ()) -> tuple[SqlRow, ...]:
-    """Return a result as the store's rows, without the known secrets."""
+    """Return a result as the store's rows, with the known secrets cut out."""
     return tuple(to_sql(row, secrets) for row in encode_result(result))
 
 
 class _LaterResult(RolloutResult):
-    """A result whose states are read from its rows when they are first wanted."""
+    """A result whose states are decoded from its rows on first access."""
 
     __slots__ = ("_rows",)
     _rows: Sequence[SqlRow]
@@ -104,10 +104,10 @@ def result_from_rows(
 ) -> tuple[RolloutResult, list[StoredRollout]]:
     """Return a result that came as rows, and the rows without their blobs.
 
-    Its states are read when they are first wanted, which raises `StoreError` if they cannot be.
+    Its states are decoded on first access, which raises `StoreError` if they are unreadable.
 
     Raises:
-        StoreError: the rows are not those of one result, or not of that `request`.
+        StoreError: the rows do not belong to one result, or not to `request`.
     """
     try:
         stored = [read_sql(row[:_NUM_LIGHT]) for row in rows]
@@ -132,7 +132,7 @@ def _read(
 ) -> RolloutResult:
     if request is None or not all(row.status == "ok" for row in stored):
         (whole,) = decode_results(map(read_sql, rows))
-        # The one that was asked has its sampling fields whole.
+        # The request in the rows lacks the secrets in its sampling fields.
         return replace(whole, request=request or whole.request)
     result = object.__new__(_LaterResult)
     values = {"request": request, "error": None, "num_attempts": stored[0].num_attempts}

@@ -58,5 +58,5 @@ async def test_a_dead_engine_fails_health_and_requests_at_once() -> None:
         assert "thread has died" in streamed.text
         health = await http.get("/health")
         assert health.status_code == 503
-        assert "does not run" in health.json()["error"]["message"]
+        assert "has stopped" in health.json()["error"]["message"]
     await client.aclose()

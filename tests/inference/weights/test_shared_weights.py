@@ -104,7 +104,7 @@ async def test_memory_that_is_not_there_is_a_reason_for_another_way(monkeypatch)
     assert await way.why_not(client) is None
     await way.aclose()
     monkeypatch.setattr(os, "posix_fallocate", full)
-    assert "no memory for another copy" in await way.why_not(client)
+    assert "not enough memory for another copy" in await way.why_not(client)
     monkeypatch.delattr(os, "memfd_create")
     await way.aclose()
     assert "need Linux" in await way.why_not(client)

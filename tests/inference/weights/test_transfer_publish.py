@@ -199,7 +199,7 @@ async def test_what_cannot_be_published(connect, monkeypatch):
     with pytest.raises(ConfigError, match="always packs on the CPU"):
         WeightTransfer([], device="cuda:1")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match="this torch has none, or no GPU"):
+    with pytest.raises(ConfigError, match="this torch lacks nccl or sees no GPU"):
         WeightTransfer([], backend="nccl")
 
 

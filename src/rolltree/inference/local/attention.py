@@ -1,9 +1,9 @@
 """Attention of one flat batch of tokens over the slots they belong to.
 
-`attend` computes it from an `AttentionPlan`: the decoding rows together, the others by equal shape.
-transformers calls it under the name `NAME`. Which tokens a layer's queries see (all, a sliding
-window, a chunk) is what the model asks transformers' masks for; soft caps of scores and attention
-sinks come with the call. Anything else that a layer passes is refused.
+`attend` computes it from an `AttentionPlan`: decoding rows together, other rows grouped by shape.
+transformers calls it under the name `NAME`. The tokens that a layer's queries see (all, a sliding
+window, a chunk) follow from the mask that the model requests from transformers; soft caps of scores
+and attention sinks are arguments of the call. Anything else that a layer passes is refused.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from rolltree.errors import UnsupportedSetting
 from rolltree.inference.local.plan import Alone, AttentionPlan, additive
 
 NAME = "rolltree_slots"
-# Attention modules pass only what their own code knows, so the plan goes around them.
+# Attention modules do not pass unknown arguments on, so the plan is passed in a context variable.
 _plan: ContextVar[AttentionPlan] = ContextVar("rolltree_slots_plan")
-# What does not change the result here: the mask says what is causal and how wide a window is.
+# Arguments that do not change the result here: causality and window come from the mask.
 _IGNORABLE = frozenset(
     {"dropout", "is_causal", "sliding_window", "position_ids", "use_cache", "output_attentions"}
     | {"output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch"}
@@ -36,7 +36,7 @@ _IGNORABLE = frozenset(
 
 @contextmanager
 def use_plan(plan: AttentionPlan) -> Iterator[None]:
-    """Let transformers' attention modules attend by `plan`."""
+    """Have transformers' attention modules use `plan`."""
     token = _plan.set(plan)
     try:
         yield
@@ -46,18 +46,18 @@ def use_plan(plan: AttentionPlan) -> Iterator[None]:
 
 @dataclass(slots=True, eq=False)
 class LayerMask:
-    """A layer's mask: which earlier positions a query sees."""
+    """A layer's mask: the earlier positions that a query sees."""
 
-    # transformers' own function, so that no window is read from a config, where each architecture
-    # names it differently, and off-by-one errors cannot differ from the model's (design/0002).
+    # transformers' own function: architectures name the window differently in their configs, and
+    # computing it here would risk off-by-one errors (design/0002).
     function: Callable[..., Tensor]
-    # A query sees fewer positions back than this.
+    # A query sees at most this many positions, its own included.
     reach: int
     _of: tuple[AttentionPlan, AttentionPlan] | None = field(default=None, init=False)
 
     def applied(self, plan: AttentionPlan) -> AttentionPlan:
-        """Return `plan` with this mask in place of the plainly causal one."""
-        # All layers of one kind share this object: the mask is made once per pass, not per layer.
+        """Return `plan` with this mask instead of the causal mask."""
+        # Layers with the same mask share this object, so the mask is made once per pass.
         if self._of is None or self._of[0] is not plan:
             self._of = plan, self._apply(plan)
         return self._of[1]
@@ -69,7 +69,7 @@ class LayerMask:
         device = plan.positions.device
         decode = plan.decode
         if decode is not None:
-            # Keys before the oldest query's window are not even read.
+            # Keys before the window of the query with the lowest position are not read.
             first = max(0, decode.oldest + 1 - self.reach)
             queries = torch.from_numpy(decode.start).to(device)
             hidden = self._hidden(queries, first, decode.length, decode.hidden.dtype)
@@ -93,7 +93,7 @@ class LayerMask:
         first = max(0, token.length - self.reach)
         query = torch.tensor(token.length - 1, device=device)
         seen = self._seen(query, first, token.length).tolist()
-        # A lone token reads one slice of keys, which cannot leave any out.
+        # The token reads one slice of keys, so hidden keys can only be at its start.
         if False in seen[seen.index(True) :]:
             raise UnsupportedSetting("its mask has holes")
         return token._replace(first=first + seen.index(True))
@@ -111,7 +111,7 @@ def slot_mask(
     use_vmap: bool = False,
     **others: Any,
 ) -> LayerMask | None:
-    """Describe a layer's mask, for transformers; None is plainly causal.
+    """Return a layer's mask for transformers; None is the causal mask.
 
     Raises:
         UnsupportedSetting: the mask does not follow from positions alone.
@@ -129,9 +129,9 @@ def slot_mask(
 class Extras:
     """Changes that some models make to scores `s` before the softmax."""
 
-    # c makes them `c * tanh(s / c)` (Gemma 2).
+    # A soft cap c turns s into `c * tanh(s / c)` (Gemma 2).
     softcap: float | None
-    # `[_H]`: one more logit per head that takes weight and gives nothing (GPT-OSS).
+    # `[_H]`: an extra logit per head that takes weight but has no value (GPT-OSS).
     sinks: Tensor | None
 
 
@@ -145,7 +145,7 @@ def attend(
 ) -> Tensor:
     """Attend from `query` `[_T, _H, head_dim]` to slots `[slots, heads, capacity, head_dim]`.
 
-    Returns `[_T, _H, value_dim]`. Each query head shares the keys of `heads / _H` others.
+    Returns `[_T, _H, value_dim]`. Each key head is shared by `_H / heads` query heads.
     """
     group = query.shape[1] // keys.shape[1]
     if plan.alone:
@@ -155,8 +155,8 @@ def attend(
         decode = plan.decode
         asked = query[: decode.num_tokens]
         if decode.rows is not None:
-            # Idle rows between busy ones take part with a query of zeros: reading the cache in
-            # place is cheaper than gathering the busy rows out of it.
+            # Idle rows between busy rows take part with a query of zeros: reading the cache in
+            # place is cheaper than gathering the busy rows.
             spread = query.new_zeros((decode.num_rows, *query.shape[1:]))
             asked = spread.index_copy_(0, decode.rows, asked)
         found = _softmax_attention(
@@ -192,14 +192,14 @@ def _attend_alone(
     scaling: float,
     extras: Extras | None,
 ) -> Tensor:
-    """Attend token by token, in shapes that depend on each token's position only.
+    """Attend token by token, in shapes that depend only on each token's position.
 
-    Tokens after those in `plan.alone` repeat the last one, and so do their results.
+    Padding tokens, after those in `plan.alone`, repeat the last token and get its result.
     """
     found = query.new_empty((*query.shape[:2], values.shape[3]))
     for index, (row, length, first) in enumerate(plan.alone):
         found[index] = _softmax_attention(
-            # The heads that share keys become the queries of one head, so no key is repeated.
+            # Query heads that share keys become queries of one head, so keys are not repeated.
             query[index].view(1, keys.shape[1], -1, query.shape[2]),
             keys[row, None, :, first:length],
             values[row, None, :, first:length],
@@ -239,7 +239,7 @@ def _softmax_attention(
     if extras.softcap is not None:
         scores = (scores / extras.softcap).tanh_() * extras.softcap
     if hidden is None:
-        # The query is a whole prompt from position 0, so its mask is the triangle.
+        # The query is a whole prompt from position 0, so its mask is triangular.
         later = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).triu_(1)
         scores.masked_fill_(later, float("-inf"))
     else:
@@ -247,7 +247,7 @@ def _softmax_attention(
     if extras.sinks is None:
         return scores.softmax(-1).to(values.dtype) @ values
     sinks = extras.sinks.float().view(1, query.shape[1], -1, 1).expand(*scores.shape[:3], 1)
-    # The sink takes part in the normalisation and has no value.
+    # The sink takes part in the normalisation but has no value.
     weights = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
     return weights.to(values.dtype) @ values
 
@@ -272,10 +272,10 @@ def slot_attention(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Do `attend` for transformers' attention modules: query `[1, _H, _T, head_dim]`.
+    """Call `attend` for transformers' attention modules: query `[1, _H, _T, head_dim]`.
 
     Raises:
-        UnsupportedSetting: the layer asks for something that `attend` does not do.
+        UnsupportedSetting: the layer needs something that `attend` does not support.
     """
     plan = _plan.get(None)
     unknown = [n for n, value in others.items() if n not in _IGNORABLE and value is not None]

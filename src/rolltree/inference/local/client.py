@@ -1,4 +1,4 @@
-"""An engine in this process as a `ModelClient`: messages in, exact tokens out."""
+"""A `ModelClient` over an engine in this process: messages in, exact tokens out."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class LocalClient(TokenClient):
 
     Args:
         engine: the engine that answers.
-        tokenizer: that of the engine's model, with its chat template.
-        model_name: the name this model goes by.
-        renderer: renders prompts and reads answers; None makes one from the tokenizer.
+        tokenizer: the tokenizer of the engine's model, with its chat template.
+        model_name: the name of the model in calls.
+        renderer: renders prompts and parses answers; None makes one from the tokenizer.
     """
 
     def __init__(
@@ -38,12 +38,12 @@ class LocalClient(TokenClient):
 
     @property
     def model(self) -> str:
-        """The name of the model behind this client."""
+        """The name of this client's model."""
         return self._model
 
     @property
     def version(self) -> int:
-        """The engine's version."""
+        """The version of the engine's weights."""
         return self.engine.version
 
     async def sample(
@@ -52,16 +52,16 @@ class LocalClient(TokenClient):
         """Sample one completion after exactly `request.prompt_ids`.
 
         Raises:
-            ModelError: as `EngineThread.generate`; `UnsupportedSetting` for another model's name.
+            ModelError: as in `EngineThread.generate`; `UnsupportedSetting` if the request names a
+                different model.
         """
-        # There is one model here, whatever a call names.
         check_model(request.model, self._model)
         output = await self.engine.generate(request, on_token)
         stopped = output.finish_reason == FinishReason.STOP
         ids = output.completion_ids
         return Answer(
             output.finish_reason,
-            # A cut answer has no text of its own: its last character may be incomplete.
+            # No text for a cut answer, whose last character may be incomplete.
             text=self.renderer.answer_text(ids, request.sampling) if stopped else None,
             completion_ids=ids,
             logprobs=output.logprobs,
@@ -89,9 +89,9 @@ def local_client(
 ) -> LocalClient:
     """Return a client over a new engine for `model`, with end tokens and stop strings set up.
 
-    An answer ends with any of: `eos_token_ids`, the model's generation config's, the tokenizer's
-    and the chat template's end tokens. `control_in_messages` goes to the `ChatRenderer` that is
-    made if none is given; `engine_options` are `LocalEngine`'s. Closing the client closes the
+    An answer ends at any of `eos_token_ids` and the end tokens of the model's generation config,
+    the tokenizer and the chat template. `control_in_messages` is passed to the `ChatRenderer` that
+    is made if none is given; `engine_options` are `LocalEngine`'s. Closing the client closes the
     engine.
 
     Raises:
@@ -106,7 +106,7 @@ def local_client(
         model,
         # The template may end turns with tokens that the model's folder does not name.
         eos_token_ids=sorted({*ends, *renderer.end_ids}),
-        # Fast tokenizers refuse to be used by two threads at once; this one is the engine's own.
+        # A copy for the engine's thread, since two threads cannot use one fast tokenizer at once.
         decode_text=copy.deepcopy(tokenizer).decode,
         **engine_options,
     )

@@ -1,8 +1,9 @@
-"""Steps: admit requests, run one forward pass, sample, let finished requests go.
+"""Decodes in steps: admit requests, run one forward pass, sample, release finished requests.
 
-Every request in the batch has at least one token without keys: the one just sampled, or what the
-prefix cache did not know of its prompt. One pass computes the former for all rows and the latter
-up to a limit; a request with none left samples its next token. The class belongs to one thread.
+Every request in the batch has at least one token without keys: the newest sampled token, or the
+part of its prompt that was not in the prefix cache. One pass computes the former for all rows and
+the latter up to a limit; a request whose tokens all have keys samples its next token. A `Decoder`
+is used by one thread only.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from rolltree.inference.local.sampling import Adjusted, Processors, sample
 from rolltree.inference.local.slots import SlotTable
 from rolltree.types import FinishReason
 
-# A request waits for another's prompt if that saves computing more tokens than this.
+# A request waits for another request's prompt if that saves computing more tokens than this.
 _WORTH_WAITING = 8
-# Uniform numbers drawn at once: a draw of one costs as much as a draw of many.
+# Uniform numbers are drawn in blocks, since drawing one costs as much as drawing many.
 _BLOCK = 64
 
 
 class UniformStream:
-    """Uniform numbers in [0, 1) that depend on the seed alone (Philox, a counter-based stream)."""
+    """Uniform numbers in [0, 1) that depend only on the seed (Philox, a counter-based stream)."""
 
     def __init__(self, seed: int) -> None:
         self._rng = np.random.Generator(np.random.Philox(seed))
@@ -55,7 +56,7 @@ class LocalRequest(EngineRequest):
 
 
 class Decoder:
-    """The batch: slots, their cache, and the requests that wait for one."""
+    """The batch: slots, their cache, and the requests that wait for a slot."""
 
     def __init__(
         self,
@@ -83,21 +84,21 @@ class Decoder:
 
     @torch.inference_mode()
     def step(self, version: int) -> None:
-        """Run one forward pass; `version` is that of the weights it runs with."""
+        """Run one forward pass; `version` is the version of the current weights."""
         self._admit()
         slots = self.slots
         active = slots.active()
         if not active:
             return
-        # Attention reads rows 0 to the highest, holes included. Closing a hole copies a whole slot,
-        # so a few are tolerated.
+        # Attention reads all rows up to the highest, holes included. Closing a hole copies a whole
+        # slot, so a few holes are tolerated.
         if active[-1] + 1 - len(active) > len(active) // 8:
             active = self._compact(active)
         counts = self._share(slots.length[active] - slots.cached[active])
         rows = [row for row, count in zip(active, counts, strict=True) if count]
         counts = counts[counts > 0]
         logits = self.runner.forward(rows, slots.ids, slots.cached[rows], counts)
-        # After the pass: if it failed, the keys are computed again.
+        # Only after the pass, so that the keys are computed again if it fails.
         slots.cached[rows] += counts
         self.counts.num_steps += 1
         self.counts.num_computed_tokens += int(counts.sum())
@@ -123,35 +124,35 @@ class Decoder:
     def _admit(self) -> None:
         slots, cache = self.slots, self.runner.cache
         num_free = min(self.max_batch, len(slots.taken)) - int(slots.taken.sum())
-        # A copy: requests are taken out on the way. One that waits for a prompt does not hold up
-        # those after it.
+        # A copy, since requests are removed on the way. A request that waits for another's prompt
+        # does not hold up later requests.
         for request in list(self.waiting) if num_free > 0 else ():
             if num_free == 0:
                 return
-            # The last id is always computed: its logits are what the first token is sampled from.
+            # The last id is always computed, since the first token is sampled from its logits.
             common = np.minimum(slots.common(request.prompt), len(request.prompt) - 1)
             ready = cache.ready(slots, common)
             source = int(ready.argmax())
             if cache.promised(slots, common).max() > ready[source] + _WORTH_WAITING:
-                # Some row is computing it: the others of a group start with its prompt, which is
-                # then computed once.
+                # A row is computing the same prompt: the other members of a group wait and copy
+                # it, so that it is computed once.
                 continue
             self.waiting.remove(request)
             self._place(request, source, int(ready[source]))
             num_free -= 1
 
     def _place(self, request: LocalRequest, source: int, shared: int) -> None:
-        """Give `request` a slot holding the first `shared` ids of its prompt, as `source` does."""
+        """Give `request` a slot with the first `shared` ids of its prompt, from row `source`."""
         slots = self.slots
-        # A free row is continued in place if at least half of it is shared. From another it is
-        # copied, because its own conversation may go on.
+        # A free row is continued in place if at least half of it is shared. Otherwise the prefix
+        # is copied, because the row's own conversation may continue.
         take_over = not slots.taken[source] and 0 < slots.cached[source] <= 2 * shared
         row = source if take_over else slots.victim()
         lowest = int(slots.taken.argmin())
-        # It would be the highest row of the batch, and attention would read every row up to it.
+        # Otherwise it would be the highest row of the batch, and attention reads all rows up to it.
         if row > lowest and not slots.taken[row:].any():
             self._swap(row, lowest, shared if row == source else 0, int(slots.cached[lowest]))
-            # The swap may have moved the row that is copied from.
+            # The swap may have moved the source row.
             source = {row: lowest, lowest: row}.get(source, source)
             row = lowest
         self.runner.cache.copy(source, row, shared)
@@ -164,8 +165,8 @@ class Decoder:
         self.counts.num_cached_tokens += shared
 
     def _share(self, missing: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return how much of each row to compute: one token, or a share of the prompt limit."""
-        # One token for every row first: a long prompt must not delay rows that decode.
+        """Return how many tokens to compute per row: one, or a share of `prefill_chunk`."""
+        # One token for every row first, so that a long prompt does not delay rows that decode.
         counts = np.minimum(missing, 1)
         left = self.prefill_chunk
         for at in (missing > 1).nonzero()[0]:
@@ -192,7 +193,7 @@ class Decoder:
         self.counts.num_sampled_tokens += len(rows)
         broken, ended = ~np.isfinite(logprobs), self.is_end[ids]
         full = slots.length[rows] >= slots.limit[rows]
-        # Python only for the rows that may be done.
+        # The Python loop covers only rows that may be done.
         for at in (broken | ended | full | slots.has_stops[rows]).nonzero()[0]:
             row, request = rows[at], requests[at]
             stop = self._matched_stop(row, request, int(ids[at]))
@@ -203,13 +204,13 @@ class Decoder:
             elif full[at]:
                 self._finish(row, request, FinishReason.LENGTH, None)
         for at, request in enumerate(requests):
-            # Not the last token: the finished answer brings that, with the reason of the end.
+            # The last token comes with the finished answer and its finish reason.
             if request.on_token is not None and slots.request[rows[at]] is request:
                 token = int(ids[at]), float(logprobs[at]), float(raw[at]), version
                 request.on_token(SampledToken(*token))
 
     def _compact(self, active: list[int]) -> list[int]:
-        """Move the highest requests into the lowest free rows until there is no hole."""
+        """Move the highest requests into the lowest free rows until no hole is left."""
         slots, count = self.slots, len(active)
         holes = [row for row in range(count) if slots.request[row] is None]
         for hole, row in zip(holes, reversed(active), strict=False):
@@ -228,13 +229,13 @@ class Decoder:
             return token
         if not request.sampling.stop or self.decode_text is None:
             return None
-        # Every token is at least one byte of text, so the newest bytes are in the newest tokens.
-        # Four more: a character that the window cuts in two takes up to four bytes.
+        # Every token has at least one byte of text, so the newest bytes are in the newest tokens.
+        # Four more, because a character that the window cuts in two takes up to four bytes.
         window = max(len(stop.encode()) for stop in request.sampling.stop) + 4
         length = int(self.slots.length[row])
         first = max(len(request.prompt), length - window)
         text = self.decode_text(self.slots.ids[row, first:length].tolist())
-        # The earliest in the text wins, whatever their order in the request.
+        # The earliest match in the text counts, whatever the order in the request.
         found = [(text.find(stop), stop) for stop in request.sampling.stop if stop in text]
         return min(found)[1] if found else None
 

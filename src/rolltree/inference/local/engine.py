@@ -1,7 +1,7 @@
-"""The embedded engine: decodes with the trainer's own weights, shared, not copied.
+"""The embedded engine decodes with the trainer's own weights, which are shared, not copied.
 
-Inside `async with engine.paused()` a trainer may change the weights in place; `publish` then tells
-the engine that it did.
+Inside `async with engine.paused()` a trainer may change the weights in place, and then calls
+`publish`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rolltree.inference.local.slots import SlotTable
 from rolltree.types import IntArray, SamplingParams
 
 logger = logging.getLogger("rolltree.inference")
-# Default prompt tokens of one pass; on a CPU, as many as keep the activations in its cache.
+# The default number of prompt tokens per pass; on a CPU, the activations then fit into its cache.
 _CHUNKS = {"cpu": 1024}
 _DEFAULT_CHUNK = 8192
 
@@ -31,27 +31,28 @@ class LocalEngine(EngineThread[LocalRequest]):
     """Batched decoding for one Hugging Face causal language model.
 
     Args:
-        model: the module whose weights are used, in place, also after they change.
-        decode_text: ids to text (special tokens kept); needed for `stop` strings only.
+        model: the module whose weights are used in place, including later changes.
+        decode_text: turns ids into text (special tokens kept); needed only for `stop` strings.
         max_context: None is 2,048 tokens, or the model's own limit if that is less.
-        kv_budget_bytes: memory for keys and values. None takes `max_batch` slots of `max_context`
+        kv_budget_bytes: memory for keys and values. None is `max_batch` slots of `max_context`
             tokens; more memory keeps more finished conversations for reuse. On the CPU memory
-            is taken when it is used.
-        prefill_chunk: most prompt tokens in one forward pass; None takes what suits the device.
-        pack_weights: keep the layers' matrices a second time, transposed, if that makes products
-            faster: Llama-like models on a CPU. The copy is renewed after `publish`; for a
-            model that is not trained meanwhile. Without it nothing is copied.
+            is allocated when it is used.
+        prefill_chunk: the most prompt tokens in one forward pass; None takes a default for the
+            device.
+        pack_weights: keep a second, transposed copy of the layers' matrices if that makes products
+            faster, which it does for Llama-like models on a CPU. `publish` renews the copy. Meant
+            for a model that is not being trained; without it nothing is copied.
         batch_invariant: the same request gives the same ids and bit-equal logprobs whatever else
             is in the batch or in the prefix cache; slower, see docs/engine.md.
-        record_experts: keep which experts of a mixture each token goes to, for a trainer that
-            replays them.
+        record_experts: record the experts of an MoE model that each token is routed to, for a
+            trainer that replays them.
 
     The other arguments are `EngineThread`'s.
 
     Raises:
-        ConfigError: the budget does not hold `max_batch` slots, or a number is out of range.
-        UnsupportedSetting: the model's cache is not plain keys and values, or the device's products
-            depend on the batch and it must not matter, or there are no experts to record.
+        ConfigError: the budget is too small for `max_batch` slots, or a number is out of range.
+        UnsupportedSetting: the engine cannot reproduce the model's logits, the device's products
+            depend on the batch despite `batch_invariant`, or there are no experts to record.
     """
 
     label = "the embedded engine"
@@ -92,21 +93,21 @@ class LocalEngine(EngineThread[LocalRequest]):
                 "made for; answers beyond them would be noise. Lower max_context."
             )
         packed = pack_weights and model.device.type == "cpu"
-        # Nothing here knows a model by its name: the fastest way that gives the model's own logits
-        # on a trial copy is taken (design/0002).
+        # Independent of the model's name: this takes the fastest way that gives the model's own
+        # logits on a trial copy (design/0002).
         route = choose_route(model, self.max_context, packed)
         if batch_invariant:
             check_invariance(model, route, packed)
         if prefill_chunk is None and route.row_mode is not None:
-            # Each row is its own pass anyway.
+            # Without a limit, since each row is a pass of its own.
             prefill_chunk = max_batch * self.max_context
         elif prefill_chunk is None:
             prefill_chunk = _CHUNKS.get(model.device.type, _DEFAULT_CHUNK)
         slot_bytes = route.slot_bytes(self.max_context)
         num_slots = max_batch
         if kv_budget_bytes is not None:
-            # More slots than requests keep finished conversations, whose next turn then finds its
-            # prefix. Not without bound: every slot is compared with every new prompt.
+            # Additional slots keep finished conversations, so that the next turn finds its prefix.
+            # They are bounded, because every slot is compared with every new prompt.
             num_slots = min(kv_budget_bytes // max(slot_bytes, 1), 8 * max_batch)
         if num_slots < max_batch:
             raise ConfigError(
@@ -121,7 +122,7 @@ class LocalEngine(EngineThread[LocalRequest]):
                 f"{self.vocab_size}, which it can never sample. Take them from its own tokenizer."
             )
         self.kv_bytes = num_slots * slot_bytes
-        # A table by id, because every sampled token of every row is looked up.
+        # A table by id, because every sampled token is looked up.
         is_end = np.zeros(self.vocab_size, bool)
         is_end[list(self.eos_token_ids)] = True
         self._device = model.device
@@ -161,7 +162,7 @@ class LocalEngine(EngineThread[LocalRequest]):
     ) -> LocalRequest:
         if sampling.stop and self._decoder.decode_text is None:
             raise UnsupportedSetting(
-                "stop strings need text, and this engine was built without decode_text. Pass "
+                "stop strings need text, but this engine was built without decode_text. Pass "
                 "decode_text=tokenizer.decode, or use stop_token_ids."
             )
         limit = self.max_context
@@ -180,8 +181,8 @@ class LocalEngine(EngineThread[LocalRequest]):
         return self._decoder.busy
 
     def _step(self, new: list[LocalRequest], version: int) -> None:
-        # In the engine's own thread: `publish` only takes note, and packing copies every matrix
-        # (425 MB for SmolLM2-135M, design/0002).
+        # In the engine's own thread, not in `publish`: packing copies every matrix (425 MB for
+        # SmolLM2-135M, design/0002).
         if self._outdated:
             self._outdated = False
             self._decoder.slots.forget()
@@ -196,7 +197,7 @@ class LocalEngine(EngineThread[LocalRequest]):
         self._decoder.forget_requests()
 
     def _take_weights(self, version: int) -> None:
-        # An optimizer changes tensors in place, which needs nothing; loading a checkpoint can
-        # replace them.
+        # An optimizer changes tensors in place, which needs no refresh, but loading a checkpoint
+        # can replace them.
         self._decoder.runner.refresh()
         self._outdated = True

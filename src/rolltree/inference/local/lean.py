@@ -1,10 +1,10 @@
-"""The forward pass of Llama-like decoders, without the modules around it.
+"""The forward pass of Llama-like decoders, without transformers' modules.
 
-transformers' forward spends a third of a small model's decode step in Python. For the one
-architecture that most models share (RMS norm, rotary positions, grouped attention, gated SiLU:
-Llama, Mistral, Qwen 2 and 3, SmolLM, with biases and query/key norms) the same arithmetic is
-written out here on the model's own parameters. `probe` accepts it only after it gave the model's
-own logits; every other model runs through transformers.
+transformers' forward spends a third of a small model's decode step in Python. For the architecture
+that most models share (RMS norm, rotary positions, grouped attention, gated SiLU: Llama, Mistral,
+Qwen 2 and 3, SmolLM, with biases and query/key norms), this module does the same arithmetic
+directly on the model's own parameters. `probe` accepts it only if it gives the model's own logits;
+every other model runs through transformers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PARTS = {
     "self_attn": ({"q_proj", "k_proj", "v_proj", "o_proj"}, {"q_norm", "k_norm"}),
     "mlp": ({"gate_proj", "up_proj", "down_proj", "act_fn"}, set()),
 }
-"""The child modules that each part has, and those it may have."""
+"""The child modules that each part must have, and those that it may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +46,14 @@ class _Norm:
 
 @dataclass(frozen=True, slots=True)
 class _HeadNorms:
-    """The norms of query and key heads, in one pass over both: `[_T, _H + keys, head_dim]`."""
+    """The norms of query and key heads, applied to both at once: `[_T, _H + keys, head_dim]`."""
 
     query: _Norm
     key: _Norm
 
     def __call__(self, heads: Tensor, num_query_heads: int) -> Tensor:
         weight = self.query.weight
-        # One normalisation for both: a small model's step is many small operations (design/0002).
+        # Applied at once, since a small model's step is many small operations (design/0002).
         num_keys = heads.shape[1] - num_query_heads
         weights = torch.cat(
             [weight.expand(num_query_heads, -1), self.key.weight.expand(num_keys, -1)]
@@ -64,27 +64,28 @@ class _HeadNorms:
 class _Linear:
     """One or several linear maps of the same input, side by side: `[_T, in]` to `[_T, out]`.
 
-    With `packed` they are kept as one transposed copy, with which products on a CPU are 1.3 times
-    as fast (design/0002). Without, and if they have biases, the model's own tensors are used.
+    With `packed` they are copied into one transposed matrix, which makes products on a CPU 1.3
+    times as fast (design/0002). Otherwise, or if they have biases, the model's own tensors are
+    used.
     """
 
     def __init__(self, *modules: Any, packed: bool) -> None:
         for module in modules:
-            # Not a subclass: an adapter or a quantised layer does more than the product.
+            # Subclasses, such as adapters and quantised layers, do more than the product.
             if type(module) is not nn.Linear:
                 raise TypeError(f"it has a {type(module).__name__} where a Linear was expected")
         self.own = [(module.weight, module.bias) for module in modules]
         weight = modules[0].weight
         self._packed: Tensor | None = None
-        # torch multiplies by a matrix that is stored in order faster than by its transpose, 107 to
-        # 135 instead of 80 to 90 GFLOP/s at 64 rows (design/0002).
+        # torch multiplies by a contiguous matrix faster than by a transposed view: 107 to 135
+        # instead of 80 to 90 GFLOP/s at 64 rows (design/0002).
         if packed and not any(bias is not None for _, bias in self.own):
             width = sum(own.shape[0] for own, _ in self.own)
             self._packed = weight.new_empty((weight.shape[1], width), requires_grad=False)
 
     @torch.no_grad()
     def pack(self) -> None:
-        """Copy the model's weights as they are now."""
+        """Copy the model's current weights."""
         if self._packed is None:
             return
         parts = torch.split(self._packed, [own.shape[0] for own, _ in self.own], dim=1)
@@ -120,12 +121,12 @@ class _Layer:
 
 
 class LeanForward:
-    """Logits of a Llama-like `model` from a flat batch of tokens.
+    """Computes the logits of a Llama-like `model` from a flat batch of tokens.
 
     With `packed` it keeps a transposed copy of the layers' matrices, which `pack` renews.
 
     Raises:
-        TypeError: the model has other parts than this forward pass knows.
+        TypeError: the model has parts that this forward pass does not know.
     """
 
     def __init__(self, model: Any, *, packed: bool = False) -> None:
@@ -144,7 +145,7 @@ class LeanForward:
         self.pack()
 
     def pack(self) -> None:
-        """Take over weights that were changed in place."""
+        """Renew the packed copies after the weights were changed in place."""
         for layer in self._layers:
             for linear in (layer.attention, layer.output, layer.gate_up, layer.down):
                 linear.pack()
@@ -166,12 +167,12 @@ class LeanForward:
     def __call__(self, plan: AttentionPlan, cache: SlotCache) -> Tensor:
         """Return logits `[_B, _V]` after the plan's newest tokens."""
         states = functional.embedding(plan.tokens, self._embedding)  # [_T, _D]
-        # Once for all positions: cosines are the same in every layer and step.
+        # Computed once for all positions, since every layer and step needs the same angles.
         if self._angles is None or len(self._angles[0]) < cache.capacity:
             self._angles = self._read_angles(states, cache.capacity)
         cosine, sine = (table[plan.positions] for table in self._angles)
-        # `roll` by half a head, with the sign in the sine, is transformers' `rotate_half` without
-        # its two slices and a concatenation.
+        # `roll` by half a head, with the sign in the sine, equals transformers' `rotate_half`
+        # without two slices and a concatenation.
         half = sine.shape[-1] // 2
         for layer, slot in zip(self._layers, cache.layers, strict=True):
             heads = layer.attention(layer.before(states)).view(len(states), -1, layer.head_dim)
@@ -185,11 +186,11 @@ class LeanForward:
             layer.output.add_to(states, found.flatten(1))
             gate, up = layer.gate_up(layer.between(states)).chunk(2, dim=-1)
             layer.down.add_to(states, functional.silu(gate).mul_(up))
-        # The head runs for the tokens that are followed by a sampled one.
+        # The head runs only for the last token of each row.
         return functional.linear(self._norm(states[plan.newest]), *self._head)
 
     def _read_angles(self, states: Tensor, num_positions: int) -> tuple[Tensor, Tensor]:
-        """Return the cosines of all positions, and the sines with the sign of their half."""
+        """Return the cosines and sines of all positions; the first half of the sines is negated."""
         positions = torch.arange(num_positions, device=states.device)
         cosine, sine = self._rotary(states, positions[None])
         sine = sine[0].clone()
@@ -230,9 +231,9 @@ def _read_norm(module: Any) -> _Norm:
 
 
 def _check_parts(module: Any, part: str) -> None:
-    """Raise `TypeError` unless `module` has just the children that its part is known to have."""
+    """Raise `TypeError` unless `module` has exactly the children that `part` must or may have."""
     needed, allowed = _PARTS[part]
     children = {name for name, _ in module.named_children()}
-    # A part that is not known here could change the result; transformers runs such a model.
+    # An unknown child could change the result; transformers runs such a model.
     if not needed <= children <= needed | allowed:
         raise TypeError(f"{type(module).__name__} has the parts {sorted(children)}")

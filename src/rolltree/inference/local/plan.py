@@ -17,8 +17,8 @@ from torch import Tensor
 
 from rolltree.types import IntArray
 
-# Tokens of one batch-invariant pass: fewer cost more passes for a full batch, more cost more for a
-# small one.
+# Tokens of one batch-invariant pass: fewer mean more passes for a full batch, more mean waste for
+# a small batch.
 BLOCK = 32
 
 
@@ -39,16 +39,16 @@ class Decode:
 
     num_tokens: int
     num_rows: int  # highest row + 1
-    rows: Tensor | None  # int64 [num_tokens]; None: all the rows, without a gap
+    rows: Tensor | None  # int64 [num_tokens]; None: all rows, without a gap
     length: int  # visible positions of the longest row
     hidden: Tensor  # additive mask [num_rows, 1, 1, length - first]
     start: NDArray[np.int64]  # [num_rows], the position of each row's token, 0 for idle rows
-    oldest: int  # the least position of a token
+    oldest: int  # the lowest position of a token
     first: int = 0  # no token sees a position before this one
 
 
 class Alone(NamedTuple):
-    """A token that attends by itself, to the positions from `first` up to `length`."""
+    """A token that attends on its own, to the positions from `first` up to `length`."""
 
     row: int
     length: int
@@ -63,12 +63,12 @@ class AttentionPlan:
     rows: Tensor  # [_T]
     positions: Tensor  # [_T]
     newest: Tensor  # [_B], the flat index of each row's last token
-    in_order: Tensor | None  # [_B], puts what belongs to `newest` in the caller's order of rows
+    in_order: Tensor | None  # [_B], index that puts `newest` into the caller's order of rows
     decode: Decode | None
     prefills: tuple[Prefill, ...]
     extent: tuple[int, int]  # the highest row + 1, and the highest position + 1
     dtype: torch.dtype  # of masks
-    alone: tuple[Alone, ...] = ()  # each token (`invariant`)
+    alone: tuple[Alone, ...] = ()  # every token, if `invariant`
 
 
 def make_plan(
@@ -81,8 +81,8 @@ def make_plan(
 ) -> AttentionPlan:
     """Lay out `counts[i]` new tokens of `rows[i]` from position `start[i]`; `rows` ascend.
 
-    `ids` is int32 `[slots, capacity]`. The flat order is: rows with one token, ascending; then the
-    others, equal shapes together.
+    `ids` is int32 `[slots, capacity]`. In the flat batch, rows with one token come first, in
+    ascending order; then the other rows, grouped by shape.
     """
     index = np.array(rows)
     single = counts == 1
@@ -93,7 +93,7 @@ def make_plan(
     else:
         shapes: dict[tuple[int, int], list[int]] = {}
         for at in (~single).nonzero()[0]:
-            # Prompts of one group begin alike and are equally long: they attend in one call.
+            # Prompts of a group have the same start and length, so they attend in one call.
             shapes.setdefault((int(start[at]), int(counts[at])), []).append(int(at))
         order = [*single.nonzero()[0], *(at for group in shapes.values() for at in group)]
         flat_rows = np.repeat(index[order], counts[order])
@@ -119,8 +119,8 @@ def _make_decode(
 ) -> Decode:
     num_rows, length = int(rows[-1]) + 1, int(start.max()) + 1
     visible = np.ones(num_rows, np.int64)
-    # An idle row between two busy ones attends to its first position: without any, its softmax
-    # would be NaN. What it finds is dropped.
+    # An idle row between busy rows attends to its first position, since an empty softmax would be
+    # NaN. Its result is dropped.
     visible[rows] = start + 1
     hidden = additive(np.arange(length) >= visible[:, None], dtype, device)[:, None, None]
     gaps = None if len(rows) == num_rows else torch.from_numpy(rows).to(device)
@@ -150,10 +150,10 @@ def _make_prefills(
 def additive(
     hidden: NDArray[np.bool_] | Tensor, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return a mask to add to scores, very low for those that are `hidden`."""
+    """Return a mask to add to scores: very low where `hidden`, else 0."""
     mask = torch.as_tensor(hidden, device=device)
     return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(
-        # Not -inf: a row with nothing but -inf gives NaN.
+        # Not -inf, because the softmax of a row of -inf is NaN.
         mask,
         torch.finfo(dtype).min,
     )
@@ -168,13 +168,13 @@ def invariant_plans(
 ) -> Iterator[tuple[AttentionPlan, list[int]]]:
     """Lay out new tokens in passes whose logits do not depend on what else is computed.
 
-    With each plan comes which of `rows` (by index) have their last token in it; these are the first
+    Each plan comes with the indices of those `rows` whose last token is in it; these are the first
     of the plan's `newest`. See He et al. 2025, "Defeating nondeterminism in LLM inference".
     """
-    # A matrix product may add up in another order when it has another number of rows, so logits
-    # differ in their last bits between a batch of 3 and one of 64. Here every pass has exactly
-    # `BLOCK` tokens (the last one repeated to fill it), and attention runs token by token. What
-    # remains is that a product must treat its rows alike, which `check_invariance` tries out.
+    # A matrix product may sum in a different order for a different number of rows, so logits differ
+    # in their last bits between a batch of 3 and a batch of 64. Here every pass has exactly `BLOCK`
+    # tokens (the last token is repeated to fill it), and attention runs token by token. This still
+    # relies on products that treat all rows alike, which `check_invariance` tests.
     owners = np.repeat(np.arange(len(rows)), counts)
     positions = np.concatenate(
         [first + np.arange(count) for first, count in zip(start, counts, strict=True)]
@@ -185,7 +185,7 @@ def invariant_plans(
         chosen = np.arange(begin, min(begin + BLOCK, len(owners)))
         filled = np.pad(chosen, (0, BLOCK - len(chosen)), mode="edge")
         ending = ((last >= begin) & (last < begin + BLOCK)).nonzero()[0]
-        # A full block even for one row: the head's product must have the same shape, too.
+        # A full block even for one row, since the head's product must have a fixed shape, too.
         newest = np.zeros(BLOCK if len(ending) else 0, np.int64)
         newest[: len(ending)] = last[ending] - begin
         lengths = (positions[chosen] + 1).tolist()
@@ -198,7 +198,7 @@ def invariant_plans(
             decode=None,
             prefills=(),
             extent=(int(flat_rows[chosen].max()) + 1, max(lengths)),
-            # Of masks, and there are none.
+            # The dtype of masks, which are not used here.
             dtype=torch.float32,
             alone=tuple(map(Alone, flat_rows[chosen].tolist(), lengths)),
         )

@@ -1,4 +1,4 @@
-"""Finds the fastest way to run a model that gives the model's own logits, by running it.
+"""Finds, by trying them, the fastest way to run a model that gives the model's own logits.
 
 `choose_route` tries the ways from the fastest to the slowest on a trial copy (`shell.py`): the
 forward pass of `lean.py`, transformers with the slots' attention, and row by row with the model's
@@ -23,10 +23,10 @@ from rolltree.inference.local.shell import MOVING_ROPE, SHORT, shell_of, trial_c
 from rolltree.inference.local.slots import DummyLayer, KvShape, LayerShape
 from rolltree.types import IntArray
 
-# Tolerances for logits, relative to the largest one, in fp32 and in lower precision. A correct
+# Tolerances for logits, relative to the largest logit, in fp32 and in lower precision. A correct
 # runner stays below 3e-6 in fp32; a layer with wrong positions differs by 5e-2 (design/0002).
 _FP32_TOLERANCE, _LOW_PRECISION_TOLERANCE = 1e-4, 0.1
-# Whatever a model's own code raises when it is run in a way that it does not support.
+# The errors of a model's own code when it is run in a way that it does not support.
 _FAILURES = (
     *(TypeError, ValueError, RuntimeError, LookupError, AttributeError, AssertionError),
     *(NotImplementedError, ArithmeticError, UnsupportedSetting),
@@ -42,9 +42,9 @@ class Route:
     shape: KvShape | None
     lean: bool = False
     row_mode: RowMode | None = None
-    # Memory of a row's full state.
+    # The memory of a row's full state.
     row_bytes: int = 0
-    # Why no faster way works.
+    # Why the faster ways do not work.
     reason: str = ""
 
     def slot_bytes(self, capacity: int) -> int:
@@ -82,25 +82,25 @@ def choose_route(model: Any, max_context: int, packed: bool = False) -> Route:
     `packed` is passed on to `LeanForward`.
 
     Raises:
-        UnsupportedSetting: there is none; the message says why.
+        UnsupportedSetting: none works; the message says why.
     """
     check_positions(model, max_context)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and positions < _PROBE_LEN:
         raise _refusal(model, f"has {positions} positions, and the probe needs {_PROBE_LEN}")
     try:
-        # A copy of inference tensors could not be changed in place.
+        # Copies made in inference mode could not be changed in place outside it.
         with torch.inference_mode(False):
             trial = trial_copy(model, max_context)
         trials: list[_Trial] = [(trial, _Expected(trial))]
-        # The trial is in float32. Rounding in the model's own dtype is probed as well.
+        # The trial copy is in float32; rounding in the model's own dtype is probed as well.
         if trial.dtype != model.dtype or model.dtype not in (torch.float32, torch.float64):
             plain = shell_of(model)
             trials.append((plain, _Expected(plain)))
     except _FAILURES as error:
         raise _refusal(model, f"does not run on token ids alone ({error})") from error
-    # Fastest first. `counts` is for models that take positions from the length of
-    # their cache (Llama 4).
+    # The fastest first. `counts` is for models that derive positions from the length of their
+    # cache (Llama 4).
     for lean, counts in ((True, False), (False, True), (False, False)):
         reason = _slots_reason(trials, lean=lean, counts=counts, packed=packed)
         if reason is None:
@@ -115,7 +115,7 @@ def choose_route(model: Any, max_context: int, packed: bool = False) -> Route:
 
 
 def _slots_reason(trials: list[_Trial], *, lean: bool, counts: bool, packed: bool) -> str | None:
-    """Return the reason why slots do not give the logits of the trials, or None."""
+    """Return the reason why slots do not reproduce the trials' logits, or None."""
     try:
         shapes = [replace(_kv_shape(tried), counts=counts) for tried, _ in trials]
         routes = [Route(shape, lean) for shape in shapes]
@@ -136,8 +136,8 @@ def _first_reason(trials: Sequence[_Trial], makers: Sequence[Callable[[], Runner
 class _Expected:
     """Reference logits of three sequences, from plain teacher-forced passes.
 
-    The third shares a prefix with the first, and copies it from the first one's cache. All are
-    several times as long as the short windows of a trial copy.
+    The third sequence shares a prefix with the first and copies it from the first one's cache. All
+    are several times as long as the short windows of a trial copy.
     """
 
     _SHARED = 19
@@ -164,14 +164,14 @@ class _Expected:
         self._limit = (_FP32_TOLERANCE if self._exact else _LOW_PRECISION_TOLERANCE) * self._largest
 
     def difference(self, make_runner: Callable[[], Runner]) -> str | None:
-        """Compare a runner of three rows with the plain passes; return what is wrong, or None."""
+        """Compare a runner of three rows with the plain passes; return the difference, or None."""
         try:
             gaps = list(self._gaps(make_runner()))
         except _FAILURES as error:
             return f"fails with the engine's cache: {type(error).__name__}: {error}"
         gap = max(gaps)
-        # In low precision, a mixture's router may choose another expert for an occasional token,
-        # whose logits then change by any amount.
+        # In low precision, an MoE router may choose a different expert for an occasional token,
+        # whose logits then differ by any amount.
         judged = gap if self._exact or gap == float("inf") else float(np.median(gaps))
         if judged <= self._limit:
             return None
@@ -180,12 +180,12 @@ class _Expected:
     def _gaps(self, runner: Runner) -> Iterator[float]:
         for rows, start, counts in self._STEPS:
             if rows == [2]:
-                # As the members of a group copy the prompt from the row that computed it.
+                # As members of a group copy the prompt from the row that computed it.
                 runner.cache.copy(0, 2, self._SHARED)
             found = runner.forward(rows, self.ids, np.array(start), np.array(counts))
             for row, first, count, logits in zip(rows, start, counts, found, strict=True):
                 gap = float((logits - self._logits[row][first + count - 1]).abs().max())
-                # NaN compares as neither larger nor smaller, and would pass.
+                # NaN would pass the comparison with the limit.
                 yield gap if gap == gap else float("inf")
 
 
@@ -196,7 +196,7 @@ def _kv_shape(model: Any) -> KvShape:
     """Return the shape of one token's keys and values.
 
     Raises:
-        ValueError: the model caches something else.
+        ValueError: the model caches anything else.
     """
     ids = torch.arange(4, device=model.device)[None] % model.config.get_text_config().vocab_size
     output = model(input_ids=ids, use_cache=True)
@@ -219,7 +219,7 @@ def _kv_shape(model: Any) -> KvShape:
 
 
 def _row_bytes(model: Any, mode: RowMode, max_context: int) -> int:
-    """Extrapolate the memory of a row's two states at full length from 4 and 8 tokens."""
+    """Return the memory of a row's two states at full length, extrapolated from 4 and 8 tokens."""
     if mode is RowMode.WHOLE:
         return 0
     sizes = []
@@ -228,16 +228,16 @@ def _row_bytes(model: Any, mode: RowMode, max_context: int) -> int:
         ids = np.arange(2, 2 + length, dtype=np.int32)[None]
         runner.forward([0], ids, np.array([0]), np.array([length]))
         sizes.append(state_bytes(runner.cache.newest[0].cache))
-    # A recurrent state does not grow; keys and values do.
+    # Recurrent states do not grow with the length; keys and values do.
     per_token = max(0, sizes[1] - sizes[0]) // 4
     return 2 * (sizes[1] + per_token * max(0, max_context - 8))
 
 
 def check_positions(model: Any, max_context: int) -> None:
-    """Check that a token's position embedding does not depend on how long the sequence gets.
+    """Check that a token's position embedding does not depend on the later length of the sequence.
 
     Raises:
-        UnsupportedSetting: it does, within `max_context` tokens.
+        UnsupportedSetting: it does within `max_context` tokens.
     """
     limit = max_stable_positions(model)
     if limit is not None and max_context > limit:
@@ -259,15 +259,15 @@ def max_stable_positions(model: Any) -> int | None:
     for rope in (found, *(part for part in found.values() if isinstance(part, dict))):
         if rope.get("rope_type") in MOVING_ROPE:
             original = rope.get("original_max_position_embeddings")
-            # Dynamic NTK scaling starts to grow beyond the configured maximum; LongRoPE changes its
-            # factors beyond the length of the original training.
+            # Dynamic NTK scaling grows beyond the configured maximum; LongRoPE changes its factors
+            # beyond the original training length.
             limits.append(int(original or config.max_position_embeddings))
     return min(limits, default=None)
 
 
 @torch.inference_mode()
 def check_invariance(model: Any, route: Route, packed: bool = False) -> None:
-    """Check that a sequence has bitwise the same logits alone and in a batch with others.
+    """Check that a sequence has bitwise equal logits alone and in a batch with others.
 
     Raises:
         UnsupportedSetting: they differ.

@@ -1,7 +1,7 @@
-"""Finds a mixture's routers, and records or forces the experts that they choose.
+"""Finds the routers of an MoE model, and records or forces the experts that they choose.
 
-Every mixture in transformers chooses experts with `topk` over their scores, in the forward pass of
-one router module per layer. `find_routers` finds these modules by watching a short pass;
+Every MoE model in transformers chooses experts with `topk` over their scores, in the forward pass
+of one router module per layer. `find_routers` finds these modules by watching a short pass;
 `RouterCall` reads or replaces the `topk` of one router call. Nothing here depends on a model's name
 (design/0023).
 """
@@ -40,11 +40,11 @@ class Router:
     name: str
     module: Any
     layer: int
-    # Which `topk` of its forward pass chooses the experts.
+    # The index of the `topk` in its forward pass that chooses the experts.
     choice: int
     top_k: int
     num_experts: int
-    # If the choice is limited to groups: how many the `topk` before it chooses among.
+    # The number of groups, if the previous `topk` limits the choice to some groups of experts.
     groups: int | None = None
 
 
@@ -62,7 +62,7 @@ class Routers:
 
     @property
     def num_experts(self) -> int:
-        """Experts to choose from, in the layer that has the most."""
+        """The number of experts, in the layer that has the most."""
         return max(router.num_experts for router in self.each)
 
     @property
@@ -72,7 +72,7 @@ class Routers:
 
 
 def is_mixture(model: Any) -> bool:
-    """Whether a model's configuration has several experts."""
+    """Whether a model's configuration names several experts."""
     config = model.config.get_text_config(decoder=True)
     return any((getattr(config, name, None) or 0) > 1 for name in _EXPERT_COUNTS)
 
@@ -82,7 +82,8 @@ def find_routers(model: Any) -> Routers:
     """Return the routers of a causal language model, found in a pass over a few tokens.
 
     Raises:
-        UnsupportedSetting: it has none that chooses by `topk`, or several in one layer.
+        UnsupportedSetting: no router chooses by `topk`, a layer has several, or layers differ in
+            their number of experts per token.
     """
     watch = _Discovery()
     with ExitStack() as held, watch:
@@ -102,7 +103,7 @@ def find_routers(model: Any) -> Routers:
             continue
         last, before = calls[-1], calls[-2] if len(calls) > 1 else None
         if any(call.entry > 1 for call in calls):
-            # One module for several layers: its calls cannot be told apart.
+            # The module is shared by several layers, so its calls cannot be told apart.
             continue
         groups = None
         num_experts = last.shape[1]
@@ -141,7 +142,7 @@ def probe_ids(model: Any) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Topk:
-    """A `topk` in the forward pass of `module`: the `number`-th of its `entry`-th pass."""
+    """A `topk` call of `module`: number `number` (from 0) in its forward pass `entry` (from 1)."""
 
     module: str
     entry: int
@@ -174,7 +175,7 @@ class _Discovery(TorchFunctionMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         if func in _TOPK and self._inside:
-            # The innermost module: outer ones see the same call.
+            # The innermost module, since outer modules contain the same call.
             name = self._inside[-1]
             entry = self._entries[name]
             number = sum(one.module == name and one.entry == entry for one in self.seen)
@@ -189,10 +190,10 @@ def _scores(args: Any, kwargs: dict[str, Any] | None) -> Tensor:
 
 
 class RouterCall(TorchFunctionMode):
-    """One forward pass of a router: `chosen` `[_T, top_k]` is what it chose.
+    """One forward pass of a router; `chosen`, `[_T, top_k]`, are the experts that it chose.
 
-    With `forced`, int64 `[_T, top_k]`, it takes these experts instead, in this order, with the
-    scores that it computes for them; a row of -1 leaves a token its own experts.
+    With `forced`, int64 `[_T, top_k]`, it uses these experts instead, in this order, with the
+    scores that it computes for them; a row of -1 leaves the token its own experts.
     """
 
     def __init__(self, router: Router, forced: Tensor | None = None) -> None:
@@ -212,7 +213,7 @@ class RouterCall(TorchFunctionMode):
             indices = out.indices
             if self._forced is not None:
                 indices = torch.where(self._forced < 0, indices, self._forced)
-                # The router's own scores at the given experts, with the gradient that `topk` would
+                # The router's own scores of the given experts, with the gradient that `topk` would
                 # have.
                 values = _scores(args, kwargs).gather(-1, indices)
                 out = torch.return_types.topk((values, indices))
@@ -224,10 +225,10 @@ class RouterCall(TorchFunctionMode):
         return out
 
     def _forced_groups(self, scores: Tensor, own: Tensor) -> Any:
-        """Choose the groups that the forced experts are in: the others' scores are masked."""
+        """Choose the groups of the forced experts, because scores of other groups are masked."""
         assert self._forced is not None
         size = self._router.num_experts // scores.shape[-1]
-        # Some routers set the scores of other groups to 0 and take weights from the result.
+        # Some routers set the scores of other groups to 0 and take the weights from the result.
         known = torch.zeros_like(scores).scatter_(1, self._forced.clamp(min=0) // size, 1.0)
         needed = known.topk(own.shape[-1], dim=-1).indices
         indices = torch.where(self._forced[:, :1] < 0, own, needed)
@@ -236,7 +237,7 @@ class RouterCall(TorchFunctionMode):
 
 def replace_forward(module: Any, forward: Callable[..., Any]) -> Callable[[], None]:
     """Replace the `forward` of one module instance; return a function that undoes it."""
-    # On the instance, which another wrapper may have replaced already.
+    # An earlier wrapper may already have set `forward` on the instance.
     before = vars(module).get("forward")
     module.forward = forward
 
@@ -250,7 +251,7 @@ def replace_forward(module: Any, forward: Callable[..., Any]) -> Callable[[], No
 
 
 class Recorder:
-    """Records which experts the routers of one model choose, until it is removed."""
+    """Records which experts the routers of one model choose, until `remove`."""
 
     def __init__(self, routers: Routers) -> None:
         self.routers = routers
@@ -276,7 +277,7 @@ class Recorder:
             undo()
 
     def clear(self) -> None:
-        """Forget what was chosen so far."""
+        """Forget the choices so far."""
         for passes in self._chosen.values():
             passes.clear()
 
@@ -296,7 +297,7 @@ class Recorder:
 
 @contextmanager
 def record_routing(routers: Routers) -> Iterator[Recorder]:
-    """Record what the routers choose while the context is open."""
+    """Record the routers' choices while the context is open."""
     recorder = Recorder(routers)
     try:
         yield recorder
@@ -307,11 +308,11 @@ def record_routing(routers: Routers) -> Iterator[Recorder]:
 class ExpertTable:
     """Routed experts `[slots, capacity, layers, top_k]` of a runner's rows, uint8 or uint16.
 
-    They follow the keys and values: a prompt that copies the first tokens of another row copies
-    their experts, and tokens that are computed again with new weights are recorded again.
+    They are handled like keys and values: a prompt that copies the first tokens of another row
+    copies their experts, and tokens that are computed again with new weights are recorded again.
 
     Raises:
-        UnsupportedSetting: the model's routers cannot be recorded, or it has none.
+        UnsupportedSetting: the model has no routers, or they cannot be recorded.
     """
 
     def __init__(
@@ -359,7 +360,7 @@ class ExpertTable:
             # An earlier pass that failed may have left choices.
             self._recorder.clear()
             found: torch.Tensor = compute(plan)
-            # By slot and position, as keys and values are written.
+            # By slot and position, like keys and values.
             at = plan.rows.cpu().numpy(), plan.positions.cpu().numpy()
             self._chosen[at] = self._recorder.take()
             return found

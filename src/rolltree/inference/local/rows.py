@@ -1,8 +1,8 @@
-"""Rows one by one, each with transformers' own cache: slow, and right for any causal model.
+"""Runs rows one by one, each with transformers' own cache: slow, but right for any causal model.
 
 For models that cannot share one flat batch: recurrent and hybrid layers, compressed caches,
-positions that come from the cache. A state cannot be cut back, so what a row knows is reused only
-from a state that was kept: after its last computed token, and before the last token of its prompt.
+positions that come from the cache. A state cannot be shortened, so a row can be reused only from
+the states that are kept: after its last computed token, and before the last token of its prompt.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rolltree.inference.local.shell import shell_of
 from rolltree.inference.local.slots import SlotTable
 from rolltree.types import IntArray
 
-# The names of a cache in models' outputs and arguments.
+# Names of the cache in models' outputs and arguments.
 _NAMES = ("past_key_values", "cache_params", "state", "mems")
 
 
@@ -31,9 +31,9 @@ class RowMode(StrEnum):
 
     # Any number of tokens can follow a cached prefix.
     PIECES = "pieces"
-    # One token at a time can: transformers' Mamba continues rightly by one only (design/0002).
+    # One token at a time can follow: transformers' Mamba is wrong for more (design/0002).
     TOKENS = "tokens"
-    # No cache: every token computes its whole row again.
+    # Without a cache: every token computes its whole row again.
     WHOLE = "whole"
 
 
@@ -49,7 +49,7 @@ class _State:
 
 
 class RowCaches:
-    """The states of `num_slots` rows: the newest, and a kept one further up."""
+    """The states of `num_slots` rows: the newest, and one kept from before."""
 
     def __init__(self, num_slots: int) -> None:
         self.newest: list[_State] = [_State() for _ in range(num_slots)]
@@ -59,14 +59,14 @@ class RowCaches:
         """Return, per row, how many of its first `common` ids a new request could take over."""
         usable = np.minimum(common, slots.cached)
         found = np.zeros_like(usable)
-        # Only whole states can be taken over: a recurrent state has no shorter prefix in it.
+        # Only whole states can be taken over, since a recurrent state cannot be shortened.
         for states in (self.kept, self.newest):
             at = np.array([state.position for state in states])
             found = np.where((at <= usable) & (at > found), at, found)
         return found
 
     def promised(self, slots: SlotTable, common: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return, per row, how many of the ids will be ready when the row's prompt is computed."""
+        """Return, per row, how many ids will be ready when the row's prompt is computed."""
         found = np.zeros_like(common)
         for row in slots.active():
             request = slots.request[row]
@@ -76,7 +76,7 @@ class RowCaches:
         return found
 
     def copy(self, source: int, target: int, num_tokens: int) -> None:
-        """Give `target` the first `num_tokens` tokens of `source`, whose state is kept."""
+        """Copy the state after the first `num_tokens` tokens of `source`, if any, to `target`."""
         states = self.newest[source], self.kept[source]
         chosen = next((s for s in states if num_tokens and s.position == num_tokens), _State())
         if source == target:
@@ -86,7 +86,7 @@ class RowCaches:
                 self.kept[target] = _State()
         else:
             self.newest[target] = chosen.copy()
-            # A kept state is never changed, so rows can share it; the newest is.
+            # Rows can share a kept state, because only the newest state is ever changed.
             self.kept[target] = chosen if chosen is self.kept[source] else _State()
 
     def swap(self, one: int, two: int, num_one: int, num_two: int) -> None:
@@ -110,7 +110,7 @@ class RowRunner:
         self._read_model()
 
     def refresh(self) -> None:
-        """Take over parameters that were replaced by other tensors (rather than changed)."""
+        """Use the model's current parameters if tensors were replaced (not changed in place)."""
         now = [id(parameter) for parameter in self._source.parameters()]
         if now != self._parameters:
             self._read_model()
@@ -129,7 +129,7 @@ class RowRunner:
         start: NDArray[np.int64],
         counts: NDArray[np.int64],
     ) -> torch.Tensor:
-        """Compute as `ModelRunner.forward` does, with the same arguments."""
+        """Compute new tokens of some rows; see `ModelRunner.forward`."""
         logits = [
             self._run(row, ids[row], int(first), int(first + count))
             for row, first, count in zip(rows, start, counts, strict=True)
@@ -145,8 +145,8 @@ class RowRunner:
             self.cache.newest[row] = _State()
         state = self.cache.newest[row]
         assert state.position == start, f"row {row} has a state at {state.position}, not {start}"
-        # All but the last token first: the next turn begins with this prompt, and a template may
-        # strip what is sampled after it, so a state from here can be used again (design/0002).
+        # All but the last token first, to keep a state: the next turn begins with this prompt, and
+        # a template may strip what is sampled after it (design/0002).
         if stop - start > 1:
             self._extend(state, ids[start : stop - 1])
             self.cache.kept[row] = state.copy()

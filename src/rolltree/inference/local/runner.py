@@ -1,8 +1,8 @@
-"""One model and its slot cache: new tokens of some rows in, logits after each row's last token out.
+"""Runs one model with a slot cache: new tokens of some rows in, logits after each row's last out.
 
-The runner works on its own shell around the trainer's parameters, so the trainer's mode
-(dropout, gradient checkpointing, attention kernel) and the engine's do not disturb each other,
-while an optimizer step is seen at once. `probe.py` finds out whether a model can be run this way.
+The runner has its own shell around the trainer's parameters, so the modes of trainer and engine
+(dropout, gradient checkpointing, attention kernel) do not interfere, while an optimizer step takes
+effect at once. `probe.py` finds out whether a model can be run this way.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from rolltree.types import IntArray
 class ModelRunner:
     """Forward passes of `model` over rows of `num_slots` sequences of up to `capacity` tokens.
 
-    With `lean` they go through `LeanForward` (which raises `TypeError` for a model it does not
-    know), else through transformers; `packed` is its. With `invariant` a row's logits do not depend
-    on the others.
+    With `lean` they run `LeanForward` (which raises `TypeError` for a model it does not know) with
+    the argument `packed`, else transformers' forward. With `invariant` a row's logits do not depend
+    on the other rows.
     """
 
     def __init__(
@@ -47,9 +47,9 @@ class ModelRunner:
         self._read_model()
 
     def refresh(self) -> None:
-        """Take over parameters that were replaced by other tensors (rather than changed)."""
-        # By identity: the tensors of a shell are the trainer's own, so a change in place is seen at
-        # once.
+        """Use the model's current parameters if tensors were replaced (not changed in place)."""
+        # Compared by identity: a shell shares the trainer's tensors, so changes in place need
+        # nothing.
         now = [id(parameter) for parameter in self._source.parameters()]
         if now != self._parameters:
             self._read_model()
@@ -61,7 +61,7 @@ class ModelRunner:
         return list(self._model.parameters())
 
     def pack(self) -> None:
-        """Take over parameters that were changed in place."""
+        """Renew packed copies after parameters were changed in place."""
         if isinstance(self._model, LeanForward):
             self._model.pack()
 
@@ -81,20 +81,20 @@ class ModelRunner:
             counts: `[_B]`, at least 1.
 
         Returns:
-            float32 `[_B, _V]`, after the last computed token of each row; the caller's to change.
+            float32 `[_B, _V]`, after the last computed token of each row; callers may change it.
         """
         device, dtype = self.cache.device, self.cache.dtype
         if self._invariant:
             size = len(rows), self._source.config.get_text_config().vocab_size
-            # In passes of a fixed shape, so that a row's sums add up in one order whatever is
-            # beside it (design/0002).
+            # Passes of a fixed shape add up a row's sums in the same order, whatever the other
+            # rows are (design/0002).
             logits = torch.empty(size, dtype=dtype, device=device)
             for plan, ending in invariant_plans(rows, counts, start, ids, device):
                 logits[ending] = self._logits(plan)[: len(ending)]
             return logits.float()
         plan = make_plan(rows, counts, start, ids, dtype, device)
         logits = self._logits(plan).float()
-        # The flat batch has rows with one token first; callers get their own order.
+        # The flat batch has rows with one token first; the caller's order is restored.
         return logits if plan.in_order is None else logits[plan.in_order]
 
     def _logits(self, plan: AttentionPlan) -> torch.Tensor:
@@ -107,7 +107,7 @@ class ModelRunner:
                 position_ids=plan.positions[None],
                 past_key_values=self.cache,
                 use_cache=True,
-                # The head is a large matrix, and only the last token of a prompt needs it.
+                # Only the last token of each row needs the head, which is a large matrix.
                 **({"logits_to_keep": plan.newest} if self._keeps else {}),
             )
         logits: torch.Tensor = output.logits[0]

@@ -1,9 +1,9 @@
-"""Logits to tokens, for a batch whose rows each have their own settings.
+"""Samples tokens from logits, for a batch in which each row has its own settings.
 
-Temperature, then top-k, then top-p, each on what the one before left, as in transformers' warpers;
-a row's own logits processors (`extra` settings such as `min_p`) come before and after. Randomness
-is an argument (one uniform number per row), so a row's draw depends on its own seed and logits
-alone, bit for bit. Constrained decoding is not supported.
+Temperature, top-k and top-p are applied in this order, each to the result of the previous one, as
+in transformers' warpers; a row's own logits processors (`extra` settings such as `min_p`) come
+before and after. Randomness is an argument (one uniform number per row), so a row's draw depends
+only on its own seed and logits, bit for bit. Constrained decoding is not supported.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from transformers import (
 
 from rolltree.errors import UnsupportedSetting
 
-# A larger nucleus is found by sorting the whole vocabulary, at seven times the cost.
+# Larger nuclei take a sort of the whole vocabulary, which costs seven times as much.
 _NUCLEUS = 1024
 
 
@@ -46,11 +46,11 @@ class SampledTokens(NamedTuple):
 
     ids: Tensor  # int64
     logprobs: Tensor  # of the distribution sampled from
-    raw_logprobs: Tensor  # of the softmax of the logits as they came
+    raw_logprobs: Tensor  # of the softmax of the unchanged logits
 
 
 class Adjusted(NamedTuple):
-    """A row with logits processors of its own; `ids` int64 `[1, _T]` are its prompt and answer."""
+    """A row with logits processors; `ids`, int64 `[1, _T]`, are its prompt and answer so far."""
 
     row: int
     ids: Tensor
@@ -70,20 +70,20 @@ def sample(
     Args:
         logits: float32 `[_B, _V]`; overwritten, since a copy costs as much as the arithmetic.
         uniforms: float32 `[_B]` in [0, 1).
-        temperature: float32 `[_B]`; 0 takes the most likely token, and its logprob is then that of
+        temperature: float32 `[_B]`; 0 takes the most likely token, with its logprob at
             temperature 1 (of the distribution that was maximised).
         top_k: int64 `[_B]`; 0 is off.
         top_p: float32 `[_B]`; 1 is off.
-        adjusted: rows with more settings than these.
+        adjusted: rows with further settings.
     """
     greedy = temperature == 0
-    # Temperature 0 must not divide by 0; its logprob is that of temperature 1.
+    # Avoids a division by 0.
     scale = torch.where(greedy, 1.0, temperature)
     cut = ~greedy & ((top_k > 0) | (top_p < 1))
     changed = cut | (scale != 1)
     if adjusted:
         changed[[row for row, *_ in adjusted]] = True
-    # The model's own logprobs are asked for too. If no row changes its logits, they are the same
+    # The model's own logprobs are returned, too. If no row changes its logits, they are the same
     # numbers and nothing is copied.
     raw = logits.clone() if bool(changed.any()) else None
     if raw is not None:
@@ -92,27 +92,27 @@ def sample(
         logits /= scale[:, None]
         if bool(cut.any()):
             rows = cut.nonzero()[:, 0]
-            # Of the rows that are cut only: both sort.
+            # Only for the rows that are cut, since both functions sort.
             logits[rows] = keep_top_p(keep_top_k(logits[rows], top_k[rows]), top_p[rows])
         for row, ids, processors in adjusted:
-            # What comes after temperature cuts the distribution, and a cut never removes the
-            # maximum.
+            # Skipped for greedy rows: these processors cut the distribution, and a cut never
+            # removes the maximum.
             if not bool(greedy[row]):
                 logits[row] = processors.after(ids, logits[row, None])[0]
     largest, likeliest = logits.max(-1)
-    # In place: at a vocabulary of 150,000 a copy costs as much as the arithmetic. The maximum is
-    # subtracted, or `exp` overflows.
+    # In place, since a copy of a vocabulary of 150,000 costs as much as the arithmetic. Without
+    # subtracting the maximum, `exp` would overflow.
     weights = logits.sub_(largest[:, None]).exp_()
     blocks = _blocks(weights)
     sums = blocks.sum(-1)
     ids = likeliest
     if not bool(greedy.all()):
         ids = torch.where(greedy, likeliest, _invert(blocks, sums, uniforms, likeliest))
-    # From the weights that were drawn from: a separate log-softmax would differ in its last bits.
+    # From the weights that were drawn from, since a log-softmax would differ in the last bits.
     logprobs = (weights.gather(-1, ids[:, None])[:, 0] / sums.sum(-1)).log()
     if raw is None:
         return SampledTokens(ids, logprobs, logprobs)
-    # As for a row that was not changed, so that both numbers come from the same operations.
+    # By the same operations as for rows whose logits were not changed.
     largest = raw.amax(-1)
     total = _blocks(raw.sub_(largest[:, None]).exp()).sum(-1).sum(-1)
     own = raw.gather(-1, ids[:, None])[:, 0] - total.log()
@@ -121,7 +121,7 @@ def sample(
 
 def _blocks(weights: Tensor) -> Tensor:
     """View `[_B, _V]` as `[_B, blocks, width]`."""
-    # torch cuts the sum over a single large row up among its threads, and then adds up in another
+    # torch splits the sum over a single large row among its threads and so adds in a different
     # order than for a row of a batch: the last bits would depend on the other rows.
     size = weights.shape[1]
     width = next(width for width in range(min(512, size), 0, -1) if size % width == 0)
@@ -131,7 +131,7 @@ def _blocks(weights: Tensor) -> Tensor:
 def _invert(blocks: Tensor, sums: Tensor, uniforms: Tensor, likeliest: Tensor) -> Tensor:
     """Return the first index whose share of the cumulative weight exceeds the uniform number.
 
-    In two levels, blocks and then the block, which reads `[_B, _V]` weights once.
+    It searches for the block first and then inside it, so as to read the `[_B, _V]` weights once.
     """
     num_rows, _, width = blocks.shape
     weights = blocks.view(num_rows, -1)
@@ -143,23 +143,23 @@ def _invert(blocks: Tensor, sums: Tensor, uniforms: Tensor, likeliest: Tensor) -
     target = uniforms[:, None] * upto[:, -1:]
     block = torch.searchsorted(upto, target, right=True).clamp(max=upto.shape[1] - 1)
     inside = blocks[torch.arange(num_rows, device=weights.device), block[:, 0]].cumsum(-1)
-    # Rounding can make it slightly negative.
+    # Clamped, since rounding can make it slightly negative.
     rest = (target - (upto - sums).gather(-1, block)).clamp(min=0)
     ids = block * width + torch.searchsorted(inside, rest, right=True).clamp(max=width - 1)
     return _possible(weights, ids, likeliest)
 
 
 def _possible(weights: Tensor, ids: Tensor, likeliest: Tensor) -> Tensor:
-    """Replace ids of probability 0 by the likeliest one."""
+    """Replace ids of probability 0 by the likeliest id."""
     # Rounding can put the target after the last weight, or on a token that top_p cut.
     return torch.where(weights.gather(-1, ids) > 0, ids, likeliest[:, None])[:, 0]
 
 
 def keep_top_k(logits: Tensor, top_k: Tensor) -> Tensor:
-    """Set all but each row's `top_k` largest logits to -inf; ties with the last one stay."""
+    """Set all but each row's `top_k` largest logits to -inf; ties with the smallest stay."""
     if not bool((top_k > 0).any()):
         return logits
-    # Rows without top_k take part in the batch and keep everything.
+    # Rows without top_k keep everything.
     k = torch.where(top_k > 0, top_k, logits.shape[-1]).clamp(max=logits.shape[-1])
     largest = logits.topk(int(k.max()), dim=-1).values
     return logits.masked_fill(logits < largest.gather(-1, k[:, None] - 1), float("-inf"))
@@ -175,11 +175,11 @@ def keep_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
         return logits
     probs = logits.softmax(-1)
     likeliest, index = probs.topk(min(_NUCLEUS, logits.shape[-1]), dim=-1)
-    # Most nuclei are small; only if one is not, all are sorted.
+    # Most nuclei are small; everything is sorted only if one of them is not.
     if bool((cut[:, 0] & (likeliest.sum(-1) < top_p)).any()):
         likeliest, index = probs.sort(dim=-1, descending=True)
     inside = likeliest.cumsum(-1) - likeliest < top_p[:, None]
-    # The likeliest token stays even if `top_p` is 0.
+    # The likeliest token is kept even if `top_p` is 0.
     inside[:, 0] = True
     kept = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, index, inside)
     return logits.masked_fill(cut & ~kept, float("-inf"))
@@ -187,7 +187,7 @@ def keep_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
-    """A setting's value, and what else a processor may need to know of its request."""
+    """A setting's value, and the data of the request that a processor may need."""
 
     value: Any
     num_prompt: int
@@ -197,9 +197,9 @@ class _Setting:
 
 
 class _CountPenalty(LogitsProcessor):  # type: ignore[misc]
-    """Lower the logits of tokens that were sampled before, by `each` per time and `once` for any.
+    """Lowers the logits of already sampled tokens by `once`, and by `each` per occurrence.
 
-    OpenAI's frequency and presence penalties: the prompt does not count.
+    These are OpenAI's presence and frequency penalties; the prompt does not count.
     """
 
     def __init__(self, num_prompt: int, *, each: float = 0.0, once: float = 0.0) -> None:
@@ -213,7 +213,7 @@ class _CountPenalty(LogitsProcessor):  # type: ignore[misc]
         return changed
 
 
-# Settings beyond this, or its inverse, make logits infinite in float32.
+# Settings above this, or penalties below its inverse, make logits infinite in float32.
 _LARGEST = 1e30
 
 
@@ -277,7 +277,7 @@ def make_processors(
 ) -> Processors | None:
     """Make the processors for the settings in `extra`; None if they change nothing.
 
-    `end_ids` are those that `min_tokens` keeps away. Names outside `PROCESSED` are not looked at.
+    `end_ids` are the ids that `min_tokens` suppresses. Names outside `PROCESSED` are ignored.
 
     Raises:
         UnsupportedSetting: a value cannot be used.

@@ -1,9 +1,9 @@
-"""A model's body, and copies of a model: around the same tensors, or with other weights.
+"""A model's body, and copies of a model: shells that share its tensors, and trial copies.
 
 A shell shares the trainer's weights but not its mode (dropout, gradient checkpointing, attention
 kernel), nor the rotary angles that its last sequence left. A trial copy has weights moved away from
-initialisation, large logits and short windows, so that whatever its layers do shows within a few
-tokens.
+initialisation, large logits and short windows, so that a few tokens show everything that its layers
+do.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 # The window and chunk of a trial copy, in tokens, if the model's own are longer.
 SHORT = 8
-# Settings that only matter to tokens further than this from another, or from the start.
+# Settings that matter only for tokens further than this from each other, or from the start.
 _WINDOWS = (
     *("sliding_window", "attention_chunk_size", "floor_scale", "window_size"),
     *("attention_window_size", "keep_window_size", "index_topk"),
@@ -28,12 +28,12 @@ _SMALL = 2**16
 _LARGE_LOGIT = 40.0
 # Random numbers are drawn once and repeated. A prime, so that the rows of a matrix differ.
 _NUM_DRAWN = 1_000_003
-# How far apart in them two tensors begin.
+# The distance between the beginnings of successive tensors in them.
 _STRIDE = 7919
 
 
 def body_name(model: Any) -> str | None:
-    """Return the attribute of `model` that computes its last hidden states, or None."""
+    """Return the name of the attribute of `model` that computes the last hidden states, or None."""
     # transformers' `base_model` is the whole model if its prefix names no attribute (Llama 4).
     names = (getattr(model, "base_model_prefix", ""), "model")
     return next((name for name in names if name in model._modules), None)
@@ -46,9 +46,9 @@ def body_of(model: Any) -> Any:
 
 
 def shell_of(model: Any) -> Any:
-    """Return a separate module tree, in evaluation mode, around the very same weights."""
+    """Return a separate module tree, in evaluation mode, that shares the model's weights."""
     tensors = itertools.chain(model.parameters(), model.buffers())
-    # The memo makes a deep copy keep these very objects instead of copying them.
+    # With the memo, the deep copy keeps these tensors instead of copying them.
     shell = copy.deepcopy(model, memo={id(tensor): tensor for tensor in tensors})
     # The trainer's last long sequence may have left its angles in the module.
     reset_angles(shell)
@@ -57,10 +57,10 @@ def shell_of(model: Any) -> Any:
 
 
 def reset_angles(model: Any) -> None:
-    """Give rotary modules the angles that they were made with, in separate tensors.
+    """Give rotary modules their initial angles, in separate tensors.
 
-    Dynamic NTK and LongRoPE write those of the last long sequence into the module, and dynamic NTK
-    takes them back only for a sequence that is shorter than its limit.
+    Dynamic NTK and LongRoPE write the angles of the last long sequence into the module, and dynamic
+    NTK restores them only for a sequence that is shorter than its limit.
     """
     for module in model.modules():
         for name in [name for name in dir(module) if name.endswith("original_inv_freq")]:
@@ -74,12 +74,12 @@ def reset_angles(model: Any) -> None:
 def trial_copy(model: Any, max_context: int) -> Any:
     """Return a copy of `model` whose logits show what its layers do.
 
-    Its weights have noise, its logits are large, and windows and chunks below `max_context` become
-    `SHORT`. Of a model of more than 2 GB in float32 only small tensors and the head are moved, and
-    the others are shared.
+    Noise is added to its weights, its logits are large, and windows and chunks below `max_context`
+    become `SHORT`. If the model exceeds 2 GB in float32, only small tensors and the head are copied
+    and changed; the others are shared.
     """
-    # Fresh weights hide much: a gate that starts at zero, norms of one, a soft cap far above the
-    # logits, attention that looks everywhere alike.
+    # Fresh weights hide much: gates that start at zero, norms of one, soft caps far above the
+    # logits, uniform attention.
     tensors = list(itertools.chain(model.parameters(), model.buffers()))
     small = sum(tensor.numel() for tensor in tensors) * 4 <= _FULL_COPY_BYTES
     head = model.get_output_embeddings()
@@ -95,7 +95,7 @@ def trial_copy(model: Any, max_context: int) -> Any:
         if tensor.is_floating_point() and id(tensor) not in shared:
             first, count = index * _STRIDE % _NUM_DRAWN, tensor.numel()
             times = -(-(first + count) // _NUM_DRAWN)
-            # Noise of this size keeps a matrix's output as large as its input, so activations
+            # Noise of this size keeps a matrix's output as large as its input, so that activations
             # neither vanish nor explode over the layers.
             enough = drawn if times == 1 else drawn.repeat(times)
             noise = enough[first : first + count].view(tensor.shape)
@@ -107,16 +107,16 @@ def trial_copy(model: Any, max_context: int) -> Any:
     if head is not None:
         ids = torch.arange(2, 10, device=model.device)[None] % head.weight.shape[0]
         largest = float(trial(input_ids=ids, use_cache=False).logits.abs().max())
-        # Soft caps (Gemma 2: 30) bend only logits that come near them.
+        # Soft caps (Gemma 2: 30) affect only logits of similar size.
         if 0 < largest < _LARGE_LOGIT:
             head.weight.mul_(_LARGE_LOGIT / largest)
     return trial
 
 
 def shorten_windows(model: Any, max_context: int) -> None:
-    """Set windows and chunks below `max_context` to `SHORT`, wherever a module keeps them."""
+    """Set windows and chunks below `max_context` to `SHORT`, in modules and in configs."""
     for module in model.modules():
-        # Some modules copy the setting when they are made, others read the config in each pass.
+        # Some modules copy the setting when they are created, others read the config in each pass.
         for holder in (module, getattr(module, "config", None)):
             for name in _WINDOWS:
                 found = getattr(holder, name, None)

@@ -1,7 +1,7 @@
-"""The slots of the embedded engine: what each holds, and its keys and values.
+"""The slots of the embedded engine: the ids in each slot, and their keys and values.
 
 `SlotTable` is numpy bookkeeping, one row per slot. A slot keeps its ids when its request is done,
-so later prompts find their longest known prefix there. Requests that decode occupy the lowest rows,
+so that later prompts find their longest known prefix. Requests that decode occupy the lowest rows,
 so that attention reads the cache in place. `SlotCache` holds the keys and values, in tensors
 `[slots, keys or values of layers, heads, capacity, width]`, behind transformers' cache interface.
 Layers with sliding windows keep all tokens, too. Recurrent states are not supported.
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 try:
     from transformers.cache_utils import DummyLayer as DummyLayer
 except ImportError:
-    # Before transformers 5.20, as in vLLM's environment, no cache has one.
+    # transformers before 5.20, as in vLLM's environment, lacks the class and never uses it.
 
     class DummyLayer:  # type: ignore[no-redef]
         """A layer without keys and values."""
@@ -39,23 +39,23 @@ except ImportError:
 
 
 class SlotTable:
-    """Rows of token ids, `[slots, capacity]`, and what is known of each row's request."""
+    """Rows of token ids, `[slots, capacity]`, and the state of each row's request."""
 
     def __init__(self, num_slots: int, capacity: int) -> None:
-        # Arrays instead of objects: a step reads and writes all rows in a few numpy calls.
+        # Arrays instead of objects, so that a step reads and writes all rows in a few numpy calls.
         self.ids: IntArray = np.zeros((num_slots, capacity), np.int32)
-        # Of sampled tokens only.
+        # Only for sampled tokens.
         self.logprobs: FloatArray = np.zeros((num_slots, capacity), np.float32)
         self.raw_logprobs: FloatArray = np.zeros((num_slots, capacity), np.float32)
         self.versions: IntArray = np.zeros((num_slots, capacity), np.int32)
         # Temperature, top_k and top_p.
         self.settings: FloatArray = np.zeros((num_slots, 3), np.float32)
-        # So many ids are known, and the first `cached` of them have keys and values.
+        # The number of known ids; the first `cached` of them have keys and values.
         self.length: NDArray[np.int64] = np.zeros(num_slots, np.int64)
         self.cached: NDArray[np.int64] = np.zeros(num_slots, np.int64)
         # The greatest length that the request may reach.
         self.limit: NDArray[np.int64] = np.zeros(num_slots, np.int64)
-        # Stop strings or stop ids of its own: only these rows are looked at after each token.
+        # Whether the request has stop strings or stop ids: only these rows need a check per token.
         self.has_stops: NDArray[np.bool_] = np.zeros(num_slots, bool)
         self.last_used: NDArray[np.int64] = np.zeros(num_slots, np.int64)
         self.taken: NDArray[np.bool_] = np.zeros(num_slots, bool)
@@ -69,20 +69,20 @@ class SlotTable:
 
     def common(self, prompt: IntArray) -> NDArray[np.int64]:
         """Return, per row, how many leading ids `prompt` shares with it."""
-        # With every row at once, live ones included: a request can take over a prompt that another
-        # is still decoding from.
+        # Rows in use are compared, too: a request can copy a prompt that another request is still
+        # decoding from.
         differs = self.ids[:, : len(prompt)] != prompt
         first = np.where(differs.any(axis=1), differs.argmax(axis=1), len(prompt))
         return np.minimum(first, self.length)
 
     def victim(self) -> int:
-        """Return the free row to overwrite: an empty one, else the one unused for longest."""
-        # Least recently used, as the next turn of a conversation comes soon or never.
+        """Return the free row to overwrite: an empty row, else the least recently used."""
+        # The next turn of a conversation comes soon or never.
         age = np.where(self.length > 0, self.last_used, -1)
         return int(np.where(self.taken, np.iinfo(np.int64).max, age).argmin())
 
     def start(self, row: int, request: LocalRequest, cached: int) -> None:
-        """Give a free row to `request`, of whose prompt `cached` ids have keys there."""
+        """Give a free row to `request`; the row has keys of its first `cached` prompt ids."""
         self.ids[row, : len(request.prompt)] = request.prompt
         self.length[row], self.cached[row] = len(request.prompt), cached
         asked = request.sampling
@@ -102,7 +102,7 @@ class SlotTable:
         self.length[rows] += 1
 
     def release(self, row: int, *, keep: bool = True) -> None:
-        """Take the request off a row; its ids stay for reuse unless `keep` is False."""
+        """Remove the request from a row; its ids are kept for reuse unless `keep` is False."""
         self.request[row], self.taken[row] = None, False
         self._touch(row)
         if not keep:
@@ -120,8 +120,8 @@ class SlotTable:
         self.request[one], self.request[two] = self.request[two], self.request[one]
 
     def forget(self) -> None:
-        """Declare all keys and values outdated; rows without a request become empty."""
-        # Old weights computed them. Requests in flight keep their ids and are computed again.
+        """Mark all keys and values as outdated; rows without a request become empty."""
+        # For new weights. Requests in flight keep their ids, whose keys are computed again.
         self.cached[:] = 0
         self.length[~self.taken] = 0
 
@@ -142,8 +142,8 @@ class LayerShape(NamedTuple):
 class KvShape:
     """The shape of one token's keys and values in every layer of a model.
 
-    None is a layer that keeps none of its own. `counts`: the cache's length is a tensor, for
-    models that count positions from it rather than take those that they are given.
+    None stands for a layer without keys and values of its own. `counts`: the cache's length is a
+    tensor, for models that derive positions from it instead of using the given positions.
     """
 
     layers: tuple[LayerShape | None, ...]
@@ -153,7 +153,7 @@ class KvShape:
 
     @property
     def token_bytes(self) -> int:
-        """Memory of one cached token over all layers."""
+        """The memory of one cached token over all layers."""
         sizes = (heads * (key + value) for heads, key, value in filter(None, self.layers))
         return sum(sizes) * self.dtype.itemsize
 
@@ -161,13 +161,13 @@ class KvShape:
 class SlotCache(Cache):  # type: ignore[misc]
     """Keys and values of `num_slots` sequences of up to `capacity` tokens each.
 
-    `data` has one tensor for all keys and values of one shape. `plan` says which rows and positions
-    the next forward pass writes and reads.
+    `data` has one tensor for all keys and values of the same shape. `plan` defines the rows and
+    positions that the next forward pass writes and reads.
     """
 
     def __init__(self, shape: KvShape, num_slots: int, capacity: int) -> None:
         own = [layer for layer in shape.layers if layer is not None]
-        # Layers of one shape share a tensor, so moving a slot is one copy for all of them.
+        # Layers of the same shape share a tensor, so moving a slot takes one copy for all of them.
         kinds = Counter((heads, dim) for heads, *dims in own for dim in dims)
         tensors = {
             kind: _zeros((num_slots, count, kind[0], capacity, kind[1]), shape)
@@ -192,7 +192,7 @@ class SlotCache(Cache):  # type: ignore[misc]
         return np.minimum(common, slots.cached)
 
     def promised(self, slots: SlotTable, common: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return, per row, how many of them will be ready when its request's prompt is."""
+        """Return, per row, how many will be ready when its own request's prompt is computed."""
         return common * slots.taken
 
     def copy(self, source: int, target: int, num_tokens: int) -> None:
@@ -204,7 +204,7 @@ class SlotCache(Cache):  # type: ignore[misc]
     def swap(self, one: int, two: int, num_one: int, num_two: int) -> None:
         """Exchange two slots, keeping `num_one` and `num_two` of their positions."""
         both = num_one and num_two
-        # Both rows are worth keeping: the first needs a place while the second moves in.
+        # If both rows have tokens to keep, the first is cloned before the second overwrites it.
         kept = [data[one, :, :, :num_one].clone() for data in self.data] if both else []
         if not both:
             self.copy(one, two, num_one)
@@ -214,13 +214,13 @@ class SlotCache(Cache):  # type: ignore[misc]
 
     def clear(self, row: int, num_tokens: int) -> None:
         """Zero a slot's first positions."""
-        # A mask hides a position by a weight of 0, and 0 times NaN is NaN.
+        # A mask gives hidden positions the weight 0, but 0 times NaN is NaN.
         for data in self.data:
             data[row, :, :, :num_tokens] = 0
 
 
 class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer's view of a `SlotCache`, as attention modules call it."""
+    """One layer's view of a `SlotCache`, with the interface that attention modules call."""
 
     def __init__(self, owner: SlotCache, keys: torch.Tensor, values: torch.Tensor) -> None:
         super().__init__()
@@ -233,7 +233,7 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write `[1, _H, _T, _D]` states to the plan's places; return all that it reads."""
+        """Write `[1, _H, _T, _D]` states where the plan says; return the states that it reads."""
         plan = self.owner.plan
         assert plan is not None
         self.write(key_states[0].transpose(0, 1), value_states[0].transpose(0, 1), plan)
@@ -241,7 +241,7 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.keys[:num_rows, :, :length], self.values[:num_rows, :, :length]
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, plan: AttentionPlan) -> None:
-        """Write `[_T, heads, head_dim]` keys and values to the plan's places."""
+        """Write `[_T, heads, head_dim]` keys and values to the plan's rows and positions."""
         self.keys[plan.rows, :, plan.positions] = keys
         self.values[plan.rows, :, plan.positions] = values
 
@@ -250,11 +250,11 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.owner.capacity, 0
 
     def get_seq_length(self) -> int | torch.Tensor:
-        """Return 0, or `[_T]`: what to add to 0, 1, 2, ... for the positions of the flat batch."""
+        """Return 0, or `[_T]`: offsets that turn 0, 1, 2, ... into the flat batch's positions."""
         plan = self.owner.plan
         if plan is None or not self.owner.counts:
             return 0
-        # Those models add this to 0, 1, 2, ...; the flat batch has tokens of many sequences.
+        # These models add the length to 0, 1, 2, ..., but the flat batch has many sequences.
         return plan.positions - torch.arange(len(plan.positions), device=plan.positions.device)
 
     def get_max_length(self) -> int:
@@ -263,11 +263,11 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 def _zeros(size: tuple[int, ...], shape: KvShape) -> torch.Tensor:
-    """Return zeros; on the CPU each page of memory is taken when it is first written."""
+    """Return zeros; on the CPU each memory page is allocated when it is first written."""
     if shape.device.type != "cpu":
         return torch.zeros(size, dtype=shape.dtype, device=shape.device)
-    # torch.zeros would touch all of it now. A huge page would cover several heads' shares of a
-    # slot, and take memory for unused slots.
+    # torch.zeros would touch all pages now. A huge page would span several heads of a slot, and so
+    # allocate memory for unused slots.
     pages = mmap.mmap(-1, math.prod(size) * shape.dtype.itemsize)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         pages.madvise(mmap.MADV_NOHUGEPAGE)

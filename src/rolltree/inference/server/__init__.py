@@ -1,7 +1,7 @@
 """`rolltree serve`: an OpenAI-compatible server over the embedded engine, with vLLM's token fields.
 
-`create_app` makes the application, `serve` runs it until it is stopped. Using them needs starlette
-and uvicorn (the `serve` extra), and no torch: the engine is handed in.
+`create_app` makes the application, `serve` runs it until it is stopped. Both need starlette and
+uvicorn (the `serve` extra) but not torch: the caller passes the engine.
 """
 
 from __future__ import annotations

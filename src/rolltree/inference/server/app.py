@@ -1,9 +1,9 @@
-"""The application and its process: the handlers of all paths, and the address it listens on.
+"""The server's ASGI application with the handlers of all paths, and `serve`, which runs it.
 
-OpenAI's `/v1/models`, `/v1/chat/completions` and `/v1/completions`; vLLM's `/tokenize`,
-`/detokenize`, `/inference/v1/generate` and its weight updates, so that one publisher
-(`rolltree.inference.weights`) works on both; `/health`. By default only this machine
-can reach it.
+The paths are OpenAI's `/v1/models`, `/v1/chat/completions` and `/v1/completions`; vLLM's
+`/tokenize`, `/detokenize`, `/inference/v1/generate` and weight updates, so that the same publisher
+(`rolltree.inference.weights`) works with both; and `/health`. By default only this machine can
+reach the server.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ from rolltree.types import IntArray
 
 
 class Handlers:
-    """What answers requests for one served model."""
+    """The handlers of inference requests for one served model."""
 
     def __init__(self, served: ServedModel) -> None:
         self._served = served
 
     async def models(self, request: Request) -> Response:
-        """`GET /v1/models`: the one model."""
+        """`GET /v1/models`: list the served model."""
         served = self._served
         card = {
             "id": served.name,
@@ -93,15 +93,15 @@ class Handlers:
         """`POST /v1/chat/completions`."""
         body = await json_body(request)
         given = check_fields(body, CHAT_FIELDS, self._served.name)
-        # Parsed before the prompt is rendered: a wrong field costs nothing.
+        # Before the prompt is rendered, so that a wrong field is refused without that work.
         parsed = parse_request(given, chat=True, body=body, request_id=_request_id(request))
         messages = messages_of(given.get("messages"))
-        # In a thread, since templates and tokenizers would hold the event loop.
+        # In a thread, since templates and tokenizers would block the event loop.
         prompt = await self._served.run(lambda: self._served.chat_prompt(messages, parsed.tools))
         return await self._complete(request, parsed, [prompt])
 
     async def text(self, request: Request) -> Response:
-        """`POST /v1/completions`: one string or list of ids, or several of either."""
+        """`POST /v1/completions`: complete a string, a list of ids, or several of either."""
         body = await json_body(request)
         given = check_fields(body, TEXT_FIELDS, self._served.name)
         parsed = parse_request(given, chat=False, body=body, request_id=_request_id(request))
@@ -117,7 +117,7 @@ class Handlers:
         served = self._served
         if parsed.stream:
             return _streaming(ResponseStream(served, parsed, prompts))
-        # A client that hangs up frees its place in the batch.
+        # If the client disconnects, its place in the batch is freed.
         outputs = await while_connected(request, served.sample(prompts, parsed.sampling, parsed.n))
         responses = Responses(served, parsed)
         return await served.run(lambda: json_response(responses.whole(prompts, outputs)))
@@ -134,7 +134,7 @@ class Handlers:
         params = check_fields(params, SAMPLING_PARAMS_FIELDS, served.name)
         if params.get("logprobs", 0) not in (0, 1):
             raise RequestError("only logprobs of sampled tokens are supported. Use 0 or 1.")
-        # Ids need no tokenizer, so no thread either.
+        # Not in a thread, since ids need no tokenizer.
         prompt = served.text_prompt(given["token_ids"])
         asked = ParsedRequest(
             sampling_of(params),
@@ -144,7 +144,7 @@ class Handlers:
             include_usage=includes_usage(given),
             logprobs="logprobs" in params,
             token_ids=flag(given, "return_token_ids"),
-            # The client's own name, by which it tells whose answer it gets.
+            # The client's own id, if any, by which it recognizes its answer.
             request_id=_request_id_in(given) or _request_id(request) or secrets.token_hex(12),
         )
         if asked.stream:
@@ -154,7 +154,7 @@ class Handlers:
         return json_response(generate_response(served, asked, prompt, outputs))
 
     async def tokenize(self, request: Request) -> Response:
-        """`POST /tokenize`: a string, or the prompt of a conversation, as ids."""
+        """`POST /tokenize`: return the ids of a string or of a conversation's prompt."""
         served = self._served
         given = check_fields(await json_body(request), TOKENIZE_FIELDS, served.name)
         if ("messages" in given) == ("prompt" in given):
@@ -178,7 +178,7 @@ class Handlers:
         return await served.run(answer)
 
     async def detokenize(self, request: Request) -> Response:
-        """`POST /detokenize`: ids as text."""
+        """`POST /detokenize`: return the text of ids."""
         served = self._served
         given = check_fields(
             await json_body(request), frozenset(("model", "tokens")), self._served.name
@@ -198,9 +198,9 @@ def _streaming(stream: ResponseStream) -> Response:
 
 
 class WeightHandlers:
-    """Weight updates of one served model; `paths` says which request is answered by what.
+    """The handlers of weight updates for one served model.
 
-    `admin_paths` are those that change something.
+    `paths` maps method and path to the handler; `admin_paths` are the paths that change something.
     """
 
     def __init__(self, served: ServedModel) -> None:
@@ -220,21 +220,21 @@ class WeightHandlers:
             ("POST", "/update_weights"): self.update_weights,
             ("POST", "/finish_weight_update"): self.finish_weight_update,
         }
-        # What only looks may be asked with the ordinary token.
+        # Requests that only read need just the ordinary token.
         self.admin_paths = [path for method, path in self.paths if method == "POST"]
 
     async def health(self, request: Request) -> Response:
-        """Answer 200 while the engine decodes, 503 when its thread has ended."""
+        """Answer 200 while the engine's thread runs, 503 after it has ended."""
         if self._served.is_alive:
             return Response()
         raise RequestError(
-            "the engine does not run, so no request can be answered; the server's log says why. "
-            "Start it again.",
+            "the engine has stopped, so no request can be answered; the server's log says why. "
+            "Restart the server.",
             status=503,
         )
 
     async def pause(self, request: Request) -> Response:
-        """Let no step run until `/resume`; requests in flight stay (`mode=keep`)."""
+        """Stop decoding until `/resume`; requests in flight are kept (`mode=keep`)."""
         mode = request.query_params.get("mode", "abort")
         if mode != "keep":
             raise RequestError(
@@ -246,7 +246,7 @@ class WeightHandlers:
         return json_response({"status": "paused"})
 
     async def resume(self, request: Request) -> Response:
-        """Go on after a pause."""
+        """Continue decoding after a pause."""
         await self._served.resume()
         return json_response({"status": "resumed"})
 
@@ -258,7 +258,7 @@ class WeightHandlers:
         """Load the weights of a folder or a file, with kwargs `{"weights_path": PATH}`.
 
         vLLM's `reload_weights` and the worker extension's `reload_all_weights` are the same here.
-        `weights_mark` answers what a trainer wrote into that file to recognize it.
+        `weights_mark` returns the mark by which a trainer recognizes its own file.
         """
         body = await json_body(request)
         kwargs = body.get("kwargs", {})
@@ -283,12 +283,12 @@ class WeightHandlers:
 
     async def reset_prefix_cache(self, request: Request) -> Response:
         """Forget the keys of earlier prompts."""
-        # Without a new version: the same weights' keys are dropped.
+        # Without a version, this only drops the cached keys.
         await self._served.set_version()
         return json_response({"success": True})
 
     async def update_weight_version(self, request: Request) -> Response:
-        """Give the weights a version: `{"new_version": "3"}`, a whole number as text."""
+        """Set the version of the weights: `{"new_version": "3"}`, a whole number as text."""
         version: Any = (await json_body(request)).get("new_version")
         # Checked before `int`, which takes other alphabets' digits and any length.
         is_short = isinstance(version, str) and len(version) <= 10 and version.isascii()
@@ -302,7 +302,7 @@ class WeightHandlers:
         return json_response({"success": True, "new_version": version})
 
     async def weight_info(self, request: Request) -> Response:
-        """Answer the version of the weights; "default" are those that it was started with."""
+        """Answer the version of the weights; "default" until a trainer sets one."""
         return json_response({"weight_version": self._served.weight_version})
 
     async def get_world_size(self, request: Request) -> Response:
@@ -310,26 +310,26 @@ class WeightHandlers:
         return json_response({"world_size": self._receiver().world_size})
 
     async def init_weight_transfer(self, request: Request) -> Response:
-        """Meet a trainer: `{"init_info": ...}`, as `WeightTransfer` sends it."""
+        """Connect to a trainer: `{"init_info": ...}`, as `WeightTransfer` sends it."""
         info = await _object_in(request, "init_info")
-        # This blocks until the trainer is there.
+        # In a thread, since it blocks until the trainer has connected.
         await asyncio.to_thread(self._receiver().meet, info)
         return json_response({"message": "met"})
 
     async def start_weight_update(self, request: Request) -> Response:
-        """Begin an update."""
+        """Start an update."""
         self._receiver().start()
         return json_response({"message": "started"})
 
     async def update_weights(self, request: Request) -> Response:
-        """Receive weights: `{"update_info": ...}` says which; it lasts as long as the transfer."""
+        """Receive the weights that `{"update_info": ...}` lists; answer after the transfer."""
         info = await _object_in(request, "update_info")
         self._receiver()
         await self._served.receive(info)
         return json_response({"message": "received"})
 
     async def finish_weight_update(self, request: Request) -> Response:
-        """End an update; the weights are in their places already."""
+        """End an update; `/update_weights` has already copied the weights."""
         self._receiver()
         return json_response({"message": "finished"})
 
@@ -360,8 +360,8 @@ def create_app(
 
     Args:
         served: the model.
-        token: what requests must carry as a bearer token (all but `/health`).
-        admin_token: what requests that replace weights must carry; without it none can.
+        token: the bearer token that all requests but `/health` must carry.
+        admin_token: the token of requests that replace weights; without it they are all refused.
         read_timeout_s: how long a request's body may take to arrive.
 
     Raises:
@@ -411,12 +411,12 @@ def create_app(
 
 
 def _request_id(request: Request) -> str:
-    """Return the client's name of the request, so that it can tell whose answer it gets."""
+    """Return the client's own id of the request, by which it recognizes the answer."""
     return request.headers.get("x-request-id", "")[:128]
 
 
 def _request_id_in(given: Mapping[str, Any]) -> str:
-    """Return the name of the request in its body, if there is one."""
+    """Return the client's own id in the body of the request, or ""."""
     name = given.get("request_id", "")
     if not isinstance(name, str):
         raise RequestError("request_id is not a string.", param="request_id")
@@ -424,7 +424,7 @@ def _request_id_in(given: Mapping[str, Any]) -> str:
 
 
 def _prompts(prompt: object, n: int) -> list[object]:
-    """Return the prompts of a text completion, which may be one or a list of them."""
+    """Return the prompts of a text completion; `prompt` is one of them or a list."""
     several = isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)
     prompts: list[object] = list(prompt) if several else [prompt]  # type: ignore[call-overload]
     if len(prompts) * n > MAX_COMPLETIONS:
@@ -438,23 +438,23 @@ def _prompts(prompt: object, n: int) -> list[object]:
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """Where to listen and what to ask for.
+    """The address that the server listens on, and the tokens that requests must carry.
 
     Raises:
         ConfigError: the host is not loopback, and `allow_remote` or the token is missing.
     """
 
-    # Any other than a loopback address needs `allow_remote` as well as a token.
+    # An address that is not loopback needs both `allow_remote` and a token.
     host: str = "127.0.0.1"
-    # 0 takes a free one.
+    # 0 takes a free port.
     port: int = 8000
-    # None generates one, which only a loopback address allows.
+    # None generates a token, which only a loopback address allows.
     token: str | None = None
     allow_remote: bool = False
-    # Requests that replace weights must carry it. None generates one for a loopback address; with
-    # any other, weights then stay as they are.
+    # Requests that replace weights must carry it. None generates a token for a loopback address;
+    # for any other address, weights then cannot be replaced.
     admin_token: str | None = None
-    # A connection whose request has not arrived by then is closed.
+    # A request that has not arrived after this time is refused.
     read_timeout_s: float = READ_TIMEOUT_S
 
     def __post_init__(self) -> None:
@@ -464,7 +464,7 @@ class ServerOptions:
             raise ConfigError(
                 f"--host {self.host} can be reached from other machines, and anyone who reaches it "
                 "with the token can use the model. Connections are not encrypted. If that is "
-                "meant, add --allow-remote."
+                "intended, add --allow-remote."
             )
         if self.token is None:
             raise ConfigError(
@@ -476,9 +476,9 @@ class ServerOptions:
 def serve(
     served: ServedModel, options: ServerOptions, *, on_ready: Callable[[str, str, str | None], None]
 ) -> None:
-    """Serve until the process is told to stop (SIGINT, SIGTERM).
+    """Serve until the process receives SIGINT or SIGTERM.
 
-    `on_ready(url, token, admin_token)` is called when the first request can come; `url` ends in
+    `on_ready(url, token, admin_token)` is called when the server accepts requests; `url` ends in
     `/v1`.
 
     Raises:
@@ -488,7 +488,7 @@ def serve(
     admin_token = options.admin_token
     if admin_token is None and is_loopback(options.host):
         admin_token = secrets.token_urlsafe(24)
-    # Before the application: with port 0 the URL is known only then.
+    # Bound here, since with port 0 the URL is known only afterwards.
     listener = listen(options.host, options.port)
     port = listener.getsockname()[1]
     name = f"[{options.host}]" if ":" in options.host else options.host
@@ -498,7 +498,7 @@ def serve(
         log_level="warning",
         access_log=False,
         server_header=False,
-        # Streams may go on for minutes; their engine ends with the server.
+        # Streams may take minutes, and the engine stops with the server anyway.
         timeout_graceful_shutdown=5,
         ws="none",
     )

@@ -28,18 +28,18 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 # A million ids are 7 MB of JSON.
 MAX_BODY_BYTES = 16 * 2**20
-# Decoding holds the interpreter, and `/health` waits: five million empty objects take a second.
+# Decoding blocks the interpreter, and `/health` with it: five million empty objects take a second.
 MAX_CONTAINERS = 200_000
 READ_TIMEOUT_S = 30.0
-# Paths that need no token: they say only that the process lives.
+# Paths that need no token: they show only whether the engine runs.
 _OPEN = ("/health",)
 
 
 class Unauthorized:
-    """Refuses requests without a token (RFC 6750), before anything of them is read.
+    """Refuses requests without a bearer token (RFC 6750) before their bodies are read.
 
-    `admin_token` opens everything; `token` does not open `admin_paths`, where weights are replaced.
-    Without an `admin_token` nothing opens those.
+    `admin_token` is accepted everywhere, `token` everywhere but in `admin_paths`, which replace
+    weights. Without an `admin_token`, every request to these is refused.
     """
 
     def __init__(
@@ -52,7 +52,8 @@ class Unauthorized:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer 401 or 403."""
         if scope["type"] == "http" and scope["path"] not in _OPEN:
-            # Before the body: somebody without a token must not make the server read megabytes.
+            # Before the body, so that a client without a token cannot make the server read
+            # megabytes.
             given = dict(scope["headers"]).get(b"authorization", b"")
             error = self._refusal(given, scope["path"])
             if error is not None:
@@ -62,31 +63,31 @@ class Unauthorized:
         await self._app(scope, receive, send)
 
     def _refusal(self, given: bytes, path: str) -> RequestError | None:
-        # In constant time: a comparison that ends early tells how much of a guess is right.
+        # In constant time, since a comparison that ends early reveals how much of a guess is right.
         if self._admin is not None and hmac.compare_digest(given, self._admin):
             return None
         if not hmac.compare_digest(given, self._bearer):
             return RequestError(
-                "the request has no valid bearer token. Send the one that `rolltree serve` "
+                "the request has no valid bearer token. Send the token that `rolltree serve` "
                 "printed, as the API key.",
                 status=401,
             )
         if path not in self._admin_paths:
             return None
         how = (
-            "This server has none: start it with --admin-key-env."
+            "This server has no admin token: start it with --admin-key-env."
             if self._admin is None
             else "Send the admin token: engine.admin_key_env, or OpenAIClient(admin_key=...)."
         )
         return RequestError(
-            f"the token is one for inference, and {path} replaces weights, which takes the admin "
+            f"the token is for inference only, but {path} replaces weights, which takes the admin "
             f"token. {how}",
             status=403,
         )
 
 
 def answering_errors(handler: Handler) -> Handler:
-    """Turn what a handler raises into an answer."""
+    """Wrap a handler so that its exceptions become error responses."""
 
     async def run(request: Request) -> Response:
         try:
@@ -96,7 +97,7 @@ def answering_errors(handler: Handler) -> Handler:
         except Exception as error:  # `failure` sorts them
             response = failure(error)
             if response.status_code in (408, 413):
-                # Some of the body may not have been read, and would be taken for the next request.
+                # An unread rest of the body would be parsed as the next request.
                 response.headers["Connection"] = "close"
             if response.status_code >= 500:
                 logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
@@ -106,12 +107,12 @@ def answering_errors(handler: Handler) -> Handler:
 
 
 def json_response(value: object, status: int = 200) -> Response:
-    """Return `value` as JSON."""
+    """Return a response with `value` as JSON."""
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
 def failure(error: Exception, headers: dict[str, str] | None = None) -> Response:
-    """Return an error as OpenAI's servers do."""
+    """Return the error response of OpenAI's servers for an exception."""
     status, body = error_body(error)
     response = json_response(body, status)
     response.headers.update(headers or {})
@@ -119,7 +120,7 @@ def failure(error: Exception, headers: dict[str, str] | None = None) -> Response
 
 
 async def json_body(request: Request) -> dict[str, Any]:
-    """Return the request's JSON object; raises as `request_body` and `object_in`."""
+    """Return the request's JSON object; raises as `request_body` and `object_in` do."""
     return object_in(await request_body(request))
 
 
@@ -127,7 +128,7 @@ async def request_body(request: Request) -> bytes:
     """Return the request's body.
 
     Raises:
-        RequestError: it is larger than `MAX_BODY_BYTES`, or did not come in time.
+        RequestError: it is larger than `MAX_BODY_BYTES`, or did not arrive in time.
     """
     limit_s = request.app.state.read_timeout_s
     parts, size, receive, is_whole = list[bytes](), 0, request.receive, False
@@ -138,7 +139,7 @@ async def request_body(request: Request) -> bytes:
                 if message["type"] == "http.disconnect":
                     raise ClientDisconnect
                 is_whole = not message.get("more_body", False)
-                # The rest is read too: a client that is still writing would not read the answer.
+                # Read the rest of a too large body: a client that still writes reads no answer.
                 if size <= MAX_BODY_BYTES:
                     parts.append(message.get("body", b""))
                     size += len(parts[-1])
@@ -153,12 +154,12 @@ async def request_body(request: Request) -> bytes:
 
 
 def object_in(content: bytes) -> dict[str, Any]:
-    """Return the JSON object that a body is.
+    """Return the JSON object of a body.
 
     Raises:
         RequestError: it has more than `MAX_CONTAINERS`, or is not a JSON object.
     """
-    # Counted in the bytes, before anything is decoded.
+    # Counted in the raw bytes, before decoding.
     if content.count(b"{") + content.count(b"[") > MAX_CONTAINERS:
         raise RequestError(
             f"the body has more than {MAX_CONTAINERS:,} objects and lists.", status=413
@@ -176,13 +177,13 @@ def object_in(content: bytes) -> dict[str, Any]:
 def foreign_request(
     headers: Headers, hosts: Collection[str], origins: Collection[str]
 ) -> tuple[int, str] | None:
-    """Return status and reason for a request that a page of the web may have caused; or None."""
-    # A page of the web can resolve its own name to 127.0.0.1 (DNS rebinding), and is of the same
-    # origin then: only known names are answered.
+    """Return the status and reason to refuse a request that a web page may have sent, or None."""
+    # A web page can resolve its own name to 127.0.0.1 (DNS rebinding), which makes it same-origin,
+    # so only requests to known host names are answered.
     found = headers.getlist("host")
     if len(found) != 1 or found[0] not in hosts:
         return 421, "this server answers only under the address that it printed."
-    # Browsers name the page that asks; programs without a browser need the token anyway.
+    # Browsers send the origin of the page; other programs send none, and need the token anyway.
     pages = headers.getlist("origin")
     if pages and (len(pages) > 1 or pages[0] not in origins):
         return 403, "the request comes from another page."
@@ -197,10 +198,10 @@ async def unknown_path(request: Request, error: Exception) -> Response:
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-    """Await `work`, and cancel it when the client leaves. The body must have been read.
+    """Await `work`, and cancel it if the client disconnects. The body must have been read.
 
     Raises:
-        ClientDisconnect: the client left.
+        ClientDisconnect: the client disconnected.
     """
     task, has_left = asyncio.current_task(), False
     assert task is not None
@@ -210,13 +211,13 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, ResultT]) 
         has_left = True
         task.cancel()
 
-    # Nobody reads the answer of a client that hung up; its requests would hold their slots.
+    # The requests of a client that disconnected would keep their slots in the batch for nothing.
     leaving = asyncio.ensure_future(_left(request.receive))
     leaving.add_done_callback(leave)
     try:
         return await work
     except asyncio.CancelledError:
-        # Cancelled by the client's leaving and by nobody else besides.
+        # 0: only the disconnect cancelled this task.
         if has_left and task.uncancel() == 0:
             raise ClientDisconnect from None
         raise
@@ -231,7 +232,7 @@ async def _left(receive: Receive) -> None:
 
 
 def has_left(receive: Receive) -> bool:
-    """Whether the client has left, as far as it is known now. The body must have been read."""
+    """Whether the server knows that the client has left. The body must have been read."""
     coming = _left(receive)
     try:
         coming.send(None)
@@ -242,8 +243,8 @@ def has_left(receive: Receive) -> bool:
 
 
 def protocol_with_head_timeout(limit_s: float) -> type[asyncio.Protocol]:
-    """Return uvicorn's protocol, which closes connections whose request head is late."""
-    # uvicorn waits forever for the rest of a head. The body's time limit is `json_body`'s.
+    """Return uvicorn's protocol with a time limit for request heads, after which it closes."""
+    # uvicorn waits forever for the rest of a head. `request_body` limits the time for the body.
     from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
     class HeadTimeoutProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
@@ -276,10 +277,10 @@ def protocol_with_head_timeout(limit_s: float) -> type[asyncio.Protocol]:
 
 
 class _GatheredWrites:
-    """A connection that sends what is written in one turn of the event loop at once.
+    """A transport that sends everything written in one turn of the event loop at once.
 
-    uvicorn writes the head and the body of an answer one after the other, and the kernel may take
-    longer for each than Python does.
+    uvicorn writes the head and the body of an answer separately, and each system call may take
+    longer than the Python code does.
     """
 
     _MOST_BYTES = 2**16
@@ -302,7 +303,7 @@ class _GatheredWrites:
             self._transport.write(b"".join(parts))
 
     def close(self) -> None:
-        """Send what was written, and close."""
+        """Send what has been written, and close."""
         self._send()
         self._transport.close()
 
@@ -321,20 +322,20 @@ def is_loopback(host: str) -> bool:
 
 
 class AnnouncingServer(uvicorn.Server):
-    """A server that says when it is ready."""
+    """A server that calls `on_ready` when it accepts requests."""
 
     def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
         super().__init__(config)
         self._on_ready = on_ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start listening, then say so."""
+        """Start listening, then call `on_ready`."""
         await super().startup(sockets)
         self._on_ready()
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket bound to an address; port 0 takes a free one.
+    """Return a socket bound to an address; port 0 takes a free port.
 
     Raises:
         ConfigError: the address cannot be listened on.
@@ -349,6 +350,6 @@ def listen(host: str, port: int) -> socket.socket:
         listener.close()
         raise ConfigError(
             f"{host}:{port} cannot be listened on ({error}). Another server may "
-            "run there: choose another --port, or 0 for a free one."
+            "be running there: choose a different --port, or 0 for a free one."
         ) from error
     return listener

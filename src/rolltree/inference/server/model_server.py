@@ -1,4 +1,4 @@
-"""The model being served: prompts to ids, ids to answers, and its weights."""
+"""The served model: it turns prompts into ids, ids into answers, and takes new weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from rolltree.untrusted import encode_json
 
 ResultT = TypeVar("ResultT")
 ServedLogprobs = Literal["processed", "raw"]
-"""Whose logprobs are returned: the distribution's that was sampled from, or the model's own."""
+"""Which logprobs are returned: of the distribution that was sampled from, or the model's own."""
 
 
 class ServedModel:
@@ -40,11 +40,11 @@ class ServedModel:
     Args:
         engine: samples ids.
         renderer: the model's chat template and tokenizer.
-        name: what requests call the model.
-        load_weights: puts the weights of a folder into the engine's model, in place, and raises
+        name: the model's name in requests.
+        load_weights: copies the weights of a folder into the engine's model, in place, and raises
             before it changes anything if they do not fit; None serves without weight updates.
-        receiver: puts weights that a trainer sends into it; None serves without transfers.
-        logprobs: which logprobs answers carry.
+        receiver: copies weights that a trainer sends into it; None serves without transfers.
+        logprobs: which logprobs answers contain.
     """
 
     def __init__(
@@ -60,14 +60,14 @@ class ServedModel:
         self.engine, self.renderer, self.name = engine, renderer, name
         self.logprobs: ServedLogprobs = logprobs
         self.created = int(time.time())
-        # Until a trainer gives it weights, as vLLM names them.
+        # vLLM's name for the initial weights, until a trainer sets a version.
         self.weight_version = "default"
         self._load_weights, self.receiver = load_weights, receiver
         self._pauses = AsyncExitStack()
-        # Two updates at once would leave a mixture of both.
+        # Two concurrent updates would leave a mixture of both.
         self._updating = asyncio.Lock()
-        # One thread: tokenizers are not made for several. Not the loop's: a long prompt takes tens
-        # of milliseconds, in which `/health` and every stream would wait.
+        # One thread, since tokenizers are not thread-safe. Not the event loop's: a long prompt
+        # takes tens of milliseconds, during which `/health` and every stream would wait.
         self._worker = ThreadPoolExecutor(1, "rolltree-render")
         self.is_paused = self._closed = False
 
@@ -86,16 +86,14 @@ class ServedModel:
         return await asyncio.get_running_loop().run_in_executor(self._worker, work)
 
     def _check_size(self, size: int, what: str = "characters", longest: int | None = None) -> None:
-        """Refuse a prompt that cannot be short enough, before any work is done for it.
+        """Refuse a prompt that is certainly too long, before it is rendered and tokenized.
 
-        `longest` is how much of it one token can stand for.
+        `longest` is the most of it (in the unit of `size`) that one token can cover.
 
         Raises:
             PromptTooLong: the tokens of the context cannot hold as much.
         """
         longest = longest or self.renderer.vocabulary.longest_token
-        # Templates and tokenizers take time that grows with the text; a prompt that cannot fit is
-        # refused before.
         most = self.engine.max_context * longest
         if size > most:
             raise PromptTooLong(
@@ -114,7 +112,7 @@ class ServedModel:
 
         Raises:
             PromptTooLong: it cannot fit the context.
-            TemplateError: the template refuses it.
+            TemplateError: the template rejects it.
             ConfigError: the template ignores tools.
         """
         self._check_size(len(encode_json([messages, tools])), "bytes as JSON")
@@ -126,7 +124,7 @@ class ServedModel:
 
         Raises:
             PromptTooLong: it cannot fit the context.
-            TokenError: it is neither.
+            TokenError: it is neither a string nor a list of ids.
         """
         if isinstance(prompt, str):
             self._check_size(len(prompt))
@@ -146,11 +144,11 @@ class ServedModel:
     ) -> list[EngineOutput]:
         """Return `n` completions of each prompt in turn.
 
-        The first of each has the seed given, the others have seeds of their own. Cancelling the
-        task takes all of them out of the batch, as does the failure of one.
+        The first completion of each prompt has the given seed, the others have derived seeds.
+        Cancelling the task takes all of them out of the batch, as does the failure of one.
 
         Raises:
-            ModelError: as the engine's `submit`.
+            ModelError: as the engine's `submit` does.
             TokenError: a prompt is empty or has an id outside the vocabulary.
         """
         futures: list[Future[EngineOutput]] = []
@@ -162,11 +160,11 @@ class ServedModel:
             return list(await asyncio.gather(*map(asyncio.wrap_future, futures)))
         finally:
             for future in futures:
-                # Those that are done ignore it.
+                # Finished futures ignore it.
                 future.cancel()
 
     def text(self, output: EngineOutput) -> str:
-        """Return an answer's text without what stopped it."""
+        """Return an answer's text without the stop string or token that ended it."""
         if output.stop is None:
             return self.renderer.decode_answer(output.completion_ids)
         if isinstance(output.stop, str):
@@ -176,12 +174,12 @@ class ServedModel:
     def message(
         self, output: EngineOutput, tools: Sequence[ToolSchema] | None
     ) -> tuple[ChatMessage, FinishReason]:
-        """Return an answer as a message, and why it ended."""
+        """Return an answer as a message, and its finish reason."""
         parsed = self.renderer.parse_text(self.text(output), output.finish_reason, tools)
         return parsed.message, parsed.finish_reason
 
     def logprobs_of(self, output: EngineOutput | SampledToken) -> FloatArray:
-        """Return the logprobs of an answer's tokens, or of one, float32 `[_C]`."""
+        """Return the logprobs of an answer's tokens, or of a single token, float32 `[_C]`."""
         processed = self.logprobs == "processed"
         if isinstance(output, SampledToken):
             value = output.logprob if processed else output.raw_logprob
@@ -191,14 +189,14 @@ class ServedModel:
         return values
 
     async def pause(self) -> None:
-        """Let no step run until `resume`; requests stay where they are."""
+        """Stop decoding until `resume`; requests are kept."""
         async with self._updating:
             if not self.is_paused:
                 await self._pauses.enter_async_context(self.engine.paused())
                 self.is_paused = True
 
     async def resume(self) -> None:
-        """Go on."""
+        """Continue decoding."""
         async with self._updating:
             await self._pauses.aclose()
             self._pauses = AsyncExitStack()
@@ -212,8 +210,8 @@ class ServedModel:
         """
         assert self._load_weights is not None
         async with self._updating, self.engine.paused():
-            # Paused: a step in the middle would sample with half of the old weights. The keys of
-            # the old ones are dropped by `publish`.
+            # Paused, because a step during the copy would sample from a mixture of old and new
+            # weights. `publish` drops the keys that the old weights made.
             await asyncio.to_thread(self._load_weights, folder)
             self.engine.publish(self.engine.version)
 
@@ -232,7 +230,7 @@ class ServedModel:
             self.engine.publish(self.engine.version)
 
     async def set_version(self, version: int | None = None) -> None:
-        """Drop cached keys; tokens from now on carry `version` (None keeps the one there is)."""
+        """Drop cached keys; later tokens carry `version` (None keeps the current version)."""
         async with self._updating, self.engine.paused():
             self.engine.publish(self.engine.version if version is None else version)
             if version is not None:
@@ -249,13 +247,13 @@ class ServedModel:
 
 
 def choice_seeds(seed: int | None, n: int) -> list[int | None]:
-    """Return a seed per choice: the given one, then others derived from it.
+    """Return a seed per choice: the given seed, then seeds derived from it.
 
     >>> choice_seeds(None, 2), choice_seeds(7, 1)
     ([None, None], [7])
     """
     if seed is None:
         return [None] * n
-    # Not `seed + index`: two requests with neighbouring seeds would share answers.
+    # Not `seed + index`, which would give requests with neighbouring seeds the same answers.
     derived = [np.random.SeedSequence([seed % 2**64, index]) for index in range(1, n)]
     return [seed, *(int(sequence.generate_state(1, np.uint64)[0]) for sequence in derived)]

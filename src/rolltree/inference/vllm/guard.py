@@ -1,6 +1,7 @@
-"""What vLLM's `--middleware` adds to the server of a run: every request needs its token.
+"""Middleware for a run's vLLM server (`--middleware`): every request needs the run's token.
 
-vLLM's own `VLLM_API_KEY` guards `/v1` and its like, and neither the weights nor the remote calls.
+vLLM itself requires `VLLM_API_KEY` only for `/v1` and the like, not for weight updates and remote
+calls.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ class RequireToken:
         self._bearer = f"Bearer {os.environ['VLLM_API_KEY']}".encode()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answer a request, or pass it on."""
+        """Pass a request on, or refuse it."""
         if scope["type"] not in ("http", "websocket") or scope["path"] == "/health":
             await self._app(scope, receive, send)
             return

@@ -1,8 +1,8 @@
-"""Weights that a trainer broadcasts, received in vLLM's worker: a backend of vLLM's own interface.
+"""A weight-transfer backend for vLLM's workers: it receives the weights that a trainer broadcasts.
 
-vLLM looks a backend's name up among those that are registered; `worker.py` registers this one as
-"rolltree". Each bucket is checked before it is loaded, and a model that did not get all of its
-weights is an error. Draft models are not supported.
+`worker.py` registers it with vLLM under the name "rolltree". Each bucket is verified before it is
+loaded, and it is an error if a model does not get all of its weights. Draft models are not
+supported.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
         super().__init__(config, vllm_config, device, model)
         self._channel: Channel | None = None
-        # Names of the parameters, while an update is open.
+        # Names of the model's parameters while an update is open.
         self._expected: set[str] | None = None
 
     def init_transfer_engine(self, init_info: Invitation) -> None:
-        """Meet the trainer; an earlier one is forgotten."""
+        """Connect to the trainer, and disconnect from an earlier one."""
         self.shutdown()
         parallel = self.parallel_config
         worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
         self._channel = accept(init_info, 1 + worker, self.device)
 
     def start_weight_update(self) -> None:
-        """Make the model ready to load layer by layer."""
+        """Prepare the model to load layer by layer."""
         self._close_update()
         self._expected = {
-            # vLLM wraps layers that can have adapters; checkpoints name what is inside.
+            # vLLM wraps layers that can have adapters; checkpoints have the names without wrappers.
             name.replace(".base_layer.", ".")
             for name, _ in self.model.named_parameters()
         }
@@ -84,8 +84,8 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc]
                 reported = reported and names is not None
                 loaded |= names or set()
             missing = sorted((self._expected or set()) - loaded)
-            # Quantised models have parameters that no checkpoint has, and some loaders report
-            # nothing.
+            # Not checked for quantised models, which have parameters that are in no checkpoint,
+            # nor for loaders that do not report the loaded names.
             if missing and reported and self.model_config.quantization is None:
                 raise RuntimeError(
                     f"{len(missing)} of the model's parameters were not sent, {missing[0]} among "
@@ -97,20 +97,20 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc]
             raise
 
     def finish_weight_update(self) -> None:
-        """Put the loaded layers in their places."""
+        """Finish loading, and repack the output layer."""
         self._close_update()
         renew_output_layer(self.model)
 
     def shutdown(self) -> None:
-        """Let go of the trainer."""
+        """Disconnect from the trainer."""
         channel, self._channel = self._channel, None
         if channel is not None:
             channel.close()
 
     def _close_update(self) -> None:
-        """End layerwise loading, also of layers that got half of their weights."""
-        # vLLM counts what each layer got. Left open, that would count for the next update, and a
-        # layer would be loaded from half of it (design/0012).
+        """End layerwise loading, including layers that got only a part of their weights."""
+        # vLLM counts the weights that each layer got. If loading stayed open, they would count for
+        # the next update, and a layer would be loaded from a part of it (design/0012).
         if self._expected is not None:
             self._expected = None
             finalize_layerwise_reload(self.model, self.model_config)

@@ -1,9 +1,9 @@
-"""Extends vLLM's workers to receive new weights: tied output layers, and transfers.
+"""Extends vLLM's workers to load new weights completely, and to receive transfers.
 
-On a CPU vLLM packs the output layer's weights into its own form. If they are tied to the
-embedding, its `reload_weights` renews the embedding and leaves that packed copy as it was: answers
-then come from half an update. Importing the module also registers the weight-transfer backend
-"rolltree" (`transfer.py`).
+On a CPU vLLM packs the output layer's weights into a format of its own. If they are tied to the
+embedding, its `reload_weights` renews the embedding but not the packed copy, so answers mix old and
+new weights. Importing the module also registers the weight-transfer backend "rolltree"
+(`transfer.py`).
 
     python -m vllm.entrypoints.openai.api_server \
         --worker-extension-cls rolltree.inference.vllm.worker.WeightReload \
@@ -27,20 +27,20 @@ class WeightReload:
     ) -> None:
         """Replace the weights from a folder or a file, or by tensors named as in a checkpoint."""
         worker: Any = self
-        # vLLM's own loader takes folders only.
+        # vLLM's own loader accepts only folders.
         if weights_path is not None and Path(weights_path).is_file():
             weights_iterator, weights_path = _tensors_in(weights_path), None
         worker.reload_weights(weights_path=weights_path, weights_iterator=weights_iterator)
         renew_output_layer(worker.model_runner.get_model())
 
     def weights_mark(self, weights_path: str) -> str | None:
-        """Return what a trainer wrote into a file to recognize it."""
+        """Return the mark by which a trainer recognizes its file."""
         from rolltree.inference.weights.receive import weights_mark
 
         return weights_mark(Path(weights_path))
 
     def abandon_weight_update(self) -> None:
-        """Forget an update that was started and whose trainer is gone."""
+        """Abandon an update whose trainer is gone."""
         worker: Any = self
         worker._weight_update_active = False
 
@@ -57,7 +57,8 @@ def renew_output_layer(model: Any) -> None:
     """Repack the output layer's weights if vLLM keeps a packed copy of them."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-    # The probe after each publish found this: answers kept the old head (design/0022).
+    # Without this, answers keep using the old head, as the probe after each publish found
+    # (design/0022).
     for module in model.modules():
         if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
             module.quant_method.process_weights_after_loading(module)
@@ -67,7 +68,7 @@ def _register() -> None:
     try:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     except ImportError:
-        # No vLLM here, or one that is too old for transfers: reloading works.
+        # vLLM is missing, or too old for transfers; reloading still works.
         return
     name = "rolltree.inference.vllm.transfer"
     WeightTransferEngineFactory.register_engine("rolltree", name, "TransferEngine")

@@ -1,13 +1,13 @@
-"""New weights to engines that hold a copy: one frame (`publish.py`), three ways to carry them.
+"""Publishes new weights to engines that have a copy: one procedure, three ways to move the data.
 
-    publish.py   pause, load, forget cached keys, set the version, ask for it, resume
-    ways.py      disk, shared memory, transfer behind one interface, and which one a server takes
+    publish.py   the procedure: pause, load, drop cached keys, set and verify the version, resume
+    ways.py      disk, shared memory and transfer behind one interface, and the choice per server
     shared.py    the trainer's weights as a file in memory that servers on its machine map
-    transfer.py  `WeightTransfer`: a broadcast to servers, with vLLM's endpoints as its control
+    transfer.py  `WeightTransfer`: a broadcast to servers, controlled by vLLM's endpoints
     buckets.py   tensors packed as bytes, with a checksum of each bucket
-    channel.py   one process group per server: how its members meet, send and receive
-    receive.py   the side of `rolltree serve`; vLLM's is in `rolltree.inference.vllm`
+    channel.py   one process group per server: how its members connect, send and receive
+    receive.py   the receiver of `rolltree serve`; vLLM's is in `rolltree.inference.vllm`
 
-The engine that reads the trainer's own tensors (`rolltree.inference.local`) needs none of it.
-`publish.py` alone imports no torch.
+The engine that reads the trainer's own tensors (`rolltree.inference.local`) needs none of this.
+`publish.py` and `receive.py` can be imported without torch.
 """

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from rolltree.errors import BadResponse, ConfigError
 
-# Tensors begin at multiples of this: a view as another dtype needs its own size, and checksums need
-# words of 8 bytes.
+# Tensors begin at multiples of this: a view as another dtype must be aligned to the dtype's size,
+# and checksums need words of 8 bytes.
 ALIGN_BYTES = 16
 _TAIL_BYTES = 8
 _BLOCK_WORDS = 2**17
@@ -39,15 +39,15 @@ class TensorSpec:
 
     @property
     def num_bytes(self) -> int:
-        """Its size without padding."""
+        """The size of the tensor without padding."""
         return math.prod(self.shape) * as_torch_dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Tensors that travel together; `starts` says at which byte each begins.
+    """Tensors that are sent together; `starts` has the first byte of each.
 
-    The buffer of a bucket is uint8 `[num_bytes]`; its last 8 bytes are the checksum of the others.
+    The buffer of a bucket is uint8 `[num_bytes]`; its last 8 bytes are the checksum of the rest.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -64,7 +64,7 @@ def specs_from_data(data: object) -> list[TensorSpec]:
     """Return the specs that `specs_to_data` wrote.
 
     Raises:
-        ConfigError: it is something else, or names a dtype that torch has not.
+        ConfigError: it is something else, or names a dtype that torch lacks.
     """
     rows: list[Any] = data if isinstance(data, list) else [data]
     specs = []
@@ -85,7 +85,7 @@ def specs_from_data(data: object) -> list[TensorSpec]:
 
 
 def fill_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> list[Bucket]:
-    """Fill buckets of at most `bucket_bytes` in order; a larger tensor is its own bucket.
+    """Put tensors into buckets of at most `bucket_bytes`, in order; a larger one gets its own.
 
     >>> two = [TensorSpec("a", "float32", (3,)), TensorSpec("b", "int8", (5,))]
     >>> [(bucket.starts, bucket.num_bytes) for bucket in fill_buckets(two, 1024)]
@@ -113,9 +113,9 @@ def fill_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> list[Bucket]
 
 
 def pack(bucket: Bucket, tensors: Sequence[Tensor], memory: Tensor) -> Tensor:
-    """Return a bucket's buffer, from its tensors in order, at the beginning of uint8 `memory`.
+    """Pack a bucket's tensors into the beginning of uint8 `memory`; return that part of it.
 
-    Between tensors is what was there before.
+    The padding between tensors is not cleared.
     """
     buffer = memory[: bucket.num_bytes]
     for spec, start, tensor in zip(bucket.specs, bucket.starts, tensors, strict=True):
@@ -129,7 +129,7 @@ def unpack_bucket(bucket: Bucket, buffer: Tensor) -> list[tuple[str, Tensor]]:
     """Return the tensors of a buffer that has arrived, with their names; they share its memory.
 
     Raises:
-        BadResponse: its checksum is another.
+        BadResponse: its checksum is wrong.
     """
     sent = int(buffer[-_TAIL_BYTES:].view(torch.int64))
     found = int(bucket_checksum(buffer[:-_TAIL_BYTES]))
@@ -151,13 +151,13 @@ def unpack_bucket(bucket: Bucket, buffer: Tensor) -> list[tuple[str, Tensor]]:
 
 
 def bucket_checksum(data: Tensor) -> Tensor:
-    """Return an int64 sum over uint8 `[8 n]`, on its device: each word by a weight of its place.
+    """Return the int64 checksum of uint8 `[8 n]`: a sum of words weighted by position.
 
-    No change of a single word is missed, and no exchange of two different ones within a block (of
-    1 MiB) or of two blocks.
+    It detects any change of a single word, and any swap of two different words within a block (of
+    1 MiB) or of two blocks. It stays on the device of `data`.
     """
-    # Odd weights are invertible modulo 2**64, so a changed word changes the sum. A plain sum misses
-    # words that moved. 64 MiB take 17 ms on one core (CRC-32: 31 ms), and on a GPU nothing is
+    # Odd weights are invertible modulo 2**64, so a changed word changes the sum. A plain sum would
+    # miss words that moved. 64 MiB take 17 ms on one core (CRC-32: 31 ms), and on a GPU nothing is
     # copied to the host (design/0012).
     words: Any = data.view(torch.int64)
     places = torch.arange(1, min(_BLOCK_WORDS, len(words)) + 1, device=data.device)
@@ -169,10 +169,10 @@ def bucket_checksum(data: Tensor) -> Tensor:
 
 
 def as_torch_dtype(name: str) -> torch.dtype:
-    """Return the dtype of that name.
+    """Return the torch dtype with this name.
 
     Raises:
-        ConfigError: torch has none.
+        ConfigError: torch lacks it.
     """
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):

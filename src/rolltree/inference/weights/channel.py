@@ -1,9 +1,9 @@
-"""One process group per server: how trainer and workers meet, and how buckets go through it.
+"""One process group per server: how trainer and workers connect, and how buckets are sent.
 
-The trainer (rank 0) opens a store on an address of its own and hands out an invitation; workers
-(ranks 1 and up) come to it, and both sides make a process group that no other part of the program
-uses: gloo between CPUs, nccl between GPUs. Every wait has a time limit. A gloo operation cannot be
-cancelled, so a channel that is given up leaves it to its own thread.
+The trainer (rank 0) opens a store on one of its addresses and sends an invitation. The workers
+(ranks 1 and up) connect to the store, and both sides make a process group that no other part of the
+program uses: gloo between CPUs, nccl between GPUs. Every wait has a time limit. A gloo operation
+cannot be cancelled, so when a channel is closed, a separate thread waits for it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from torch import Tensor
 from rolltree.errors import ConfigError, ConnectionFailed
 from rolltree.inference.weights.buckets import Bucket, pack, unpack_bucket
 
-# Its stubs leave out stores and groups.
+# torch's stubs leave out stores and groups.
 dist: Any = torch_distributed
 BackendName = Literal["gloo", "nccl"]
-# Waiting is polling: a gloo operation cannot be interrupted.
+# Waiting polls, because a wait for a gloo operation cannot be interrupted.
 _POLL_S = 0.0005
 _TOKEN_BYTES = 16
 
@@ -39,7 +39,7 @@ _TOKEN_BYTES = 16
 class Invitation:
     """The address at which the workers of one server connect to the trainer, sent as JSON.
 
-    `world_size` counts the trainer; `timeout_s` is the longest that a worker waits for one bucket.
+    `world_size` includes the trainer; `timeout_s` is how long a worker waits for one bucket.
     """
 
     address: str
@@ -50,7 +50,7 @@ class Invitation:
     timeout_s: Annotated[float, msgspec.Meta(gt=0, le=86400)]
 
     def as_data(self) -> dict[str, Any]:
-        """Return it as JSON."""
+        """Return the invitation as JSON data."""
         return asdict(self)
 
 
@@ -67,9 +67,9 @@ class Channel:
     """A process group in which rank 0 broadcasts. Any thread may close it.
 
     Args:
-        group: torch's; nothing else uses it.
-        device: of the buffers.
-        timeout_s: the longest that one broadcast may take.
+        group: torch's process group; nothing else uses it.
+        device: the device of the buffers.
+        timeout_s: how long one broadcast may take.
     """
 
     def __init__(self, group: Any, device: torch.device, timeout_s: float) -> None:
@@ -77,7 +77,7 @@ class Channel:
         self._group = group
 
     def start(self, buffer: Tensor) -> PendingBroadcast:
-        """Begin to broadcast `buffer`, or to receive into it.
+        """Start to broadcast `buffer`, or to receive into it.
 
         Raises:
             ConnectionFailed: the channel is closed.
@@ -92,8 +92,8 @@ class Channel:
         """Wait until a broadcast is done.
 
         Raises:
-            ConnectionFailed: a member is gone, time is up, or the channel was closed meanwhile. It
-                is closed then.
+            ConnectionFailed: a member is gone, time is up, or the channel was closed meanwhile. The
+                channel is then closed.
         """
         try:
             while not flight.work.is_completed():
@@ -101,13 +101,13 @@ class Channel:
                     raise _given_up()
                 if time.monotonic() - flight.began_s > self.timeout_s:
                     raise ConnectionFailed(
-                        f"a bucket of weights was not passed on within {self.timeout_s:g} s. Does "
-                        "the other side still run? Raise timeout_s if it is only slow."
+                        f"a bucket of weights was not passed on within {self.timeout_s:g} s. Is "
+                        "the other side still running? Raise timeout_s if it is only slow."
                     )
                 time.sleep(_POLL_S)
             flight.work.wait()
         except RuntimeError as error:
-            # torch's own names a socket, not the reason.
+            # torch's message names a socket, not the reason.
             self.close()
             raise ConnectionFailed(
                 f"the other side of a weight transfer is gone or gave up ({error})."
@@ -117,11 +117,11 @@ class Channel:
             raise
 
     def broadcast(self, buffer: Tensor) -> None:
-        """`start` and `wait`."""
+        """Call `start`, then `wait`."""
         self.wait(self.start(buffer))
 
     def close(self) -> None:
-        """Let go; the operations of members that are still connected fail."""
+        """Leave the group; pending operations of the other members fail."""
         box, self._group = [self._group], None
         # Dropping the last reference waits for the operation under way, which gloo cannot
         # interrupt, so a separate thread does it (design/0012).
@@ -130,12 +130,12 @@ class Channel:
 
 
 class Rendezvous:
-    """The trainer's side of a channel that is being made.
+    """The trainer's side of a channel that is being set up.
 
     `invitation` is for the workers. Call `join` when `is_complete`.
 
     Raises:
-        ConfigError: `address` is none of this machine's.
+        ConfigError: `address` is not an address of this machine.
     """
 
     def __init__(
@@ -153,34 +153,34 @@ class Rendezvous:
             master_listen_fd=listener.detach(),
         )
         token = secrets.token_hex(_TOKEN_BYTES)
-        # Workers wait twice as long: while the trainer waits for a server that hangs, the good ones
-        # must not give up first (design/0012).
+        # Workers wait twice as long: while the trainer waits for a server that hangs, the healthy
+        # servers must not give up first (design/0012).
         self.invitation = Invitation(address, port, token, 1 + num_workers, backend, 2 * timeout_s)
         self._timeout_s = timeout_s
         self._store = dist.PrefixStore(token, store)
 
     @property
     def is_complete(self) -> bool:
-        """Whether every worker is there."""
+        """Whether every worker has connected."""
         ranks = range(1, self.invitation.world_size)
         return bool(self._store.check([_seat(rank) for rank in ranks]))
 
     def join(self, device: torch.device) -> Channel:
-        """Make the channel, together with the workers; it blocks.
+        """Set up the channel together with the workers; it blocks.
 
         Raises:
-            ConnectionFailed: a worker did not do its part in time.
-            ConfigError: this torch has no such backend.
+            ConnectionFailed: a worker did not join in time.
+            ConfigError: this torch lacks the backend.
         """
         return _join(self._store, self.invitation, 0, device, self._timeout_s)
 
 
 def accept(invitation: Invitation, rank: int, device: torch.device) -> Channel:
-    """Come to the trainer as worker `rank` (from 1) and make the channel; it blocks.
+    """Connect to the trainer as worker `rank` (from 1) and set up the channel; it blocks.
 
     Raises:
-        ConnectionFailed: the trainer cannot be reached, or did not do its part in time.
-        ConfigError: this torch has no such backend.
+        ConnectionFailed: the trainer cannot be reached, or did not join in time.
+        ConfigError: this torch lacks the backend.
     """
     try:
         store = dist.TCPStore(
@@ -206,9 +206,9 @@ def send(
     channels: Sequence[Channel],
     device: torch.device,
 ) -> dict[Channel, Exception]:
-    """Send tensors through every channel at once; return what went wrong, by channel.
+    """Send tensors through all channels at the same time; return the errors by channel.
 
-    Each bucket is packed once, while the one before is under way. A channel that fails is
+    Each bucket is packed once, while the previous bucket is being sent. A channel that fails is
     dropped; the others continue.
     """
     largest = max((bucket.num_bytes for bucket in buckets), default=0)
@@ -227,7 +227,7 @@ def send(
     for number, bucket in enumerate(buckets):
         held = tensors[done : done + len(bucket.specs)]
         done += len(held)
-        # The other buffer is still being sent.
+        # Packed into the second buffer, while the first may still be in flight.
         buffer = pack(bucket, held, memories[number % 2])
         land()
         pending = []
@@ -244,9 +244,9 @@ def send(
 
 
 def receive(channel: Channel, buckets: Iterable[Bucket]) -> Iterator[list[tuple[str, Tensor]]]:
-    """Yield the tensors of each bucket, checked, as they arrive; the next one is under way then.
+    """Yield the verified tensors of each bucket as it arrives, while the next one is received.
 
-    Each bucket has its own memory: the loader may keep views of it.
+    Each bucket has its own memory, so the loader may keep views of it.
 
     Raises:
         ConnectionFailed: the trainer is gone, or sends nothing in time.
@@ -275,13 +275,13 @@ def check_backend(backend: str) -> None:
     """Refuse a backend that cannot be used here.
 
     Raises:
-        ConfigError: it is unknown, or nccl where torch has none.
+        ConfigError: it is unknown, or it is nccl and torch has none or sees no GPU.
     """
     if backend not in _GROUPS:
         raise ConfigError(f"backend is {backend!r}; weights travel by {' or '.join(_GROUPS)}.")
     if backend == "nccl" and not (dist.is_nccl_available() and torch.cuda.is_available()):
         raise ConfigError(
-            "weights are to be sent by nccl, and this torch has none, or no GPU. Use backend "
+            "weights are to be sent by nccl, but this torch lacks nccl or sees no GPU. Use backend "
             "'gloo', which sends from and to the CPU's memory."
         )
 
@@ -290,12 +290,12 @@ def buffer_device(backend: str, device: torch.device) -> torch.device:
     """Return the device of the buffers for a model on `device`.
 
     Raises:
-        ConfigError: `check_backend` refuses it, or nccl is for a model that is on no GPU.
+        ConfigError: `check_backend` refuses it, or it is nccl and the model is not on a GPU.
     """
     check_backend(backend)
     if backend == "nccl" and device.type != "cuda":
         raise ConfigError(
-            f"weights are to be sent by nccl, which needs a GPU on both sides, and the model is on "
+            f"weights are to be sent by nccl, which needs a GPU on both sides, but the model is on "
             f"{device}. Use backend 'gloo', or put both on GPUs."
         )
     return device if backend == "nccl" else torch.device("cpu")
@@ -315,7 +315,7 @@ def _join(
         ) from error
     channel = Channel(group, device, timeout_s)
     greeting = torch.tensor(list(bytes.fromhex(invitation.token)), dtype=torch.uint8)
-    # The token has come over HTTP; only the trainer that sent it can broadcast it.
+    # The token came over HTTP, so only the trainer that sent it can broadcast it.
     heard = greeting.to(device) if rank == 0 else torch.zeros(_TOKEN_BYTES, dtype=torch.uint8)
     heard = heard.to(device)
     channel.broadcast(heard)
@@ -340,11 +340,11 @@ def _gloo(store: Any, rank: int, invitation: Invitation, timeout_s: float) -> An
 
 def _nccl(store: Any, rank: int, invitation: Invitation, timeout_s: float) -> Any:
     options = dist.ProcessGroupNCCL.Options()
-    # Ours comes first.
+    # Longer than `Channel.wait`'s own limit, which must come first.
     options._timeout = timedelta(seconds=2 * timeout_s)
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     before = os.environ.get(name)
-    # A lost peer ends this group, not the process. nccl reads it when the group is made.
+    # With 2, a lost peer ends this group, not the process. torch reads it when the group is made.
     os.environ[name] = "2"
     try:
         return dist.ProcessGroupNCCL(store, rank, invitation.world_size, options)
@@ -374,10 +374,10 @@ def _listen(address: str) -> socket.socket:
 
 
 def address_towards(url: str) -> str:
-    """Return the address of this machine on the way to a URL's; nothing is sent.
+    """Return this machine's address on the route to a URL's host; nothing is sent.
 
     Raises:
-        ConnectionFailed: the name has no address, or no way leads there.
+        ConnectionFailed: the host name cannot be resolved, or has no route.
     """
     parts = urlsplit(url)
     try:
@@ -388,12 +388,12 @@ def address_towards(url: str) -> str:
             probe.connect(place)
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise ConnectionFailed(f"no way leads to {parts.hostname} ({error}).") from error
+        raise ConnectionFailed(f"{parts.hostname} has no route or address ({error}).") from error
 
 
 def _free(box: list[Any]) -> None:
     group = box.pop()
-    # gloo's abort does nothing.
+    # Not for gloo, whose abort does nothing.
     if not isinstance(group, dist.ProcessGroupGloo):
         group.abort()
 

@@ -1,11 +1,11 @@
-"""New weights to servers: loaded, versioned, verified.
+"""Publishes new weights to servers: has them load the weights, sets the version, verifies it.
 
 The same calls work on vLLM (started with `VLLM_SERVER_DEV_MODE=1`) and on `rolltree serve`: pause,
-load, forget cached keys, set the version, ask for it, resume. A request that is being sampled stays
-where it is and goes on with the new weights; its tokens say which version each one is from.
+load, drop cached keys, set the version, verify it, resume. A request in flight is kept and
+continues with the new weights; each of its tokens carries the version that sampled it.
 `publish_weights` has servers load safetensors from a disk that they can read, `publish_adapter` a
-LoRA adapter (vLLM only). Transfers without a disk are
-`rolltree.inference.weights`'s, which uses the same frame.
+LoRA adapter (vLLM only). The other modules of `rolltree.inference.weights` move weights without a
+disk, by the same procedure.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from rolltree.inference.retry import RetryPolicy
 from rolltree.inference.wire import UNREADABLE
 
 RELOAD_METHOD = "reload_all_weights"
-"""The worker's method that reloads every part: `rolltree serve` has it, vLLM by an extension."""
+"""The worker's method that reloads all weights; in vLLM, a worker extension provides it."""
 Update = Callable[[HttpClient], Awaitable[None]]
-"""Something that is done to one server; it raises `ModelError` if that fails."""
+"""Updates one server, or loads its weights; raises `ModelError` if that fails."""
 
 
 class HasServer(Protocol):
@@ -35,7 +35,7 @@ class HasServer(Protocol):
 
     @property
     def server(self) -> HttpClient:
-        """The server behind it."""
+        """The client's server."""
         ...
 
 
@@ -44,17 +44,17 @@ async def publish_weights(
 ) -> None:
     """Make every server answer with the weights in `folder`, as policy `version`.
 
-    `folder` holds `*.safetensors` (and is in Hugging Face's layout) under the same path for the
-    servers, or is one such file. When this returns, each server has said that it has `version`, and
-    each client's `version` is set. Servers are updated at the same time. `method` is the worker's
-    method that reloads. vLLM's own, `"reload_weights"`, leaves a tied output layer as it was on a
-    CPU; the default renews everything, and vLLM has it from `rolltree.inference.vllm.worker`.
+    `folder` holds `*.safetensors` in Hugging Face's layout, or is a single such file; servers must
+    see it under the same path. When this returns, each server has reported `version`, and each
+    client's `version` is set. Servers are updated at the same time. `method` is the worker's
+    method that reloads. vLLM's own, `"reload_weights"`, does not reload a tied output layer on a
+    CPU; the default reloads everything, and `rolltree.inference.vllm.worker` adds it to vLLM.
 
     Raises:
         ConfigError: the folder has no safetensors, the version is negative, there is no server, or
-            a server has no such method (it goes on with the weights it had).
-        PublishFailed: servers failed; it names each one and says which are left paused. All others
-            have the new weights.
+            a server lacks the method (it continues with the weights it had).
+        PublishFailed: servers failed; the error names them and says which are left paused. All
+            others have the new weights.
     """
     body = {"method": method, "kwargs": {"weights_path": str(_weights_in(folder))}}
 
@@ -64,7 +64,7 @@ async def publish_weights(
         except ServerError as error:
             if f"no attribute '{method}'" not in str(error):
                 raise
-            # Nothing was loaded, so it may go on.
+            # Nothing was loaded, so the server may continue.
             await call(server, "/resume", {})
             raise ConfigError(
                 f"the workers of {server.root_url} have no method {method!r}, so no weights were "
@@ -83,16 +83,16 @@ async def publish_adapter(
     """Make every vLLM server answer for model `name` with the adapter in `folder`, as `version`.
 
     `folder` holds `adapter_model.safetensors` and `adapter_config.json` (peft's layout) under the
-    same path for the servers; clients ask for the model `name`. A new adapter of the same name
-    takes the old one's place. vLLM needs `--enable-lora` and, in its environment,
+    same path for the servers; clients request the model `name`. A new adapter of the same name
+    replaces the old one. vLLM needs `--enable-lora` and, in its environment,
     `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1` and `VLLM_SERVER_DEV_MODE=1`. The rest is as in
     `publish_weights`.
 
     Raises:
         ConfigError: the folder holds no adapter, the version is negative, or there is no server.
-        PublishFailed: as `publish_weights`.
+        PublishFailed: as in `publish_weights`.
     """
-    # Absolute, because servers have other working directories.
+    # Absolute, because servers have different working directories.
     folder = _weights_in(folder)
     if not (folder / "adapter_config.json").is_file():
         raise ConfigError(
@@ -112,14 +112,14 @@ async def publish_by(update: Update, clients: Sequence[HasServer], version: int)
 
     Raises:
         ConfigError: the version is negative, or there is no server.
-        PublishFailed: servers failed; it names each one.
+        PublishFailed: servers failed; the error names them.
     """
     if version < 0 or not clients:
         raise ConfigError(
             f"version {version} cannot be published to {len(clients)} servers: the version must be "
-            ">= 0, and at least one server must take it."
+            ">= 0, and there must be at least one server."
         )
-    # All of them to their ends: an error of one must not leave others halfway.
+    # All updates run to their end: an error of one server must not leave others halfway.
     outcomes = await asyncio.gather(
         *(update(client.server) for client in clients),
         return_exceptions=True,
@@ -131,12 +131,12 @@ async def publish_by(update: Update, clients: Sequence[HasServer], version: int)
         elif isinstance(outcome, BaseException):
             raise outcome
         else:
-            # Also if another server failed: this one has the new weights.
+            # Even if another server failed, this one has the new weights.
             client.version = version
     if failed:
         raise PublishFailed(
             f"weights version {version} did not reach {len(failed)} of {len(clients)} servers, so "
-            "they would answer with another policy than the trainer's: "
+            "they would answer with a different policy than the trainer's: "
             + " ".join(map(str, failed.values())),
             clients=tuple(failed),
         ) from next(iter(failed.values()))
@@ -145,10 +145,10 @@ async def publish_by(update: Update, clients: Sequence[HasServer], version: int)
 async def served_version(
     server: HttpClient, *, timeout_s: float | None = None, retry: RetryPolicy | None = None
 ) -> str:
-    """Return the version that a server says its weights have (vLLM's first is "default").
+    """Return the version that a server reports for its weights (initially "default").
 
     Raises:
-        ModelError: it does not say.
+        ModelError: it does not report one.
     """
     answer = await call(server, "/weight_info", None, timeout_s=timeout_s, retry=retry)
     version = answer.get("weight_version") if isinstance(answer, dict) else None
@@ -160,7 +160,7 @@ async def served_version(
 
 
 def _weights_in(folder: Path) -> Path:
-    # Not resolved: `/proc/PID/fd/N` leads to a name that no other process can open.
+    # Not resolved: `/proc/PID/fd/N` would resolve to a name that other processes cannot open.
     if folder.is_file():
         return folder.absolute()
     if not any(folder.glob("*.safetensors")):
@@ -172,12 +172,12 @@ def _weights_in(folder: Path) -> Path:
 
 
 async def update_server(server: HttpClient, load: Update, version: int) -> None:
-    """Give one server other weights, by `load`, while it is paused; ask it for the version.
+    """Pause one server, give it weights by `load`, verify the version that it reports, resume.
 
     Raises:
-        ModelError: it failed. Where `load` was begun, the server is left paused.
+        ModelError: it failed. If `load` had begun, the server is left paused.
     """
-    # "keep": requests in flight stay, and go on after the resume.
+    # "keep": requests in flight are kept, and continue after the resume.
     await call(server, "/pause?mode=keep", {})
     paused = "It is left paused, since its weights may be half replaced."
     try:
@@ -188,17 +188,17 @@ async def update_server(server: HttpClient, load: Update, version: int) -> None:
                 f"{server.root_url} did not drop its KV cache ({reset!r}), so answers would mix "
                 "old and new weights."
             )
-        # After loading, so that no token of the old weights gets the new number.
+        # After loading, so that no token of the old weights gets the new version.
         await call(server, "/update_weight_version", {"new_version": str(version)})
         reported = await served_version(server)
         if reported != str(version):
             raise BadResponse(
-                f"{server.root_url} says that its weights have version {reported!r} after they "
-                f"were set to {version}. Is another trainer publishing to it?"
+                f"{server.root_url} reports version {reported!r} for its weights after it was "
+                f"set to {version}. Is another trainer publishing to it?"
             )
     except ModelError as error:
         raise ModelError(f"{error} {paused}") from error
-    # Only a server that has said which weights it has.
+    # Only a server that has reported the right version is resumed.
     await call(server, "/resume", {})
 
 
@@ -211,10 +211,10 @@ async def call(
     retry: RetryPolicy | None = None,
     timeout_s: float | None = None,
 ) -> Any:
-    """Ask a path for administrators and return its answer, from JSON if `decode` is None.
+    """Send a request with the admin token and return the answer, from JSON if `decode` is None.
 
     Raises:
-        ModelError: as `HttpClient.post`.
+        ModelError: as `HttpClient.post` does.
     """
     try:
         outcome = await server.post(
@@ -228,14 +228,14 @@ async def call(
         )
         return outcome.value
     except ServerError as error:
-        # `rolltree serve` says itself what it was started without.
+        # The 404 of `rolltree serve` already says what the server was started without.
         if error.status != 404 or "rolltree serve" in str(error):
             raise
         raise ServerError(
             f"{server.root_url} has no {path.partition('?')[0]} (404), so it cannot be given "
             "weights. Start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment and the flags of "
-            "docs/inference.md, vLLM; `rolltree serve` has it. Other servers cannot be trained "
-            "with.",
+            "docs/inference.md, vLLM, or use `rolltree serve`. Other servers cannot be used for "
+            "training.",
             status=404,
             retryable=False,
         ) from error

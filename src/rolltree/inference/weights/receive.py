@@ -1,8 +1,8 @@
-"""New weights for a served model: from folders of safetensors, and sent by a trainer.
+"""Puts new weights into a served model, from folders of safetensors or sent by a trainer.
 
 Names and shapes are checked before anything is changed, each received bucket before it is copied.
-If a transfer breaks off, what has been copied stays, and the publisher leaves the server paused.
-LoRA adapters are not supported. torch is imported when weights come.
+If a transfer breaks off, the tensors copied so far stay, and the publisher leaves the server
+paused. LoRA adapters are not supported. torch is imported only when weights arrive.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MAX_INDEX_BYTES = 64 * 2**20
 class WeightReceiver:
     """The receiving end of `rolltree.inference.weights` for one model.
 
-    Calls come one at a time; `close` may come at any time, and ends a transfer.
+    Calls must not overlap, except that `close` may be called at any time and ends a transfer.
     """
 
     world_size = 1
@@ -40,10 +40,10 @@ class WeightReceiver:
         self._is_started = False
 
     def meet(self, info: Mapping[str, Any]) -> None:
-        """Meet the trainer that `info` names; an earlier one is forgotten.
+        """Connect to the trainer that `info` names, and disconnect from an earlier one.
 
         Raises:
-            ConfigError: it is not an invitation.
+            ConfigError: `info` is not an invitation.
             ConnectionFailed: the trainer cannot be reached.
         """
         self.close()
@@ -59,7 +59,7 @@ class WeightReceiver:
         self._channel = accept(invitation, 1, self._device)
 
     def start(self) -> None:
-        """Begin an update.
+        """Start an update.
 
         Raises:
             ConfigError: no trainer has connected.
@@ -71,7 +71,7 @@ class WeightReceiver:
         """Copy what the trainer sends into the model.
 
         Raises:
-            ConfigError: no update was begun, or the weights do not fit the model.
+            ConfigError: no update was started, or the weights do not fit the model.
             BadResponse: a bucket's checksum differs.
             ConnectionFailed: the trainer is gone.
         """
@@ -91,18 +91,18 @@ class WeightReceiver:
             if type(size) is not int or size < 1:
                 raise ConfigError(f"update_info has bucket_bytes = {size!r}; it must be >= 1.")
             own = self._model.state_dict()
-            # All of it before the first byte is copied: afterwards the model is no longer whole.
+            # Checked completely before the first byte is copied, which changes the model.
             check_fit(own, {spec.name: spec.shape for spec in specs}, "that were announced")
             with torch.no_grad():
                 for tensors in receive(channel, fill_buckets(specs, size)):
                     for name, tensor in tensors:
                         own[name].copy_(tensor)
-        except BaseException:  # the channel is out of step now
+        except BaseException:  # the channel is out of sync now
             self.close()
             raise
 
     def close(self) -> None:
-        """Let go of the trainer."""
+        """Disconnect from the trainer."""
         channel, self._channel = self._channel, None
         self._is_started = False
         if channel is not None:
@@ -119,11 +119,11 @@ class WeightReceiver:
 
 
 def weights_mark(path: Path) -> str | None:
-    """Return what a trainer wrote into its file to recognize it; None if it cannot be read."""
+    """Return the mark by which a trainer recognizes its file; None if it cannot be read."""
     from safetensors import SafetensorError, safe_open
 
     try:
-        # Not a named pipe, which would block.
+        # A named pipe would block.
         if not path.is_file():
             return None
         with safe_open(path, framework="pt") as file:
@@ -134,9 +134,9 @@ def weights_mark(path: Path) -> str | None:
 
 
 def load_weights(model: Any, folder: Path) -> None:
-    """Copy every tensor in `folder`, or in one file, into `model`'s of the same name.
+    """Copy every tensor in a folder or a file into `model`'s tensor of the same name.
 
-    Parameters that share their memory with a loaded one (tied embeddings) may be missing.
+    Parameters that share their memory with a loaded parameter (tied embeddings) may be missing.
 
     Raises:
         ConfigError: the folder has no safetensors, or their names or shapes are not the model's;
@@ -165,19 +165,19 @@ def load_weights(model: Any, folder: Path) -> None:
 
 
 def check_fit(own: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
-    """Refuse weights of other names or shapes than those of the state dict `own`.
+    """Check that weights have the names and shapes of the state dict `own`.
 
-    Parameters that share their memory with one that is there may be missing.
+    Parameters that share their memory with a given parameter may be missing.
 
     Raises:
-        ConfigError: naming what is wrong.
+        ConfigError: they do not; the message names the tensors.
     """
     for name, shape in shapes.items():
         if name in own and shape != tuple(own[name].shape):
             raise _unfit(where, f"{name} has shape {shape}", tuple(own[name].shape))
     if unknown := sorted(shapes.keys() - own.keys()):
         raise _unfit(where, f"{_some(unknown)} are not parameters of the model")
-    # By address: a tied tensor has two names and comes once.
+    # By address, because a tied tensor has two names but comes once.
     loaded = {own[name].data_ptr() for name in shapes}
     missing = sorted(name for name in own.keys() - shapes if own[name].data_ptr() not in loaded)
     if missing:
@@ -185,15 +185,15 @@ def check_fit(own: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], whe
 
 
 def safetensors_files(folder: Path) -> list[Path]:
-    """Return the weight files of a folder: those of its index, or all; a file is its own.
+    """Return a folder's weight files: those in its index, else all; a file is returned itself.
 
     Raises:
-        ConfigError: there are none, the index cannot be read, or a file is not a regular one, which
-            could be read without end.
+        ConfigError: there are none, the index cannot be read, or one is not a regular file, so
+            that reading it might never end.
     """
     index = folder / INDEX
     try:
-        # One in the memory of a trainer on this machine.
+        # For example the file in memory of a trainer on this machine.
         if folder.is_file():
             return [folder]
         files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
@@ -216,7 +216,7 @@ def safetensors_files(folder: Path) -> list[Path]:
 
 
 def _read_index(path: Path) -> Iterable[str]:
-    # Whoever may publish can name any folder; its index must not fill the memory.
+    # A publisher can name any folder, so its index must not fill the memory.
     if path.stat().st_size > _MAX_INDEX_BYTES:
         raise ValueError(f"{INDEX} has more than {_MAX_INDEX_BYTES:,} bytes")
     return msgspec.json.decode(path.read_bytes(), type=_Index).weight_map.values()

@@ -1,8 +1,8 @@
 """The trainer's weights as a safetensors file in memory, which servers on its machine map.
 
-The file has no name on any disk: servers open it as `/proc/PID/fd/N`, so it is gone with the
+The file is not on any disk: servers open it as `/proc/PID/fd/N`, so it disappears with the
 trainer's process, however that ends. It is laid out once; each version is then copied into the same
-pages. Servers read it only while the trainer waits for them, so it never changes under a reader.
+pages. Servers read it only while the trainer waits for them, so it does not change meanwhile.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _DTYPES = {
 
 
 class SharedWeights:
-    """A file in memory; until `reserve` it holds nothing but its mark.
+    """A file in memory; until `reserve` it holds only its mark.
 
-    `mark` is what a server that sees this very file reads there, and no other file has.
+    `mark` is unique to the file: a server that reads the same mark sees this file.
 
     Raises:
-        OSError: this system has no such files.
+        OSError: the operating system does not support files in memory.
     """
 
     def __init__(self) -> None:
@@ -57,27 +57,27 @@ class SharedWeights:
 
     @property
     def path(self) -> Path:
-        """Where processes of this machine find it."""
+        """The file's path for processes on this machine."""
         return Path(f"/proc/{os.getpid()}/fd/{self._file}")
 
     def reserve(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Lay out the file for tensors like these, if it is not.
+        """Lay out the file for tensors like these, unless that is done.
 
         Raises:
-            OSError: the memory does not exist.
-            ConfigError: safetensors has no such dtype.
+            OSError: there is not enough memory.
+            ConfigError: safetensors does not support a dtype, or the tensors have changed.
         """
         specs = [TensorSpec.of(name, tensor) for name, tensor in tensors]
         if specs == self._specs:
             return
-        # A file of other weights may still be mapped by a server, so it is left as it is.
+        # Not laid out again, since a server may still map the file.
         if self._specs is not None:
             raise ConfigError("the tensors of the model changed since its weights were published.")
-        # The largest elements first: safetensors leaves no gaps, and views must be aligned.
+        # The largest elements first: safetensors allows no gaps, and views must be aligned.
         ordered = sorted(specs, key=lambda spec: -as_torch_dtype(spec.dtype).itemsize)
         header = self._header(ordered)
         size = len(header) + sum(spec.num_bytes for spec in ordered)
-        # Reserved now: a page that is missing later would end the process with SIGBUS.
+        # Reserved now, because memory that is missing later would kill the process with SIGBUS.
         os.posix_fallocate(self._file, 0, size)
         os.pwrite(self._file, header, 0)
         memory = torch.frombuffer(mmap.mmap(self._file, size), dtype=torch.uint8)
@@ -90,14 +90,14 @@ class SharedWeights:
 
     @torch.no_grad()
     def write(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy weights into the file; raises as `reserve`."""
+        """Copy weights into the file; raises as `reserve` does."""
         named = list(tensors)
         self.reserve(named)
         for name, tensor in named:
             self._views[name].copy_(tensor)
 
     def close(self) -> None:
-        """Let go of the memory; servers that still map it keep it."""
+        """Free the memory, except while servers still map it."""
         self._views.clear()
         if self._file >= 0:
             os.close(self._file)

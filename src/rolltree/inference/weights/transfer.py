@@ -1,12 +1,12 @@
-"""Publishing without a disk: vLLM's weight-transfer endpoints say when, a broadcast sends the data.
+"""Publishing without a disk: vLLM's weight-transfer endpoints control it, a broadcast sends data.
 
     all servers     pause, /start_weight_update
     each server     /update_weights, which receives      } at the same time,
     the trainer     packs each bucket once and sends it  } the sending in a thread
-    each server     /finish_weight_update, forget cached keys, set and ask for the version, resume
+    each server     /finish_weight_update, drop cached keys, set and verify the version, resume
 
-vLLM must be started for it (`SETUP`); `rolltree serve` always is. Each server has its own process
-group, so a failure affects only that server; its group is recreated at the next publish.
+vLLM must be started for it (`SETUP`); `rolltree serve` always supports it. Each server has its own
+process group, so a failure affects only that server; its group is recreated at the next publish.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ SETUP = (
     "--worker-extension-cls rolltree.inference.vllm.worker.WeightReload "
     """--weight-transfer-config '{"backend": "rolltree"}'."""
 )
-# A repeated request would join a transfer that has moved on (design/0012).
+# A repeated request would join a transfer that is already under way (design/0012).
 _ONCE = RetryPolicy(max_retries=0)
 _FEW = RetryPolicy(max_retries=3, first_wait_s=0.1)
-# How long /update_weights may take: the transfer has time limits of its own.
+# How long /update_weights may take: practically unlimited, since the transfer has its own limits.
 _DAY_S = 86400.0
-# How long a server has to say why it aborted a transfer.
+# How long to wait for a server's answer that says why it aborted a transfer.
 _REASON_S = 5.0
 _POLL_S = 0.005
 
@@ -55,15 +55,15 @@ class WeightTransfer:
     Args:
         clients: one per server.
         backend: `"gloo"`, or `"nccl"` between GPUs (not yet run on any).
-        device: the GPU on which nccl's buckets are packed, None for torch's current one.
-        address: of this machine, one that the servers, and only they, can reach. Both sides
-            connect on any port, unencrypted. None: the one on the route to each server.
-        bucket_bytes: how much is packed and sent at once; two buckets are in memory. A larger
-            tensor is sent as one.
+        device: the GPU on which nccl's buckets are packed; None: torch's current GPU.
+        address: an address of this machine that the servers, and only they, can reach. Both sides
+            connect on any port, unencrypted. None: the address on the route to each server.
+        bucket_bytes: size of the buckets that are packed and sent; two are in memory. A larger
+            tensor is a bucket of its own.
         timeout_s: how long a server may take for one bucket, and to connect.
 
     Raises:
-        ConfigError: a size or time is not above 0, or this torch has no such backend.
+        ConfigError: a size or time is not above 0, or this torch lacks the backend.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class WeightTransfer:
         self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s
         check_backend(backend)
         self._device = torch.device("cpu")
-        # Resolved here: other threads have their own current device.
+        # Resolved here, since other threads have their own current device.
         if backend == "nccl":
             self._device = torch.device(device or f"cuda:{torch.cuda.current_device()}")
         elif device is not None:
@@ -96,10 +96,10 @@ class WeightTransfer:
         self._channels: dict[HttpClient, Channel] = {}
 
     async def open(self, clients: Sequence[HasServer] | None = None) -> None:
-        """Connect to every server, or those of `clients`, unless connected; so does `publish`.
+        """Connect to every server, or to those of `clients`, unless connected; `publish` does, too.
 
         Raises:
-            ModelError: a server cannot be connected to; the error says what it needs.
+            ModelError: connecting to a server failed; the error says what the server needs.
         """
         outcomes = await asyncio.gather(
             *(self._channel_to(each.server) for each in clients or self._clients),
@@ -119,12 +119,12 @@ class WeightTransfer:
 
         Names, dtypes and shapes are those of the model's checkpoint; tied tensors come once. They
         are read until this returns and must not change meanwhile. When it returns, each server has
-        checked every bucket, has said that it has `version`, and each client's `version` is set.
+        checked every bucket and reported `version`, and each client's `version` is set.
 
         Raises:
             ConfigError: there are no tensors or no servers, a name comes twice, or the version is
                 negative.
-            PublishFailed: servers failed; it names each one and says which are left paused. All
+            PublishFailed: servers failed; the error names them and says which are left paused. All
                 others have the new weights.
         """
         clients = self._clients if clients is None else clients
@@ -154,11 +154,11 @@ class WeightTransfer:
         try:
             await publish_by(update, clients, version)
         finally:
-            # Also after an error: the trainer changes the tensors when this returns.
+            # Also after an error, since the trainer may change the tensors when this returns.
             await broadcast.ended()
 
     def forget(self, client: HasServer) -> None:
-        """Disconnect from a server, whose place another process may have taken."""
+        """Disconnect from a server, which may have been replaced by another process."""
         self._drop(client.server)
 
     async def aclose(self) -> None:
@@ -207,7 +207,7 @@ class WeightTransfer:
             except ConnectionFailed:
                 await asyncio.wait([asked], timeout=_REASON_S)
                 if asked.done():
-                    # The server knows better what is wrong.
+                    # The server's own error is more specific.
                     asked.result()
                 raise
             try:
@@ -220,7 +220,7 @@ class WeightTransfer:
         return channel
 
     async def _wait_for_workers(self, rendezvous: Rendezvous, asked: asyncio.Future[Any]) -> None:
-        """Wait until every worker has connected, or one has failed."""
+        """Wait until every worker has connected; raises if the server fails before."""
         end = asyncio.get_running_loop().time() + self._timeout_s
         while not rendezvous.is_complete:
             if asked.done():
@@ -237,17 +237,16 @@ class WeightTransfer:
     async def _load(
         self, server: HttpClient, channel: Channel, broadcast: _Broadcast, info: dict[str, Any]
     ) -> None:
-        """Have one server receive what is sent to all, from start to finish."""
+        """Have one server take part in the broadcast, from `/start_weight_update` to the end."""
         await _start(server)
         sent = await broadcast.join(server, channel)
         asked = asyncio.ensure_future(
             call(server, "/update_weights", {"update_info": info}, retry=_ONCE, timeout_s=_DAY_S)
         )
-        # HTTP and broadcast end together: a server that answers with an error reads no more
-        # buckets.
+        # A server that answers with an error reads no more buckets, so its channel is closed.
         asked.add_done_callback(lambda done: _close_if_failed(done, channel))
         try:
-            # Shielded: the broadcast is for all servers, and ends when the last of them has
+            # Shielded, because all servers share the broadcast; it ends when the last server has
             # everything.
             lost = (await asyncio.shield(sent)).get(channel)
             patience_s = self._timeout_s if lost is None else min(_REASON_S, self._timeout_s)
@@ -255,10 +254,10 @@ class WeightTransfer:
             if asked.done():
                 asked.result()
             if lost is not None:
-                raise ConnectionFailed(f"{server.root_url} did not take the weights: {lost}")
+                raise ConnectionFailed(f"{server.root_url} did not receive all weights: {lost}")
             if not asked.done():
                 raise ConnectionFailed(
-                    f"{server.root_url} was sent all weights and has not loaded them within "
+                    f"{server.root_url} was sent all weights but did not load them within "
                     f"{patience_s:g} s. See its log."
                 )
         finally:
@@ -267,7 +266,7 @@ class WeightTransfer:
 
 
 class _Broadcast:
-    """One broadcast to all servers; it begins when each of them is ready or has failed."""
+    """One broadcast to all servers; it starts when each of them is ready or has failed."""
 
     def __init__(
         self,
@@ -292,7 +291,7 @@ class _Broadcast:
     async def join(
         self, server: HttpClient, channel: Channel
     ) -> asyncio.Future[dict[Channel, Exception]]:
-        """Take part; return a future of the channels that failed, and why."""
+        """Wait for the other servers; return a future of the channels that failed, with errors."""
         self._channels.append(channel)
         self.leave(server)
         await self._all_ready.wait()
@@ -321,23 +320,23 @@ def _listed(named_tensors: Iterable[tuple[str, Tensor]]) -> tuple[list[str], lis
 
 
 async def _start(server: HttpClient) -> None:
-    """Begin an update; one that a killed trainer left open is abandoned first."""
+    """Start an update; abandon an earlier update that a killed trainer left open."""
     try:
         await call(server, "/start_weight_update", {}, retry=_ONCE)
     except ServerError as error:
         if error.status < 500:
             raise
-        # Retried: vLLM closes the connection after an error, perhaps just when it is used again.
+        # Retried: vLLM closes the connection after an error, perhaps just as it is reused.
         await call(server, "/collective_rpc", {"method": "abandon_weight_update"}, retry=_FEW)
         await call(server, "/start_weight_update", {}, retry=_ONCE)
 
 
 async def _cancel_request(asked: asyncio.Future[Any]) -> None:
-    """Cancel a request unless it is answered, and wait until its connection is closed."""
+    """Cancel a request unless it has been answered, and wait until it has ended."""
     asked.cancel()
     await asyncio.wait([asked])
     if not asked.cancelled():
-        # Raised already, or of no interest; asyncio would log it as never retrieved.
+        # Retrieved, because asyncio would log the error otherwise.
         asked.exception()
 
 

@@ -1,10 +1,10 @@
-"""The ways in which servers get weights, behind one interface, and which of them a server takes.
+"""The ways to get weights to servers, behind one interface, and the choice of one per server.
 
     shared memory   servers on the trainer's machine map its weights
     transfer        the weights are sent: gloo between CPUs, nccl between GPUs
     disk            servers reload a folder that they see under the same path
 
-Each publish goes through the frame of `publish.py`, whichever way carries the weights.
+Every way publishes by the procedure of `publish.py`.
 """
 
 from __future__ import annotations
@@ -30,30 +30,33 @@ from rolltree.inference.weights.shared import SharedWeights
 from rolltree.inference.weights.transfer import WeightTransfer
 
 NamedTensors = Callable[[], Iterable[tuple[str, Tensor]]]
-"""The trained weights as they are when it is called, named as in a checkpoint, tied ones once."""
+"""Returns the current trained weights, named as in a checkpoint; tied weights come once."""
 
 
 class Way(ABC):
-    """How weights get to servers. Calls come one at a time, and none while weights are written."""
+    """A way to get weights to servers.
+
+    Calls must not overlap, and the trainer must not write the weights during a call.
+    """
 
     name: str
 
     async def why_not(self, client: HasServer) -> str | None:
-        """Return why a server cannot be given weights in this way; None if it can, or may."""
+        """Return why a server cannot get weights in this way; None if it can, or perhaps can."""
         return None
 
     def outdate(self) -> None:  # noqa: B027  (most have nothing to do)
-        """Take note that the weights have changed."""
+        """Note that the weights have changed."""
 
     @abstractmethod
     async def send(self, clients: Sequence[HasServer], version: int) -> None:
-        """Give these servers the weights as they are now; raises as `publish_weights`."""
+        """Give these servers the current weights; raises as `publish_weights` does."""
 
     def forget(self, client: HasServer) -> None:  # noqa: B027
-        """Take note that another process is in a server's place, or none."""
+        """Note that a server is gone, or was replaced by another process."""
 
     async def aclose(self) -> None:  # noqa: B027
-        """Let go of every server."""
+        """Release connections and memory."""
 
 
 class DiskWay(Way):
@@ -61,8 +64,8 @@ class DiskWay(Way):
 
     Args:
         export: writes the weights as a folder of safetensors.
-        folder: where versions are written, readable for the servers under the same path.
-        method: the worker's method that reloads, see `publish_weights`.
+        folder: the folder for versions, which servers can read under the same path.
+        method: the worker's method that reloads; see `publish_weights`.
     """
 
     name = "disk"
@@ -74,17 +77,17 @@ class DiskWay(Way):
         self._written: Path | None = None
 
     def outdate(self) -> None:
-        """Write the weights again before they are sent."""
+        """Note that the weights must be written again."""
         self._written = None
 
     async def send(self, clients: Sequence[HasServer], version: int) -> None:
-        """Write the version, if it is not, and have these servers reload it."""
+        """Write the weights unless that is done, and have these servers reload them."""
         if self._written is None:
             path = self._folder / f"version-{version:06d}"
             await asyncio.to_thread(self._export, path)
             self._written = path
         await publish_weights(clients, self._written, version, method=self._method)
-        # The current version stays, for servers that come back.
+        # The current version is kept for servers that come back.
         for old in self._folder.glob("version-*"):
             if old != self._written:
                 await asyncio.to_thread(shutil.rmtree, old)
@@ -111,7 +114,7 @@ class SharedWay(Way):
         try:
             answer = await call(client.server, "/collective_rpc", body)
         except ModelError as error:
-            return f"it cannot say whether it sees this machine's memory ({error})"
+            return f"it did not say whether it sees this machine's memory ({error})"
         marks = answer.get("results") if isinstance(answer, dict) else None
         if not isinstance(marks, list) or set(map(str, marks)) != {shared.mark}:
             return "it does not see this process's memory (another machine, container or user)"
@@ -119,15 +122,15 @@ class SharedWay(Way):
             async with self._reserving:
                 await asyncio.to_thread(shared.reserve, self._tensors())
         except OSError as error:
-            return f"there is no memory for another copy of the weights ({error})"
+            return f"there is not enough memory for another copy of the weights ({error})"
         return None
 
     def outdate(self) -> None:
-        """Copy the weights again before they are sent."""
+        """Note that the weights must be copied again."""
         self._is_written = False
 
     async def send(self, clients: Sequence[HasServer], version: int) -> None:
-        """Copy the weights, if they are not, and have these servers load them."""
+        """Copy the weights unless that is done, and have these servers load them."""
         shared = self._shared = self._shared or SharedWeights()
         if not self._is_written:
             await asyncio.to_thread(lambda: shared.write(self._tensors()))
@@ -135,14 +138,14 @@ class SharedWay(Way):
         await publish_weights(clients, shared.path, version)
 
     async def aclose(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         if self._shared is not None:
             self._shared.close()
         self._shared, self._is_written = None, False
 
 
 class TransferWay(Way):
-    """Sends the weights; `options` are `WeightTransfer`'s."""
+    """Sends the weights; `options` are passed to `WeightTransfer`."""
 
     name = "transfer"
 
@@ -172,10 +175,10 @@ class TransferWay(Way):
 
 
 class AutoWay(Way):
-    """Gives every server the weights in the first of `ways` that it can take, and says which.
+    """Gives every server the weights in the first of `ways` that works for it.
 
-    The last way is not asked. `because` says why there are no others. `notify` gets what a person
-    should know.
+    The last way is used without a check. `because` says why there are no other ways. `notify`
+    receives a notice for the user when a server's way, or the reason for it, changes.
     """
 
     name = "auto"
@@ -187,12 +190,12 @@ class AutoWay(Way):
         self.notify: Callable[[str], None] = lambda message: None
 
     def outdate(self) -> None:
-        """Tell every way."""
+        """Note for every way that the weights have changed."""
         for way in self._ways:
             way.outdate()
 
     async def send(self, clients: Sequence[HasServer], version: int) -> None:
-        """Give each server the weights in its own way, at the same time."""
+        """Give each server the weights in its own way, all at the same time."""
         found = await asyncio.gather(*map(self._choose, clients), return_exceptions=True)
         groups: dict[Way, list[HasServer]] = {}
         said: dict[str, list[str]] = {}
@@ -205,7 +208,7 @@ class AutoWay(Way):
             else:
                 way, why = choice
                 groups.setdefault(way, []).append(client)
-                # Again only when it is a different one, as after a restart elsewhere.
+                # Said again only if it changed, for example after a restart on another machine.
                 url = client.server.root_url
                 if self._said.get(url) != why:
                     self._said[url] = why
@@ -226,7 +229,7 @@ class AutoWay(Way):
             raise PublishFailed(text, clients=tuple(failed)) from errors[0]
 
     def forget(self, client: HasServer) -> None:
-        """Choose again before the next sending: the process may be on another machine."""
+        """Choose again before the next `send`, since the new process may be on another machine."""
         self._chosen.pop(client, None)
         for way in self._ways:
             way.forget(client)
@@ -237,11 +240,11 @@ class AutoWay(Way):
             await way.aclose()
 
     async def _choose(self, client: HasServer) -> tuple[Way, str]:
-        """Return a server's way, and its name with the reasons against those before it."""
+        """Return a server's way, and the way's name with the reasons against earlier ways."""
         way = self._chosen.get(client)
         if way is not None:
             return way, self._said[client.server.root_url]
-        # A server that is away says nothing about its ways.
+        # Raises if the server is unreachable, since its failures would say nothing about its ways.
         await served_version(client.server)
         reasons = [f"({self._because}.)"] if self._because else []
         for way in self._ways[:-1]:
