@@ -166,7 +166,7 @@ def _select(sample: Sample, keep: BoolArray) -> Sample:
 
 
 def _with_gradient(records: Records) -> BoolArray:
-    """Return a mask of the records of rollouts with an advantage; if none, of the first one's."""
+    """Return a mask of the records of rollouts with an advantage; of the first one if none has."""
     moving = np.unique(records.rollout[records.advantage != 0])
     # Keep whole rollouts, because a loss over rollouts needs all their records.
     return np.isin(records.rollout, moving if len(moving) else records.rollout[:1])

@@ -171,7 +171,7 @@ class Checkpoints:
         """Copy a checkpoint into the module's own tensors, the optimizer and the generators.
 
         Raises:
-            TrainingError: the directory is torn or damaged, or it belongs to another model.
+            TrainingError: the directory is torn or damaged, or it belongs to a different model.
         """
         data = check_complete(path)
         if self._leads and path != self._verified:
@@ -214,7 +214,7 @@ class Checkpoints:
 
 
 def check_complete(path: Path) -> dict[str, Any]:
-    """Return `state.json` of a checkpoint after comparing the size of every file.
+    """Return `state.json` of a checkpoint after checking the size of every file.
 
     Raises:
         TrainingError: something is missing, short or of another format; the directory is named.

@@ -95,7 +95,7 @@ def read_full(folder: Path, model: Any, optimizer: Optimizer, ranks: Ranks | Non
     """Copy whole tensors into the parts that this rank holds.
 
     Raises:
-        TrainingError: they belong to another model.
+        TrainingError: they belong to a different model.
         ConfigError: a file cannot be read.
     """
     read_weights(folder, model)
@@ -106,7 +106,7 @@ def read_weights(folder: Path, model: Any) -> None:
     """Copy the trained weights of a whole checkpoint, without the optimizer.
 
     Raises:
-        TrainingError: they belong to another model.
+        TrainingError: they belong to a different model.
         ConfigError: a file cannot be read.
     """
     own = trained_tensors(model)
@@ -168,7 +168,7 @@ def read_sharded(folder: Path, model: Any, optimizer: Optimizer, ranks: Ranks | 
     """Read the parts that this rank holds, from any number of ranks that wrote them.
 
     Raises:
-        TrainingError: they belong to another model.
+        TrainingError: they belong to a different model.
     """
     own = _together(model, optimizer)
     reader = HuggingFaceStorageReader(str(folder / SHARDS))
@@ -325,7 +325,7 @@ def written(working: Path, what: str) -> Iterator[None]:
             remove(working)
         raise TrainingError(
             f"{what} could not be written into {working.parent} ({_reason(error)}); the partial "
-            "files were removed, and earlier ones are untouched. Make room or check "
+            "files were removed, and everything saved before is untouched. Make room or check "
             "the disk, then start the same command again: it continues from the last checkpoint."
         ) from error
 

@@ -2,7 +2,7 @@
 
 Pure functions of `Earnings`, in three stages: `flow_credit` moves rewards between parents and the
 children they delegated to, a row of `CREDITS` turns the rewards of one comparison group into one
-advantage per call, and `subtract_averages` takes off what a role has usually earned.
+advantage per call, and `subtract_averages` subtracts each role's moving average.
 `rolltree.training.advantages` calls them. There are no value functions, so nothing is bootstrapped.
 
 An episode counts once, however many model calls it has and however many of its rollouts are in the

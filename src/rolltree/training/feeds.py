@@ -47,7 +47,7 @@ OnProgress = Callable[[int, int, int], None]
 class StepRollouts:
     """`trained` is what the step learns from; `sampled` adds the groups that were replaced.
 
-    `credit` has the credit of each group of `trained`. `metrics` tell how they were collected.
+    `credit` has the credit of each group of `trained`. `metrics` describes how they were collected.
     """
 
     trained: tuple[RolloutResult, ...]
@@ -71,8 +71,8 @@ class Feed(Protocol):
 def credit_of(group: Group, config: TrainConfig) -> GroupCredit:
     """Return the credit of one group, without the averages of the run.
 
-    The moving-average baseline depends on other groups and is rarely exactly 0, so only its
-    own rewards decide whether a group has signal.
+    The moving-average baseline depends on other groups and is rarely exactly 0, so a group's
+    signal depends only on its own rewards.
     """
     algorithm = config.algorithm
     policy = algorithm.policy(config.train.max_seq_len)
@@ -411,7 +411,7 @@ class StreamFeed:
             raise TrainingError(
                 f"{self._run.path} says that a step was trained on the group {name}, but does not "
                 "hold all of its rollouts, so the step cannot be trained again. Was the run "
-                "directory changed? Continue from a copy, or start another run directory."
+                "directory changed? Continue from a copy, or use another run directory."
             )
         return tuple(stored[request.request_id] for request in requests)
 

@@ -86,7 +86,7 @@ def begin(
                 save_file({name: t.cpu().contiguous() for name, t in unique.values()}, part)
         run.set_meta(START, found)
     elif known is not None and found != known:
-        # Only if an earlier call trained the object: other weights may be what the user wants.
+        # Only if an earlier call trained the object; otherwise its weights may be intended.
         if earlier is not None and is_alone and file.is_file() and odd_kind(file) is None:
             stored, own = open_file(file), trained_tensors(model)
             for name in stored.names & own.keys():
@@ -96,7 +96,7 @@ def begin(
         if fingerprint(model) != known:
             raise ConfigError(
                 f"the model that was given has other weights than the run {run.path} began with, "
-                "so the run would go on as another one. Load the model that it began with, or "
+                "so the run would continue another model. Load the one that it began with, or "
                 "choose another run directory."
             )
     _trained_by[model] = run.path

@@ -243,7 +243,7 @@ class _Loop:
         if state.step > num_steps:
             raise TrainingError(
                 f"{self.run.path} has trained {state.step} steps, but train.num_steps is "
-                f"{num_steps}; a run cannot go back. Raise train.num_steps, or start another run "
+                f"{num_steps}; a run cannot go back. Raise train.num_steps, or use another run "
                 "directory."
             )
         self.run.truncate_steps(state.step)
@@ -309,7 +309,8 @@ class _Loop:
         if self.vocabulary is not None:
             calls = [(each.request.request_id, s) for each in found.trained for s in each.states]
             await asyncio.to_thread(check_spelled, calls, self.vocabulary)
-        # Before the first write to the weights: `_samples` already updates the moving averages.
+        # Set before the first write to the weights, because `_samples` already updates the moving
+        # averages.
         self.is_writing = True
         sampled_at = time.perf_counter()
         batch, record, credit = self._samples(found)
@@ -341,7 +342,7 @@ class _Loop:
         if self.num_equal == _PATIENCE:
             self.notify(
                 f"every rollout of the last {_PATIENCE} steps had the reward "
-                f"{metrics['reward/mean']:g}, so there was nothing to learn. Look at some: "
+                f"{metrics['reward/mean']:g}, so there was nothing to learn. Look at a few: "
                 f"rolltree show {self.run.path} --transcripts 3. Does the parser find the answers? "
                 "Is max_tokens long enough? Is the task too hard, or too easy, for this model?"
             )
@@ -410,7 +411,7 @@ class _Loop:
                 f"step {step} has no token to train: all of its rollouts are masked or left out "
                 "(truncation, mask_truncated_completions, failures, or masks of the environment), "
                 "so the weights stay as they are. If that goes on, nothing is learned. Raise "
-                f"sampling.max_tokens, or look at some: rolltree show {self.run.path} "
+                f"sampling.max_tokens, or look at a few: rolltree show {self.run.path} "
                 "--transcripts 3."
             )
         return {"train/num_records": 0.0, "train/grad_norm": 0.0}
@@ -479,12 +480,12 @@ class _Loop:
         return f"eval_after/{step:06d}" if others else "eval_after"
 
     def _is_evaluated(self, step: int) -> bool:
-        """Return whether `eval.every` asks for an evaluation after `step`; not for the last."""
+        """Return whether `eval.every` asks for an evaluation after `step`; never for the last."""
         every = self.config.eval.every
         return every > 0 and step % every == 0 and 0 < step < self.config.train.num_steps
 
     def _owed(self, step: int) -> list[str]:
-        """Return the evaluation phases that earlier starts left undone at `step`, the first step.
+        """Return the phases that earlier starts left undone at `step`, where this start begins.
 
         They were interrupted after the checkpoint was written, or `eval.every` asks for them only
         now. A notice names those whose weights are gone.
@@ -505,7 +506,7 @@ class _Loop:
             self.notify(
                 f"eval.every = {self.config.eval.every} asks for an evaluation after step "
                 f"{', '.join(map(str, gone))}, which no earlier start made. Training is at step "
-                f"{step}, and those weights are gone, so it is skipped."
+                f"{step}, and the weights of those steps are gone, so it is skipped."
             )
         # `eval.after` decides about the evaluation after the last step.
         if step in done or step == self.config.train.num_steps:

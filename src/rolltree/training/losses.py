@@ -1,8 +1,8 @@
 """Losses and KL estimates per sampled token, as tables of pure torch functions.
 
 A loss sees flat arrays of length `_R`, one entry per loss record, in any order and from any scope,
-and returns one value per record; `coefficients` says how they are summed and what is done about an
-engine that samples from another distribution. There are no value losses.
+and returns one value per record; `coefficients` decides how they are summed, and corrects for an
+engine that samples from a different distribution. There are no value losses.
 
 The KL is computed against a frozen model: the one that training started from, or a teacher
 (on-policy distillation). Its coefficient is fixed.

@@ -176,7 +176,7 @@ COMMANDS: dict[str, Callable[[_Follower, Mapping[str, Any]], None]] = {
 
 
 def follow(config: TrainConfig, ranks: Ranks, model: Any = None) -> None:
-    """Run the commands of rank 0 until it sends the last one.
+    """Run the commands of rank 0 until it sends `STOP`.
 
     SIGTERM and Ctrl-C are left to rank 0, which makes every rank save. `model`, if given, is
     trained instead of the one that the config names.

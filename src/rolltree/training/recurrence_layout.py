@@ -86,7 +86,7 @@ class RecurrenceLayout:
         return parents(self.subtree_end)
 
     def taps(self, width: int) -> tuple[Tensor, Tensor]:
-        """Return the tokens whose last `width` are not those before them in the row, and the last.
+        """Find the tokens whose last `width` on their path are not those before them in the row.
 
         Returns:
             The tokens `[E]`, and for each its ancestors, farthest first and itself last,

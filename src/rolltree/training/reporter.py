@@ -152,7 +152,7 @@ class Reporter(Protocol):
         return
 
     def on_notice(self, message: str) -> None:
-        """The user should know something; the message is also stored."""
+        """The user should see a message, which is also stored."""
         return
 
     def on_end(self, report: TrainReport) -> None:

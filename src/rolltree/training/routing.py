@@ -87,7 +87,7 @@ class Replay:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The number of decoder layers, and of experts per token and layer."""
+        """The numbers of decoder layers and of experts per token and layer."""
         return self._routers.num_layers, self._routers.top_k
 
     def experts(self, forest: Forest, device: torch.device) -> Tensor | None:

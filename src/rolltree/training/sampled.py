@@ -69,7 +69,7 @@ def check_sampled(rollouts: Iterable[tuple[str, State]]) -> None:
 def check_spelled(rollouts: Iterable[tuple[str, State]], vocabulary: Vocabulary) -> None:
     """Check that a sample of the calls has ids that spell their messages.
 
-    For clients whose server renders prompts: other clients know what they sent as ids.
+    For clients whose server renders prompts; other clients know the ids that they sent.
 
     Raises:
         TrainingError: the ids of a call spell a different prompt or answer.

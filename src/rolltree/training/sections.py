@@ -83,10 +83,9 @@ class EngineSection(Section, frozen=True):
       at `urls`.
     - `publish`: how servers get new weights. `shared`: they map memory of this machine. `transfer`:
       the weights are sent, by nccl if `model.device` is a GPU, else by gloo, from
-      `transfer_address` of this machine (None: found
-      automatically). `disk`: they reload `weights/` in the run
-      directory, which they see under the same path. `auto`: each server takes the first of these
-      that it can, and the run says which.
+      `transfer_address` of this machine (None: found automatically). `disk`: they reload `weights/`
+      in the run directory, which they see under the same path. `auto`: each server takes the first
+      of these that works, and a notice says which.
     - `served_model`: the model's name on the servers (None: `model.name`). `api_key_env`: the
       environment variable with their API key; `admin_key_env`: with the key that publishes weights,
       if that is different. `reload_method`: see `publish_weights`.

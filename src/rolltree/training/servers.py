@@ -366,7 +366,7 @@ class Servers:
         if server.away_since_s is not None:
             return
         server.away_since_s = monotonic()
-        rest = "Other servers are asked instead."
+        rest = "Its calls go to other servers."
         if all(each.away_since_s is not None for each in self._watched):
             rest = f"The run waits, and ends after {self._patience_s:g} s ({self._limit_name()})."
         self.notify(f"{server.server.root_url} does not answer. {rest}")

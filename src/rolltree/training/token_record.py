@@ -79,7 +79,7 @@ class TokenRecord:
                 columns["weight"][at] *= stats.factor
             known = {"logprob": stats.logprob, "entropy": stats.entropy}
             known |= {"reference": stats.reference} if stats.reference is not None else {}
-            # Not needed with the reference's logprob, from which it can be computed.
+            # Not needed with the reference's logprob, from which the KL can be computed.
             known |= {"kl": stats.kl} if stats.kl is not None and stats.reference is None else {}
             for name, values in known.items():
                 column = columns.setdefault(name, np.full(size, np.nan, np.float32))

@@ -44,9 +44,7 @@ def flex_mask(
     """
     num_tokens = len(subtree_end)
     first = np.arange(0, num_tokens, block)
-    reach = np.maximum.reduceat(
-        subtree_end, first
-    )  # end of the queries that see any key of a block
+    reach = np.maximum.reduceat(subtree_end, first)  # end of the queries that see any of its keys
     common = np.minimum.reduceat(subtree_end, first)  # end of those that see all of them
     stop = first + block
     below = first[:, None] > first[None, :]

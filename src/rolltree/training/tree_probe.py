@@ -1,6 +1,6 @@
 """Checks that a model has the same outputs and gradients on a tree and on its rows.
 
-They run a copy of its first layers, with weights moved away from initialisation and short windows,
+It runs a copy of the first layers, with weights moved away from initialisation and short windows,
 so that gates, sinks, sparse attention and states have an effect. The model itself, which an engine
 may be serving, is not touched.
 """
