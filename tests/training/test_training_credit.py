@@ -179,7 +179,7 @@ class TestAssign:
 
     @pytest.mark.parametrize("reward", [None, math.nan, math.inf])
     def test_a_missing_reward_is_an_error_not_a_zero(self, reward):
-        with pytest.raises(TrainingError, match="g/0 did not fail and has the reward"):
+        with pytest.raises(TrainingError, match="g/0 did not fail, but has the reward"):
             credited([result(reward)], "grpo")
 
     def test_unknown_credit(self):

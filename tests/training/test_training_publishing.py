@@ -250,7 +250,7 @@ class TestServers:
         monkeypatch.delenv("NO_SUCH_TOKEN", raising=False)
         config = self.config(model, tmp_path / "run", ["http://127.0.0.1:9/v1"])
         monkeypatch.delenv("SERVE_TOKEN", raising=False)
-        with pytest.raises(ConfigError, match="'SERVE_TOKEN' and that variable is not set"):
+        with pytest.raises(ConfigError, match="'SERVE_TOKEN', but that variable is not set"):
             build_parts(config)
 
     def config(self, folder, path, urls, *, engine=(), **sections):

@@ -142,8 +142,8 @@ def spoiled(change):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda v: v[:, :2], "has 2 layers with 3 experts each, and the model 3 with 3"),
-        (lambda v: v[..., :1], "has 3 layers with 1 experts each, and the model 3 with 3"),
+        (lambda v: v[:, :2], "has 2 layers with 3 experts each, but the model 3 with 3"),
+        (lambda v: v[..., :1], "has 3 layers with 1 experts each, but the model 3 with 3"),
         (lambda v: v + 5, "names expert 12 of 8 in layer 0"),
         (lambda v: np.zeros_like(v), "names an expert of layer 0 twice"),
         (lambda v: v.astype(np.float32), "not one array of integers"),

@@ -80,7 +80,7 @@ _MODULES: dict[str, str] = {
     "trainer": "Trainer",
     "tree_support": "check_tree_support why_not_tree",
 }
-# Not on first use: `coefficients` is a function and its module, and would be the module by then.
+# Not on first use: `coefficients` names a function and its module, and would be the module then.
 _EAGER = ("AGGREGATIONS", "CORRECTIONS", "coefficients")
 __all__ = sorted((*_EAGER, *" ".join(_MODULES.values()).split()))
 __getattr__ = loader(__name__, _MODULES)

@@ -3,9 +3,9 @@
 It decides what becomes of failed and truncated episodes, forms the groups that are compared, and
 calls the functions of `credit`. Within one `request.group_id` (one source task), root rollouts are
 compared agent by agent, and delegated ones with those of the same agent that got the same subtask.
-Episodes count, not rollouts.
+Episodes are counted, not rollouts.
 
-Nothing is written into the results: `state["advantage"]` stays what the rubric made it,
+Nothing is written into the results: `state["advantage"]` stays as the rubric set it,
 the reward minus the group's mean. Pass `CreditReport.advantages` to `build_samples`.
 """
 
@@ -50,7 +50,7 @@ class SoftOverlong:
         buffer: over how many tokens before it the penalty grows from 0, L_cache in the paper.
 
     Raises:
-        ConfigError: a buffer that is not inside the limit.
+        ConfigError: the buffer is below 1 or above the limit.
 
     >>> [SoftOverlong(100, 20).penalty(n) for n in (80, 85, 100, 101)]
     [0.0, 0.25, 1.0, 1.0]
@@ -84,8 +84,8 @@ class CreditPolicy:
     """The treatment of episodes that failed or were cut, and the flow of credit.
 
     `on_error`: `exclude` leaves a failed episode out of the group's baseline, `zero` counts it
-    there with reward 0, `drop_group` trains nothing of its group; its own tokens are not trained
-    in any case. A failed sub-agent of an episode that did not fail counts with `zero` only.
+    there with reward 0, `drop_group` trains nothing of its group; the tokens of a failed episode
+    are never trained. A failed sub-agent of an episode that did not fail counts with `zero` only.
     `truncation` and `max_seq_len` decide about truncated rollouts. `discount` is per agent turn;
     only `monte_carlo` reads it. `flow`: how credit moves between parents and children.
     `baseline`: `ema` subtracts each role's moving average (`baseline_decay`). `overlong` is
@@ -104,11 +104,11 @@ class CreditPolicy:
 
 @dataclass(frozen=True, slots=True)
 class CreditReport:
-    """The states that train, in request order, and counts of what became of all.
+    """The states that are trained, in request order, and metrics of all states.
 
     `advantages` has an array per trained state, float64 `[num_calls]`, one value per step of its
-    trajectory. `effects` are what was decided about each of them if truncated: pass both to
-    `build_samples`. `averages` are the roles' after this step: pass them to the next call.
+    trajectory. `effects` has what the truncation policy decided about each of them: pass both to
+    `build_samples`. `averages` are the roles' averages after this step: pass them to the next call.
     """
 
     trained: tuple[State, ...]
@@ -119,7 +119,7 @@ class CreditReport:
 
 
 class _Member(NamedTuple):
-    """A rollout that counts in the baseline of its group; one that failed is not trained."""
+    """A rollout that counts in the baseline of its group; if it failed, it is not trained."""
 
     state: State
     failed: bool
@@ -133,8 +133,8 @@ class _Member(NamedTuple):
 class GroupCredit:
     """The credit of one group's episodes, before a run's averages are subtracted.
 
-    `credit_group` makes it once, when the group is complete: dynamic sampling asks `has_signal`,
-    and `join_credit` makes a step's report of those that it trains.
+    `credit_group` makes it once, when the group is complete: dynamic sampling reads `has_signal`,
+    and `join_credit` makes a step's report from the groups that it trains.
     """
 
     results: tuple[RolloutResult, ...]
@@ -180,7 +180,7 @@ def credit_group(
 
     Raises:
         UnknownName: there is no such credit.
-        TrainingError: as `assign_credit`.
+        TrainingError: as in `assign_credit`.
     """
     _check_credit(credit)
     tally: Counter[str] = Counter()
@@ -269,7 +269,7 @@ def _check_credit(credit: str) -> None:
 
 
 def check_baseline(credit: str, baseline: str) -> None:
-    """Raise `ConfigError` when a credit compares with a group and would get a baseline on top."""
+    """Raise `ConfigError` if a baseline is set for a credit that cannot be combined with it."""
     if baseline != "none" and credit in (*COMPARING, "constant", "zero"):
         raise ConfigError(
             f"the baseline {baseline!r} needs a credit without its own baseline, and the credit "
@@ -279,7 +279,7 @@ def check_baseline(credit: str, baseline: str) -> None:
 
 
 def _members(result: RolloutResult, policy: CreditPolicy, tally: Counter[str]) -> list[_Member]:
-    """Return what of one episode counts in a baseline, with the credit that flowed to it."""
+    """Return the rollouts of one episode that count in a baseline, with their flowed credit."""
     parents = _parents(result)
     members: list[_Member] = []
     counts: list[bool] = []
@@ -340,7 +340,7 @@ def _parents(result: RolloutResult) -> list[int | None]:
 def _finite(reward: float | None, result: RolloutResult) -> float:
     if reward is None or not math.isfinite(reward):
         raise TrainingError(
-            f"rollout {result.request.request_id} did not fail and has the reward {reward!r}, so "
+            f"rollout {result.request.request_id} did not fail, but has the reward {reward!r}, so "
             "no advantage can be computed from it. A reward function must return a finite number; "
             "one that cannot should raise, which records the rollout as failed."
         )

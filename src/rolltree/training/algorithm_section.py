@@ -82,7 +82,7 @@ class AlgorithmSection(Section, frozen=True):
         algorithm = self.resolve()
         if self.reference is not None and algorithm.kl_coef == 0:
             raise ConfigError(
-                f"algorithm.reference is {self.reference!r} and algorithm.kl_coef is 0, so that "
+                f"algorithm.reference is {self.reference!r}, but algorithm.kl_coef is 0, so that "
                 "model would do nothing. Set algorithm.kl_coef, or leave the reference out."
             )
         if self.overlong() is not None and algorithm.credit in ("zero", "constant"):
@@ -91,7 +91,7 @@ class AlgorithmSection(Section, frozen=True):
                 f"{algorithm.credit!r} does not read the episode's reward, which the penalty is "
                 "taken off. Choose another credit, or leave overlong_tokens out."
             )
-        # Only returns that are summed per turn have something to discount.
+        # Only returns that are summed over turns can be discounted.
         if self.discount != 1 and algorithm.credit != "monte_carlo":
             raise ConfigError(
                 f"algorithm.discount is {self.discount}, but the credit {algorithm.credit!r} gives "
@@ -113,7 +113,7 @@ class AlgorithmSection(Section, frozen=True):
         # A single member is its own mean.
         if self.group_size == 1 and algorithm.credit in COMPARING:
             raise ConfigError(
-                f"algorithm.group_size is 1, and the credit {algorithm.credit!r} compares the "
+                f"algorithm.group_size is 1, but the credit {algorithm.credit!r} compares the "
                 "members of a group, so every advantage would be 0. Use at least 2, or "
                 "algorithm.credit = 'reinforce'."
             )
@@ -146,7 +146,7 @@ class AlgorithmSection(Section, frozen=True):
         )
 
     def truncation_policy(self) -> TruncationPolicy:
-        """Return what becomes of truncated episodes.
+        """Return the policy for truncated episodes.
 
         Raises:
             ConfigError: a penalty without `penalise`, or the other way round.
@@ -174,7 +174,7 @@ class AlgorithmSection(Section, frozen=True):
         return SoftOverlong(self.overlong_tokens, self.overlong_buffer)
 
     def policy(self, max_seq_len: int | None) -> CreditPolicy:
-        """Return what credit does with failed and truncated episodes."""
+        """Return the policy for failed and truncated episodes, and for the flow of credit."""
         return CreditPolicy(
             self.on_error,
             self.truncation_policy(),

@@ -1,7 +1,7 @@
 """Algorithms by name: combinations of credit, loss, aggregation and penalties.
 
-A row per algorithm of the literature; a new one is a new row. What an algorithm does to sampling,
-such as DAPO's dynamic sampling, has its own settings.
+One row per algorithm of the literature; a new algorithm is a new row. What an algorithm does to
+sampling, such as DAPO's dynamic sampling, has separate settings.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Algorithm:
     """Credit, loss with its parameters, aggregation with its length (0: not used), and the rest.
 
     `correction` with its parameters: a row of `CORRECTIONS`, or None. `kl`: a row of `KLS`, not
-    read while `kl_coef` is 0. `entropy_coef`: of the entropy that is added to the objective.
-    `teaches`: all there is to learn comes from the reference, which must be another model.
+    read while `kl_coef` is 0. `entropy_coef`: weight of the entropy that is added to the objective.
+    `teaches`: everything is learned from the reference, which must be a different model.
     """
 
     credit: str
@@ -48,7 +48,7 @@ class Algorithm:
 
     @property
     def loss_inputs(self) -> tuple[str, ...]:
-        """The names of the per-token values that the loss reads besides the common ones."""
+        """The names of the per-token values that the loss reads in addition to the common ones."""
         return get_loss(self.loss).inputs
 
     @property
@@ -121,7 +121,7 @@ def resolve_algorithm(
     look_up("KL estimate", chosen.kl, KLS)
     given = {key: value for key, value in (parameters or {}).items() if value is not None}
     of_correction = {key: given.pop(key) for key in list(given) if key.startswith("correction_")}
-    # Another loss does not read the parameters of the row's own.
+    # A different loss does not read the parameters of the row's loss.
     own = row.parameters if chosen.loss == row.loss else {}
     _check_fit(chosen, fixed_length, of_correction, kl_given=kl is not None)
     return replace(
@@ -156,12 +156,12 @@ def _check_fit(
         raise ConfigError(f"algorithm.fixed_length is {fixed_length}; it must be at least 1.")
     if of_correction and chosen.correction is None:
         raise ConfigError(
-            f"{', '.join(of_correction)} is set and algorithm.correction is not, so it would do "
+            f"{', '.join(of_correction)} is set, but algorithm.correction is not, so it would do "
             "nothing. Choose a correction, or leave its bounds out."
         )
     if kl_given and chosen.kl_coef == 0:
         raise ConfigError(
-            f"algorithm.kl is {chosen.kl!r} and algorithm.kl_coef is 0, so no KL is computed. Set "
+            f"algorithm.kl is {chosen.kl!r}, but algorithm.kl_coef is 0, so no KL is computed. Set "
             "the coefficient, or leave algorithm.kl out."
         )
     in_reward = chosen.kl_coef > 0 and KLS[chosen.kl].in_reward
@@ -173,6 +173,6 @@ def _check_fit(
         )
     if chosen.teaches and chosen.kl_coef == 0:
         raise ConfigError(
-            "this algorithm learns from the KL to algorithm.reference only, and algorithm.kl_coef "
+            "this algorithm learns only from the KL to algorithm.reference, but algorithm.kl_coef "
             "is 0, so nothing would be learned. Leave kl_coef out (1), or set it above 0."
         )

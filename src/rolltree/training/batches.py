@@ -1,10 +1,10 @@
-"""The samples of one optimizer step as packs: weighted, checked, stripped of what trains nothing.
+"""The samples of one optimizer step as packs: weighted, checked, without what trains nothing.
 
     coefficients over all records -> drop what has no gradient -> prune -> pack within the budget
 
 A record's coefficient becomes its weight, so the loss of a pack is a plain weighted sum and packing
-changes nothing. How old a token is, its lag, is the version of the weights before the step minus
-the version that sampled it: per token, because weights may change during a rollout.
+changes nothing. A token's lag, its age, is the version of the weights before the step minus the
+version that sampled it: per token, because weights may change during a rollout.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Batch:
 
     `records.weight` is the loss coefficient. `counted` has all records that count in the
     normalizers, in the order of the samples; `num_skipped` of them have a gradient of zero for any
-    model output and are not in `records`. `num_tokens` is what one pass over the batch computes on
-    all ranks. `is_whole`: one pack of one rank has all records, so that nothing spans packs or
+    model output and are not in `records`. `num_tokens` counts the tokens of one pass over the batch
+    on all ranks. `is_whole`: one pack of one rank has all records, so that nothing spans packs or
     ranks; the same on every rank.
     """
 
@@ -70,21 +70,21 @@ def build_batch(
     rank: int = 0,
     num_ranks: int = 1,
 ) -> Batch:
-    """Turn samples into packs of at most `max_tokens` tokens, equally many for every rank.
+    """Turn samples into packs of at most `max_tokens` tokens, the same number for every rank.
 
     Every rank passes the same samples and gets its own packs; coefficients are those of a single
     rank.
 
     With `skip_zero_advantage`, rollouts whose advantages are all zero are left out after they have
-    counted in the normalizers: the gradient is the same. One stays if there are no others, to be
-    measured.
+    counted in the normalizers: the gradient is the same. If all advantages are zero, one rollout
+    stays, so that there is something to measure.
 
     Raises:
         TokenError: there is no loss record at all.
         TrainingError: a logprob, advantage, weight or temperature cannot be used; the rollout is
             named.
     """
-    # Drop masked tokens first, because they may lack what `_check` asks for.
+    # Drop masked tokens first, because they may lack values that `_check` requires.
     used = [_select(sample, sample.records.weight != 0) for sample in samples]
     used = [sample for sample in used if len(sample.records)]
     if not used:
@@ -166,7 +166,7 @@ def _select(sample: Sample, keep: BoolArray) -> Sample:
 
 
 def _with_gradient(records: Records) -> BoolArray:
-    """Return which records belong to a rollout with an advantage; the first rollout's if none."""
+    """Return a mask of the records of rollouts with an advantage; of the first one if none has."""
     moving = np.unique(records.rollout[records.advantage != 0])
     # Keep whole rollouts, because a loss over rollouts needs all their records.
     return np.isin(records.rollout, moving if len(moving) else records.rollout[:1])
@@ -196,8 +196,9 @@ def _check(sample: Sample, algorithm: Algorithm) -> None:
             raise TrainingError(
                 f"the {name} of a token is {float(values[bad.argmax()])}, in the sample of rollout "
                 f"{rollout_names(sample)}, so its gradient would destroy the weights. The engine "
-                "(logprob, temperature) or the reward (advantage) gave it; look at that rollout in "
-                "the run store. Training needs the engine's logprobs and a temperature above 0."
+                "(logprob, temperature) or the reward (advantage) is the source; look at that "
+                "rollout in the run store. Training needs the engine's logprobs and a temperature "
+                "above 0."
             )
 
 

@@ -1,11 +1,11 @@
-"""Checkpoints that are whole or not there: model, optimizer and position of a training run.
+"""Checkpoints that are complete or absent: model, optimizer and position of a training run.
 
     checkpoints/step-000020/  state.json, rng.safetensors, model and optimizer (checkpoint_formats)
     checkpoints/latest        the name of the newest complete one
 
 A checkpoint is written into a temporary directory, synced and renamed; only then does `latest`
-point to it, so a kill at any moment, of any rank, leaves the previous one in force. Rollouts are in
-the run store.
+point to it, so a kill at any moment, of any rank, leaves the previous one current. Rollouts are
+in the run store.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class TrainState:
     """The progress of a run: `step` steps are done and the weights are policy `version`.
 
     Example: `TrainState(step=20, version=20)`. Task order, seeds and learning rate follow from the
-    step, so nothing else has a position. `averages`: what each role has usually earned, where the
-    credit has moving averages.
+    step, so nothing else has a position. `averages`: each role's moving average, if the credit
+    has them.
     """
 
     step: int
@@ -60,11 +60,11 @@ class Checkpoints:
     """The checkpoints of one run, below one directory that all ranks see. One writer at a time.
 
     Args:
-        root: made when the first checkpoint is saved.
-        keep: how many complete checkpoints stay.
-        content: a row of `checkpoint_formats.FORMATS`; any of them is read.
+        root: created when the first checkpoint is saved.
+        keep: how many complete checkpoints are kept.
+        content: the row of `checkpoint_formats.FORMATS` to write; all of them can be read.
         max_shard_size: weights of a larger model become several files.
-        ranks: those that call `save` and `load` together, None when there is one process.
+        ranks: the processes that call `save` and `load` together; None for one process.
     """
 
     def __init__(
@@ -79,24 +79,24 @@ class Checkpoints:
         self.root, self.keep, self.content = Path(root), keep, content
         if self.root.is_symlink():
             raise TrainingError(
-                f"{self.root} is a link, and checkpoints are written and removed there: in a run "
-                "of somebody else it could lead anywhere. Link the whole run directory instead, or "
-                "set run.dir to the other disk."
+                f"{self.root} is a link, but checkpoints are written and removed there: in "
+                "someone else's run it could lead anywhere. Link the whole run directory instead, "
+                "or set run.dir to the other disk."
             )
         self.max_shard_size, self.ranks = max_shard_size, ranks
         self._verified: Path | None = None  # by `latest`, so that `load` need not do it again
 
     def latest(self, notify: Callable[[str], None] = lambda message: None) -> Path | None:
-        """Return the newest whole checkpoint, or None when none was ever saved.
+        """Return the newest whole checkpoint, or None if none was ever saved.
 
-        Every file is compared with its checksum. Where the newest checkpoint is damaged, the one
+        Every file is compared with its checksum. If the newest checkpoint is damaged, the one
         before it is returned, and `notify` gets a sentence about it.
 
         Raises:
             TrainingError: no checkpoint is whole.
         """
         pointer = self.root / _LATEST
-        # Not `exists`: a link that leads nowhere is damage, and no reason to start from the
+        # Not `exists`: a link that leads nowhere is damage, and must not start the run from the
         # beginning.
         if not os.path.lexists(pointer):
             return None
@@ -139,7 +139,7 @@ class Checkpoints:
         with written(working, f"the checkpoint of step {state.step}"):
             if self._leads:
                 self.root.mkdir(parents=True, exist_ok=True)
-                # A killed writer may have left its half.
+                # A killed writer may have left a partial directory.
                 remove(working)
                 working.mkdir()
             # The others write into the directory that rank 0 makes.
@@ -152,7 +152,7 @@ class Checkpoints:
                 save_file(rng_tensors(), working / _RNG)
                 data = {"format": FORMAT, "content": self.content, "state": asdict(state)}
                 # Written and synced after all files that it lists, so a directory with
-                # `state.json` has them all.
+                # `state.json` has all of them.
                 data["files"] = sync_files(working)
                 data["checksum"] = _own_checksum(data)
                 text = json.dumps(data, indent=2) + "\n"
@@ -171,7 +171,7 @@ class Checkpoints:
         """Copy a checkpoint into the module's own tensors, the optimizer and the generators.
 
         Raises:
-            TrainingError: the directory is torn or damaged, or it belongs to another model.
+            TrainingError: the directory is torn or damaged, or it belongs to a different model.
         """
         data = check_complete(path)
         if self._leads and path != self._verified:
@@ -198,7 +198,7 @@ class Checkpoints:
         sync(self.root)
 
     def _retain(self, newest: Path) -> None:
-        """Remove checkpoints beyond `keep`, those of an abandoned future, and killed writers'."""
+        """Remove checkpoints beyond `keep`, later ones, and the leftovers of killed writers."""
         others = sorted(self.root.glob("step-*"), reverse=True)
         older = [path for path in others if path.name < newest.name]
         # Left behind when a damaged checkpoint was passed over: those steps are trained again.
@@ -214,7 +214,7 @@ class Checkpoints:
 
 
 def check_complete(path: Path) -> dict[str, Any]:
-    """Return `state.json` of a checkpoint after comparing every file with it.
+    """Return `state.json` of a checkpoint after checking the size of every file.
 
     Raises:
         TrainingError: something is missing, short or of another format; the directory is named.
@@ -222,13 +222,13 @@ def check_complete(path: Path) -> dict[str, Any]:
     try:
         if path.is_symlink():
             raise _torn(path, "it is a link")
-        for file in path.rglob("*"):  # what loads them would wait for a pipe, and follow links
+        for file in path.rglob("*"):  # loading would block on a pipe, and follow a link
             if (file.is_symlink() or not file.is_dir()) and (kind := odd_kind(file)):
                 raise _torn(path, f"{file.name} is {kind}")
         data = json.loads(read_regular(path / _STATE))
         found = data["format"]
         files = {str(name): (int(size), int(own)) for name, (size, own) in data["files"].items()}
-    # A changed file may hold any JSON, also some that nests too deep.
+    # A changed file may hold any JSON, even one that nests too deep.
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _torn(path, f"{_STATE} cannot be read ({type(error).__name__})") from error
     if found != FORMAT:
@@ -251,7 +251,7 @@ def check_content(path: Path) -> None:
     """Compare every file of a complete checkpoint with its checksum.
 
     Raises:
-        TrainingError: one has changed since it was written; it is named.
+        TrainingError: a file has changed since it was written; it is named.
     """
     files = json.loads((path / _STATE).read_text(encoding="utf-8"))["files"]
     changed = changed_files(path, {name: own for name, (_, own) in files.items()})
@@ -261,7 +261,7 @@ def check_content(path: Path) -> None:
 
 
 def _own_checksum(data: Mapping[str, Any]) -> int:
-    """Return the CRC-32 of what `state.json` says, apart from this number."""
+    """Return the CRC-32 of the values in `state.json`, without the checksum itself."""
     rest = {key: value for key, value in data.items() if key != "checksum"}
     return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
 
@@ -294,7 +294,7 @@ def rng_tensors() -> dict[str, Tensor]:
 
 
 def restore_rng(tensors: dict[str, Tensor]) -> None:
-    """Set the generators to what `rng_tensors` returned; GPUs that are not here are left out."""
+    """Set the generators to what `rng_tensors` returned; states of missing GPUs are ignored."""
     gauss = tensors["python/gauss"].tolist()
     words = tuple(tensors["python/words"].tolist())
     random.setstate((3, words, gauss[0] if gauss else None))

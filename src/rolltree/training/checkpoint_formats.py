@@ -2,7 +2,7 @@
 
 `full`: rank 0 gathers everything and writes Hugging Face's layout (or peft's, with adapters) and
 one file of optimizer state. `sharded`: every rank writes its own part with
-torch.distributed.checkpoint as safetensors. Any number of ranks reads both.
+torch.distributed.checkpoint as safetensors. Any number of ranks can read both.
 
     model/    the exported model in Hugging Face's layout, adapters merged in, with the tokenizer
     adapter/  peft's layout, when the model has adapters
@@ -50,22 +50,22 @@ OPTIMIZER = "optimizer.safetensors"
 SHARDS = "shards"
 ADAPTER = "adapter_model.safetensors"
 _ONE_FILE = 1 << 60
-"""Bytes of a shard: adapters stay one file, since peft reads no others."""
+"""Shard size of adapters in bytes: they stay one file, since peft does not read several."""
 _NUM_THREADS = 4  # zlib.crc32 runs without the interpreter's lock
 
 
 def trained_tensors(model: Any) -> dict[str, Tensor]:
-    """Return what a checkpoint keeps of a model: its adapters if it has some, else all of it.
+    """Return the tensors that a checkpoint keeps: the adapters if there are any, else all.
 
-    All of it is the parameters (tied ones once) and the buffers that a state dict has.
+    All means the parameters (tied ones once) and the buffers that a state dict has.
     """
-    # After a pass without a backward one the root's parameters are whole, and would be saved so by
-    # each rank.
+    # A forward pass without a backward pass leaves the root's parameters whole, and each rank would
+    # save them whole.
     reshard(model)
     parameters = {name: p.detach() for name, p in model.named_parameters()}
     if is_adapted(model):
         return {name: parameters[name] for name in parameters if ".lora_" in name}
-    # Rotary tables and the like are computed again, and in no state dict.
+    # Rotary tables and the like are recomputed, and the state dict does not have them.
     saved = set(model.state_dict(keep_vars=True))
     return parameters | {name: value for name, value in model.named_buffers() if name in saved}
 
@@ -83,7 +83,7 @@ def write_full(
                 folder,
                 state_dict=tensors,
                 max_shard_size=_ONE_FILE if is_adapted(model) else max_shard_size,
-                save_original_format=False,  # the names of the module, not those of its origin
+                save_original_format=False,  # the module's own names
             )
     del tensors
     state = _gather(optimizer.tensors(), writes)
@@ -92,10 +92,10 @@ def write_full(
 
 
 def read_full(folder: Path, model: Any, optimizer: Optimizer, ranks: Ranks | None) -> None:
-    """Copy whole tensors into what this rank holds of them.
+    """Copy whole tensors into the parts that this rank holds.
 
     Raises:
-        TrainingError: they belong to another model.
+        TrainingError: they belong to a different model.
         ConfigError: a file cannot be read.
     """
     read_weights(folder, model)
@@ -106,7 +106,7 @@ def read_weights(folder: Path, model: Any) -> None:
     """Copy the trained weights of a whole checkpoint, without the optimizer.
 
     Raises:
-        TrainingError: they belong to another model.
+        TrainingError: they belong to a different model.
         ConfigError: a file cannot be read.
     """
     own = trained_tensors(model)
@@ -125,7 +125,7 @@ def write_sharded(
     folder: Path, model: Any, optimizer: Optimizer, ranks: Ranks | None, max_shard_size: str
 ) -> None:
     """Write what this rank holds; a tensor that every rank has is written by one of them."""
-    # A folder of their own: DCP's reader takes every safetensors file that it finds (design/0007).
+    # In a separate folder: DCP's reader takes every safetensors file there (design/0007).
     writer = _ShardWriter(str(folder / SHARDS), save_distributed=True)
     with quiet():
         dcp_save(
@@ -151,10 +151,10 @@ class _ShardWriter(HuggingFaceStorageWriter):
             tensors[name] = data.detach().cpu().contiguous()
             parts[name] = {"saved_offsets": list(item.tensor_data.chunk.offsets)}
             results.append(WriteResult(item.index, tensors[name].nbytes, None))
-        # A rank may hold nothing, of a model with few or short tensors.
+        # If a model has few or short tensors, a rank may hold nothing.
         if tensors:
             index = plan.storage_data["shard_index"]
-            # DCP's own names and header, since its reader is used.
+            # DCP's own names and header, since DCP's reader reads the file.
             path = Path(self.path) / f"shard-{index:05d}-model-00001-of-00001.safetensors"
             header = {"DCP_SHARDING_INFO": json.dumps(parts), "DCP_VERSION": "1.0", "format": "pt"}
             save_file(tensors, path, metadata=header)
@@ -168,7 +168,7 @@ def read_sharded(folder: Path, model: Any, optimizer: Optimizer, ranks: Ranks | 
     """Read the parts that this rank holds, from any number of ranks that wrote them.
 
     Raises:
-        TrainingError: they belong to another model.
+        TrainingError: they belong to a different model.
     """
     own = _together(model, optimizer)
     reader = HuggingFaceStorageReader(str(folder / SHARDS))
@@ -203,7 +203,7 @@ FORMATS: dict[str, Format] = {
 def check_same(
     folder: Path, stored: Mapping[str, tuple[int, ...]], own: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Refuse tensors of other names or shapes.
+    """Refuse tensors with different names or shapes.
 
     Raises:
         TrainingError: naming the first one.
@@ -312,7 +312,7 @@ def _files(folder: Path) -> list[Path]:
 
 @contextmanager
 def written(working: Path, what: str) -> Iterator[None]:
-    """Turn what a full or read-only disk raises into one sentence, and remove the half folder.
+    """Turn the error of a full or read-only disk into a sentence, and remove the partial folder.
 
     Raises:
         TrainingError: it could not be written.
@@ -324,15 +324,15 @@ def written(working: Path, what: str) -> Iterator[None]:
         with suppress(OSError):
             remove(working)
         raise TrainingError(
-            f"{what} could not be written into {working.parent} ({_reason(error)}); the half of it "
-            "that was there is removed, and what was saved before is untouched. Make room or check "
+            f"{what} could not be written into {working.parent} ({_reason(error)}); the partial "
+            "files were removed, and everything saved before is untouched. Make room or check "
             "the disk, then start the same command again: it continues from the last checkpoint."
         ) from error
 
 
 def _reason(error: BaseException) -> str:
     if isinstance(error, CheckpointException):
-        # DCP wraps what each rank raised.
+        # DCP wraps the error of each rank.
         failures = [failure[0] for failure in error.failures.values()]
         return _reason(failures[0]) if failures else str(error).splitlines()[0]
     strerror = getattr(error, "strerror", None)
@@ -340,7 +340,7 @@ def _reason(error: BaseException) -> str:
 
 
 def put_in_place(working: Path, final: Path) -> None:
-    """Rename a synced folder to its name, replacing what is there."""
+    """Rename a synced folder to its final name, replacing what is there."""
     # A folder cannot be renamed onto one with files in it.
     remove(final)
     working.rename(final)
@@ -358,15 +358,15 @@ def export_model(
     """Write model and tokenizer as a folder that transformers and `load_model` read.
 
     The folder appears whole or not at all; an older one is replaced. Adapters are merged, and also
-    written beside it, as `adapter`, if peft would read there what was trained. Every rank calls it,
-    rank 0 writes.
+    written beside it, as `adapter`, if peft reads them back as they were trained. Every rank calls
+    it, rank 0 writes.
     """
     writes = ranks is None or ranks.leads
     # Each rank goes through the generator, which gathers; only rank 0 keeps the tensors.
     tensors = {name: value.cpu().contiguous() for name, value in plain_tensors(model) if writes}
     adapter = {}
     if is_adapted(model):
-        adapter = {  # layers that share one have it each, as peft makes them
+        adapter = {  # layers that share one get a copy each, as in peft
             name: whole(value).cpu().clone()
             for name, value in model.named_parameters(remove_duplicate=False)
             if ".lora_" in name
@@ -375,7 +375,7 @@ def export_model(
         return path
 
     def write_model(folder: Path) -> None:
-        # A model with adapters would save these alone.
+        # A model with adapters would save only these.
         plain = _skeleton(model) if adapter else model
         plain.save_pretrained(folder, state_dict=tensors, max_shard_size=max_shard_size)
         if tokenizer is not None:
@@ -419,10 +419,10 @@ def _skeleton(model: Any) -> Any:
 
 
 def _peft_reads(model: Any, adapter: Mapping[str, Tensor], folder: Path) -> bool:
-    """Return whether peft makes the same adapters of a folder again.
+    """Return whether peft reads the same adapters back from a folder.
 
-    In mixtures whose layers it renames (those of transformers 4) it leaves shared experts and dense
-    layers out, and it refuses output projections of Mamba.
+    In mixtures whose layers peft renames (those of transformers 4) it leaves out shared experts and
+    dense layers, and it refuses output projections of Mamba.
     """
     from peft import LoraConfig, PeftModel, load_peft_weights, set_peft_model_state_dict
 

@@ -1,4 +1,4 @@
-"""One number per loss record: its coefficient in the loss, and its correction for the engine.
+"""Numbers per loss record: its coefficient in the loss, and its correction for the engine.
 
 An aggregation returns `[_R]` coefficients; the loss is `sum(coefficient * token loss)`. They are
 computed over all records of an optimizer step at once, so micro-batches and ranks change nothing,
@@ -7,7 +7,7 @@ and depend on the rollout and the model call that a token belongs to, never on h
 A correction is for an engine whose kernels, precision or older weights make the behaviour logprob
 differ from what the trainer computes. Each row of `CORRECTIONS` turns that difference, taken once
 at the start of a batch, into one factor per record; every policy loss is multiplied by it, and its
-own ratio is then against the trainer's logprob at that moment. A token that a correction masks
+own ratio is then relative to the trainer's logprob at that moment. A token that a correction masks
 still counts in the coefficients, so they depend on data alone.
 
 Notation: `k = exp(trainer - engine)` per token. A sequence is the rollout, never a row.
@@ -192,9 +192,9 @@ def sequence_mask(records: Records, log_ratio: FloatColumn, p: Mapping[str, floa
 
 
 def geometric_mask(records: Records, log_ratio: FloatColumn, p: Mapping[str, float]) -> FloatColumn:
-    """Return 1 where the geometric mean of k over the rollout is inside `[low, high]`, else 0.
+    """Return 1 if the geometric mean of k over the rollout is inside `[low, high]`, else 0.
 
-    A long rollout is not refused for its length, as by the product: Li and Liu 2025, "Trust region
+    Unlike the product, it does not reject rollouts for their length: Li and Liu 2025, "Trust region
     optimization via sequence masking" (geometric sequence masking).
     """
     return _inside(_exp(rollout_means(records, log_ratio)), p)

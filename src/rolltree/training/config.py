@@ -95,7 +95,7 @@ class TrainConfig(Section, frozen=True):
                 )
 
     def may_change(self) -> tuple[str, ...]:
-        """Return `MAY_CHANGE`, without `train.num_steps` where the learning rate falls until it."""
+        """Return `MAY_CHANGE`, without `train.num_steps` if the learning rate depends on it."""
         falls = self.optim.schedule != "constant"
         return tuple(key for key in MAY_CHANGE if not (falls and key == "train.num_steps"))
 
@@ -125,7 +125,7 @@ def load_train_config(
         ConfigError: the file cannot be read, an unknown section or key (with the nearest one), or a
             value of another type or out of range; the message names the dotted key.
     """
-    # It was checked when it was made.
+    # It was checked when it was created.
     if isinstance(config, TrainConfig) and not overrides and not settings:
         return config
     if isinstance(config, TrainConfig):
@@ -269,7 +269,7 @@ _KNOWN_AS = {
 
 
 def _meant(name: str, known: Iterable[str]) -> str:
-    """Return what may have been meant by a key that does not exist."""
+    """Return a suggestion for a key that does not exist."""
     # Names of other libraries first: by spelling, `beta` is nearer to `beta2` than to `kl_coef`.
     if place := _KNOWN_AS.get(name.rpartition(".")[2]):
         section, key = place.split(".")
@@ -278,7 +278,7 @@ def _meant(name: str, known: Iterable[str]) -> str:
         return f" Did you mean {place!r}{way}?"
     names = list(known)
     found = did_you_mean(name, names)
-    # A list of all keys would not help anybody.
+    # A list of all keys would be too long to help.
     if "Did you mean" in found or len(names) < 40:
         return found
     return f" The sections are {', '.join(_SECTIONS)}; `rolltree docs settings` lists their keys."

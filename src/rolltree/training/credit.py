@@ -2,7 +2,7 @@
 
 Pure functions of `Earnings`, in three stages: `flow_credit` moves rewards between parents and the
 children they delegated to, a row of `CREDITS` turns the rewards of one comparison group into one
-advantage per call, and `subtract_averages` takes off what a role has usually earned.
+advantage per call, and `subtract_averages` subtracts each role's moving average.
 `rolltree.training.advantages` calls them. There are no value functions, so nothing is bootstrapped.
 
 An episode counts once, however many model calls it has and however many of its rollouts are in the
@@ -18,7 +18,7 @@ group: a baseline is the mean over episodes of the mean over an episode's rollou
 | `constant`      | 0: nothing is learned from reward                             |
 
 A child is credited with `down` times what its parent earns from the delegating call on, a parent
-with `up` times what its children earn, at the call that asked for them.
+with `up` times what its children earn, at the call that delegated to them.
 
 | flow         | up | down | a rollout is credited with                    |
 |--------------|----|------|-----------------------------------------------|
@@ -54,8 +54,8 @@ class Earnings:
     """The input of credit for one rollout: its reward and, per model call, reward and agent turn.
 
     `episode` is the episode that the rollout is part of; None: it is its own episode. `role`
-    is the agent that played it. `parent` is the index of the rollout that asked for this one among
-    those of the episode, None for a root, and `parent_call` the model call that asked.
+    is the agent that played it. `parent` is the index, among the episode's rollouts, of the one
+    that delegated to it, None for a root, and `parent_call` the model call that delegated.
 
     Example: two calls of one turn, then one of the next, rewarded at the turns' ends:
     `Earnings(1.5, (None, 0.5, 1.0), (0, 0, 1))`.
@@ -181,7 +181,7 @@ def monte_carlo(rollouts: Sequence[Earnings], discount: float = 1.0) -> list[lis
 
 
 def per_step(rollouts: Sequence[Earnings], discount: float = 1.0) -> list[list[float]]:
-    """Return each turn's own reward for all calls of the turn: nothing of what comes later."""
+    """Return each turn's own reward for all calls of the turn; later rewards do not count."""
     result = []
     for rollout in rollouts:
         earned: dict[int, float] = {}
@@ -307,7 +307,7 @@ def flow_credit(rollouts: Sequence[Earnings], flow: Flow) -> list[Earnings]:
         if parent is not None and flow.down:
             total[index] += flow.down * (total[parent] - sent[index])
             if calls[index]:
-                # From the delegating call on: nothing before it was the child's doing.
+                # From the delegating call on: the child did not cause anything before it.
                 calls[index][-1] += flow.down * (sum(calls[parent][at:]) - sent[index])
     return [
         rollout
@@ -320,7 +320,7 @@ def flow_credit(rollouts: Sequence[Earnings], flow: Flow) -> list[Earnings]:
 # -- moving averages -----------------------------------------------------------------------------
 
 Averages = Mapping[str, float]
-"""Role to what it usually earns."""
+"""Role -> moving average of what it earns."""
 
 
 def subtract_averages(
@@ -332,8 +332,8 @@ def subtract_averages(
     """Return each rollout's values minus its role's average, and the averages after this step.
 
     An average moves to `decay * old + (1 - decay) * new`, where new is the mean over episodes of
-    the mean over an episode's rollouts of their mean value; a first one is new itself. Rollouts
-    without calls do not count.
+    the mean over an episode's rollouts of their mean value; the first average is new
+    itself. Rollouts without calls do not count.
 
     The average that is subtracted comes from earlier steps, so it does not depend on this step's
     actions and the gradient stays unbiased. A role without one yet is compared with the other

@@ -4,8 +4,8 @@
 al. 2025, arXiv:2503.14476, section 3.2) groups whose advantages are all zero are replaced, at most
 `algorithm.dynamic_sampling_max` times per step.
 
-`StreamFeed` samples while the trainer steps. Groups are started in the order of the plan, as long
-as `started <= (version + 1 + async_steps) * groups_per_step + dropped` (AReaL, Fu et al. 2025,
+`StreamFeed` samples while the trainer steps. Groups are started in the order of the plan, while
+`started <= (version + 1 + async_steps) * groups_per_step + dropped` (AReaL, Fu et al. 2025,
 arXiv:2505.24298, equation 3). A step takes the oldest complete groups, so one slow rollout does not
 delay it. Before a step trains, a `batch` event stores which groups it takes and which were dropped;
 a killed run trains the steps after its checkpoint again from that ledger.
@@ -47,7 +47,7 @@ OnProgress = Callable[[int, int, int], None]
 class StepRollouts:
     """`trained` is what the step learns from; `sampled` adds the groups that were replaced.
 
-    `credit` has the credit of each group of `trained`. `metrics` says how they came together.
+    `credit` has the credit of each group of `trained`. `metrics` describes how they were collected.
     """
 
     trained: tuple[RolloutResult, ...]
@@ -64,15 +64,15 @@ class Feed(Protocol):
         ...
 
     async def aclose(self) -> None:
-        """Stop what runs."""
+        """Cancel the rollouts in flight."""
         ...
 
 
 def credit_of(group: Group, config: TrainConfig) -> GroupCredit:
     """Return the credit of one group, without the averages of the run.
 
-    The moving-average baseline depends on other groups and is rarely exactly 0, so a group's signal
-    is what its own rewards give.
+    The moving-average baseline depends on other groups and is rarely exactly 0, so a group's
+    signal depends only on its own rewards.
     """
     algorithm = config.algorithm
     policy = algorithm.policy(config.train.max_seq_len)
@@ -154,8 +154,8 @@ class SyncFeed:
             def progress(done: int, before: int = before, total: int = total) -> None:
                 self._on_progress(step, before + done, total)
 
-            # With what is trained already: one bad group beside seven good ones does not stop
-            # the step, and the same question after a kill gets the same answer (design/0016).
+            # Judged with the groups that are trained already: one bad group beside seven good ones
+            # does not stop the step, and a start after a kill decides the same (design/0016).
             beside = joined([each.results for each in useful])
 
             async def again(
@@ -188,7 +188,7 @@ class SyncFeed:
                 f"{self._warning.reason()}"
             )
         # The step keeps its planned size, filled up with the newest flat groups. `flat[-missing:]`
-        # would be all of them when none is missing.
+        # would be all of them if none is missing.
         trained = useful + flat[len(flat) - missing :]
         return StepRollouts(
             joined([each.results for each in trained]),
@@ -243,8 +243,8 @@ class StreamFeed:
         self._config, self._rollouts, self._run = config, rollouts, run
         self._warning, self._notify, self._on_progress = warning, notify, on_progress
         size = config.algorithm.group_size
-        # As many groups as the engine runs rollouts of. The others wait in order, so the oldest
-        # get their rollouts done first.
+        # As many groups as the engine can run at once. The others wait in order, so the oldest
+        # finish first.
         self._slots = asyncio.Semaphore(max(1, rollouts.max_concurrent // size))
         self._ledger = {e.step: e.data for e in run.events(LEDGER) if e.step is not None}
         # Dropped groups too: neither kind is played again.
@@ -264,7 +264,7 @@ class StreamFeed:
         self._num_dropped = sum(len(data["dropped"]) for data in self._ledger.values())
 
     async def next(self, step: int) -> StepRollouts:
-        """Return what step `step` trains on; the weights are version `step - 1`.
+        """Return the rollouts that step `step` trains on; the weights are version `step - 1`.
 
         Raises:
             TrainingError: too many rollouts failed, or the store lacks one that the ledger names.
@@ -282,8 +282,8 @@ class StreamFeed:
         names = [group[0].request.group_id for group in chosen]
         dropped = dict(self._dropped)
         sampled = (*results, *joined([self._complete[name] for name in dropped]))
-        # Before the step trains: after a kill the same groups give the same weights again, so that
-        # version numbers keep their meaning (design/0008).
+        # Recorded before the step trains: after a kill the same groups give the same weights again,
+        # so that version numbers keep their meaning (design/0008).
         self._record(step, names, dropped)
         for name in (*names, *dropped):
             del self._complete[name], self._order[name]
@@ -292,14 +292,14 @@ class StreamFeed:
         return StepRollouts(results, sampled, credit, self._metrics(credit, dropped))
 
     async def aclose(self) -> None:
-        """Cancel what is in flight; what was complete is stored."""
+        """Cancel the groups in flight; finished rollouts are stored."""
         for task in self._running.values():
             task.cancel()
         await asyncio.gather(*self._running.values(), return_exceptions=True)
         self._running.clear()
 
     async def _wait(self, step: int) -> list[Group]:
-        """Return the oldest complete groups of a step, as many as it takes."""
+        """Return the oldest complete groups, as many as a step takes."""
         wanted = self._config.algorithm.groups_per_step
         while True:
             self._start_more(step)
@@ -339,14 +339,14 @@ class StreamFeed:
         return found.results
 
     async def _repeat(self, chosen: list[Group]) -> Group:
-        """Run what failed in these groups again; they are replaced in the list."""
+        """Run the failed rollouts of these groups again; the groups are replaced in the list."""
         plays = [self._play([result.request for result in group]) for group in chosen]
         chosen[:] = await asyncio.gather(*plays)
         self._complete |= {group[0].request.group_id: group for group in chosen}
         return joined(chosen)
 
     def _judge(self, step: int) -> None:
-        """Take in what has ended, and drop what the step cannot learn from."""
+        """Collect the groups that have ended, and drop those that the step cannot learn from."""
         for name, task in list(self._running.items()):
             if task.done():
                 del self._running[name]
@@ -360,7 +360,7 @@ class StreamFeed:
     def _why_dropped(self, group: Group, step: int) -> str | None:
         if _is_stale(group, step, self._config):
             return "stale"
-        # Once as many were dropped as `dynamic_sampling_max` allows, flat groups are trained.
+        # After `dynamic_sampling_max` flat groups were dropped, the next ones are trained.
         flat = Counter(self._dropped.values())["flat"]
         limit = self._config.algorithm.dynamic_sampling_max
         useful = self._credit_of(group).has_signal
@@ -371,7 +371,7 @@ class StreamFeed:
         return None if useful or flat >= limit else "flat"
 
     def _credit_of(self, group: Group) -> GroupCredit:
-        """Return the credit of a complete group; that of one whose failures ran again is new."""
+        """Return the credit of a complete group, computed anew if its failures ran again."""
         name = group[0].request.group_id
         known = self._credit.get(name)
         if known is None or known.results is not group:
@@ -409,9 +409,9 @@ class StreamFeed:
         stored = stored_results(requests, self._run)
         if len(stored) < len(requests) or not requests:
             raise TrainingError(
-                f"{self._run.path} says that a step was trained on the group {name}, and does not "
+                f"{self._run.path} says that a step was trained on the group {name}, but does not "
                 "hold all of its rollouts, so the step cannot be trained again. Was the run "
-                "directory changed? Continue from a copy, or start another run directory."
+                "directory changed? Continue from a copy, or use another run directory."
             )
         return tuple(stored[request.request_id] for request in requests)
 

@@ -1,4 +1,4 @@
-"""A new run from a checkpoint of another, with other settings.
+"""A new run from a checkpoint of another run, with different settings.
 
 The new run begins with the weights, the optimizer and the step of the checkpoint, and with the
 metrics of the steps before it. Rollouts and evaluations stay with the run that made them.
@@ -45,15 +45,15 @@ def fork_run(
 
         rt.train(fork_run("runs/demo", lr=5e-6, num_steps=60))
 
-    The same call again returns the config of the run that is there, which is then continued. Under
+    Calling it again returns the config of the run that it made, which is then continued. Under
     torchrun every rank calls it, and rank 0 makes the run.
 
     Args:
-        source: the directory of a training run. It may be in use, and stays as it is.
+        source: the directory of a training run. It may be in use, and is not changed.
         overrides: settings that replace the source's, as `load_train_config` takes them.
-        step: which of the checkpoints that are kept; None for the latest.
+        step: the step of a checkpoint that was kept; None for the latest.
         run_dir: the new run; None for `<source>-fork`, `<source>-fork-2`, ...
-        settings: as `overrides`, for Python.
+        settings: the same as keywords, for Python.
 
     Raises:
         ConfigError: wrong settings, a setting that was stored redacted, nothing left to train, or
@@ -106,13 +106,13 @@ def _fork_at(path: Path) -> tuple[tuple[str, int], Mapping[str, Any]] | None:
             origin = run.meta.get(FORKED, {})
             return (origin.get("run", ""), origin.get("step", 0)), run.config
     except StoreError:
-        # Something else is there, which equals no fork.
+        # Something else is there, which does not equal any fork.
         return ("", 0), {}
 
 
 def _checkpoint(source: Path, step: int | None) -> Path:
     kept = sorted(path.name for path in (source / "checkpoints").glob("step-*"))
-    # This also verifies that the source has one that is whole.
+    # This also verifies that the source has a whole checkpoint.
     path = Checkpoints(source / "checkpoints").latest()
     if step is not None:
         path = source / "checkpoints" / f"step-{step:06d}"
@@ -126,7 +126,7 @@ def _checkpoint(source: Path, step: int | None) -> Path:
 
 
 def _make(parent: Run, config: TrainConfig, target: Path, checkpoint: Path) -> None:
-    """Write the run to a temporary place, synced, and move it to its own when complete."""
+    """Write the run to a temporary directory, sync it, and rename it when it is complete."""
     step = int(check_complete(checkpoint)["state"]["step"])
     if step >= config.train.num_steps:
         raise ConfigError(
@@ -158,7 +158,7 @@ def _make(parent: Run, config: TrainConfig, target: Path, checkpoint: Path) -> N
             if row.step <= step:
                 run.add_step(row.step, row.metrics)
         run.add_event("forked", origin, step=step)
-    # A run that appears under its name is on the disk.
+    # Before the rename: a run that appears under its name is on the disk.
     sync_files(working)
     put_in_place(working, target)
 

@@ -106,7 +106,7 @@ def choose_forward(model: Any, name: str, scope: str, attention: str = "segments
     """Return a key of `FORWARDS` for `"auto"`, or check that the named one fits the model.
 
     Args:
-        model: what is trained.
+        model: the model to train.
         name: `train.forward`.
         scope: `train.scope`.
         attention: `train.tree_attention`, for trees.
@@ -126,7 +126,7 @@ def choose_forward(model: Any, name: str, scope: str, attention: str = "segments
         )
     if model.get_input_embeddings().weight.device.type == "cpu":
         raise ConfigError(
-            f"train.tree_attention is {attention!r} and the model is on a CPU, where torch has no "
+            f"train.tree_attention is {attention!r}, but the model is on a CPU, where torch has no "
             "gradient for FlexAttention. Leave train.tree_attention out; on a CPU the default, "
             "'segments', is fast."
         )
@@ -287,10 +287,10 @@ class LogprobModel:
 
 
 def logprob_reader(model: Any) -> LogprobModel:
-    """Return what computes the logprobs of a model for `sample_logprobs`; it probes the model.
+    """Return a reader of a model for `sample_logprobs`, after probing the model.
 
     Raises:
-        TrainingError: the model cannot be read so.
+        TrainingError: its logprobs would not be exact.
     """
     return LogprobModel(model, choose_forward(model, "auto", "interleave"))
 

@@ -1,9 +1,9 @@
-"""A model that is given as an object: what it was when the run began, and is again when it goes on.
+"""A model passed as an object: its weights when the run began are restored when it continues.
 
 The caller owns it, so it survives the call that trained it. A later call with the same object would
 take trained weights for those that the run began with: as the reference of the KL, below adapters,
-or, if an error came before the first checkpoint, to train on. So the run keeps their fingerprint,
-and, if they are trained in place, the weights (`start.safetensors`).
+or, if an error came before the first checkpoint, to train on. So the run stores a fingerprint of
+the first weights and, if they are trained in place, the weights themselves (`start.safetensors`).
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _trained_by: WeakKeyDictionary[Any, Path] = WeakKeyDictionary()
 
 
 def accept_given(model: Any, config: TrainConfig) -> TrainConfig:
-    """Check an object before anything is made of it, and return the config of its own adapter.
+    """Check an object before it is used, and return the config, with the object's own adapter.
 
-    Adapters that an earlier call added are taken off; those that came with the object are trained.
+    Adapters that an earlier call added are removed; those that came with the object are trained.
 
     Raises:
         ConfigError: it is split over ranks, or its adapter cannot be trained.
@@ -59,12 +59,12 @@ def accept_given(model: Any, config: TrainConfig) -> TrainConfig:
 def begin(
     model: Any, config: TrainConfig, run: Run, notify: Callable[[str], None], *, is_alone: bool
 ) -> None:
-    """Make an object what it was when `run` began, or note what it is if `run` begins now.
+    """Restore an object's weights from when `run` began, or store them if `run` begins now.
 
-    `is_alone`: there are no other ranks, whose objects would stay as they are.
+    `is_alone`: there are no other ranks, whose objects would not be restored.
 
     Raises:
-        ConfigError: it has other weights than the run began with.
+        ConfigError: its weights are not those that the run began with.
     """
     found, known = fingerprint(model), run.meta.get(START)
     file = run.path / START_FILE
@@ -81,29 +81,29 @@ def begin(
         if not config.model.lora_rank or is_adapted(model):
             what = "the weights that the run begins with"
             with written(file.with_suffix(".tmp"), what), whole_file(file, follow=False) as part:
-                # safetensors refuses two names for one memory, which tied weights are.
+                # safetensors refuses tensors that share memory, as tied weights do.
                 unique = {t.data_ptr(): (name, t) for name, t in trained_tensors(model).items()}
                 save_file({name: t.cpu().contiguous() for name, t in unique.values()}, part)
         run.set_meta(START, found)
     elif known is not None and found != known:
-        # Only an object that a call has trained: the weights of another may be meant as they are.
+        # Only if an earlier call trained the object; otherwise its weights may be intended.
         if earlier is not None and is_alone and file.is_file() and odd_kind(file) is None:
             stored, own = open_file(file), trained_tensors(model)
             for name in stored.names & own.keys():
                 if stored.shape(name) == tuple(own[name].shape):
                     own[name].copy_(stored.read(name))
-        # Taken again, whether something was copied back or not.
+        # Computed again, whether something was copied back or not.
         if fingerprint(model) != known:
             raise ConfigError(
                 f"the model that was given has other weights than the run {run.path} began with, "
-                "so the run would go on as another one. Load the model that it began with, or "
+                "so the run would continue another model. Load the one that it began with, or "
                 "choose another run directory."
             )
     _trained_by[model] = run.path
 
 
 def fingerprint(model: Any) -> int:
-    """Return a CRC-32 of the names and bytes of what would be trained."""
+    """Return a CRC-32 of the names and bytes of the tensors that would be trained."""
     found = 0
     for name, tensor in sorted(trained_tensors(model).items()):
         data: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()

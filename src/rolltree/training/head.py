@@ -1,9 +1,9 @@
-"""From last hidden states to logits, exactly as the model's own forward pass goes on from there.
+"""Computes logits from last hidden states exactly as the model's own forward pass does.
 
 Models cap their logits, scale them or the hidden states, or cut off padding, and one configuration
 key means different things in different models (`logits_scaling` multiplies, divides, or divides the
 hidden states). So nothing is read from the configuration: the model's own `forward` runs, over a
-stand-in for its body that answers with the hidden states.
+stand-in for its body that returns the hidden states.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Output:
         self.last_hidden_state = hidden
 
     def __getattr__(self, name: str) -> None:
-        # Answering None to a dunder name would claim that the protocol is supported.
+        # Returning None for a dunder name would claim that the protocol is supported.
         if name.startswith("__"):
             raise AttributeError(name)
 
@@ -53,19 +53,19 @@ _INNER = "decoder"
 
 
 def head_logits(model: Any, hidden: Tensor) -> Tensor:
-    """Return the logits `[_S, _V]` that `model` makes of its last hidden states `[_S, _D]`.
+    """Return the logits `[_S, _V]` that `model` computes from last hidden states `[_S, _D]`.
 
     Caps, scales and biases are applied as the model's `forward` does. `model` is not changed, so
     another thread may use it meanwhile.
     """
     body = _Body(body_of(model), hidden[None])
-    # By hand, because sharded modules do not support `copy`.
+    # Copied by hand, because sharded modules do not support `copy`.
     own = object.__new__(type(model))
     own.__dict__ = {
         **model.__dict__,
         "_modules": {**model._modules, body_name(model): body},
     }
-    # The stand-in ignores them; `forward` only asks for ids of some kind.
+    # The stand-in ignores them, but `forward` needs ids of some kind.
     ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
     # The class's `forward`, which runs no hooks of the module.
     logits: Tensor = type(own).forward(own, input_ids=ids).logits
@@ -74,7 +74,7 @@ def head_logits(model: Any, hidden: Tensor) -> Tensor:
 
 @torch.no_grad()
 def check_head(model: Any) -> None:
-    """Refuse a model whose logits `head_logits` does not give, small ones or large ones.
+    """Refuse a model whose logits, small or large, `head_logits` does not reproduce.
 
     Raises:
         TrainingError: with the reason.

@@ -1,4 +1,4 @@
-"""Samples laid side by side for one forward pass, and which blocks attend to which.
+"""Lays samples side by side for one forward pass, and finds which blocks attend to which.
 
 Depth-first order gives a key that is on a path a contiguous range of queries: token j is attended
 by the tokens `j .. subtree_end[j] - 1`. So attention over a tree is a short list of dense
@@ -27,18 +27,18 @@ DEFAULT_BLOCK = 64
 """Keys per block. Measured on CPU: 32 costs calls, 256 costs masked work (design/0003)."""
 
 _FAR = 16
-"""Blocks that a path must reach over for its pieces to have twice as many keys."""
+"""Length of a path, in blocks, above which its pieces have twice as many keys."""
 
 
 _GAP = 32
-"""Queries between two ranges that are computed and masked rather than given their own call."""
+"""Smaller gaps between two ranges of queries are computed and masked, in one call for both."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
     """How far back a layer looks: the last `window` tokens, the tokens of its `chunk`, or both.
 
-    Token i sees its ancestor j iff `depth[i] - depth[j] < window` and
+    Token i sees its ancestor j if `depth[i] - depth[j] < window` and
     `depth[i] // chunk == depth[j] // chunk`.
     """
 
@@ -46,23 +46,23 @@ class Pattern:
     chunk: int | None = None
 
     def __getitem__(self, index: Any) -> Pattern:
-        """Return itself: it stands for a mask, and models cut masks to queries that they keep.
+        """Return itself: it stands for a mask, and models cut masks to the queries that they keep.
 
         Raises:
-            TypeError: for a part of the queries.
+            TypeError: the slice leaves queries out.
         """
         if any(part not in (slice(None), slice(0, None)) for part in index):
             raise TypeError("the model drops queries inside its layers, and a tree needs them all")
         return self
 
     def limit(self, depth: NDArray[np.int32]) -> LongArray | None:
-        """Return the depth from which on no token sees a key of this `depth`, or None: no limit."""
+        """Return the depth from which no token sees a key of this `depth`; None: no limit."""
         limits = []
         if self.window is not None:
             limits.append(depth.astype(np.int64) + self.window)
         if self.chunk is not None:
             limits.append((depth.astype(np.int64) // self.chunk + 1) * self.chunk)
-        # A pattern longer than every path hides nothing, so its layers can share the full blocks.
+        # A pattern longer than every path hides nothing, so its layers share the full blocks.
         if not limits or min(limit.min() for limit in limits) > depth.max():
             return None
         found: LongArray = np.minimum.reduce(limits)
@@ -83,8 +83,8 @@ FULL = Pattern()
 class KeyBlock:
     """Keys `first .. stop - 1` and queries `start .. reach - 1`, which are computed together.
 
-    Each of `masks` is the first query that it is for, and which keys this one and the next ones
-    see, bool `[queries, stop - first]`. The other queries see every key of the block.
+    Each of `masks` is the first query that it applies to, and the keys that this query and the next
+    ones see, bool `[queries, stop - first]`. The other queries see every key of the block.
     """
 
     first: int
@@ -101,8 +101,8 @@ class Forest:
     `ids`, `positions`, `subtree_end` are int32 `[_T]`. `rows` are the positions whose logits are
     needed, int64 `[_S]`, each with its `row_temperature`; record r reads row `record_row[r]`.
     `record_sample[r]` is the index of the sample that record r came from. `routed_experts`, int32
-    `[_T, layers, experts per token]`, is what the engine's routers chose, -1 where nobody recorded
-    it; None: for no token.
+    `[_T, layers, experts per token]`, has the choices of the engine's routers, -1 if they were not
+    recorded; None: they were not recorded for any token.
     """
 
     ids: NDArray[np.int32]
@@ -122,7 +122,7 @@ class Forest:
 
     @property
     def is_path(self) -> bool:
-        """Whether the forest is one unbranched sequence, for which plain causal is exact."""
+        """Whether the forest is one unbranched sequence, for which causal attention is exact."""
         return bool((self.subtree_end == len(self.ids)).all())
 
 
@@ -193,8 +193,8 @@ def key_blocks(
 
     A block's keys are either a run of whole small subtrees (nothing outside sees them) or a piece
     of a path that is longer than a block (everything below sees them all, as far as `limit`, a
-    pattern's, allows). Where many queries are below, twice `max_block` keys save calls, and the
-    masked part of the block is small beside them.
+    pattern's, allows). If many queries are below, twice `max_block` keys save calls, and the masked
+    part of the block is small in comparison.
     """
     ends = subtree_end.tolist()
     num_tokens = len(ends)
@@ -236,8 +236,8 @@ def _limited(
     """Return the ranges of queries that see keys `first .. stop - 1`; `own` is their own square."""
     limits = limit[first:stop]
     below = depth[stop:reach]
-    # A query sees some key of the block while it is less deep than the largest limit, and all of
-    # them while it is less deep than the smallest (design/0003).
+    # A query sees some key of the block if it is less deep than the largest limit, and all of them
+    # if it is less deep than the smallest (design/0003).
     seen = np.concatenate([np.ones(stop - first, np.bool_), below < limits.max()])
     partly = np.concatenate([np.ones(stop - first, np.bool_), below >= limits.min()])
     blocks = []
@@ -255,7 +255,7 @@ def _limited(
 
 
 def _runs(wanted: BoolArray) -> list[tuple[int, int]]:
-    """Return where `wanted` holds, as ranges that are at least `_GAP` apart."""
+    """Return the ranges in which `wanted` is true, joined if they are less than `_GAP` apart."""
     # `diff` of booleans is True at each change, so starts and stops alternate.
     edges = np.flatnonzero(np.diff(wanted, prepend=False, append=False)).reshape(-1, 2)
     runs: list[tuple[int, int]] = []

@@ -21,9 +21,9 @@ DEFAULT_CHUNK_ROWS = 256
 
 @dataclass(frozen=True, slots=True)
 class RecordLogprobs:
-    """Float32 `[_R]` each: `logprob` with gradient; `entropy`, and `kl`, with one where asked for.
+    """Float32 `[_R]` each: `logprob` and `kl` with gradient, `entropy` with one if requested.
 
-    `kl` is that of the whole distribution to a teacher's, None without one.
+    `kl` is the KL of the whole distribution to a teacher's, None without a teacher.
     """
 
     logprob: Tensor
@@ -40,7 +40,7 @@ class Teacher:
 
 
 class _Gather(torch.autograd.Function):
-    """log softmax of each row, at one target per record, and each row's entropy."""
+    """The log softmax at the target of each record, and the entropy of each row."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, row: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,7 +53,7 @@ class _Gather(torch.autograd.Function):
         entropy = log_total[:, 0] - expected
         # The only `[_S, _V]` tensor that is kept; autograd would keep several.
         ctx.save_for_backward(probability, row, target)
-        # If a gradient is wanted, `_entropy` computes the entropy again.
+        # If its gradient is needed, `_entropy` computes the entropy again.
         ctx.mark_non_differentiable(entropy)
         return logprob, entropy
 
@@ -100,8 +100,8 @@ def gather_logprobs(
         record_row: `[_R]`, the row that each record reads, ascending or not.
         target: `[_R]`, token ids.
         chunk_rows: rows whose logits exist at the same time.
-        entropy_gradient: let the entropy carry a gradient.
-        teacher: rows as in `hidden`; its distribution at the same temperature is compared.
+        entropy_gradient: whether the entropy has a gradient.
+        teacher: its rows match `hidden`; the KL is to its distribution at the same temperature.
     """
     tempered = bool((row_temperature != 1).any())
 

@@ -75,10 +75,10 @@ async def run_training(
 ) -> TrainReport:
     """Train `parts.model` in place until `train.num_steps` steps are done, continuing `run`.
 
-    `rolltree.train` makes everything that this takes.
+    `rolltree.train` builds everything that this function takes.
 
     Args:
-        config: the settings; those the run was started with.
+        config: the settings, the same ones that the run was started with.
         parts: see `build_parts`. The model is as it was before any training; a checkpoint in `run`
             is loaded into it.
         source: the environment.
@@ -88,7 +88,7 @@ async def run_training(
         ranks: the processes that train with this one, which is rank 0; the others run `follow`.
         rollouts: runs the rollouts, instead of an engine in this process.
 
-    If cancelled, it finishes the step that writes weights, saves a checkpoint, and raises.
+    If cancelled, it finishes the step that is writing weights, saves a checkpoint, and raises.
 
     Raises:
         TrainingError: a step failed; the same call continues once the cause is removed.
@@ -143,7 +143,7 @@ def _renders(client: Any) -> bool:
 
 
 _PATIENCE = 10
-"""Steps of equal rewards before the run says so."""
+"""Steps in a row with equal rewards before the user gets a notice."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -160,15 +160,15 @@ class _Loop:
     checkpoints: Checkpoints
     rollouts: RolloutEngine
     publisher: Publisher
-    vocabulary: Vocabulary | None  # where servers render prompts, whose ids only they know
+    vocabulary: Vocabulary | None  # set if servers render prompts, to check their ids
     averages: Mapping[str, float] = field(default_factory=dict)
-    weight_lock: WeightLock | None = None  # of a step that failed while it wrote
-    done: int = 0  # steps whose weights are there and whose metrics are stored
+    weight_lock: WeightLock | None = None  # of a step that is running or has failed
+    done: int = 0  # steps whose weights are published and metrics stored
     saved: int = 0
     num_equal: int = 0  # steps in a row whose rewards were all equal
-    has_probed: bool = False  # because no token was there to compare
-    has_stood_still: bool = False  # because no token was there to train
-    is_writing: bool = False  # a step has begun: weights and averages may be half its own
+    has_probed: bool = False  # the notice about the probe was sent
+    has_stood_still: bool = False  # the notice about a step without tokens was sent
+    is_writing: bool = False  # weights and averages may be partly updated by a step
 
     async def run_all(self) -> TrainReport:
         try:
@@ -180,7 +180,7 @@ class _Loop:
                 self._save(self.done)
             raise
         finally:
-            # Here and not when the parts are closed: the run's database may be closed by then. The
+            # Not when the parts are closed, because the run's database may be closed by then. The
             # engines of a [cluster] end with their run.
             if isinstance(self.parts.engine, Servers) and self.config.cluster is None:
                 with suppress(StoreError):
@@ -201,8 +201,8 @@ class _Loop:
         self._start(first)
         num_steps = self.config.train.num_steps
         if self.config.eval.before:
-            # Only the first start has these weights. A later one reports what is stored, or stores
-            # that the evaluation was left out.
+            # Only the first start has these weights. Later starts report the stored result, or
+            # store that the evaluation was skipped.
             start = forked_at(self.run)
             await self._evaluate("eval_before", start, current=first.step)
         for phase in self._owed(first.step):
@@ -212,19 +212,19 @@ class _Loop:
             for step in range(first.step + 1, num_steps + 1):
                 metrics = await self._step(step, feed)
                 inside = self._is_evaluated(step)
-                # Taken again, an asynchronous step has its weights only up to rounding.
+                # Repeating an asynchronous step gives the same weights only up to rounding.
                 exact = inside and self.config.train.async_steps > 0
                 if step == num_steps or step % self.config.checkpoint.every == 0 or exact:
                     self._save(step)
                 self.trackers.log(numbers(metrics), step)
                 self.reporter.on_step(step, metrics)
-                # After the save, so a start that follows a kill in here finds this evaluation owed
-                # (design/0016).
+                # After the save, so that after a kill during the evaluation the next start makes it
+                # up (design/0016).
                 if inside:
                     await self._evaluate(f"eval/{step:06d}", step, current=step)
         finally:
-            # The rollouts end first: after a failure the engine stays paused until nobody is left
-            # to sample from weights that may be half written (design/0008).
+            # The rollouts end first: after a failure the engine stays paused until no rollout is
+            # left that could sample from half-written weights (design/0008).
             await feed.aclose()
             if self.weight_lock is not None:
                 await self.weight_lock.aclose()
@@ -233,7 +233,7 @@ class _Loop:
         return self._end()
 
     def _restore(self) -> TrainState:
-        """Load the last checkpoint, and forget the metrics of the steps that are taken again."""
+        """Load the last checkpoint, and delete the metrics of the steps that will be repeated."""
         path = self.checkpoints.latest(self.notify)
         state = TrainState(0, 0)
         if path is not None:
@@ -242,8 +242,8 @@ class _Loop:
         num_steps = self.config.train.num_steps
         if state.step > num_steps:
             raise TrainingError(
-                f"{self.run.path} has trained {state.step} steps and train.num_steps is "
-                f"{num_steps}; a run cannot go back. Raise train.num_steps, or start another run "
+                f"{self.run.path} has trained {state.step} steps, but train.num_steps is "
+                f"{num_steps}; a run cannot go back. Raise train.num_steps, or use another run "
                 "directory."
             )
         self.run.truncate_steps(state.step)
@@ -296,20 +296,21 @@ class _Loop:
         return await (engine.or_lost(work) if isinstance(engine, Servers) else work)
 
     async def _step(self, step: int, feed: Feed) -> dict[str, float]:
-        """Take one step and return its metrics; the weights are published."""
+        """Take one step, publish its weights, and return its metrics."""
         began = time.perf_counter()
         # Sampling may be cancelled at any moment, since every finished rollout is stored. A step
-        # that has begun is finished: weights, version and metrics belong together.
+        # that has begun is always finished: weights, version and metrics belong together.
         found = await self._or_lost(feed.next(step))
         return await run_shielded(self._take(step, found, began))
 
     async def _take(self, step: int, found: StepRollouts, began: float) -> dict[str, float]:
-        """Train on what was found; weights, version and stored metrics move together."""
-        # While nothing is written yet, so an error leaves the weights of the step before.
+        """Train on the collected rollouts; weights, version and stored metrics change together."""
+        # Before anything is written, so an error leaves the weights of the previous step.
         if self.vocabulary is not None:
             calls = [(each.request.request_id, s) for each in found.trained for s in each.states]
             await asyncio.to_thread(check_spelled, calls, self.vocabulary)
-        # From here and not from the first write: `_samples` already renews the moving averages.
+        # Set before the first write to the weights, because `_samples` already updates the moving
+        # averages.
         self.is_writing = True
         sampled_at = time.perf_counter()
         batch, record, credit = self._samples(found)
@@ -323,7 +324,7 @@ class _Loop:
             "time/step": spent,
             "rollout/tokens_per_s": sampled / max(spent, 1e-9),
         }
-        # Last. A kill before it loses no rollout: the step is taken again from the stored ones.
+        # Last: after an earlier kill, the step is repeated from its stored rollouts.
         await asyncio.to_thread(self._store, step, metrics, record)
         self.done, self.is_writing = step, False
         self._hint_at_equal_rewards(metrics)
@@ -335,13 +336,13 @@ class _Loop:
         self.run.add_step(step, metrics, () if record is None else record.rows(step))
 
     def _hint_at_equal_rewards(self, metrics: Mapping[str, float]) -> None:
-        """Say once, after `_PATIENCE` steps in a row, that equal rewards teach nothing."""
+        """Send a notice after `_PATIENCE` steps in a row with equal rewards: they teach nothing."""
         equal = metrics.get("reward/std") == 0.0
         self.num_equal = self.num_equal + 1 if equal else 0
         if self.num_equal == _PATIENCE:
             self.notify(
                 f"every rollout of the last {_PATIENCE} steps had the reward "
-                f"{metrics['reward/mean']:g}, so there was nothing to learn. Look at some: "
+                f"{metrics['reward/mean']:g}, so there was nothing to learn. Look at a few: "
                 f"rolltree show {self.run.path} --transcripts 3. Does the parser find the answers? "
                 "Is max_tokens long enough? Is the task too hard, or too easy, for this model?"
             )
@@ -349,7 +350,7 @@ class _Loop:
     async def _train(
         self, batch: SampleBatch, step: int, record: TokenRecord | None, has_tokens: bool
     ) -> dict[str, float]:
-        """Train on the samples, publish the weights as version `step`, and verify that.
+        """Train on the samples, publish the weights as version `step`, and verify them.
 
         If every token that was sampled is masked or left out, the weights stay as they are.
         """
@@ -357,7 +358,7 @@ class _Loop:
         samples, stale = batch.samples, dict[str, float]()
         if self.config.train.async_steps:
             samples, stale = mask_stale(samples, step - 1, staleness_limit(self.config))
-        # Without token ids there is never anything to train: the trainer's error says so.
+        # Without token ids nothing can ever be trained, and the trainer's error says so.
         stands_still = has_tokens and not has_loss(samples)
         if stands_still or not self.config.train.async_steps:
             # The embedded engine reads the tensors that AdamW writes: a forward pass in between
@@ -375,8 +376,8 @@ class _Loop:
                 await self.publisher.publish(step)
             spent = {"time/broadcast_weights": self.publisher.spent_s}
             return trained | stale | spent | await self.publisher.verify(step)
-        # Gradients only read the weights, so the engine goes on while they are computed. The
-        # trainer's thread takes the lock from the optimizer's first write to the publish.
+        # Gradients only read the weights, so the engine keeps sampling while they are computed. The
+        # trainer's thread holds the lock from the optimizer's first write to the publish.
         self.weight_lock = lock = WeightLock(
             self.parts.engine.paused, lambda: self.publisher.publish(step)
         )
@@ -393,7 +394,7 @@ class _Loop:
         if not is_checked and not self.has_probed:
             self.has_probed = True
             self.notify(
-                f"train.max_mismatch compares tokens that the current weights sampled, and step "
+                f"train.max_mismatch compares tokens that the current weights sampled, but step "
                 f"{step} trains none, because sampling runs ahead (train.async_steps). After such "
                 "a step the engine answers a probe, which is compared with the trainer instead "
                 "(engine.probe_tolerance)."
@@ -403,20 +404,20 @@ class _Loop:
         return trained | stale | verified | spent
 
     def _stand_still(self, step: int) -> dict[str, float]:
-        """Return the metrics of a step that trains nothing, and say once why there was none."""
+        """Return the metrics of a step that trains nothing; the first time, send a notice why."""
         if not self.has_stood_still:
             self.has_stood_still = True
             self.notify(
                 f"step {step} has no token to train: all of its rollouts are masked or left out "
                 "(truncation, mask_truncated_completions, failures, or masks of the environment), "
                 "so the weights stay as they are. If that goes on, nothing is learned. Raise "
-                f"sampling.max_tokens, or look at some: rolltree show {self.run.path} "
+                f"sampling.max_tokens, or look at a few: rolltree show {self.run.path} "
                 "--transcripts 3."
             )
         return {"train/num_records": 0.0, "train/grad_norm": 0.0}
 
     def _samples(self, found: StepRollouts) -> tuple[SampleBatch, TokenRecord | None, CreditReport]:
-        """Join the credit of one step's groups, build its samples, and what records its tokens."""
+        """Join the credit of one step's groups; return its samples, token record and credit."""
         section, algorithm = self.config.train, self.config.algorithm
         results, policy = found.trained, algorithm.policy(section.max_seq_len)
         report = join_credit(results, found.credit, policy, self.averages)
@@ -425,8 +426,8 @@ class _Loop:
         for result in results:
             for state in result.states:
                 state.setdefault("request_id", result.request.request_id)
-                # By identity: states are dicts, which are unhashable, and equal ones are different
-                # rollouts.
+                # By identity: states are dicts, which are unhashable, and equal dicts can be
+                # different rollouts.
                 group_of[id(state)] = result.request.group_id
         keys: dict[str, Callable[[State], Hashable]] = {
             "group": lambda state: group_of[id(state)],
@@ -470,8 +471,8 @@ class _Loop:
     def _last_phase(self, step: int) -> str:
         """Return the phase of the evaluation after training.
 
-        A run that is continued with more steps has used `eval_after` up for the step where it
-        ended, perhaps without finishing, so a later end has its own phase.
+        If a run is continued with more steps, `eval_after` belongs to the step where it ended
+        before, even if that evaluation did not finish, so a later end gets its own phase.
         """
         begun = [e.step for e in self.run.events("evaluation_begun")]
         done = [e.step for e in self.run.evaluations() if e.phase == "eval_after"]
@@ -479,12 +480,12 @@ class _Loop:
         return f"eval_after/{step:06d}" if others else "eval_after"
 
     def _is_evaluated(self, step: int) -> bool:
-        """Return whether `eval.every` asks for an evaluation after `step`, which is not the end."""
+        """Return whether `eval.every` asks for an evaluation after `step`; never for the last."""
         every = self.config.eval.every
         return every > 0 and step % every == 0 and 0 < step < self.config.train.num_steps
 
     def _owed(self, step: int) -> list[str]:
-        """Return the phases that an earlier start owes at `step`, where this one begins.
+        """Return the phases that earlier starts left undone at `step`, where this start begins.
 
         They were interrupted after the checkpoint was written, or `eval.every` asks for them only
         now. A notice names those whose weights are gone.
@@ -493,7 +494,7 @@ class _Loop:
         known = done | {event.step for event in self.run.events("evaluation_skipped")}
         gone = [
             n
-            # A fork's earlier steps are another run's to evaluate.
+            # A fork's earlier steps belong to the run that it was forked from.
             for n in range(forked_at(self.run) + 1, step)
             if self._is_evaluated(n) and n not in known
         ]
@@ -505,13 +506,13 @@ class _Loop:
             self.notify(
                 f"eval.every = {self.config.eval.every} asks for an evaluation after step "
                 f"{', '.join(map(str, gone))}, which no earlier start made. Training is at step "
-                f"{step}, and the weights of then are gone, so it is left out."
+                f"{step}, and the weights of those steps are gone, so it is skipped."
             )
-        # The evaluation after the last step is `eval.after`'s.
+        # `eval.after` decides about the evaluation after the last step.
         if step in done or step == self.config.train.num_steps:
             return []
-        # A phase of the end that was interrupted here, before train.num_steps was raised, keeps
-        # its name and so its stored rollouts.
+        # A final evaluation that was interrupted here, before train.num_steps was raised, keeps
+        # its phase and with it its stored rollouts.
         begun = [e.data["phase"] for e in self.run.events("evaluation_begun") if e.step == step]
         return begun or ([f"eval/{step:06d}"] if self._is_evaluated(step) else [])
 
@@ -522,18 +523,18 @@ class _Loop:
         stored = [done for done in self.run.evaluations() if done.phase == phase]
         if stored:
             metrics = stored[-1].metrics
-        # The model has trained on since; its score would stand under the wrong step.
+        # The model has been trained further, so its score would be stored for the wrong step.
         elif current != step:
             self.run.add_event("evaluation_skipped", {"phase": phase, "done": current}, step=step)
             return
         else:
-            # Which phase is the end's depends on the starts before (`_last_phase`), so it is noted
-            # down.
+            # The name of the final phase depends on earlier starts (`_last_phase`), so it is
+            # stored.
             if phase.startswith("eval_after"):
                 self.run.add_event("evaluation_begun", {"phase": phase}, step=step)
             metrics = dict(await self._or_lost(self.evaluate(phase, step)))
-            # Last: without this event the next start owes the evaluation, and reuses its stored
-            # rollouts.
+            # Last: without this event the next start makes the evaluation again, and reuses its
+            # stored rollouts.
             self.run.add_event("evaluation", {"phase": phase, "metrics": metrics}, step=step)
         if not stored:
             self.trackers.log(eval_numbers(metrics), step)
@@ -561,7 +562,7 @@ class _Loop:
 
 
 def _sample_metrics(batch: SampleBatch) -> dict[str, float]:
-    """Return what became of the tokens of a step.
+    """Return metrics of the samples and tokens of a step.
 
     `rollout/entropy` is minus the mean engine logprob of all sampled tokens, an estimate of the
     entropy. Causes of breaks that did not occur are left out.

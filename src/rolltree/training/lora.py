@@ -1,4 +1,4 @@
-"""LoRA adapters through peft, and the weights that they amount to.
+"""LoRA adapters through peft, and merging them into weights.
 
 y = W x + (alpha / r) B A x, and only A and B are trained (Hu et al. 2021, arXiv:2106.09685,
 equation 3). There is no dropout, so that the trainer computes what the engine sampled from, and
@@ -29,9 +29,9 @@ _BELOW = ".base_layer"
 def add_adapter(model: Any, section: ModelSection, seed: int) -> None:
     """Put adapters on the weights that `section` names; nothing else trains from then on.
 
-    Weights are those of linear layers and of experts that share one tensor; layers that share a
-    weight share its adapter. The same seed gives the same adapters. B starts at 0, so the model
-    computes what it did.
+    They go on linear layers and on experts that share one tensor; layers that share a weight share
+    its adapter. The same seed gives the same adapters. B starts at 0, so the outputs of the model
+    do not change.
 
     Raises:
         ConfigError: peft is missing, or a target cannot have an adapter in this model.
@@ -54,7 +54,7 @@ def add_adapter(model: Any, section: ModelSection, seed: int) -> None:
     wanted = set(section.lora_targets) or known
     layers = [name for name, short in linear.items() if short in wanted]
     if not section.lora_targets:
-        # By default, adapt what works. A target that the user named has to work (`check_copy`).
+        # By default, adapt the layers that work. Targets that the user named must (`check_copy`).
         layers = _usable_layers(model, layers)
     weights = [name for name, short in experts.items() if short in wanted]
     if not layers and not weights:
@@ -74,13 +74,13 @@ def add_adapter(model: Any, section: ModelSection, seed: int) -> None:
         fan_in_fan_out=any(_is_conv1d(model.get_submodule(name)) for name in linear),
         base_model_name_or_path=model.name_or_path,
     )
-    # peft renames targets of models that it knows (shared experts lose theirs to the others'), and
-    # knows a model by its config, which this one has not.
+    # peft renames targets of models that it knows (shared experts would lose theirs to the others).
+    # It knows a model by its config, which this holder does not have.
     holder = nn.Module()
     holder.model = model
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     with torch.random.fork_rng(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a kind of target that a model has none of
+        warnings.simplefilter("ignore")  # about kinds of targets that a model lacks
         torch.manual_seed(seed)
         inject_adapter_in_model(config, holder, ADAPTER)
     # peft froze these parameters; `take_off` lets them train again.
@@ -114,7 +114,7 @@ def _linear_layers(model: Any) -> dict[str, str]:
 
 @torch.no_grad()
 def _is_linear(module: Any) -> bool:
-    """Whether a module computes what `nn.Linear` does, as Falcon's own class of that kind."""
+    """Whether a module computes what `nn.Linear` does, as Falcon's own linear class does."""
     # A subclass with its own `forward` may compute anything, so compare it with `nn.Linear`.
     if type(module).forward is nn.Linear.forward or not isinstance(module, nn.Linear):
         return isinstance(module, nn.Linear)
@@ -129,11 +129,11 @@ def _is_linear(module: Any) -> bool:
 
 @torch.no_grad()
 def _usable_layers(model: Any, layers: list[str]) -> list[str]:
-    """Return those of these layers by which the model computes with their weights.
+    """Return the layers that the model runs and whose weights it does not use elsewhere.
 
-    Others have no adapter unless it is asked for: of Mamba's `dt_proj` only the weight is read, and
-    a weight may be an embedding too. What runs is seen on a few tokens; layers of equal names but
-    for numbers are alike, because a token does not reach every expert.
+    Other layers get an adapter only if they are named: of Mamba's `dt_proj` only the weight is
+    read, and a weight may be an embedding too. A few tokens show which layers run; layers whose
+    names differ only in numbers are treated alike, because a token does not reach every expert.
     """
     kinds = {name: re.sub(r"\d+", "*", name) for name in layers}
     holders: dict[int, list[str]] = {}
@@ -185,15 +185,15 @@ def _is_conv1d(module: Any) -> bool:
 
 
 def is_adapted(model: Any) -> bool:
-    """Whether `add_adapter` was called on a model."""
+    """Whether a model has adapters, from `add_adapter` or its own."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
 def unwrapped(model: Any) -> Any:
-    """Return the causal LM inside of a `PeftModel`, with its adapter; other models as they are.
+    """Return the causal LM inside a `PeftModel`, with its adapter; other models as they are.
 
     Raises:
-        ConfigError: it has another adapter than one of LoRA on weights, called `default`.
+        ConfigError: it has anything but a single LoRA adapter of weights, called `default`.
     """
     if not hasattr(model, "get_base_model"):
         return model
@@ -230,7 +230,7 @@ def _is_lora(config: Any) -> bool:
 
 
 def take_off(model: Any) -> bool:
-    """Undo `add_adapter`, and return whether it was there: the weights below stay as they are."""
+    """Undo `add_adapter`, and return whether it was called; the weights below do not change."""
     trained = getattr(model, "_rolltree_trained", None)
     if trained is None:
         return False
@@ -275,8 +275,8 @@ def changes_nothing(model: Any) -> bool:
 def adapters_off(model: Any) -> Iterator[None]:
     """Let `model` compute what it did before `add_adapter` while the context is open.
 
-    The adapters' scale is 0 in it: nothing of the module changes but that number, so shards and
-    what autograd has recorded stay as they are.
+    Only the scale of the adapters is set to 0, so shards and what autograd has recorded do not
+    change.
     """
     # One dict per layer, `{adapter: scale}`, which is changed in place.
     scales = [module.scaling for module in model.modules() if hasattr(module, "base_layer")]
@@ -291,7 +291,7 @@ def adapters_off(model: Any) -> Iterator[None]:
 
 
 def peft_name(name: str) -> str:
-    """Return what peft's files call an adapter's parameter.
+    """Return the name of an adapter's parameter in peft's files.
 
     >>> peft_name("model.layers.0.self_attn.q_proj.lora_A.default.weight")
     'base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight'
@@ -304,7 +304,7 @@ def plain_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters and saved buffers as a model without adapters and ranks has them.
 
     Tied parameters come once; adapters are added to the weights below them; shards are gathered,
-    one tensor at a time. Every rank goes through all of it.
+    one tensor at a time. Every rank has to iterate to the end.
     """
     # After a forward pass without a backward pass, FSDP leaves the root's parameters gathered.
     reshard(model)
@@ -335,10 +335,10 @@ def _weight_below(module: Any) -> Tensor:
 
 
 def adapted_modules(model: Any) -> dict[str, Any]:
-    """Return, by the name of its parameter, a module of peft's that adapts it.
+    """Return peft's module for each adapted parameter, by the parameter's name.
 
     Raises:
-        ConfigError: what trains could not be added to the weights below.
+        ConfigError: the adapters could not be merged into the weights below.
     """
     names: dict[int, list[str]] = {}
     adapters: dict[int, list[Any]] = {}
@@ -370,7 +370,7 @@ def adapted_modules(model: Any) -> dict[str, Any]:
 
 @contextmanager
 def _gathered(module: Any) -> Iterator[Any]:
-    """Let the two matrices of an adapter be whole, not shards, while the context is open."""
+    """Make the two matrices of an adapter whole, not shards, while the context is open."""
     parts = (module.lora_A[ADAPTER], module.lora_B[ADAPTER])
     # peft multiplies A and B as plain matrices, which shards are not.
     shards = [part.weight for part in parts]
@@ -387,12 +387,12 @@ def _gathered(module: Any) -> Iterator[Any]:
 def copy_weights(model: Any, served: Any | None) -> None:
     """Write the weights of `model`, merged and gathered, into the plain module `served`.
 
-    The embedded engine reads the trainer's own tensors; of several ranks those are shards, and with
-    adapters not the weights to sample from, so it reads such a copy. Every rank calls it; those
-    without a copy pass None.
+    The embedded engine reads the trainer's own tensors, but with several ranks these are shards,
+    and with adapters they are not the weights to sample from, so it reads this copy. Every rank
+    calls it; ranks without a copy pass None.
 
     Raises:
-        TrainingError: the copy has other tensors, so a part of it would stay as it was.
+        TrainingError: the copy has different tensors, so a part of it would stay as it was.
     """
     targets = {} if served is None else _own_tensors(served)
     left = set(targets)
@@ -418,11 +418,11 @@ def copy_weights(model: Any, served: Any | None) -> None:
 
 @torch.no_grad()
 def check_copy(model: Any, served: Any) -> None:
-    """Refuse adapters that `model` does not compute with as with a change of the weight below.
+    """Refuse adapters that do not change the output of `model` as their merged weights would.
 
-    Some layers read a weight past the module that holds it: an adapter there has no effect in the
-    trainer, and would have one once it is added to the weight. The two are compared with adapters
-    away from 0; then all is as it was. Before sharding, on the process that has the copy.
+    Some models read a weight without calling its module: an adapter there has no effect in the
+    trainer, but would have one after merging. The two are compared with adapters moved away from
+    0; then everything is restored. Call it before sharding, on the process that has the copy.
 
     Raises:
         ConfigError: naming the targets that do not work.
@@ -456,9 +456,9 @@ _EXACT = 1e-3
 
 
 def _copy_is_off(model: Any, served: Any, modules: list[Any]) -> bool:
-    """Return whether the copy differs from the model once some adapters are moved away from 0.
+    """Return whether the copy differs from the model if some adapters are moved away from 0.
 
-    Medians over tokens, because a token may be routed to other experts by a difference in rounding.
+    It takes medians over tokens, because rounding may route a token to different experts.
     """
     generator = torch.Generator().manual_seed(0)
     before = [module.lora_B[ADAPTER].weight.clone() for module in modules]

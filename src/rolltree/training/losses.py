@@ -1,11 +1,11 @@
 """Losses and KL estimates per sampled token, as tables of pure torch functions.
 
 A loss sees flat arrays of length `_R`, one entry per loss record, in any order and from any scope,
-and returns one value per record; `coefficients` says how they are summed and what is done about an
-engine that samples from another distribution. There are no value losses.
+and returns one value per record; `coefficients` decides how they are summed, and corrects for an
+engine that samples from a different distribution. There are no value losses.
 
-The KL is that to a frozen model: the one training started from, or a teacher (on-policy
-distillation). Its coefficient is fixed.
+The KL is computed against a frozen model: the one that training started from, or a teacher
+(on-policy distillation). Its coefficient is fixed.
 
 Notation: `r = exp(logprob - behaviour)` is the importance ratio, `A` the advantage.
 """
@@ -30,8 +30,8 @@ T = TypeVar("T")
 class LossInputs:
     """Float32 `[_R]` each. `logprob` carries the gradient.
 
-    `behaviour` is what the ratio is against: the engine's own logprob, or, with a correction, the
-    trainer's at the start of the batch. `rollout_log_ratio[r]` is the mean of the loss's
+    `behaviour` is the denominator of the ratio: the engine's own logprob, or, with a correction,
+    the trainer's at the start of the batch. `rollout_log_ratio[r]` is the mean of the loss's
     `rollout_term` over all trained tokens of the rollout that record r belongs to, without
     gradient; only losses that have such a term read it. `extra` has the loss's own `inputs` by
     name, one value per record each.
@@ -59,7 +59,7 @@ RolloutTerm: TypeAlias = "Callable[[Tensor, Tensor, Mapping[str, float]], Tensor
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A row of the table: the function, its parameters with defaults, what else it needs.
+    """A row of the table: the function, its parameters with defaults, and what else it needs.
 
     `rollout_term`: set for a loss over whole rollouts. `supervised`: it reads neither advantage nor
     behaviour logprob. `least`: the smallest value of a parameter, 0 by default. `inputs`: further
@@ -218,7 +218,7 @@ LOSSES: dict[str, Loss] = {
     ),
     "reinforce": Loss(reinforce, {"ratio_cap": 2.0}),
     "cispo": Loss(cispo, {"clip_low": 1.0, "clip_high": 2.0}),
-    # A rollout's ratio is a mean, which stays near 1. The bounds are the papers', GMPO's for logs.
+    # A rollout's ratio is a mean, which stays near 1. Bounds as in the papers; GMPO's are logs.
     "gspo": Loss(gspo, {"clip_low": 3e-4, "clip_high": 4e-4}, rollout_term=_gspo_term),
     "gmpo": Loss(gmpo, {"clip_low": 0.4, "clip_high": 0.4}, rollout_term=_gmpo_term),
     "cross_entropy": Loss(cross_entropy, {}, supervised=True),
@@ -238,7 +238,7 @@ def look_up(kind: str, name: str, table: Mapping[str, T]) -> T:
     """Return a row of a table.
 
     Raises:
-        UnknownName: there is none with this name.
+        UnknownName: the table has no row of this name.
     """
     if name not in table:
         raise UnknownName(f"there is no {kind} {name!r}.{did_you_mean(name, table)}")

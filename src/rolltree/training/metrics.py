@@ -1,4 +1,4 @@
-"""Metrics of a step: its loss records, as the optimizer saw them, and its rollouts.
+"""Metrics of a step: of its loss records, as the optimizer saw them, and of its rollouts.
 
 All trained tokens have equal weight. For metrics per task, query the run store.
 """
@@ -58,7 +58,7 @@ class RecordStats:
         factor: FloatColumn | None = None,
         reference: Tensor | None = None,
     ) -> None:
-        """Add the records of one pack; `factor` is that of the correction."""
+        """Add the records of one pack; `factor` is the factor of the correction."""
         self.logprob[span] = got.logprob.detach().cpu().numpy()
         self.entropy[span] = got.entropy.detach().cpu().numpy()
         self.clipped[span] = terms.clipped.cpu().numpy()
@@ -82,14 +82,14 @@ class RecordStats:
         self.loss = float(loss[0])
 
     def metrics(self, records: Records, version: int | None = None) -> dict[str, float]:
-        """Return the summary; `records` are those of the step, in the same order.
+        """Return the metrics; `records` are those of the step, in the same order.
 
-        `mismatch/*` is trainer minus engine logprob before any update, of the tokens that `version`
-        sampled (None: of all); without such tokens it is absent. `ratio/*` is the exponential of
-        that difference for all tokens: `ratio/p01` and `ratio/p99` are its tails,
+        `mismatch/*` is trainer minus engine logprob before any update, over the tokens that
+        `version` sampled (None: all tokens); it is absent if there are none. `ratio/*` is the
+        exponential of that difference for all tokens: `ratio/p01` and `ratio/p99` are its tails,
         `ratio/outside_share` the share below 1/2 or above 2, `ratio/ess` the effective sample size
         as a share (Kish 1965). Tokens without a behaviour logprob (supervised ones) have neither.
-        `correction/*` is present with a correction.
+        `correction/*` is present if there is a correction.
         """
         metrics = {
             "train/loss": self.loss,
@@ -176,9 +176,9 @@ def rollout_metrics(results: Sequence[RolloutResult]) -> dict[str, float]:
     Rewards and metrics are those of the episodes' own rollouts; with several agents, or delegation,
     `reward/<agent>/mean` is each agent's. Lengths and calls are over all rollouts. The interval of
     the reward, `reward/low` to `reward/high`, takes the group as the unit, as an evaluation does.
-    Rewards and `metrics/*` are means over rollouts that have one; failed rollouts have none and are
-    counted in `error/*`. Lengths count sampled tokens (`rollout/max_sampled_tokens`: of one call),
-    `rollout/length_cut_share` is the share of calls that reached their token limit.
+    Rewards and `metrics/*` are means over rollouts that have the value; failed rollouts have none
+    and are counted in `error/*`. Lengths count sampled tokens (`rollout/max_sampled_tokens`: of one
+    call), `rollout/length_cut_share` is the share of calls that reached their token limit.
     """
     states = [state for result in results for state in result.states]
     # The reward of an episode is that of its own rollouts, not of those that they delegated to.
@@ -223,7 +223,7 @@ def rollout_metrics(results: Sequence[RolloutResult]) -> dict[str, float]:
 
 
 def _rewards(results: Sequence[RolloutResult]) -> dict[str, float]:
-    """Return the mean reward with its interval, spread and maximum; nothing without rewards."""
+    """Return the mean reward with its interval, spread and maximum; empty without rewards."""
     groups: defaultdict[Hashable, list[float]] = defaultdict(list)
     for result in results:
         for state in result.states:
@@ -244,12 +244,12 @@ def _rewards(results: Sequence[RolloutResult]) -> dict[str, float]:
 
 
 def _agent_rewards(states: Sequence[State]) -> dict[str, float]:
-    """Return the mean reward of each agent, nothing if there is only one."""
+    """Return the mean reward of each agent; empty if there is only one."""
     by_agent: defaultdict[str, list[float]] = defaultdict(list)
     for state in states:
         if state.get("reward") is not None:
             by_agent[str(state.get("agent") or "agent")].append(float(state["reward"]))
-    # `reward/mean` is that agent's already.
+    # `reward/mean` already is that agent's mean.
     if len(by_agent) < 2:
         return {}
     return {f"reward/{agent}/mean": fmean(values) for agent, values in sorted(by_agent.items())}

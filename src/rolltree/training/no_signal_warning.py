@@ -1,7 +1,7 @@
 """Warns when no group has reward variance.
 
 With dynamic sampling, or while the trainer waits for the asynchronous feed, a run can stand still
-without an error: every reward is the same, every rollout fails, or none ends.
+without an error: every reward is the same, every rollout fails, or none finishes.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class NoSignalWarning:
             )
 
     def reason(self) -> str:
-        """Return what came instead, as a sentence."""
+        """Return what happened instead, as a sentence."""
         if not self._num_groups:
             return "no group of rollouts has ended. Check the engine and the environment."
         failed, scored = sum(self._errors.values()), sum(self._rewards.values())

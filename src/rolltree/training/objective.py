@@ -72,12 +72,12 @@ def fixed_terms_of(
     logprob: FloatColumn | None = None,
     reference: FloatColumn | None = None,
 ) -> FixedTerms:
-    """Return what is fixed for `records`, whole rollouts where `fixed_terms_need_whole_rollouts`.
+    """Return the fixed terms of `records`: whole rollouts if `fixed_terms_need_whole_rollouts`.
 
     Args:
-        algorithm: says what is needed.
+        algorithm: decides which terms are needed.
         records: with the engine's logprobs and the advantages.
-        logprob: the trainer's, before the first update; read where `needs_fixed_terms`.
+        logprob: the trainer's, before the first update; read if `needs_fixed_terms`.
         reference: the frozen model's; read for a KL in the reward.
     """
     old, advantage, factor = records.logprob, records.advantage, None
@@ -102,7 +102,7 @@ def rollout_ratios(
 ) -> FloatColumn | None:
     """Return the mean of the loss's rollout term per record, None for a loss without one.
 
-    `records`, `fixed` and `logprob` (now, not at the start) are of whole rollouts.
+    `records`, `fixed` and `logprob` (current, not at the start) cover whole rollouts.
     """
     term = get_loss(algorithm.loss).rollout_term
     if term is None:
@@ -122,13 +122,13 @@ def objective(
     reference: Tensor | None = None,
     extra: Mapping[str, FloatColumn] | None = None,
 ) -> ObjectiveTerms:
-    """Return the share of the step's loss that some records carry; arrays are `[_R]`.
+    """Return the share of some records in the step's loss; arrays are `[_R]`.
 
     Args:
         algorithm: the parts and their parameters.
         weight: the coefficient of each record, from `coefficients`.
         fixed: of these records.
-        got: logprobs with gradient; entropy with one where `entropy_coef` is set; `kl` for `full`.
+        got: logprobs with gradient; entropy with one if `entropy_coef` is set; `kl` for `full`.
         ratios: of these records, from `rollout_ratios`.
         reference: the frozen model's logprobs, without gradient.
         extra: the loss's own inputs by name, from the records.

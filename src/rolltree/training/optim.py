@@ -23,7 +23,7 @@ SCHEDULES: dict[str, Callable[[float, float], float]] = {
 def learning_rate(config: OptimSection, update: int, num_updates: int) -> float:
     """Return the rate of update `update` (0 is the first) of `num_updates`."""
     if update < config.warmup_steps:
-        # So the first update is not at 0, and only the first after the warm-up has the full rate.
+        # The first update is above 0, and the first one after the warm-up has the full rate.
         return config.lr * (update + 1) / (config.warmup_steps + 1)
     span = max(1, num_updates - config.warmup_steps)
     done = min(1.0, (update - config.warmup_steps) / span)
@@ -33,7 +33,7 @@ def learning_rate(config: OptimSection, update: int, num_updates: int) -> float:
 class Optimizer:
     """AdamW in place on the parameters of one module (Loshchilov and Hutter 2019, algorithm 2).
 
-    Matrices are decayed, vectors are not. Tied parameters are one parameter.
+    Weight decay applies to matrices, not to vectors. Tied parameters count as one.
 
     Raises:
         TrainingError: a trainable parameter is not float32, or there is none.
@@ -63,7 +63,7 @@ class Optimizer:
             eps=config.eps,
             fused=True,
         )
-        # Drops the gradients of a step that failed, if the model outlived it.
+        # Drops gradients that the model may still have from a step that failed.
         self.zero_grad()
 
     @property
@@ -72,12 +72,12 @@ class Optimizer:
         return [p for _, p in self.named]
 
     def clip(self) -> float:
-        """Scale the gradients to the largest norm allowed and return the norm they had."""
+        """Scale the gradients down to the largest allowed norm; return the norm they had before."""
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         if not gradients:
             return 0.0
         norm = total_norm(gradients)
-        # If the norm is not finite, the caller refuses the step.
+        # If the norm is not finite, the caller raises an error.
         if math.isfinite(norm) and norm > self.config.max_grad_norm:
             torch._foreach_mul_(gradients, self.config.max_grad_norm / norm)
         return norm
@@ -98,9 +98,9 @@ class Optimizer:
         self._adam.zero_grad(set_to_none=True)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the state, by names such as `exp_avg/<parameter>`; writing into it sets it.
+        """Return the state by names such as `exp_avg/<parameter>`; the tensors may be written to.
 
-        Before the first step it is what AdamW starts with: zeros.
+        Before the first step they are zeros, as AdamW starts.
         """
         named: dict[str, Tensor] = {}
         for name, parameter in self.named:

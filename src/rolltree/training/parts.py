@@ -56,8 +56,8 @@ def build_parts(
 ) -> TrainParts:
     """Load the model in float32 and start, or connect to, the engine that `engine.kind` names.
 
-    With several ranks only rank 0 calls it. A `model` that is given, with its tokenizer, is trained
-    in place instead of the one that `model.name` names.
+    With several ranks only rank 0 calls it. If a `model` and its tokenizer are given, the model is
+    trained in place instead of the one that `model.name` names.
 
     Raises:
         UnknownName: there is no such model.
@@ -67,7 +67,7 @@ def build_parts(
     recorded = config.engine.record_experts or config.engine.kind == "servers"
     if config.train.replay_experts and not recorded:
         raise ConfigError(
-            "train.replay_experts is true and engine.record_experts is not, so there would be "
+            "train.replay_experts is true, but engine.record_experts is not, so there would be "
             "nothing to replay. Set engine.record_experts = true too."
         )
     if model is None:
@@ -77,12 +77,12 @@ def build_parts(
     # (design/0007).
     if ranks is not None or config.model.lora_rank:
         device = config.model.device if ranks is None else ranks.device
-        # Before `adapt`, so it has no adapters but those that a given model came with.
+        # Before `adapt`, so the only adapters it can have are those of a given model.
         served = copy.deepcopy(model).to(device)
         if is_adapted(served):
             remove_adapters(served)
     adapt(model, config)
-    # Here, while the model is whole: the trainer shards it.
+    # While the model is whole: the trainer will shard it.
     if config.model.lora_rank:
         check_copy(model, served)
     client, engine = _ENGINES[config.engine.kind](config, served, tokenizer)
@@ -119,18 +119,18 @@ def _servers(config: TrainConfig, model: Any, tokenizer: Any) -> tuple[Any, Weig
     section = config.engine
     configured = getattr(model.generation_config, "eos_token_id", None)
     known = configured if isinstance(configured, list) else [configured]
-    # A model may end its turns with more ids than the tokenizer's one.
+    # A model may end its turns with more ids than the tokenizer's single one.
     renderer = ChatRenderer(tokenizer, end_ids=[int(i) for i in known if i is not None])
     vocab_size = int(model.get_input_embeddings().weight.shape[0])
     clients = [
         server_client(TrainedServer, config, url, renderer, vocab_size) for url in section.urls
     ]
     limit_s = section.away_limit_s
-    # A call may wait for as long as the run does, and needs its own time after that.
+    # A call may wait as long as the run does, and then needs its own time in addition.
     pool = EndpointPool(clients, deadline_s=limit_s + max(c.server.deadline_s for c in clients))
     way = weight_way(
         model,
-        # Servers have other working directories.
+        # Absolute, because servers have different working directories.
         Path(config.run.dir).absolute() / "weights",
         publish=section.publish,
         method=section.reload_method,
@@ -147,7 +147,7 @@ _ENGINES: dict[str, Callable[[TrainConfig, Any, Any], tuple[Any, WeightTarget]]]
 
 
 def open_run(config: TrainConfig) -> Run:
-    """Make the run directory of a config, or continue it.
+    """Create the run directory of a config, or open it to continue.
 
     Raises:
         ConfigError: it was started with other settings (`TrainConfig.may_change` may differ).

@@ -1,4 +1,4 @@
-"""The rollouts that a step asks for, and getting them: stored ones first, missing ones now.
+"""The rollouts that a step needs, and collecting them: stored ones first, then the missing ones.
 
 Tasks and seeds are a pure function of the run's seed and the step, so a run that was killed asks
 for exactly the same rollouts again. Each finished rollout is stored before it counts; when the
@@ -37,13 +37,13 @@ from rolltree.training.sampled import not_the_models_own
 from rolltree.types import RolloutRequest, RolloutResult, SamplingParams
 
 PHASE = "train"
-# In one start; the next one repeats them again (design/0014).
+# Per start of the run; the next start repeats them again (design/0014).
 _NUM_REPEATS = 3
 _WAITS = RetryPolicy(first_wait_s=0.5, max_wait_s=30.0)
 
 
 def training_sampling(config: TrainConfig, source: RolloutSource) -> SamplingParams:
-    """Return how training rollouts are sampled: the config's fields over the source's.
+    """Return the sampling of training rollouts: the config's fields over the source's.
 
     Raises:
         ConfigError: the source asks for a truncated or greedy distribution, or nothing would be
@@ -81,8 +81,7 @@ def task_indices(seed: int, step: int, num_groups: int, num_examples: int) -> li
     for position in range(first, first + num_groups):
         epoch, index = divmod(position, num_examples)
         if epoch not in orders:
-            # Each epoch has an order of its own from the seed, so the step number is the whole
-            # position.
+            # Each epoch's order follows from the seed, so the step number alone is the position.
             rng = np.random.default_rng(derive_seed(seed, "order", epoch))
             orders[epoch] = rng.permutation(num_examples)
         chosen.append(int(orders[epoch][index]))
@@ -95,11 +94,11 @@ def step_requests(config: TrainConfig, source: RolloutSource, step: int) -> list
     Example: ids `train/000012/g03/0` to `train/000012/g03/7` for the fourth task of step 12.
 
     Raises:
-        ConfigError: the source has no training data, or sampling that cannot be trained on.
+        ConfigError: the source has no training data, or its sampling cannot be trained on.
     """
     num_examples = _num_examples(source)
     indices = task_indices(config.run.seed, step, config.algorithm.groups_per_step, num_examples)
-    # Seeded by the place in the step and not by the example, which comes again in another epoch.
+    # Seeded by the place in the step, not by the example, which is repeated in later epochs.
     groups = {f"g{group:02d}": index for group, index in enumerate(indices)}
     return _requests(config, source, step, groups)
 
@@ -107,14 +106,14 @@ def step_requests(config: TrainConfig, source: RolloutSource, step: int) -> list
 def replacement_requests(
     config: TrainConfig, source: RolloutSource, step: int, *, first: int, count: int
 ) -> list[RolloutRequest]:
-    """Return the requests of `count` further groups of a step, from the `first`-th one (0) on.
+    """Return the requests of `count` further groups of a step, from number `first` (0) on.
 
     Their tasks are a shuffled order of those that the step did not plan (all, if it planned all).
     Example: ids `train/000012/x00/0` to `train/000012/x00/7`.
     """
     num_examples, seed = _num_examples(source), config.run.seed
     planned = task_indices(seed, step, config.algorithm.groups_per_step, num_examples)
-    # Sorted, because the order of a set is not part of a seed.
+    # Sorted, because the order of a set does not follow from the seed.
     others = sorted(set(range(num_examples)) - set(planned)) or list(range(num_examples))
     order = np.random.default_rng(derive_seed(seed, "replacement", step)).permutation(others)
     groups = {f"x{n:02d}": int(order[n % len(order)]) for n in range(first, first + count)}
@@ -127,7 +126,7 @@ def group_name(step: int, label: str) -> str:
 
 
 def group_seed(run_seed: int, step: int, label: str) -> int:
-    """Return the seed of the world that a group of a step faces."""
+    """Return the seed of the environment for a group of a step."""
     parts = ("replacement",) if label[0] == "x" else ()
     return derive_seed(run_seed, PHASE, step, *parts, int(label[1:]))
 
@@ -184,17 +183,18 @@ async def gather(
 ) -> Collected:
     """Return the results of `requests`, whole groups of one step, running those not stored.
 
-    A rollout that a server or a sandbox failed is run again, at most `_NUM_REPEATS` times in one
-    start, also when an earlier start stored it: long rollouts meet a dying server more often, so
-    the others are the easy ones. Its seeds stay, so it becomes what it would have been.
+    A rollout that failed because of a server or a sandbox is run again, at most `_NUM_REPEATS`
+    times per start, even if an earlier start stored it: long rollouts meet a dying server more
+    often, so those that remain are the easy ones. It keeps its seeds, so the result is what it
+    would have been.
 
     Args:
         requests: what to run.
         engine: runs it.
         run: where results are stored.
-        on_progress: gets the number of results that are there.
-        max_failed_share: when all are stored and a larger share failed, all failed ones are run
-            again, whatever they failed with: the cause may be gone.
+        on_progress: gets the number of results so far.
+        max_failed_share: if all are stored and a larger share failed, all failed ones are run
+            again, whatever their errors: the cause may be gone.
         beside: results that count in that share, too, and are not run again.
     """
     found = stored_results(requests, run)
@@ -205,8 +205,8 @@ async def gather(
         if too_many(num_failed, len(requests) + len(beside), max_failed_share):
             again |= _whole_groups(failed, found.values(), engine.source)
     num_reused = len(found) - len(again)
-    # Whose stored rows may be overwritten, even if they did not fail: in a group that is compared,
-    # all members are played again.
+    # Requests whose stored rows may be overwritten, even if they did not fail: in a group that is
+    # compared, all members are run again.
     replaced: set[str] = set()
     for number in itertools.count():
         replaced |= again
@@ -225,15 +225,15 @@ async def gather(
             break
         await asyncio.sleep(_WAITS.wait_s(number, None))
     results = tuple(found[request.request_id] for request in requests)
-    # What rollout workers sent has not been read yet; long trees would hold the event loop.
+    # Results of rollout workers are decoded here, since long trees would block the event loop.
     await asyncio.to_thread(lambda: [result.states for result in results])
     return Collected(results, num_reused)
 
 
 def lost_rollouts(results: Iterable[RolloutResult], source: RolloutSource) -> set[str]:
-    """Return the requests to run again because a server or a sandbox failed them.
+    """Return the ids of requests to run again because a server or a sandbox failed.
 
-    Where the members of a group are compared, those are whole groups.
+    If the members of a group are compared, these are whole groups.
     """
     results = list(results)
     lost = {r.request.request_id for r in results if r.error and r.error.type in INFRASTRUCTURE}
@@ -243,7 +243,7 @@ def lost_rollouts(results: Iterable[RolloutResult], source: RolloutSource) -> se
 def _whole_groups(
     names: set[str], results: Iterable[RolloutResult], source: RolloutSource
 ) -> set[str]:
-    # The scores of the others were made without the missing one (design/0014).
+    # The scores of the others were computed without the missing one (design/0014).
     if not names or not (isinstance(source, GroupScorer) and source.has_group_rewards):
         return names
     results = list(results)
@@ -254,7 +254,7 @@ def _whole_groups(
 def stored_results(requests: Sequence[RolloutRequest], run: Run) -> dict[str, RolloutResult]:
     """Return the results of `requests` that the run holds, by request id."""
     wanted = {request.request_id for request in requests}
-    # By step and group, as the indexes of the store are.
+    # By step and group, which the store has indexes for.
     groups = sorted({request.group_id for request in requests})
     rows = run.rollouts(phase=PHASE, train_step=requests[0].train_step, group_id=groups)
     results = decode_results(row for row in rows if row.request_id in wanted)
@@ -262,8 +262,8 @@ def stored_results(requests: Sequence[RolloutRequest], run: Run) -> dict[str, Ro
 
 
 def too_many(num_failed: int, num: int, max_failed_share: float) -> bool:
-    """Return whether a step of `num` rollouts, some of which failed, must not be trained."""
-    # A share of 1 allows every failure but that of all: nothing would be left to learn from.
+    """Return whether so many of a step's `num` rollouts failed that it must not be trained."""
+    # Even with a share of 1, not all may fail: nothing would be left to learn from.
     return num_failed > max_failed_share * num or num_failed == num
 
 
@@ -274,10 +274,10 @@ async def until_enough(
     notify: Callable[[str], None],
     beside: Sequence[RolloutResult] = (),
 ) -> tuple[RolloutResult, ...]:
-    """Return a step's results if, with those `beside`, a small enough share failed.
+    """Return a step's results once a small enough share of them and of `beside` failed.
 
-    That is at most `train.max_failed_share`. While servers or sandboxes failed too many, it waits,
-    longer and longer, and calls `again`, which runs those again and returns their results.
+    That is at most `train.max_failed_share`. While servers or sandboxes fail too many, wait, longer
+    each time, and call `again`, which runs the failed ones again and returns the new results.
 
     Raises:
         TrainingError: other failures are too many, or `engine.away_limit_s` passed.

@@ -1,10 +1,10 @@
-"""New weights to the engine that samples, versioned and verified.
+"""Publishes new weights to the engine that samples, with versions, and verifies them.
 
-The embedded engine reads the trainer's own tensors, which their addresses prove. Engines with a
-copy (vLLM, servers, adapters, ranks) are probed after every publish: what they sample after pieces
-of the text that the step trained on is compared with the trainer's forward pass, before the step
-and after it. `WeightLock` is how an asynchronous step pauses the engine while the
-optimizer writes. Servers are `servers.py`'s.
+The embedded engine reads the trainer's own tensors, which is checked by their addresses. Engines
+with a copy (vLLM, servers, adapters, ranks) are probed after every publish: the tokens that they
+sample after pieces of the text that the step trained on are compared with the trainer's forward
+pass, before the step and after it. With `WeightLock` an asynchronous step pauses the engine while
+the optimizer writes. Servers are handled in `servers.py`.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from rolltree.types import FloatArray, GenerateRequest, IntArray, Sample, Sampli
 Score = Callable[[IntArray], FloatArray]
 """Prompts `[_N, _T]` -> the trainer's logprobs of every next token `[_N, _V]`."""
 
-# The first publish follows no step whose samples it could use. It gets random tokens, and more
-# prompts.
+# The first publish follows no step whose samples a probe could use, so its probe has random tokens,
+# and more prompts.
 _NUM_PROMPTS, _NUM_FIRST, _PROMPT_TOKENS = 8, 32, 16
 _NUM_TRIES = 3
-_MOST = 0.75  # quantile: of a mixture's prompts some are routed otherwise by a rounding error
-_NEAR = 1e-3  # of the way that the step went
-_NOISE = 4.0  # times what the engine differed by when it had the first weights
+_MOST = 0.75  # quantile: in a mixture, a rounding error routes some prompts differently
+_NEAR = 1e-3  # share of what the step changed
+_NOISE = 4.0  # times the engine's difference with the first weights
 _ROUNDING = 4 * float(np.finfo(np.float32).eps)  # relative to a logprob
 
 
@@ -52,7 +52,7 @@ class WeightTarget(Protocol):
         ...
 
     def publish(self, version: int) -> Awaitable[None] | None:
-        """Use the weights as they are now, as those of `version`; awaited if it is a coroutine."""
+        """Use the current weights as those of `version`; a coroutine is awaited."""
         ...
 
 
@@ -61,7 +61,8 @@ class Publisher:
 
     Args:
         model: the module that is trained.
-        engine: a `WeightTarget`; `served_tensors()`, if present, returns those it computes with.
+        engine: a `WeightTarget`; `served_tensors()`, if present, returns the tensors it computes
+            with.
         client: samples from the engine; a pool is probed server by server.
         tolerance: the most that a probe's logprobs may ever differ.
         score: the trainer's forward pass, of all ranks; `next_logprobs` of `model` if it is None.
@@ -94,17 +95,17 @@ class Publisher:
         self.spent_s = 0.0
 
     def expect(self, samples: Sequence[Sample]) -> None:
-        """Take note of what the weights say now, before a step on `samples` changes them.
+        """Record the probe's logprobs with the current weights, before a step on `samples`.
 
-        A part that is not renewed shows where it was trained, so the next probe uses pieces of the
-        samples that end before trained tokens.
+        Weights that an engine fails to renew show where they were trained, so the next probe uses
+        pieces of the samples that end before trained tokens.
         """
-        # There is no copy that could have stayed behind.
+        # Without a copy no weights can be out of date.
         if self.shares_memory():
             return
         ids = np.concatenate([sample.ids for sample in samples])
         # Where each sample begins in `ids`. `source` is the position before a trained token, so a
-        # piece that ends there asks for what the step moves.
+        # piece that ends there probes a prediction that the step moves.
         firsts = np.cumsum([0, *(len(sample.ids) for sample in samples[:-1])])
         ends = np.concatenate(
             [first + s.records.source for first, s in zip(firsts, samples, strict=True)]
@@ -121,7 +122,7 @@ class Publisher:
         """Hand the weights over; call it inside `engine.paused()`.
 
         Raises:
-            TrainingError: the engine then says that it has another version.
+            TrainingError: the engine reports a different version afterwards.
         """
         began = time.perf_counter()
         self._renew()
@@ -136,22 +137,23 @@ class Publisher:
             )
 
     async def verify(self, version: int, *, always: bool = False) -> dict[str, float]:
-        """Check what is served, with the engine running, and return metrics.
+        """Check the served weights, with the engine running, and return metrics.
 
-        An engine that computes with the trained tensors themselves is probed if `always` says so:
-        it has the weights, but its logprobs may still not be the trainer's.
+        An engine that computes with the trained tensors themselves is probed only if `always` is
+        set: it has the weights, but its logprobs may still differ from the trainer's.
 
-        `publish/probe_error` is how far what is served is from the trainer's weights, and
-        `publish/probe_step` how far the step before moved these: upper quartiles of differences of
-        logprobs. A server that is away is left out: it gets the weights before its next request.
+        `publish/probe_error` is the distance of the served weights from the trainer's, and
+        `publish/probe_step` the distance that the last step moved these, both as upper quartiles of
+        logprob differences. A server that is away is left out: it gets the weights before its next
+        request.
 
         Raises:
-            TrainingError: something serves other weights than the trainer's.
+            TrainingError: the served weights are not the trainer's.
         """
         shares = self.shares_memory()
         if shares and not always:
             return {}
-        # With ranks this is a pass of all of them, which none may leave in the middle.
+        # All ranks run this pass, and none of them may leave it in the middle.
         after = await run_shielded(asyncio.to_thread(self._score, self._prompts))
         scored = self._scored = _Scored(version, self._prompts, self._before, after)
         found: list[_Found] = []
@@ -160,7 +162,7 @@ class Publisher:
                 continue
             try:
                 found.append(await self._check(client, scored, is_old=not shares))
-            # It may have died while it was probed; then it is renewed before its next request.
+            # A server that died during the probe gets the weights before its next request.
             except ModelError:
                 if not getattr(client, "is_suspect", False):
                     raise
@@ -177,7 +179,7 @@ class Publisher:
         Nothing is checked before the first `verify` of the version, which looks at every client.
 
         Raises:
-            TrainingError: it serves other weights than the trainer's.
+            TrainingError: its weights are not the trainer's.
             ModelError: it does not answer.
         """
         if self._scored is not None and self._scored.version == version:
@@ -194,24 +196,24 @@ class Publisher:
         return all((p.data_ptr(), p.numel()) in addresses for p in own)
 
     async def _check(self, client: Any, scored: _Scored, *, is_old: bool) -> _Found:
-        """Return what one client's probe found; what looks wrong is looked at again, together.
+        """Probe one client; if the result looks wrong, sample more and judge all tries together.
 
-        `is_old`: it may serve weights of before the step.
+        `is_old`: the client may serve the weights from before the step.
         """
-        # A server that was away at the first publish is judged by what the others differed by.
+        # A server that was away at the first publish is judged by the others' noise.
         noise = self._noise.get(client, max(self._noise.values(), default=None))
         noise = noise if is_old else None
         version = scored.version
         ids, logprobs = np.empty(0, np.int32), np.empty(0, np.float32)
         for number in range(_NUM_TRIES):
-            # Other seeds in each try, so the tries are independent and are judged together.
+            # Different seeds in each try, so the tries are independent and are judged together.
             more = await _sample(client, scored, version * _NUM_TRIES + number)
             ids, logprobs = np.append(ids, more[0]), np.append(logprobs, more[1])
             found = _compare(ids, logprobs, scored.before, scored.after)
             why = found.why_not(noise, self._tolerance)
             if why is None:
-                # From the first publish only: a later difference may already be an old part of the
-                # weights.
+                # Set at the first publish only: a later difference may already come from weights
+                # that are out of date.
                 self._noise.setdefault(client, found.error)
                 return found
         raise TrainingError(
@@ -224,7 +226,7 @@ class Publisher:
 
 @dataclass(frozen=True, slots=True)
 class _Scored:
-    """What a probe of one version is compared with.
+    """The trainer's logprobs that a probe of one version is compared with.
 
     `prompts`: int32 `[_N, _T]`. `before` (None: there was no step), `after`: the trainer's logprobs
     `[_N, _V]` of the next token, before the step and with this version.
@@ -267,9 +269,9 @@ async def _sample(client: Any, scored: _Scored, seed: int) -> tuple[IntArray, Fl
 class _Found:
     """A probe's differences of logprobs, each the upper quartile over its prompts.
 
-    `error`: of the engine to the weights after the step. `moved`: of the weights before the step to
-    those. `behind`: how much of the way from before to after the engine is short of, as a median.
-    `rounding`: what float32 cannot distinguish.
+    `error`: between the engine and the weights after the step. `moved`: between the weights before
+    and after the step. `behind`: the share of the way from before to after that the engine is
+    missing, as a median. `rounding`: a difference that float32 cannot resolve.
     """
 
     error: float
@@ -281,7 +283,7 @@ class _Found:
     def why_not(self, noise: float | None, tolerance: float) -> str | None:
         """Return why these are not the new weights, or None.
 
-        `noise` is what the engine differs by when it has the trainer's weights, None if unknown.
+        `noise` is the engine's difference when it has the trainer's weights, None if unknown.
         """
         # Not `>`: NaN has to fail, too.
         if not self.error <= tolerance:
@@ -298,8 +300,8 @@ class _Found:
                 f"first weights it was {noise:.3g}, and the last step moved them by "
                 f"{self.moved:.3g}"
             )
-        # Near is judged always, away only after a step that a median over so many prompts can tell
-        # from noise (design/0022).
+        # The error is always judged, the direction only if a median over this many prompts can tell
+        # the step from noise (design/0022).
         is_clear = self.moved * self.num_prompts**0.5 > 2 * _NOISE * known
         if is_clear and self.behind > 0.5:
             return (
@@ -316,7 +318,7 @@ def _most(differences: FloatArray) -> float:
 def _compare(
     ids: IntArray, logprobs: FloatArray, before: FloatArray | None, after: FloatArray
 ) -> _Found:
-    """Compare what was sampled, `[_N]` or several times as many, with the trainer's `[_N, _V]`."""
+    """Compare sampled tokens, `[_N]` or a multiple of it, with the trainer's `[_N, _V]`."""
     # Each try samples after the same prompts in the same order.
     rows = np.arange(len(ids)) % len(after)
     error = logprobs - after[rows, ids]
@@ -336,16 +338,16 @@ def _compare(
 
 @torch.no_grad()
 def next_logprobs(model: Any, prompts: IntArray) -> FloatArray:
-    """Return the logprobs `[_N, _V]` of what follows prompts `[_N, _T]`.
+    """Return the logprobs `[_N, _V]` of the token after each of the prompts `[_N, _T]`.
 
-    It is the model's own forward pass, with adapters and of shards; every rank calls it alike.
+    It runs the model's own forward pass, with adapters and shards; every rank has to call it.
     """
     device = model.get_input_embeddings().weight.device
     ids = torch.from_numpy(prompts.astype(np.int64)).to(device)
     takes = inspect.signature(model.forward).parameters
     only_last = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
     logits = model(input_ids=ids, use_cache=False, **only_last).logits[:, -1].float()
-    # A backward pass would do this; here none follows.
+    # A backward pass would do this, but none follows.
     reshard(model)
     found: FloatArray = logits.log_softmax(-1).cpu().numpy()
     return found
@@ -355,12 +357,12 @@ class WeightLock:
     """Pauses the engine while the optimizer writes, for a trainer that steps in a thread.
 
     The optimizer writes the weights in place, so a token sampled between its first write and the
-    publish would come from half old, half new weights. Make it in the event loop, open it in the
-    trainer's thread.
+    publish would come from half old, half new weights. Create it in the event loop, and open it in
+    the trainer's thread.
 
     Args:
         paused: returns the context in which the engine runs no step.
-        publish: awaited in it once the weights are written.
+        publish: awaited in that context after the weights are written.
 
     If the block fails, the weights may be half written: nothing is published and the engine stays
     paused until `aclose`, so that the rollouts can be cancelled first. `paused_s` is how long the

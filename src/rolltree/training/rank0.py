@@ -45,7 +45,7 @@ def load_trained(config: TrainConfig, ranks: Ranks | None) -> tuple[Any, Any]:
 
 
 def adapt(model: Any, config: TrainConfig) -> None:
-    """Give a model the adapters that the config asks for.
+    """Add the adapters that the config asks for to a model.
 
     Raises:
         ConfigError: see `lora.add_adapter`.
@@ -67,13 +67,13 @@ class Rank0Trainer(Trainer):
     ) -> dict[str, float]:
         """Do what `Trainer.step` does, on all ranks."""
         assert self.ranks is not None
-        # Before the step: its sums over ranks wait for all of them.
+        # Before the step, whose sums over ranks wait for all of them.
         self.ranks.tell("step", {"step": step, "samples": samples_to_data(samples)})
         return super().step(samples, step, exclusive=exclusive, on_batch=on_batch)
 
 
 class Rank0Checkpoints(Checkpoints):
-    """The checkpoints of rank 0: saving and loading is for every rank."""
+    """The checkpoints of rank 0, which every rank saves and loads together with it."""
 
     def save(self, model: Any, optimizer: Optimizer, state: TrainState) -> Path:
         """Do what `Checkpoints.save` does, on all ranks."""
@@ -89,12 +89,12 @@ class Rank0Checkpoints(Checkpoints):
 
 
 def make_trainer(model: Any, config: TrainConfig, ranks: Ranks | None) -> Trainer:
-    """Return the trainer of this process, which leads if there are ranks."""
+    """Return the trainer of this process, which leads the other ranks if there are any."""
     return Trainer(model, config) if ranks is None else Rank0Trainer(model, config, ranks)
 
 
 def make_checkpoints(root: Path, config: TrainConfig, ranks: Ranks | None) -> Checkpoints:
-    """Return the checkpoints below `root`, which lead if this is rank 0 of several."""
+    """Return the checkpoints below `root`; those of rank 0 lead the other ranks."""
     section = config.checkpoint
     kind = Rank0Checkpoints if ranks is not None and ranks.leads else Checkpoints
     return kind(
@@ -107,7 +107,7 @@ def make_checkpoints(root: Path, config: TrainConfig, ranks: Ranks | None) -> Ch
 
 
 def renew_copy(model: Any, served: Any, ranks: Ranks | None) -> None:
-    """Bring the copy that the engine serves up to date, with all ranks; `model` itself is."""
+    """Update the copy that the engine serves, with all ranks; `model` itself needs no update."""
     # The embedded engine reads the trained tensors themselves.
     if served is model:
         return
@@ -140,7 +140,7 @@ class _Follower:
     trainer: Trainer
 
     def step(self, data: Mapping[str, Any]) -> None:
-        # Without `exclusive` and `on_batch`: the engine and the store are rank 0's.
+        # Without `exclusive` and `on_batch`: only rank 0 has the engine and the store.
         self.trainer.step(samples_from_data(data["samples"]), data["step"])
 
     def save(self, data: Mapping[str, Any]) -> None:
@@ -154,11 +154,11 @@ class _Follower:
         store.load(path, self.trainer.model, self.trainer.optimizer)
 
     def copy(self, data: Mapping[str, Any]) -> None:
-        # Helps to gather the weights, and keeps nothing of them.
+        # Takes part in gathering the weights, but keeps none of them.
         copy_weights(self.trainer.model, None)
 
     def score(self, data: Mapping[str, Any]) -> None:
-        # A pass of all ranks; the result is rank 0's.
+        # All ranks run the pass; only rank 0 uses the result.
         next_logprobs(self.trainer.model, data["prompts"])
 
     def export(self, data: Mapping[str, Any]) -> None:
@@ -176,16 +176,16 @@ COMMANDS: dict[str, Callable[[_Follower, Mapping[str, Any]], None]] = {
 
 
 def follow(config: TrainConfig, ranks: Ranks, model: Any = None) -> None:
-    """Do what rank 0 says until it says that training is over.
+    """Run the commands of rank 0 until it sends `STOP`.
 
-    SIGTERM and Ctrl-C are left to rank 0, which has every rank save. `model` is trained instead of
-    the one that the config names.
+    SIGTERM and Ctrl-C are left to rank 0, which makes every rank save. `model`, if given, is
+    trained instead of the one that the config names.
 
     Raises:
-        TrainingError: rank 0 has ended, or has an error that every rank has.
+        TrainingError: rank 0 has ended, or a command failed on every rank.
     """
-    # torchrun passes a signal on to every rank. One that ended would take the others' save with
-    # it.
+    # torchrun passes signals on to every rank, and a rank that ended would make the others' save
+    # fail.
     with _signals_ignored():
         if config.train.num_threads is not None:
             torch.set_num_threads(config.train.num_threads)

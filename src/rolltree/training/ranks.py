@@ -52,10 +52,10 @@ class Command:
 
 
 class Ranks:
-    """This process among those that train together.
+    """This process as one of those that train together.
 
-    `rank` is 0 to `size - 1`; `device` is where this one computes; `mesh` is one-dimensional;
-    `group` is for what is on the CPU.
+    `rank` is 0 to `size - 1`; `device` is where this process computes; `mesh` is one-dimensional;
+    `group` is for tensors on the CPU.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -65,7 +65,7 @@ class Ranks:
             self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", self.rank)))
             torch.cuda.set_device(self.device)
         self.mesh: DeviceMesh = init_device_mesh(device_type, (self.size,))
-        # A group of its own: the default one's timeout would end ranks that wait for rollouts.
+        # A separate group: the default one's timeout would end ranks that wait for rollouts.
         self.group = dist.new_group(backend="gloo", timeout=_WAIT)
 
     @property
@@ -74,7 +74,7 @@ class Ranks:
         return self.rank == 0
 
     def tell(self, name: str, data: Mapping[str, Any] | None = None) -> None:
-        """Send a command to all other ranks; only rank 0 may.
+        """Send a command to all other ranks; only rank 0 may call it.
 
         Raises:
             RankLost: another rank is gone.
@@ -84,7 +84,7 @@ class Ranks:
         size = torch.tensor([len(content)])
         with _lost("a rank that trains with this one has ended"):
             dist.broadcast(size, 0, group=self.group)
-            # torch warns of buffers that cannot be written, such as bytes.
+            # Not `bytes`: torch warns about read-only buffers.
             dist.broadcast(torch.frombuffer(bytearray(content), dtype=torch.uint8), 0, self.group)
 
     def hear(self) -> Command:
@@ -102,7 +102,7 @@ class Ranks:
         return Command(message["name"], message["data"])
 
     def total(self, *arrays: np.ndarray) -> list[np.ndarray]:
-        """Return the element-wise sums of every rank's arrays; all ranks call it alike.
+        """Return the element-wise sums of every rank's arrays; every rank has to call it.
 
         Raises:
             RankLost: a rank is gone.
@@ -115,7 +115,7 @@ class Ranks:
         return [tensor.numpy() for tensor in summed]
 
     def barrier(self) -> None:
-        """Wait until every rank is here.
+        """Wait until every rank has called this.
 
         Raises:
             RankLost: a rank is gone.
@@ -146,18 +146,18 @@ def start_ranks(device: str = "cpu", init_method: str = "env://") -> Iterator[Ra
     kind = torch.device(device).type
     if kind not in _BACKENDS:
         raise ConfigError(
-            f"model.device is {device!r}, and several ranks train on {' or '.join(_BACKENDS)}. "
+            f"model.device is {device!r}, but several ranks train on {' or '.join(_BACKENDS)}. "
             "Change the device, or start one process without torchrun."
         )
     if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         raise ConfigError(
             f"several ranks need torch 2.13 or later, and this is torch {torch.__version__}: with "
-            "older ones they wait for each other forever once a rank has no gradient of a weight. "
+            "older ones they wait for each other forever if a rank has no gradient of a weight. "
             "Update torch, or start one process without torchrun."
         )
     if "RANK" not in os.environ:
         raise ConfigError(
-            f"WORLD_SIZE is {os.environ['WORLD_SIZE']} and RANK is not set, so this process does "
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but RANK is not set, so this process does "
             "not know its rank. Start it with torchrun, or unset WORLD_SIZE."
         )
     dist.init_process_group(
@@ -167,7 +167,7 @@ def start_ranks(device: str = "cpu", init_method: str = "env://") -> Iterator[Ra
         world_size=int(os.environ["WORLD_SIZE"]),
     )
     ranks = Ranks(kind)
-    yield ranks  # after an error no message is sent: ending closes the connections
+    yield ranks  # after an error, the others notice the closed connections
     ranks.barrier()
     dist.destroy_process_group()
 
@@ -187,17 +187,17 @@ _ARRAY = 1
 
 
 def encode(value: Any) -> bytes:
-    """Return plain data with numpy arrays in it as bytes."""
+    """Serialize plain data, which may contain numpy arrays."""
     return msgspec.msgpack.encode(value, enc_hook=_to_extension)
 
 
 def decode(data: bytes) -> Any:
-    """Return what `encode` was given; tuples come back as lists, arrays are read-only."""
+    """Return the data that `encode` serialized; tuples become lists, arrays are read-only."""
     return msgspec.msgpack.Decoder(ext_hook=_from_extension).decode(data)
 
 
 def samples_to_data(samples: Sequence[Sample]) -> list[Sample]:
-    """Return samples as data for `encode`: with the part of `info` that training reads."""
+    """Return samples for `encode`, with only the part of `info` that training reads."""
     return [replace(s, info={"streams": s.info.get("streams", {})}) for s in samples]
 
 
@@ -237,10 +237,10 @@ def shard(logprobs: LogprobModel, ranks: Ranks) -> None:
     """Shard the module of `logprobs` in place, and let `logprobs` compute with it.
 
     Each decoder layer is gathered on its own; everything else, tied embeddings and output head
-    included, is one more group. Master weights stay as they are (float32); with another
-    `compute_dtype` they are gathered in it, and gradients are summed in float32. What gets no
+    included, is one more group. Master weights stay as they are (float32); with a different
+    `compute_dtype` they are gathered in it, and gradients are summed in float32. Weights without a
     gradient on a rank (experts without a token, most of a recurrent layer in a filler of one token)
-    counts as zero there: ranks must sum the same tensors, or they wait for each other.
+    count as zero there: ranks must sum the same tensors, or they wait for each other.
     """
     model, dtype = logprobs.model, logprobs.compute_dtype
     policy = MixedPrecisionPolicy()
@@ -266,13 +266,13 @@ def shard(logprobs: LogprobModel, ranks: Ranks) -> None:
 def _own_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the outermost decoder layers that share no parameter with the rest of the model.
 
-    A group of FSDP owns its parameters: one that two groups hold would be two, and one that is
-    sharded cannot be sharded again.
+    An FSDP group owns its parameters: a parameter in two groups would become two parameters, and a
+    sharded one cannot be sharded again.
     """
     names = set(getattr(model, "_no_split_modules", None) or ())
     found: list[torch.nn.Module] = []
 
-    # A parameter once per module that holds it, so one that is shared counts more often in the
+    # Counts a parameter once per module that holds it, so a shared one has a larger count in the
     # whole model than in either of its modules.
     def uses(module: torch.nn.Module) -> Counter[int]:
         return Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
@@ -292,20 +292,20 @@ def _own_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def reshard(model: torch.nn.Module) -> None:
-    """Let parameters be shards again: after a pass without a backward one the root's are whole."""
+    """Shard parameters again: a forward pass without a backward pass leaves the root's whole."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return a tensor with all its parts, without gradient; every rank calls it alike."""
+    """Return the whole tensor, without gradient; every rank has to call it."""
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def own_part(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
-    """Return what this rank holds of a tensor, sharing memory, and its place in the whole."""
+    """Return this rank's part of a tensor, sharing memory, and its place in the whole."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor, tuple(slice(0, size) for size in tensor.shape)
@@ -320,6 +320,6 @@ def own_part(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
 
 def total_norm(gradients: Iterable[Tensor]) -> float:
     """Return the norm of all gradients of all ranks together."""
-    # Of shards it is a DTensor, whose parts belong to the ranks.
+    # For shards it is a DTensor, whose parts are on the ranks.
     norm: Any = torch.nn.utils.get_total_norm(list(gradients))
     return float(whole(norm))

@@ -39,9 +39,9 @@ def recomputable_layers(model: Any) -> list[nn.Module]:
 
 @contextmanager
 def recomputation(model: Any) -> Iterator[None]:
-    """Keep only the inputs of each layer for the backward pass, which belongs into the context.
+    """Keep only the inputs of each layer for the backward pass, which must run in the context too.
 
-    Only this module's instances are changed, and only while the context is open.
+    Only the layers of `model` are changed, and only while the context is open.
     """
     layers = recomputable_layers(model)
     before = [layer.__dict__.get("forward") for layer in layers]
@@ -60,7 +60,7 @@ def recomputation(model: Any) -> Iterator[None]:
 def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    # Reentrant checkpoints take no keywords, by which layouts and experts travel. In evaluation
+    # Reentrant checkpoints do not accept keywords, which carry layouts and experts. In evaluation
     # mode there is no random state to preserve.
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
@@ -71,9 +71,9 @@ def check_recomputation(
     """Refuse a model whose gradient changes when its layers are recomputed.
 
     Args:
-        model: it has layers of transformers' `GradientCheckpointingLayer`.
+        model: its layers should be transformers' `GradientCheckpointingLayer`.
         hidden: runs the model on a few tokens and returns the last hidden states `[_S, _D]`.
-        context: what the model runs in.
+        context: returns the context that the model runs in.
 
     Raises:
         ConfigError: there are no such layers, or a probe differs.
@@ -90,12 +90,12 @@ def check_recomputation(
                     again = _probe(model, hidden)
                 except Exception as error:  # noqa: BLE001 (any failure refuses it)
                     first = str(error).partition("\n")[0]
-                    reason = f"fails when it is computed again ({type(error).__name__}: {first})"
+                    reason = f"fails when it is recomputed ({type(error).__name__}: {first})"
                     break
             for ours, theirs in zip(again, plain, strict=True):
                 # `not <=` instead of `>`, so that NaN is refused.
                 if not float((ours - theirs).abs().max()) <= _TOLERANCE * float(theirs.abs().max()):
-                    reason = "computes something else when it is computed again"
+                    reason = "gives different results when it is recomputed"
     if reason:
         raise ConfigError(
             f"train.gradient_checkpointing is on, but {type(model).__name__} {reason}. Turn it "
@@ -105,7 +105,7 @@ def check_recomputation(
 
 @torch.enable_grad()
 def _probe(model: Any, hidden: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
-    """Return what `hidden` gives and the gradient of its squares at the input embeddings."""
+    """Return the result of `hidden`, and its squares' gradient at the input embeddings."""
     inputs = []
 
     def leaf(module: Any, args: Any, output: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ class Level:
     """Chunks `first .. stop - 1`, which start where chunks of the level before end.
 
     `entry[c]` is the exit, counted inside the level before, whose state chunk `first + c` starts
-    from (None: they are roots and start from nothing). The level's own exits are `exit_first ..
+    from (None: they are roots without a start state). The level's own exits are `exit_first ..
     exit_stop - 1`; exit e belongs to the level's chunk `exit_chunk[e]`.
     """
 
@@ -58,8 +58,8 @@ class Chunks:
 class Steps:
     """Tokens by depth, for recurrences that cannot be cut into chunks.
 
-    `tokens` is a permutation of the tokens; depth d has `tokens[start[d] : start[d + 1]]`, and
-    `entry[d]` says which tokens of the depth before they follow.
+    `tokens` is a permutation of the tokens, and `place` its inverse. Depth d has `tokens[start[d] :
+    start[d + 1]]`; `entry[d - 1]` are the indices of their parents among the tokens of depth d - 1.
     """
 
     tokens: Tensor
@@ -72,7 +72,7 @@ class Steps:
 class RecurrenceLayout:
     """The parents of a forest's tokens, `subtree_end` `[_T]`, and what is derived from them.
 
-    Everything is made when a layer first asks for it, so it costs nothing for other models.
+    Everything is computed on first use, so it costs nothing for models without such layers.
     """
 
     subtree_end: NDArray[np.int32]
@@ -86,11 +86,11 @@ class RecurrenceLayout:
         return parents(self.subtree_end)
 
     def taps(self, width: int) -> tuple[Tensor, Tensor]:
-        """Return the tokens whose last `width` are not those before them in the row, and these.
+        """Find the tokens whose last `width` on their path are not those before them in the row.
 
         Returns:
             The tokens `[E]`, and for each its ancestors, farthest first and itself last,
-            `[E, width]`, where `_T` stands for nothing.
+            `[E, width]`, with `_T` for a missing one.
         """
         if width not in self._taps:
             count = len(self.parent)

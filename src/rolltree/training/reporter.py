@@ -26,10 +26,10 @@ _COLUMNS = {
 
 @dataclass(frozen=True, slots=True)
 class TrainStart:
-    """The start of a run: `first_step` is 1, or the step after an earlier start's last.
+    """The start of a run: `first_step` is 1, or the step after the last one of an earlier start.
 
-    `history` holds the metrics of the steps before it, `num_parameters` is how many are trained.
-    `evaluated_steps` are those that a held-out evaluation follows.
+    `history` holds the metrics of the steps before it, `num_parameters` counts the trained ones.
+    `evaluated_steps` are the steps after which a held-out evaluation runs.
     """
 
     run_path: Path
@@ -63,10 +63,10 @@ class TrainReport(Finished):
 
     @classmethod
     def read(cls, run: Run) -> TrainReport:
-        """Return the report of a run that is stored."""
+        """Return the report of a stored run."""
         curve = tuple(run.evaluations())
         found = {done.phase: done.metrics for done in curve}
-        # An export appears whole, so the folder is proof enough.
+        # An export appears whole or not at all, so it is enough that the folder exists.
         model = run.path / "model"
         steps = tuple(row.metrics for row in run.steps())
         device = (run.config.get("model") or {}).get("device", "cpu")
@@ -85,7 +85,7 @@ class TrainReport(Finished):
 
     @property
     def advice(self) -> tuple[Advice, ...]:
-        """What to do next, from what was measured; each with its page of the docs."""
+        """What to do next, judging by the metrics; each entry names its page of the docs."""
         rewards = [done.reward for done in self.eval_curve]
         return advise(of_training(self.metrics, rewards, idle_gpu=self.idle_gpu))
 
@@ -105,7 +105,7 @@ class TrainReport(Finished):
             [str(row["step"]), *(_shown(row.get(name)) for name in _COLUMNS.values())]
             for row in self.rows()
         ]
-        # Beginning and end fit a screen.
+        # Show the beginning and the end, which fit a screen.
         if len(cells) > 12:
             cells = [*cells[:5], ["..."] + [""] * len(_COLUMNS), *cells[-6:]]
         widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
@@ -136,7 +136,7 @@ class Reporter(Protocol):
         return
 
     def on_rollouts(self, step: int, num_done: int, num_total: int) -> None:
-        """Another rollout of a step is done; stored ones count from the start."""
+        """One more rollout of a step is done; stored ones count from the start."""
         return
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -144,7 +144,7 @@ class Reporter(Protocol):
         return
 
     def on_eval_progress(self, phase: str, num_done: int, num_total: int) -> None:
-        """Another rollout of an evaluation is done."""
+        """One more rollout of an evaluation is done."""
         return
 
     def on_eval(self, phase: str, step: int, metrics: Mapping[str, Any], stored: bool) -> None:
@@ -152,7 +152,7 @@ class Reporter(Protocol):
         return
 
     def on_notice(self, message: str) -> None:
-        """Something that a person should know; it is stored."""
+        """The user should see a message, which is also stored."""
         return
 
     def on_end(self, report: TrainReport) -> None:

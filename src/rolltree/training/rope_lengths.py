@@ -1,9 +1,9 @@
-"""Rotary angles that depend on how long the sequence is: up to which length they do not.
+"""Rotary angles that depend on the length of the sequence, and up to which length they do not.
 
-`longrope` takes another set of frequencies for every token once a sequence is longer than the
-length it was pretrained with, and `dynamic` NTK stretches all of them. A call of an interleaved
-row or of a tree was sampled in a shorter context than the row's, with keys rotated as they were
-then, so beyond that length no row gives back what was sampled. Up to it, every scope is exact.
+`longrope` uses different frequencies for every token if a sequence is longer than the length that
+the model was pretrained with, and `dynamic` NTK stretches all of them. A call of an interleaved
+row or of a tree was sampled in a shorter context than the row's, with keys rotated for it, so
+beyond that length no row reproduces the sampled logprobs. Up to it, every scope is exact.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rolltree.training.layout import Forest
 
 
 def longest_exact(model: Any) -> tuple[int, str] | None:
-    """Return the most tokens for which a model's rotary angles are fixed, and its kind of them.
+    """Return the largest length at which a model's rotary angles are fixed, and their kind.
 
     None: they never depend on the length.
     """
@@ -38,10 +38,10 @@ def longest_exact(model: Any) -> tuple[int, str] | None:
 
 
 def check_lengths(model: Any, forest: Forest, longest: tuple[int, str] | None) -> None:
-    """Refuse a forest with a path that is longer than `longest`, what `longest_exact` returned.
+    """Refuse a forest with a path that is longer than `longest`, the result of `longest_exact`.
 
     Raises:
-        TrainingError: what was sampled on it is not what any forward pass gives.
+        TrainingError: no forward pass reproduces the logprobs that were sampled on it.
     """
     if longest is None:
         return

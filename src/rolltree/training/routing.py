@@ -1,10 +1,10 @@
-"""Replay of routed experts: the trainer's mixture layers take the experts that the engine took.
+"""Replay of routed experts: the trainer's mixture layers use the experts that the engine chose.
 
-Trainer and engine round differently, so close calls of a router fall out differently, and then a
-token's logprob is that of another function. Replay (R3, Ma et al. 2025, arXiv:2510.11370) takes the
-engine's choices as given. Scores are the trainer's own at these experts, so the router learns. The
-experts travel as a keyword argument, like the layout of a tree, so that a recomputed layer finds
-them again. A reference model keeps its own router.
+Trainer and engine round differently, so a router may decide close calls differently, and a token's
+logprob is then that of a different function. Replay (R3, Ma et al. 2025, arXiv:2510.11370) takes
+the engine's choices as given. Their scores are the trainer's own, so the router learns. The experts
+are passed as a keyword argument, like the layout of a tree, so that a recomputed layer finds them
+again. A reference model's router chooses for itself.
 """
 
 from __future__ import annotations
@@ -87,21 +87,21 @@ class Replay:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Decoder layers, and experts per token and layer."""
+        """The numbers of decoder layers and of experts per token and layer."""
         return self._routers.num_layers, self._routers.top_k
 
     def experts(self, forest: Forest, device: torch.device) -> Tensor | None:
         """Return the recorded experts of a forest, int32 `[_T, layers, top_k]`, -1 where unknown.
 
         Raises:
-            TrainingError: they cannot be this model's.
+            TrainingError: they do not fit this model.
         """
         found = forest.routed_experts
         if found is None:
             return None
         if found.shape[1:] != self.shape:
             raise self._foreign(
-                f"has {found.shape[1]} layers with {found.shape[2]} experts each, and the model "
+                f"has {found.shape[1]} layers with {found.shape[2]} experts each, but the model "
                 f"{self.shape[0]} with {self.shape[1]}"
             )
         for layer, router in self.routers.items():
@@ -119,18 +119,18 @@ class Replay:
     def _foreign(self, what: str) -> TrainingError:
         return TrainingError(
             f"the recorded routing {what}: it is not that of {self._name}, so replaying it would "
-            f"train another function. Is the engine's model the trainer's? {_WITHOUT}"
+            f"train a different function. Does the engine have the trainer's model? {_WITHOUT}"
         )
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Let the model take the keyword `routed_experts` while the context is open.
+        """Make the model accept the keyword `routed_experts` while the context is open.
 
-        Backward passes with gradient checkpointing belong inside it too.
+        Backward passes with gradient checkpointing must run inside it too.
         """
         with ExitStack() as held:
-            # Each layer puts its experts here while it runs, so one that is recomputed alone finds
-            # those of its own row (design/0023).
+            # Each layer puts its experts here while it runs, so a layer that is recomputed alone
+            # finds those of its own row (design/0023).
             given: dict[int, Tensor] = {}
             for index, layer in enumerate(self._layers):
                 router = self.routers.get(index)
@@ -144,7 +144,7 @@ class Replay:
         self, forward: Callable[..., Any], router: Router | None, given: dict[int, Tensor]
     ) -> Callable[..., Any]:
         def with_experts(*args: Any, routed_experts: Tensor | None = None, **kwargs: Any) -> Any:
-            # Layers without experts also receive the keyword, and their `forward` does not take it.
+            # Layers without experts also receive the keyword, but their `forward` does not take it.
             if router is None or routed_experts is None:
                 return forward(*args, **kwargs)
             # int64 only here, layer by layer: the whole tensor lives until the backward pass.
@@ -167,8 +167,8 @@ class Replay:
                 out = forward(*args, **kwargs)
             if watch.chosen is None or watch.chosen.shape != forced.shape:
                 raise TrainingError(
-                    f"{router.name} of {self._name} chose its experts in another way than in a "
-                    f"short pass, so what was recorded was not replayed. {_WITHOUT}"
+                    f"{router.name} of {self._name} chose its experts in a different way than in "
+                    f"a short pass, so the recorded ones were not replayed. {_WITHOUT}"
                 )
             self._num_replayed += 1
             return out
@@ -177,7 +177,7 @@ class Replay:
 
     @torch.no_grad()
     def _probe(self) -> None:
-        """Replay the model's own choices, which must change no bit, and others, which must."""
+        """Replay the model's own choices, which must not change a bit, and others, which must."""
 
         def hidden(experts: Tensor | None) -> Tensor:
             given = {} if experts is None else {KEYWORD: experts}
@@ -192,7 +192,7 @@ class Replay:
         num_experts = np.ones(self._routers.num_layers, np.int64)
         for layer, router in self.routers.items():
             num_experts[layer] = router.num_experts
-        # Shifted by one, a token's experts are other ones and still distinct.
+        # Shifted by one, a token's experts are different, and still distinct.
         others = (own + 1) % num_experts[:, None]
         unknown = np.full_like(own, -1)
         try:
@@ -204,11 +204,11 @@ class Replay:
             raise self._refusal(f"a probe failed ({error})") from error
         same, untouched, changed = found
         scale = float(plain.abs().max())
-        # A GPU may add up in another order each time.
+        # A GPU may add up in a different order each time.
         limit = 0.0 if ids.device.type == "cpu" else 1e-3 * scale
         if any(float((states - plain).abs().max()) > limit for states in (same, untouched)):
             raise self._refusal("replaying its own choices changes its hidden states")
-        # If a token goes to all experts, there are no others to try.
+        # If every token goes to all experts, there are no others to try.
         if self._routers.num_experts > self._routers.top_k:
             moved = float((changed - plain).abs().max())
             if not moved > max(limit, 1e-6 * scale):

@@ -1,7 +1,7 @@
 """Detects model calls sampled from a distribution that the trainer does not compute.
 
-It divides logits by the temperature and takes their softmax. What cuts tokens off, penalises or
-biases them gives other probabilities, and the ratios of such calls would be wrong.
+The trainer divides logits by the temperature and takes their softmax. Settings that cut tokens off,
+penalise or bias them give different probabilities, so the ratios of such calls would be wrong.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from rolltree.inference.vocabulary import Vocabulary
 from rolltree.tokens import peek
 from rolltree.types import State
 
-# Calls per step. A server with another template or tokenizer is wrong in every call, so a sample
-# finds it.
+# Calls checked per step. A server with a different template or tokenizer is wrong in every call, so
+# a sample of the calls is enough.
 _NUM_SPELLED = 32
 
 
@@ -26,7 +26,7 @@ def not_the_models_own(temperature: float, changes: Mapping[str, Any]) -> str | 
     """Return the settings that rule training out, as text, or None.
 
     Args:
-        temperature: what logits were divided by.
+        temperature: the divisor of the logits.
         changes: see `rolltree.inference.request_fields.distribution_changes`.
 
     >>> not_the_models_own(0.0, {"top_p": 0.9})
@@ -42,18 +42,18 @@ def _trains(tokens: Any) -> bool:
 
 
 def check_sampled(rollouts: Iterable[tuple[str, State]]) -> None:
-    """Check what each recorded call was really sampled with, wherever that was set.
+    """Check the settings that each recorded call was really sampled with, wherever they were set.
 
     Calls without tokens, and those that are masked out, are not trained and may be anything.
 
     `rollouts` are states, each with the id of its request.
 
     Raises:
-        TrainingError: it was not the model's own distribution.
+        TrainingError: a call was not sampled from the model's own distribution.
     """
     for name, state in rollouts:
         for index, step in enumerate(state.get("trajectory") or ()):
-            # `peek`, because reading a step's keys makes it keep what it builds for its reader.
+            # `peek`, because a step keeps the values that it builds when its keys are read.
             extras = peek(step, "extras") or {}
             changes = extras.get("sampling") or {}
             settings = not_the_models_own(extras.get("temperature", 1.0), changes)
@@ -69,10 +69,10 @@ def check_sampled(rollouts: Iterable[tuple[str, State]]) -> None:
 def check_spelled(rollouts: Iterable[tuple[str, State]], vocabulary: Vocabulary) -> None:
     """Check that a sample of the calls has ids that spell their messages.
 
-    For clients whose server renders prompts: others know what they sent, and what the ids spell.
+    For clients whose server renders prompts; other clients know the ids that they sent.
 
     Raises:
-        TrainingError: the ids of a call are another prompt's or answer's.
+        TrainingError: the ids of a call spell a different prompt or answer.
     """
     calls = [
         (f"call {index} of {name}", step)
@@ -82,7 +82,7 @@ def check_spelled(rollouts: Iterable[tuple[str, State]], vocabulary: Vocabulary)
     ]
     for where, step in calls[:: max(1, len(calls) // _NUM_SPELLED)]:
         tokens, prompt, said = step["tokens"], step["prompt"], step["completion"]
-        # Steps have ids as lists.
+        # Steps store ids as lists.
         prompt_ids, ids = (
             np.array(tokens[name], np.int32) for name in ("prompt_ids", "completion_ids")
         )

@@ -83,17 +83,17 @@ class EngineSection(Section, frozen=True):
       at `urls`.
     - `publish`: how servers get new weights. `shared`: they map memory of this machine. `transfer`:
       the weights are sent, by nccl if `model.device` is a GPU, else by gloo, from
-      `transfer_address` of this machine (None finds it). `disk`: they reload `weights/` in the run
-      directory, which they see under the same path. `auto`: each server takes the first of these
-      that it can, and the run says which.
+      `transfer_address` of this machine (None: found automatically). `disk`: they reload `weights/`
+      in the run directory, which they see under the same path. `auto`: each server takes the first
+      of these that works, and a notice says which.
     - `served_model`: the model's name on the servers (None: `model.name`). `api_key_env`: the
       environment variable with their API key; `admin_key_env`: with the key that publishes weights,
       if that is different. `reload_method`: see `publish_weights`.
     - `probe_tolerance`: after every publish engines that hold a copy of the weights are probed. The
-      bound follows from the step and from what the engine differed by at first; it is never more
+      bound follows from the step and from the engine's first difference; it is never more
       than this (16-bit servers need about 0.5).
     - `away_limit_s`: how long the run waits while no server answers (5 s at the start) before it
-      ends; the same command continues it.
+      ends; the same command then continues it.
     - `max_batch`: sequences decoded together. `max_context`: tokens of prompt and completion (None:
       the engine's default). `kv_budget_bytes`: memory of the KV cache (None: `max_batch` full
       sequences; `vllm`: 1 GiB). `prefill_chunk`: maximum prompt tokens in one forward pass.
@@ -140,7 +140,7 @@ class EngineSection(Section, frozen=True):
                 "Use engine.kind = 'local', or servers that were started with it "
                 "(`rolltree serve --batch-invariant`), and leave it out here."
             )
-        # A user who sets one of these expects an effect, so each is an error if it has none.
+        # A user who sets one of these expects an effect, so setting it in vain is an error.
         ignored = ("max_batch", "max_context", "kv_budget_bytes", "prefill_chunk")
         if self.kind == "servers" and self.record_experts:
             raise ConfigError(
@@ -163,7 +163,7 @@ class EngineSection(Section, frozen=True):
         # A struct does not know which fields were given, so a default that is written out passes.
         defaults = {f.name: f.default for f in msgspec.structs.fields(type(self))}
         for name in (*ignored, *other_way) if self.kind == "servers" else others:
-            # Runs from before there was a choice have stored the only way there was.
+            # Runs from before there was a choice have stored the only way of that time.
             is_old = (name, getattr(self, name)) in _ONCE_DEFAULTS
             if getattr(self, name) != defaults[name] and not is_old:
                 chosen = "publish" if name in other_way and self.kind == "servers" else "kind"
@@ -252,7 +252,7 @@ class CheckpointSection(Section, frozen=True):
 
 
 class TrackSection(Section, frozen=True):
-    """Experiment trackers that get metrics and transcripts, besides the run store.
+    """Experiment trackers that get metrics and transcripts, in addition to the run store.
 
     `to`: any of `"tensorboard"`, `"wandb"`, `"trackio"`, `"mlflow"`; each needs its package
     (`pip install 'rolltree[track]'`). `project`: the project or experiment. `name`: the run's name
@@ -333,8 +333,8 @@ class TrainSection(Section, frozen=True):
     - `max_mismatch`: stop if trainer and engine logprobs differ by more on average over the tokens
       that the current weights sampled. After a step without any, as happens in asynchronous runs,
       the engine answers a probe instead (`engine.probe_tolerance`).
-    - `record_tokens`: store what each step knew of every trained token (advantage, loss weight, the
-      trainer's logprob, entropy), which `Run.trained` reads.
+    - `record_tokens`: store what each step computed for every trained token (advantage, loss
+      weight, the trainer's logprob, entropy), which `Run.trained` returns.
     - `num_threads`: torch's number of threads (None: torch's default).
     """
 
@@ -402,11 +402,11 @@ class ClusterSection(Section, frozen=True):
     """A run on several processes or machines; without this section it is one process.
 
     - `launcher`: `local` starts processes on this machine; `ray` places them on the machines of a
-      Ray cluster, which `address` names (`auto`: the one that is there; empty: a new local one).
+      Ray cluster, which `address` names (`auto`: the existing one; empty: a new local one).
     - `rollout_workers`: processes that play rollouts, each at most `slots_per_worker` at a time.
     - `engines` (`count`, `gpus`, `kind`) sample; `trainer` (`ranks`, `gpus`) trains.
-    - `stall_s`: a role that says nothing for that long is named in a notice. `orphan_s`: roles that
-      cannot reach the driver for that long end. `max_restarts`: how often in a row a role is
+    - `stall_s`: a notice names a role that is silent for this long. `orphan_s`: a role ends if it
+      cannot reach the driver for this long. `max_restarts`: how often in a row a role is
       restarted while the run makes no progress.
     - `queue_bytes`: results that may wait to be stored; workers keep the others.
     """

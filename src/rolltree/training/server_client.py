@@ -84,7 +84,7 @@ class TrainedServer(OpenAIClient):
             raise ConnectionFailed(f"{self.server.root_url} has yet to get the run's weights.")
 
     async def is_up(self) -> bool:
-        """Whether the server answers at all."""
+        """Return whether the server answers at all."""
         try:
             await super().check_health()
         except ModelError:
@@ -134,7 +134,7 @@ def server_client(
     """Return the client, of that `kind`, of one server of a run.
 
     Raises:
-        ConfigError: a variable with a key is not set.
+        ConfigError: the environment variable of a key is not set.
     """
     section = config.engine
     return kind(
@@ -147,8 +147,8 @@ def server_client(
         # After the temperature, as the trainer computes them.
         logprobs_mode="processed",
         vocab_size=vocab_size,
-        # The pool repeats calls, and `Servers` has a say first: what answers next may be a
-        # restarted server.
+        # The pool repeats calls, after `Servers` has checked the server, which may have been
+        # restarted.
         retry=RetryPolicy(max_retries=0),
     )
 
@@ -159,7 +159,7 @@ def _key(setting: str, variable: str | None) -> str | None:
         return None
     if not os.environ.get(variable):
         raise ConfigError(
-            f"engine.{setting} is {variable!r} and that variable is not set, so the servers would "
+            f"engine.{setting} is {variable!r}, but that variable is not set, so the servers would "
             "refuse every request. Export it, or leave the setting out."
         )
     return os.environ[variable]

@@ -295,7 +295,7 @@ class Servers:
             number += 1
 
     async def _renew(self, server: TrainedServer) -> None:
-        """Send a server that answers the published weights unless it has them, and probe it."""
+        """Send a server the published weights unless it has them, and probe it."""
         # The optimizer writes under the same lock, so a half-written model is never sent.
         async with self._lock:
             await self._note_restart(server)
@@ -331,7 +331,7 @@ class Servers:
         )
 
     async def _note_restart(self, server: TrainedServer) -> None:
-        """Ask a server for its version, and note it if it is a wrong one."""
+        """Ask a server for its version, and note it if it is wrong."""
         # Nothing was published yet, so no label can be wrong.
         if not self.labels:
             return
@@ -366,7 +366,7 @@ class Servers:
         if server.away_since_s is not None:
             return
         server.away_since_s = monotonic()
-        rest = "Other servers are asked instead."
+        rest = "Its calls go to other servers."
         if all(each.away_since_s is not None for each in self._watched):
             rest = f"The run waits, and ends after {self._patience_s:g} s ({self._limit_name()})."
         self.notify(f"{server.server.root_url} does not answer. {rest}")
@@ -421,7 +421,7 @@ def weight_way(
         folder: where versions are written for `disk`.
         publish: with `auto`, each server uses the first that works of shared memory, transfer and
             disk.
-        method: the worker's method that reloads from a disk, see `publish_weights`.
+        method: the worker's method that reloads from disk, see `publish_weights`.
         address: of this machine, as servers reach it; None: found automatically.
 
     Raises:

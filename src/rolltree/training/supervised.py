@@ -3,8 +3,8 @@
     states = supervised_states([[(prompt_ids, completion_ids), ...], ...])
     trainer.step(build_samples(states, "tree").samples, step)
 
-Prompts are context, completions are trained; what conversations share is computed once. Render text
-to token ids with the tokenizer's chat template first.
+Prompts are context, completions are trained; shared prefixes are computed once. Render text to
+token ids with the tokenizer's chat template first.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TokenIds = Sequence[int] | NDArray[np.integer]
 def supervised_states(conversations: Iterable[Iterable[tuple[TokenIds, TokenIds]]]) -> list[State]:
     """Return one rollout per conversation, one call per `(prompt_ids, completion_ids)` of it.
 
-    The tokens have no behaviour logprob (NaN), so every loss but a supervised one refuses them.
+    The tokens have no behaviour logprob (NaN), so every loss but a supervised one rejects them.
 
     >>> [len(state["trajectory"]) for state in supervised_states([[([1, 2], [3]), ([1, 9], [4])]])]
     [2]

@@ -23,7 +23,7 @@ _NONE = np.empty(0, np.float32)
 
 
 class TokenRecord:
-    """Collects what one step sees of its tokens.
+    """Collects the values that one step computes for its tokens.
 
     Args:
         results: the rollouts of the step.
@@ -42,7 +42,7 @@ class TokenRecord:
         self._seen: list[tuple[Records, Records, RecordStats]] = []
 
     def add(self, batch: Batch, stats: RecordStats) -> None:
-        """Take what the first update on a batch saw; nothing is computed here."""
+        """Keep the values of the first update on a batch; nothing is computed here."""
         self._seen.append((batch.counted, batch.records, stats))
 
     def rows(self, step: int) -> list[TrainedRollout]:
@@ -56,8 +56,8 @@ class TokenRecord:
         size = int(starts[-1])
         given = np.concatenate([_NONE, *self._advantages], dtype=np.float32)
         columns: dict[str, FloatColumn] = {
-            # Every sampled token has its call's advantage, also one that trains nothing: its
-            # weight is 0, and what the trainer would say of it is NaN.
+            # Every sampled token has its call's advantage. A token that is not trained has weight
+            # 0, and NaN for the trainer's values.
             "advantage": np.repeat(given, counts),
             "weight": np.zeros(size, np.float32),
             "logprob": np.full(size, np.nan, np.float32),
@@ -79,7 +79,7 @@ class TokenRecord:
                 columns["weight"][at] *= stats.factor
             known = {"logprob": stats.logprob, "entropy": stats.entropy}
             known |= {"reference": stats.reference} if stats.reference is not None else {}
-            # With the reference's logprob the KL of a token can be computed.
+            # Not needed with the reference's logprob, from which the KL can be computed.
             known |= {"kl": stats.kl} if stats.kl is not None and stats.reference is None else {}
             for name, values in known.items():
                 column = columns.setdefault(name, np.full(size, np.nan, np.float32))

@@ -1,7 +1,6 @@
-"""Metrics to TensorBoard, wandb, trackio and MLflow, besides the run store, which always has them.
+"""Sends metrics to TensorBoard, wandb, trackio and MLflow; the run store always has them too.
 
-A continued run goes on under the same name. Steps that are trained again after a kill are sent
-again.
+A continued run keeps its name in the tracker. Steps that are repeated after a kill are sent again.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def tensorboard(run: TrackedRun) -> Sink:
     _package("tensorboard")
     from torch.utils.tensorboard import SummaryWriter
 
-    # TensorBoard then hides what an earlier start wrote of the steps that are sent again.
+    # TensorBoard then hides values that an earlier start wrote for the steps that follow.
     writer: Any = SummaryWriter(str(run.path / "tensorboard"), purge_step=run.first_step)
 
     def log(values: Mapping[str, float], step: int) -> None:
@@ -77,16 +76,16 @@ def tensorboard(run: TrackedRun) -> Sink:
 def wandb(run: TrackedRun) -> Sink:
     """Log to a wandb run. `WANDB_MODE=offline` keeps it in `wandb/` of the run directory.
 
-    wandb takes no step twice, so its x axis is the metric `step`.
+    wandb does not accept a step twice, so its x axis is the metric `step`.
     """
     package = _package("wandb")
-    # Its metadata has the command line; without secrets there, that is welcome.
+    # wandb's metadata has the command line; it is sent only if it has no secrets.
     hides = shown_command(sys.argv) != shlex.join(sys.argv)
     tracked = package.init(
         settings=package.Settings(x_disable_meta=True) if hides else None,
         project=run.project,
         name=run.name,
-        # Two runs of one name stay two; a run that is continued stays one.
+        # Two runs with the same name stay separate; a continued run stays one run.
         id=f"{run.name}-{run.key}",
         resume="allow",
         dir=str(run.path),
@@ -124,20 +123,20 @@ _NOT_IN_MLFLOW = re.compile(r"[^\w\-. :/]")
 def mlflow(run: TrackedRun) -> Sink:
     """Log to the MLflow server at `MLFLOW_TRACKING_URI`; without one, to `mlruns/` of the run.
 
-    mlflow-skinny, which the extra installs, has no database; files it takes only when allowed. The
-    id is kept in `mlflow-run-id` of the run directory, so a continued run goes on there.
+    mlflow-skinny, which the extra installs, has no database, and has to be allowed to use files.
+    The id is kept in `mlflow-run-id` of the run directory, so that a continued run uses it again.
     """
     package = _package("mlflow")
     where = os.environ.get("MLFLOW_TRACKING_URI")
     if not where:
-        # Only if the user has not said otherwise.
+        # Only if the user has not set it.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         where = (run.path / "mlruns").resolve().as_uri()
     client = package.MlflowClient(where)
     from mlflow.entities import Metric
 
     note = run.path / "mlflow-run-id"
-    # In a run directory of somebody else it could be a pipe or a link.
+    # In someone else's run directory it could be a pipe or a link.
     if odd_kind(note) is None and note.exists():
         identity = read_regular(note, 1024).decode().strip()
         client.update_run(identity, status="RUNNING")
@@ -149,7 +148,7 @@ def mlflow(run: TrackedRun) -> Sink:
             for key, value in values.items():
                 # Some versions of MLflow refuse longer values.
                 client.log_param(identity, f"{section}.{key}", str(value)[:500])
-        # Last, so that a run which is continued there has its parameters.
+        # Last, so that a run that is continued there has its parameters.
         write_whole(note, identity + "\n", follow=False)
 
     def log(values: Mapping[str, float], step: int) -> None:
@@ -176,7 +175,7 @@ TRACKERS: dict[str, Callable[[TrackedRun], Sink]] = {
 
 
 def _literal(text: str) -> str:
-    """Return text as a block of code, so that Markdown in it is shown and not obeyed."""
+    """Return text as a block of code, so that Markdown in it is shown as it is."""
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 
@@ -218,12 +217,12 @@ class Trackers:
         config = redact(self._config.as_dict())
         run = TrackedRun(path, section.project, name, config, first_step)
         for tracker in section.to:
-            with self._survived(tracker, ConfigError):  # a package that is missing
+            with self._survived(tracker, ConfigError):  # raised if a package is missing
                 self._sinks[tracker] = TRACKERS[tracker](run)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Send numbers."""
-        # A copy: a tracker that fails is taken out meanwhile.
+        # A copy: a tracker that fails is removed meanwhile.
         for tracker, sink in list(self._sinks.items()):
             with self._survived(tracker):
                 sink.log(values, step)
@@ -234,8 +233,8 @@ class Trackers:
         is_shown = step is None or (step - 1) % section.transcripts_every == 0
         return section.transcripts if self._sinks and is_shown else 0
 
-    # `read` is called in the guarded block, and only if there is a tracker: what it raises ends no
-    # run.
+    # `read` is called in the guarded block, and only if there is a tracker: its errors must not end
+    # the run.
     def show(self, name: str, read: Callable[[], Sequence[Transcript]], step: int) -> None:
         """Send the transcripts that `read` returns."""
         for tracker, sink in list(self._sinks.items()):
@@ -244,7 +243,7 @@ class Trackers:
                     sink.show(name, rollouts, step)
 
     def close(self) -> None:
-        """Close the trackers, also after a failure."""
+        """Close the trackers, even if one of them fails."""
         sinks, self._sinks = self._sinks, {}
         for tracker, sink in sinks.items():
             with self._survived(tracker):
@@ -252,7 +251,7 @@ class Trackers:
 
     @contextmanager
     def _survived(self, tracker: str, *raised: type[Exception]) -> Iterator[None]:
-        """Give a tracker up if it fails in the block with anything but `raised`."""
+        """Stop using a tracker if the block fails with anything but `raised`."""
         try:
             yield
         except raised:

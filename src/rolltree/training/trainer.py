@@ -50,7 +50,7 @@ from rolltree.types import Sample
 Exclusive = Callable[[], AbstractContextManager[None]]
 """Returns the context in which nothing but the optimizer touches the weights."""
 OnBatch = Callable[[Batch, RecordStats], None]
-"""Told what was seen of a batch."""
+"""Called with a batch and its statistics per record."""
 
 
 class Trainer:
@@ -59,17 +59,17 @@ class Trainer:
     Args:
         model: a Hugging Face causal LM with float32 parameters.
         config: the `model`, `algorithm`, `optim` and `train` sections are read.
-        ranks: those that train with this one; the module is then sharded in place.
-        reference: what the KL is to, instead of `algorithm.reference`; it is frozen in place. None
-            and no such setting: a copy of `model` as it is now.
+        ranks: the processes that train together; the module is then sharded in place.
+        reference: the model that the KL is computed against, instead of `algorithm.reference`; it
+            is frozen in place. Without either, it is a copy of `model` as it is now.
 
-    The reference costs four bytes per parameter for as long as the trainer lives; with adapters the
-    model below them is the reference and costs nothing. Ranks share it, but for a KL over the whole
-    vocabulary, where each holds all of it.
+    The reference takes four bytes per parameter; with adapters the model below them is the
+    reference and takes no extra memory. It is sharded over the ranks, except for a KL over the
+    whole vocabulary, for which each rank holds all of it.
 
     Raises:
         TrainingError: the model cannot be trained as configured.
-        ConfigError: a reference that is missing, unused, or speaks another vocabulary.
+        ConfigError: a reference that is missing, unused, or has a different vocabulary.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Trainer:
                 # gathers shards of a second model.
                 self.reference.move(ranks.device)
             elif self.reference is not None and self.reference.model is model:
-                # Made again, because `shard` has replaced how the model runs.
+                # Copied again, because `shard` has changed `self.logprobs`.
                 self.reference = self._below_adapters()
             elif self.reference is not None:
                 shard(self.reference, ranks)
@@ -116,7 +116,7 @@ class Trainer:
         """Make the reader replay routed experts, or return why it cannot.
 
         Raises:
-            TrainingError: it was asked for and cannot.
+            TrainingError: `train.replay_experts` is true, but the model cannot.
         """
         wanted = self.config.train.replay_experts
         if wanted is False:
@@ -124,7 +124,7 @@ class Trainer:
         kind = type(self.model).__name__
         if wanted is None and not is_mixture(self.model):
             return (
-                f"the rollouts carry routed experts, and {kind} is not a mixture: its "
+                f"the rollouts carry routed experts, but {kind} is not a mixture: its "
                 "configuration counts no experts. "
                 "Set train.replay_experts = false to leave them alone."
             )
@@ -137,11 +137,11 @@ class Trainer:
         return ""
 
     def _check_routing(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Return the share of tokens whose experts are replayed, where any are.
+        """Return the share of tokens whose experts are replayed as a metric, if there are any.
 
         Raises:
-            TrainingError: routed experts were recorded and cannot be replayed, or were asked for
-                and are missing.
+            TrainingError: routed experts were recorded but cannot be replayed, or are required
+                but missing.
         """
         wanted = self.config.train.replay_experts
         known = [
@@ -152,7 +152,7 @@ class Trainer:
         ]
         if wanted and not all(known):
             raise TrainingError(
-                f"train.replay_experts is true, and the sample of rollouts "
+                f"train.replay_experts is true, but the sample of rollouts "
                 f"{rollout_names(samples[known.index(0)])} has no routed experts, so it would be "
                 "trained on the trainer's own choice. Let the engine record them "
                 "(engine.record_experts, or the server's flag), or leave train.replay_experts out."
@@ -164,13 +164,13 @@ class Trainer:
         return {"routing/replayed_share": sum(known) / sum(s.num_tokens for s in samples)}
 
     def _reference(self, given: Any) -> LogprobModel | None:
-        """Return the frozen model that the KL is to."""
+        """Return the frozen model that the KL is computed against, None without a KL."""
         name, teaches = self.config.algorithm.reference, self.algorithm.teaches
         if self.algorithm.kl_coef == 0:
             if given is not None:
                 raise ConfigError(
-                    "a reference model was given and algorithm.kl_coef is 0, so it would do "
-                    "nothing. Set the coefficient, or give no reference."
+                    "a reference model was given, but algorithm.kl_coef is 0, so it would do "
+                    "nothing. Set the coefficient, or leave the reference out."
                 )
             return None
         if given is None and name is None and teaches:
@@ -178,14 +178,15 @@ class Trainer:
                 f"algorithm.name = {self.config.algorithm.name!r} learns from a teacher model, "
                 "but none is set. Set algorithm.reference to the teacher's name or folder."
             )
-        # Each rank needs the whole reference, and the model below the adapters is sharded.
+        # Then each rank needs the whole reference, but the model below adapters is sharded.
         whole_on_ranks = self._whole_kl and self.ranks is not None
         if given is None and name is None and is_adapted(self.model):
             if not changes_nothing(self.model):
                 raise ConfigError(
-                    "the KL is to the model as it is now, whose adapter has weights of its own and "
-                    "no frozen copy. Set algorithm.reference to a "
-                    "folder with the merged model, or algorithm.kl_coef = 0."
+                    "the KL is computed against the model as it is now, adapter included, but "
+                    "training changes the adapter, so no frozen copy is left. Set "
+                    "algorithm.reference to a folder with the merged model, or algorithm.kl_coef "
+                    "= 0."
                 )
             if not whole_on_ranks:
                 return self._below_adapters()
@@ -201,13 +202,13 @@ class Trainer:
         if rows[0] != rows[1]:
             raise ConfigError(
                 f"the trained model has a vocabulary of {rows[0]:,} tokens and the reference one "
-                f"of {rows[1]:,}, so their logprobs are of different tokens. Use a reference with "
+                f"of {rows[1]:,}, so their logprobs cannot be compared. Use a reference with "
                 "the same tokenizer."
             )
         return reader
 
     def _below_adapters(self) -> LogprobModel:
-        """Return a reader of the model as it is without its adapters, which never changes."""
+        """Return a reader of the model without its adapters, whose weights never change."""
         reader = copy.copy(self.logprobs)
         # The reference chooses its own experts (design/0023).
         reader.replay = None
@@ -227,8 +228,8 @@ class Trainer:
         `exclusive` is opened before the first write to the weights and closed after the last.
         `on_batch` is called for each mini-batch after its first gradients.
 
-        Returns the metrics of the step: losses and ratios of the first update, gradient norms of
-        the last.
+        Returns the metrics of the step: losses and ratios of the first update, the gradient
+        norm of the last.
 
         Raises:
             TrainingError: a number is not finite (the rollout is named and the weights are as they
@@ -236,7 +237,7 @@ class Trainer:
             TokenError: there is nothing to train on.
         """
         began = time.perf_counter()
-        # Drops the gradients of a step that raised.
+        # Drop the gradients of a step that raised.
         self.optimizer.zero_grad()
         section = self.config.train
         routing = self._check_routing(samples)
@@ -258,7 +259,7 @@ class Trainer:
         # Before the first update, so that all mini-batches use the weights the step began with.
         fixed_terms = [self._fixed_terms(batch, num_updates) for batch in batches]
         metrics: dict[str, float] = {}
-        fresh = step - 1 if section.async_steps else None  # None: every token is
+        fresh = step - 1 if section.async_steps else None  # None: all tokens are fresh
         with ExitStack() as held:
             for update in range(num_updates):
                 batch = batches[update % len(batches)]
@@ -298,12 +299,12 @@ class Trainer:
         }
 
     def _fixed_terms(self, batch: Batch, num_updates: int) -> FixedTerms | None:
-        """Return what stays fixed for a batch; None: computed in the first pass."""
+        """Return the fixed terms of a batch, or None if the first pass computes them."""
         if not needs_fixed_terms(self.algorithm):
             return fixed_terms_of(self.algorithm, batch.records)
         spans = self.algorithm.over_rollout or fixed_terms_need_whole_rollouts(self.algorithm)
-        # The first pass gives these numbers itself, unless they need whole rollouts and it sees
-        # parts (design/0010).
+        # The first pass computes these terms itself, unless they need whole rollouts and packs hold
+        # only parts (design/0010).
         if num_updates == 1 and (batch.is_whole or not spans):
             return None
         reference = None
@@ -314,7 +315,7 @@ class Trainer:
 
     @torch.no_grad()
     def _measure(self, model: LogprobModel, batch: Batch) -> FloatColumn:
-        """Return the logprobs of all records of a batch, of all ranks, as the model is now."""
+        """Return the logprobs of all records of a batch, of all ranks, with the current weights."""
         found = np.zeros(len(batch.records), np.float32)
         for item in batch.packs:
             with model.context():
@@ -325,11 +326,11 @@ class Trainer:
         return found if self.ranks is None else self.ranks.total(found)[0]
 
     def _gradients(self, batch: Batch, fixed: FixedTerms | None = None) -> RecordStats:
-        """Add up the gradients of all packs and return what was seen per record of all ranks."""
+        """Add up the gradients of all packs; return the statistics per record, over all ranks."""
         fixed = fixed or self._fixed_terms(batch, 1)
         ratios: FloatColumn | None = None
         if fixed is not None and self.algorithm.over_rollout and not batch.is_whole:
-            # A rollout's ratio needs all its records, also those in other packs and on other ranks.
+            # A rollout's ratio needs all its records, including those in other packs and ranks.
             now = self._measure(self.logprobs, batch)
             ratios = rollout_ratios(self.algorithm, batch.records, fixed, now)
         stats = self._new_stats(len(batch.records))
@@ -339,7 +340,7 @@ class Trainer:
                 mean = None if ratios is None else ratios[item.span]
                 self._backward(self._loss(item, part, mean, stats))
         if self.ranks is not None:
-            # All ranks then decide alike, and none waits for one that has raised (design/0007).
+            # Then all ranks decide the same, and none waits for a rank that raised (design/0007).
             stats.sum_over(self.ranks)
         if not math.isfinite(stats.loss):
             self._name_non_finite(batch)
@@ -357,13 +358,14 @@ class Trainer:
     def _loss(
         self, item: Pack, fixed: FixedTerms | None, ratios: FloatColumn | None, stats: RecordStats
     ) -> Tensor:
-        """Return the share of the step's loss that one pack carries.
+        """Return one pack's share of the step's loss.
 
-        What is None is found from this pack alone, which then holds whole rollouts.
+        If `fixed` or `ratios` is None, it is computed from this pack, which then holds whole
+        rollouts.
         """
         algorithm, records = self.algorithm, item.forest.records
         got, reference = self._read(item)
-        # A loss of 0 that still runs the backward pass, in which ranks meet.
+        # A loss of 0 that still runs the backward pass, in which ranks communicate.
         if item.is_filler:
             return 0 * got.logprob.sum()
         now = got.logprob.detach().cpu().numpy()
@@ -385,7 +387,7 @@ class Trainer:
         return terms.total
 
     def _read(self, item: Pack) -> tuple[RecordLogprobs, Tensor | None]:
-        """Return what the model says of a pack, and the reference's logprobs if they are read."""
+        """Return the model's logprobs of a pack, and the reference's if the loss reads them."""
         reference = None
         if self.reference is not None and not self._whole_kl:
             with torch.no_grad(), self.reference.context():
@@ -402,7 +404,7 @@ class Trainer:
             total.backward()  # type: ignore[no-untyped-call]
 
     def _check_mismatch(self, metrics: dict[str, float]) -> None:
-        # None of the current version: the loop has the engine answer a probe instead.
+        # Missing if no token is of the current version; the loop then probes the engine.
         mismatch, limit = metrics.get(MISMATCH, 0.0), self.config.train.max_mismatch
         if mismatch > limit:
             self.optimizer.zero_grad()
@@ -414,7 +416,7 @@ class Trainer:
             )
 
     def _name_non_finite(self, batch: Batch) -> None:
-        """Find the sample whose loss or gradient is not finite, and raise with its name."""
+        """Find the sample whose loss or gradient is not finite, and raise an error naming it."""
         self.optimizer.zero_grad()
         culprit = next(
             (

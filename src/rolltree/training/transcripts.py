@@ -1,6 +1,6 @@
 """Some rollouts of a step or an evaluation as text, for trackers.
 
-Texts are as a person may be shown them: without secrets, control characters made visible.
+The texts are safe to show: without secrets, and with control characters made visible.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MOST_CHARACTERS = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
-    """One rollout: what was asked and answered, and what it earned."""
+    """One rollout: its prompt and completion, and what it earned."""
 
     step: int
     phase: str
@@ -58,7 +58,7 @@ def transcripts(
     phase: str,
     credit: CreditReport | None = None,
 ) -> list[Transcript]:
-    """Return the first `num` rollouts of `results`; a request that made none has an empty one.
+    """Return the first `num` rollouts of `results`; a request without a rollout has an empty one.
 
     With `credit` each trained rollout shows the advantage of its first call.
     """
@@ -77,7 +77,7 @@ def _each(
 ) -> Iterator[Transcript]:
     for result in results:
         error = "" if result.error is None else f"{result.error.type}: {result.error.message}"
-        # A request that failed before it had a rollout still shows what was asked.
+        # A request that failed before it had a rollout still shows its prompt.
         asked = State(prompt=result.request.input.get("prompt"))
         for state in result.states or (asked,):
             prompt, completion = conversation_of(state)
@@ -96,7 +96,7 @@ def _each(
 
 
 def _text(messages: Iterable[Mapping[str, Any]]) -> str:
-    """Return chat messages as text: `role: what it says`."""
+    """Return chat messages as text: `role: content`."""
     return _cut("\n".join(map(_line, messages)))
 
 

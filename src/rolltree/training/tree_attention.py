@@ -31,7 +31,7 @@ from rolltree.training.tree_recurrence import tree_recurrence
 
 NAME = "rolltree_tree"
 _OWN: dict[str, str] = {}
-"""Name that the attention is registered as -> what the model attends with outside trees."""
+"""Name of a registered attention -> the attention that the model has outside trees."""
 
 # The functions that build masks do not receive the layout, and an engine may build its own masks in
 # another thread with the same configuration. A context variable tells them apart (design/0003).
@@ -73,7 +73,7 @@ def _pattern(mask_function: Any) -> Pattern:
     """Return how far back a mask of `transformers.masking_utils` lets a token see.
 
     Raises:
-        TrainingError: it is made of anything else.
+        TrainingError: it has a part that is not in `_PARTS`.
     """
     # Masks are closures, such as `sliding_window_overlay.<locals>.inner_mask`: the outer function's
     # name says what they hide, and the closure holds the numbers.
@@ -86,7 +86,7 @@ def _pattern(mask_function: Any) -> Pattern:
 
 
 def _is_causal(mask_function: Any) -> bool:
-    """Whether the mask says somewhere that no token sees what comes after it."""
+    """Whether a part of the mask hides from every token what comes after it."""
     if mask_function is masking_utils.causal_mask_function:
         return True
     closure = inspect.getclosurevars(mask_function).nonlocals
@@ -177,7 +177,7 @@ def _tree_attention(
         # The mask decides (design/0003), but some layers also repeat their window here.
         what = f"has a sliding_window of {sliding_window} tokens that its mask does not have"
     elif key.shape[2] != layout.num_tokens or query.shape[0] != 1:
-        what = f"attends to {key.shape[2]} keys where the forest has {layout.num_tokens} tokens"
+        what = f"attends to {key.shape[2]} keys, but the forest has {layout.num_tokens} tokens"
     if what:
         raise TrainingError(
             f"{type(module).__name__} {what}, which attention over trees does not compute, so its "
@@ -200,7 +200,7 @@ def _causal(module: torch.nn.Module, is_causal: bool | None) -> bool:
 
 
 def _by_depth(module: torch.nn.Module, query: Tensor, layout: TreeLayout) -> Tensor:
-    """Scale queries by their depth where Llama 4 scaled them by their place in the row.
+    """Scale the queries of Llama 4 by their depth instead of their place in the row.
 
     Its layers without rotary angles multiply the query of token i with
     `log1p(floor((i + 1) / floor_scale)) * attn_scale + 1` (arXiv:2501.19399).
@@ -222,7 +222,7 @@ def _by_depth(module: torch.nn.Module, query: Tensor, layout: TreeLayout) -> Ten
 
 
 def _own_attention(module: torch.nn.Module, own: str) -> Callable[..., Any]:
-    """Return what the model attends with outside trees; `eager` is in the model's own file."""
+    """Return the model's attention outside trees; `eager` is in the model's own file."""
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     found: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(own, eager)
     return found
@@ -243,10 +243,10 @@ def register_tree_attention(own: str) -> str:
 
 @contextmanager
 def tree_attention(model: Any) -> Iterator[None]:
-    """Let `model` take the keyword `tree_layout` while the context is open.
+    """Make `model` accept the keyword `tree_layout` while the context is open.
 
-    Backward passes with gradient checkpointing belong inside it too. The attention that the model
-    had before is put back.
+    Backward passes with gradient checkpointing must run inside it too. Afterwards the model has the
+    attention that it had before.
     """
     # An engine may read this configuration at the same time. Without a layout, the registered
     # function is the attention that the model had before.

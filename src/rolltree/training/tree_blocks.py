@@ -173,7 +173,7 @@ class _TreeAttention(torch.autograd.Function):
     ) -> Tensor:
         """`query` `[1, _H, _T, d]`, `key` and `value` `[1, _K, _T, d]` -> `[1, _T, _H, d]`.
 
-        What is kept for the backward pass is what the layers around it keep anyway (queries, keys,
+        It keeps for the backward pass only what the layers around it keep anyway (queries, keys,
         values and the result, in their own type), and one number per query and head.
         """
         num_heads, num_tokens = query.shape[1:3]
@@ -262,7 +262,7 @@ def _exact(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Ten
 
 
 def _per_row(sinks: Tensor, num_kv: int, num_tokens: int) -> Tensor:
-    """Return a number per head, `[_H]`, for each row: `[_K, _T * group, 1]`."""
+    """Expand one number per head, `[_H]`, to all rows: `[_K, _T * group, 1]`."""
     by_kv = sinks.detach().view(num_kv, 1, -1).expand(-1, num_tokens, -1)
     return by_kv.reshape(num_kv, -1, 1)
 
@@ -288,7 +288,7 @@ def forest_attention(
         key: `[1, _K, _T, d]`.
         value: `[1, _K, _T, e]`.
         layout: the forest.
-        scale: what products are multiplied with.
+        scale: the factor of products of queries and keys.
         pattern: how far back a token sees.
         softcap: scores become `softcap * tanh(score / softcap)` (Gemma 2).
         sinks: `[_H]`, one more score per head in the softmax's denominator (GPT-OSS).
@@ -300,7 +300,7 @@ def forest_attention(
             query, key, value, is_causal=True, scale=scale, enable_gqa=key.shape[1] < query.shape[1]
         )
         return out.transpose(1, 2)
-    # Let these layers share the blocks of full ones.
+    # These layers can share the blocks of layers without a pattern.
     if full:
         pattern = FULL
     if layout.flex:

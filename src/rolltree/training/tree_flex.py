@@ -1,8 +1,8 @@
 """Attention over a packed forest as one FlexAttention kernel, for GPUs.
 
-Query i sees key j iff `j <= i < subtree_end[j]` and i is not too deep for the layer's pattern.
-Which blocks of 128 x 128 are empty, full or mixed follows from the least and largest `subtree_end`,
-depth and limit of a block, so no pair of tokens is examined.
+Query i sees key j if `j <= i < subtree_end[j]` and i is not too deep for the layer's pattern.
+Which blocks of 128 x 128 are empty, full or mixed follows from the smallest and largest
+`subtree_end`, depth and limit of a block, so no pair of tokens is examined.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from rolltree.training.layout import FULL, Pattern
 
 FLEX_BLOCK = 128
-"""Queries and keys per block: FlexAttention's own default, and the least its kernels take."""
+"""Queries and keys per block: FlexAttention's own default, and the minimum of its kernels."""
 
 _ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -39,13 +39,13 @@ def flex_mask(
         subtree_end: int32 `[_T]`.
         device: where the kernel runs.
         block: queries and keys per block.
-        depth: int32 `[_T]`, what `pattern` is about.
+        depth: int32 `[_T]`, which `pattern` limits.
         pattern: how far back a token sees.
     """
     num_tokens = len(subtree_end)
     first = np.arange(0, num_tokens, block)
-    reach = np.maximum.reduceat(subtree_end, first)  # the last query that sees any key of a block
-    common = np.minimum.reduceat(subtree_end, first)  # the last that sees all of them
+    reach = np.maximum.reduceat(subtree_end, first)  # end of the queries that see any of its keys
+    common = np.minimum.reduceat(subtree_end, first)  # end of those that see all of them
     stop = first + block
     below = first[:, None] > first[None, :]
     full = below & (common[None, :] >= stop[:, None]) & (stop[:, None] <= num_tokens)
@@ -91,7 +91,7 @@ def _rule(
 
 
 def _listed(blocks: NDArray[np.bool_], device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """Return how many blocks of keys each block of queries has, and which, these first."""
+    """Return the number of key blocks of each query block, and all key blocks, those first."""
     # `[query blocks, key blocks]`: only the first `count` of each row are read.
     order = np.argsort(~blocks, axis=1, kind="stable").astype(np.int32)
     count = blocks.sum(1, dtype=np.int32)
@@ -113,7 +113,7 @@ def flex_forest_attention(
 ) -> Tensor:
     """Attend over a forest: `[1, _H, _T, d]`, keys and values `[1, _K, _T, d]` -> `[1, _T, _H, d]`.
 
-    Compiled on a GPU; on a CPU torch's plain implementation, without a gradient. `softcap` and
+    On a GPU it is compiled; on a CPU it is torch's plain code, without a gradient. `softcap` and
     `sinks` are those of `forest_attention`.
     """
     # Without compilation, torch materializes all scores.

@@ -1,8 +1,8 @@
 """Checks that a model has the same outputs and gradients on a tree and on its rows.
 
-Asked of a copy of its first layers with weights moved away from initialisation and short windows,
-so that gates, sinks, sparse attention and states show. The model itself, which an engine may be
-serving, is not touched.
+It runs a copy of the first layers, with weights moved away from initialisation and short windows,
+so that gates, sinks, sparse attention and states have an effect. The model itself, which an engine
+may be serving, is not touched.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ GRADIENT_TOLERANCE = 1e-3
 
 
 def why_tree_differs(model: Any) -> str | None:
-    """Return why a tree would not be trained as its rows, or None when it is.
+    """Return why a tree would not be trained like its rows, or None if it would.
 
     A model that fails in any way on a tree is not trained on trees.
     """
     reason = None
     for shorten in (first_layers, _whole):
         try:
-            # If the first layers do not run as a model of their own, ask the whole model.
+            # If the first layers do not run as a separate model, try the whole model.
             return _settled(_compare, trial_copy(shorten(model), max_context=sys.maxsize))
         except TrainingError as error:
             return str(error)
@@ -55,10 +55,10 @@ def why_tree_differs(model: Any) -> str | None:
 
 @torch.no_grad()
 def why_rows_differ(model: Any) -> str | None:
-    """Return why a row would not be trained as its calls, or None when it is.
+    """Return why a row would not be trained like its calls, or None if it would.
 
-    A row goes on after a call's last token, so what a token gets may not depend on what follows it.
-    If no copy of a model runs, the model itself is asked; if that does not run, training fails.
+    A row goes on after a call's last token, so a hidden state must not depend on later tokens. If
+    no copy of a model runs, the model itself is tried; if that does not run, training fails.
     """
     for shorten in (first_layers, _whole, None):
         with suppress(Exception):  # a model is a program, and a part of it may fail
@@ -70,9 +70,9 @@ def why_rows_differ(model: Any) -> str | None:
 
 
 def _settled(compare: Callable[[Any, int], str | None], trial: Any) -> str | None:
-    """Return what `compare` says of three sets of tokens alike, None if one of them is fine.
+    """Return the reason of `compare` if three sets of tokens fail, None if one of them passes.
 
-    Where two experts score alike, rounding decides between them; what is wrong is wrong for any
+    If two experts score alike, rounding decides between them; a real difference shows with any
     tokens.
     """
     reason = None
@@ -147,7 +147,7 @@ def _compare(trial: Any, first: int) -> str | None:
     weights: Tensor | None = None
 
     def gradient(hidden: Tensor, at: Tensor) -> list[Tensor]:
-        """Return that of a fixed linear function of the hidden states of tokens `at`."""
+        """Return the gradient of a fixed linear function of the hidden states of tokens `at`."""
         nonlocal weights
         if weights is None:
             drawn = torch.Generator().manual_seed(0)
@@ -195,7 +195,7 @@ def _apart(ours: Tensor, theirs: Tensor) -> float:
 def _widest(ours: list[Tensor], theirs: list[Tensor]) -> float:
     """Return the largest relative difference of a pair of gradients."""
     norms = [float(gradient.norm()) for gradient in theirs]
-    # Keeps rounding in a parameter that hardly matters from counting.
+    # So that rounding does not count in a parameter that hardly matters.
     floor = 0.01 * sum(norm**2 for norm in norms) ** 0.5
     pairs = zip(ours, theirs, norms, strict=True)
     return max((float((a - b).norm()) / (norm + floor) for a, b, norm in pairs), default=0.0)
@@ -208,8 +208,8 @@ def _whole(model: Any) -> Any:
 def first_layers(model: Any) -> Any:
     """Return a module tree around the same tensors, with the first layers only.
 
-    They are as many as it takes to have a layer of every kind, and at least two; all of them where
-    it is not known which modules the layers are.
+    At least two are kept, and enough to have a layer of every kind; all of them if it is not known
+    which modules are the layers.
     """
     config = model.config.get_text_config(decoder=True)
     count = getattr(config, "num_hidden_layers", 0)
@@ -227,7 +227,7 @@ def first_layers(model: Any) -> Any:
 
 
 def _kind(layer: nn.Module, index: int, config: Any) -> tuple[Any, ...]:
-    """Return what distinguishes layers: modules, their settings, and entries."""
+    """Return what distinguishes layers: modules, settings, and entries of the config."""
     count = config.num_hidden_layers
     listed = [v[index] for v in vars(config).values() if isinstance(v, list) and len(v) == count]
     parts: list[Any] = [repr(listed)]

@@ -4,7 +4,7 @@ A token's state follows from the state of its parent, so a branch starts from th
 last tokens of the convolution) where it leaves its path, and gradients of all branches add up
 there. Everything in such a layer that is per token runs once over the flat forest in the model's
 own code: inside `tree_recurrence(model)` its kernels are replaced by those of this file, by name,
-on the instances of the model alone.
+for the layers of this model only.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CHUNK, CHANNEL_CHUNK = 64, 16
 
 
 class _Gather(torch.autograd.Function):
-    """Rows of a `[_T, ...]` tensor at the places of the chunks, `[_N, _C, ...]`; pads are zero."""
+    """From rows `[_T, ...]` to the places of the chunks, `[_N, _C, ...]`; pads are zero."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, chunks: Chunks) -> Tensor:
@@ -83,7 +83,7 @@ def linear_attention(
     layout: RecurrenceLayout,
     size: int = CHUNK,
 ) -> Tensor:
-    """Read the states of a gated linear recurrence over a forest, chunk by chunk.
+    """Compute a gated linear recurrence over a forest, chunk by chunk.
 
     The state after token t with parent p is `S = exp(log_decay) * S_p + k v'` (outer product), the
     result `q S`. With `beta` this is the gated delta rule, `v' = beta * (v - k (exp(log_decay) *
@@ -95,7 +95,7 @@ def linear_attention(
         query, key: `[_T, _G, d]`; `_G` divides `_H`, each head serves consecutive value heads.
         value: `[_T, _H, w]`.
         log_decay: `[_T, _H]`, at most 0; `[_T, _H, d]` decays each channel of the keys by itself
-            (Kimi Delta Attention: arXiv:2510.26692), at a cost in memory of `size` times as much.
+            (Kimi Delta Attention: arXiv:2510.26692), at `size` times the memory.
         beta: `[_T, _H]`, or None.
         layout: the forest.
         size: tokens per chunk; it changes the time, not the result.
@@ -134,7 +134,7 @@ def linear_attention(
         rate = _gather(beta[..., None], chunks)
         # `v'` is linear in the start state, which is not known yet, so one solve gives both the
         # part without it and the factor of it. Ancestors come first, so the system is lower
-        # triangular; the solver takes its diagonal as ones.
+        # triangular; the solver assumes ones on its diagonal.
         right = torch.cat([v * rate, k_heads * (rate * grown)], -1)
         system = products(k, k) * rate
         solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
@@ -237,7 +237,8 @@ def _convolution(
 ) -> Tensor:
     """Convolve the last tokens of each path, `[1, channels, _T]`, with `weight` `[channels, K]`.
 
-    The whole row at once, recomputed where a token's last K are not those before it in the row.
+    The whole row is done at once; tokens whose last K are not those before them in the row are
+    then recomputed.
     """
     channels, width = weight.shape
     count = hidden_states.shape[-1]
@@ -343,7 +344,7 @@ def _selective_scan(
 
 
 def _not_fused(*_: Any, **__: Any) -> None:
-    """Answer for a whole layer in one kernel: what transformers' own stand-in answers."""
+    """Replace the kernels of whole layers: return None, as transformers' own stand-in does."""
 
 
 KERNELS: dict[str, Callable[..., Any]] = {
@@ -355,7 +356,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "mamba_selective_scan": _selective_scan,
     "mamba_inner_fn": _not_fused,
 }
-"""The name a layer's forward calls -> what takes its place over a forest, layout first."""
+"""The name that a layer's forward calls -> its replacement over a forest, layout first."""
 
 _ONE_TOKEN = frozenset(
     {"causal_conv1d_update", "torch_recurrent_gated_delta_rule", "recurrent_kimi_delta_attention"}
@@ -394,7 +395,7 @@ def recurrent_layers(model: Any) -> list[Any]:
 
 @functools.cache
 def _mixing(kind: Any) -> frozenset[str]:
-    """Return the names of functions by which the forward of a module class mixes tokens."""
+    """Return the names of functions with which the forward of a module class mixes tokens."""
     forward: Any = inspect.unwrap(kind.forward)
     if not inspect.isfunction(forward):
         return frozenset()
@@ -407,8 +408,8 @@ def _over_forest(kind: Any, layout: RecurrenceLayout) -> Any:
     """Return the forward of a module class with its kernels replaced by those for `layout`."""
     forward: Any = inspect.unwrap(kind.forward)
     swapped = {name: partial(KERNELS[name], layout) for name in KERNELS.keys() & _mixing(kind)}
-    # Copy the function with other globals, because all models of this class share those of its
-    # file.
+    # Copy the function with different globals, because all models of this class share those of
+    # its file.
     found = FunctionType(
         forward.__code__,
         {**forward.__globals__, **swapped},
@@ -424,7 +425,7 @@ def _over_forest(kind: Any, layout: RecurrenceLayout) -> Any:
 def tree_recurrence(model: Any, active: Callable[[], bool]) -> Iterator[None]:
     """Let the recurrent layers of `model` follow the keyword `tree_layout` while it is open.
 
-    `active` says whether the calling thread is inside a pass over a forest, where a layer that
+    `active` returns whether the calling thread is inside a pass over a forest; there, a layer that
     does not get the layout must not run.
     """
     layers = recurrent_layers(model)
@@ -453,13 +454,13 @@ def tree_recurrence(model: Any, active: Callable[[], bool]) -> Iterator[None]:
 
 
 class _LastLayout:
-    """The layout that a module around a recurrent layer got, if it did not pass it on."""
+    """The layout that a module around a recurrent layer got last, and may not pass on."""
 
     def __init__(self) -> None:
         self.layout: Any = None
 
     def read(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        """Take the layout from the arguments of `module`; ids without one start from nothing."""
+        """Take the layout from the arguments of `module`; ids without a layout clear it."""
         if "tree_layout" in kwargs or "input_ids" in kwargs:
             self.layout = kwargs.get("tree_layout")
 

@@ -1,7 +1,7 @@
-"""Decides if tree training is exact for a model: by its configuration, then by a probe.
+"""Decides whether tree training is exact for a model: by its configuration, then by a probe.
 
-A model whose tokens interact through anything that has no form over a tree (a recurrence of another
-kind, keys that are chosen by their score, its own attention mask) would silently train on the
+A model whose tokens interact through anything that has no form over a tree (an unknown
+recurrence, keys that are chosen by their score, its own attention mask) would silently train on the
 wrong function. Such models are refused by name and can be trained row by row.
 """
 
@@ -19,7 +19,7 @@ Check: TypeAlias = Callable[[Any], str | None]
 
 
 def _exact(_config: Any) -> None:
-    """Nothing rules it out."""
+    """Return None: nothing rules these layers out."""
 
 
 LAYER_TYPES: dict[str, Check] = {
@@ -52,7 +52,7 @@ CONFIG_CHECKS: tuple[Check, ...] = (_shape, _layer_types)
 
 
 def why_not_tree(model: Any) -> str | None:
-    """Return why `model` cannot be trained on trees, or None when it can.
+    """Return why `model` cannot be trained on trees, or None if it can.
 
     Reads the configuration and the code of its layers, then compares a small tree with its rows on
     a copy of the first layers.
