@@ -30,8 +30,8 @@ CLIP_LOW, CLIP_HIGH = 0.2, 0.2
 def advantages(results: Sequence[rt.RolloutResult]) -> list[rt.State]:
     """Give every model call of a rollout `(reward - group mean) / group std`.
 
-    DeepSeekMath, arXiv:2402.03300, section 4.1.2. Failed rollouts have no reward: they count
-    nowhere. Returns the states to train on.
+    DeepSeekMath, arXiv:2402.03300, section 4.1.2. Failed rollouts have no reward and are
+    left out. Returns the states to train on.
     """
     groups: dict[str, list[rt.State]] = {}
     for result in results:
@@ -52,8 +52,9 @@ def samples_of(states: Sequence[rt.State]) -> list[rt.Sample]:
     """Return the rollouts of the step as one tree: what they share is computed once.
 
     A sample is tokens in depth-first order, and records. Record r says: the logits at position
-    `source[r]` sampled the token `target[r]` with logprob `logprob[r]`, and `advantage[r]` is due.
-    Its `weight` becomes its share in the loss, so it does not matter how samples are packed.
+    `source[r]` sampled the token `target[r]` with logprob `logprob[r]`, and its advantage is
+    `advantage[r]`. Its `weight` becomes its share in the loss, so it does not matter how samples
+    are packed.
     """
     built = rt.build_samples(states, "tree", group_key=lambda state: 0).samples
     return [

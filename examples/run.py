@@ -2,12 +2,12 @@
 
     python examples/run.py sql_agent           one recipe: a few minutes on one core
     python examples/run.py --check             all of them, compared with their figures.json
-    python examples/run.py sql_agent --store   write its figures.json and picture anew
+    python examples/run.py sql_agent --store   write its figures.json and picture again
 
 A recipe is a folder with a module of its own name (`load_environment`, and `teacher`, whose games
 the model is warmed up on) and `train.toml`. The warm-up plays the teacher's games into a run, and
 fine-tunes the tiny model on what is stored: on all games, or on those that earned `keep` of its
-`WARM_UP`. The control trains with all advantages zero, or as its `CONTROL` says: without a warm-up.
+`WARM_UP`. The control trains with all advantages zero, or, if it has `CONTROL`, without a warm-up.
 Kill it and start the same command: it continues.
 """
 
@@ -60,8 +60,8 @@ def stored_games(
     """
     module, (_, tokenizer) = module_of(recipe), rt.load_model("tiny")
     client = rt.ScriptedClient(module.teacher(seed), renderer=ChatRenderer(tokenizer))
-    # The teacher's script has one stream of random numbers: side by side, games would share it in
-    # the order of the moment, and the data would not be the same again.
+    # The teacher has one stream of random numbers: concurrent games would draw from it in an order
+    # that timing decides, and the data would differ from run to run.
     play = {"split": "train", "num_examples": num_games, "seed": seed, "max_concurrent": 1}
     with rt.Run.open_or_create(path, config={"recipe": recipe, **play}) as run:
         rt.evaluate(module.load_environment(), client, run=run, phase="games", **play)
@@ -120,7 +120,7 @@ def train(recipe: str, runs: Path, seed: int, *, warm: bool = True, **settings: 
 
 
 def figures_of(path: Path) -> dict[str, Any]:
-    """Return what a run changed: mean and interval before, after, and of the difference."""
+    """Return the effect of a run: mean and interval before, after, and of the difference."""
     with rt.Run.open(path, "r") as run:
         before, after = (stored_report(run, f"eval_{when}") for when in ("before", "after"))
     found = compare_reports(before, after)
@@ -154,14 +154,14 @@ def complaints(found: Mapping[str, Any], stored: Mapping[str, Any]) -> list[str]
     if found["trained"]["difference"][1] <= 0:
         problems.append("the reward did not rise: the interval of the difference has 0 in it")
     if not found["control"]["difference"][1] <= 0 <= found["control"]["difference"][2]:
-        problems.append("the control changed the reward, and it has nothing to learn from")
+        problems.append("the control changed the reward, although it has nothing to learn from")
     if found["trained"]["after"][1] <= found["control"]["after"][2]:
         problems.append("the trained model is not clearly better than the control")
     for part in ("before", "after"):
         (_, low, high), (_, at_least, at_most) = found["trained"][part], stored["trained"][part]
         if high < at_least or low > at_most:
             problems.append(
-                f"{part}: [{low:.2f}, {high:.2f}] does not meet the stored "
+                f"{part}: [{low:.2f}, {high:.2f}] does not overlap with the stored "
                 f"[{at_least:.2f}, {at_most:.2f}]"
             )
     return problems
@@ -174,7 +174,7 @@ def shown(figure: list[float]) -> str:
 
 
 def main() -> int:
-    """Run what the command line names; return 1 if a figure contradicts a stored one."""
+    """Run the recipes on the command line; return 1 if a figure contradicts a stored one."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("recipes", nargs="*", choices=[*RECIPES, []], help="default: all")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="where runs are kept")

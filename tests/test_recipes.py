@@ -38,7 +38,7 @@ def test_a_figure_that_contradicts_the_stored_one_is_said():
     assert recipes.complaints(flat, stored) == [
         "the reward did not rise: the interval of the difference has 0 in it",
         "the trained model is not clearly better than the control",
-        "after: [0.28, 0.41] does not meet the stored [0.73, 0.85]",
+        "after: [0.28, 0.41] does not overlap with the stored [0.73, 0.85]",
     ]
 
 

@@ -31,7 +31,7 @@ def winner(board: str) -> str | None:
 
 @cache
 def value(board: str, mover: str) -> int:
-    """Return what best play gives X: 1, 0 or -1."""
+    """Return the result of best play for X: 1, 0 or -1."""
     found = winner(board)
     if found is not None:
         return {"X": 1, "O": -1, "draw": 0}[found]
@@ -102,7 +102,7 @@ def opponent(skill: float) -> Opponent:
 
 
 def cell(text: str) -> ParseResult:
-    """The one number that the model says; a model that says several has not decided."""
+    """Return the one number in an answer; an answer with several numbers has no action."""
     said = re.findall(r"\d+", text, re.ASCII)
     if len(said) != 1 or said[0] not in set("123456789"):
         return ParseResult(None, obs="Answer with the number of one free cell.")

@@ -1,4 +1,4 @@
-"""Wordle: find a word of five letters in six guesses; each guess is answered with colours.
+"""Wordle: find a word of five letters in six guesses; the reply to each guess is its colours.
 
 The secret words are a short list of common English words, written for this package: they are not
 those of the newspaper's game. `words` takes a file with other ones.

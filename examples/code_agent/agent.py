@@ -1,4 +1,4 @@
-"""A coding agent that knows nothing of rolltree: it writes code, runs it, and reads the error.
+"""A coding agent that knows nothing about rolltree: it writes code, runs it, and reads the error.
 
     OPENAI_BASE_URL=... OPENAI_API_KEY=... python agent.py "7 times 2" 14
 

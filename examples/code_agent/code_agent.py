@@ -5,7 +5,7 @@
     user       9, not 14: 7 times 2
     assistant  print(7*2)
 
-The reward is the test's: 1 if the agent's last line prints what it has to.
+The reward is the result of the test: 1 if the agent's last line prints the expected text.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@
 
 Each letter has a digit in a code book that no prompt shows. The parent earns 1 for the digit of the
 wanted letter; a child earns 1 for the digit of the letter that it was asked, whatever it was asked.
-Both are one model in two roles. It knows rolltree's agents and protocols. It leaves out training:
-`delegation.py` says how, and `rolltree eval examples/delegation/code_book.py` plays.
+Both are one model in two roles. This module has no training code: `delegation.py`
+has the recipe, and `rolltree eval examples/delegation/code_book.py` plays.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BOOK = dict(zip(ascii_uppercase, "39140826757163920485028461", strict=True))
 
 
 class AskCalls:
-    """Calls spelled for a model of 0.8M parameters: a message that is one letter is a call."""
+    """Calls that a model of 0.8M parameters can spell: a message of one letter is a call."""
 
     stop: tuple[str, ...] = ()
     needs_answers = False
@@ -92,7 +92,7 @@ def question(rng: random.Random) -> dict[str, Any]:
 
 
 def rows(num: int, seed: int, without: set[str]) -> list[dict[str, Any]]:
-    """Return `num` questions, none of them in `without`, which they join."""
+    """Return `num` questions that are not in `without`, and add them to it."""
     rng, found = random.Random(seed), []
     while len(found) < num:
         row = question(rng)
@@ -122,10 +122,10 @@ def load_environment(num_train: int = 900, num_eval: int = 60, seed: int = 0) ->
 
 
 def expert(noise: dict[str, float], seed: int) -> Any:
-    """Return what a half-competent player says to any prompt, for the warm start.
+    """Return a half-competent player for the warm start: a function from messages to an answer.
 
     `noise`: how often the parent asks for the other letter (`ask`), the child answers with a random
-    digit (`book`), and the parent says something else than it was told (`tell`).
+    digit (`book`), and the parent answers with something other than it was told (`tell`).
     """
     rng = random.Random(seed)
 

@@ -3,8 +3,8 @@
     user       gbha
     assistant  abgh
 
-Only a whole right answer is rewarded. The teacher is right in two games of three; what is learned
-from are its stored games that earned 1.
+Only a whole right answer is rewarded. The teacher is right in two games of three; the model learns
+from its stored games that earned 1.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@
     user       5-5
     assistant  5
 
-Halving what is left always wins. Which first guess is good shows only turns later, so credit has to
-reach back to it.
+Halving what is left always wins. Whether a first guess was good shows only turns later, so credit
+has to reach back to it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_GUESSES = 3
 
 
 def left_after(guesses: list[str], secret: int) -> str:
-    """Return which numbers are left; a guess that is none of 1 to 7 changes nothing."""
+    """Return the range of numbers left; a guess other than 1 to 7 changes nothing."""
     low, high = min(NUMBERS), max(NUMBERS)
     for guess in guesses:
         if guess in map(str, NUMBERS):
@@ -63,7 +63,7 @@ def num_guesses(state: rt.State) -> float:
 
 
 def load_environment(num_train: int = 1000, num_eval: int = 210) -> rt.Environment:
-    """Return the game. Evaluation plays the same seven numbers: a game, and not a set of facts."""
+    """Return the game. Evaluation plays the same seven numbers: it is a game, not facts."""
     rng = random.Random(0)
     rubric = rt.Rubric([win])
     rubric.add_metric(num_guesses)

@@ -1,4 +1,4 @@
-"""An agent that knows nothing of rolltree: it talks to the URL that the openai package talks to.
+"""An agent that knows nothing about rolltree: it calls the URL that the openai package is given.
 
     OPENAI_BASE_URL=... OPENAI_API_KEY=... python agent.py "7 + 5 ="
 

@@ -1,9 +1,9 @@
-"""The same task for an agent of pydantic-ai, whose loop nobody here wrote.
+"""The same task for an agent of pydantic-ai, whose loop is pydantic-ai's own.
 
     OPENAI_BASE_URL=... OPENAI_API_KEY=... python pydantic_agent.py "7 + 5 ="
 
-pydantic-ai asks the model, has the output validator look at the answer, and sends what the
-validator objects to back to the model. Needs `pip install 'pydantic-ai-slim[openai]'`.
+pydantic-ai asks the model, has the output validator check the answer, and sends
+its objection back to the model. Needs `pip install 'pydantic-ai-slim[openai]'`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     user       c: ab ce ad be cd
     assistant  ceebb
 
-The verifier reads the derivation and not only its end: each letter has to follow from the one
+The verifier reads the whole derivation, not only its end: each letter has to follow from the one
 before it. A right end by chance, one in five, earns nothing.
 """
 
@@ -21,7 +21,7 @@ NUM_SWAPS = 5
 
 
 def after(cup: str, swap: str) -> str:
-    """Return where the ball of a cup is after two cups changed places."""
+    """Return where a ball under `cup` is after the swap of two cups."""
     return swap[1 - swap.index(cup)] if cup in swap else cup
 
 
@@ -78,7 +78,7 @@ def load_environment(num_train: int = 1000, num_eval: int = 200) -> rt.Environme
 
 
 def teacher(seed: int) -> Any:
-    """Return a player for the warm-up who follows the ball, and slips in one step of four."""
+    """Return a player for the warm-up who follows the ball, with a mistake in one step of four."""
     rng = random.Random(seed)
 
     def play(messages: rt.Messages) -> str:

@@ -1,12 +1,12 @@
-"""Questions about a shop's stock, answered from a sqlite database that the model has to ask.
+"""Questions about a shop's stock, answered from a sqlite database that the model has to query.
 
     user       price of lamp?
     assistant  SELECT price FROM items WHERE name='lamp'
     user       7
     assistant  7
 
-Every row has a database of its own, so no answer can be learned by heart. The database is in
-memory, is made anew for each query, and only reading is allowed. A message that begins with SELECT
+Every row has its own database, so no answer can be learned by heart. The database is in
+memory, is created again for each query, and can only be read. A message that begins with SELECT
 is a query: a tool call that a model of 0.8M parameters can spell.
 """
 
@@ -21,11 +21,11 @@ import rolltree as rt
 
 NAMES = ("bolt", "cup", "fan", "hat", "jar", "kite", "lamp", "map", "net", "oar", "pen", "rope")
 COLUMNS = ("price", "stock", "weight")
-NUM_STEPS = 100_000  # of sqlite's machine: a query that does more is stopped
+NUM_STEPS = 100_000  # of sqlite's virtual machine; a longer query is stopped
 
 
 def ask(seed: int, query: str) -> str:
-    """Return what a query answers: its values, a line for each row, at most ten."""
+    """Return the result of a query: its values, a line for each row, at most ten rows."""
     rng = random.Random(seed)
     with closing(sqlite3.connect(":memory:")) as database:
         database.execute("CREATE TABLE items (name TEXT, price INT, stock INT, weight INT)")
@@ -52,7 +52,7 @@ class SqlEnv(rt.MultiTurnEnv):
 
     @rt.stop
     async def answered(self, state: rt.State) -> bool:
-        """The last message is the answer: it does not ask."""
+        """The last message is not a query, so it is the answer."""
         return bool(state["trajectory"]) and not is_query(last(state))
 
 

@@ -2,10 +2,10 @@
 
     user       12X
                4O6
-               789          the free cells have numbers; X is always whoever is asked
+               789          the free cells have numbers; X is always the player to move
     assistant  5
 
-In training one model is both players. The held-out rows are games against a player who takes a
+In training one model plays both sides. The held-out rows are games against a player who takes a
 random free cell, as first and as second player in turn. PettingZoo gives 1 for a win, -1 for a
 loss and for a move to a cell that is taken.
 """
