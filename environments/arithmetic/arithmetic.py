@@ -1,7 +1,7 @@
-"""Add two numbers; a wrong answer is told how far off it is and may be given again.
+"""Add two numbers; after a wrong answer the model is told how far off it is, and may try again.
 
-Rows are generated from a seed and are not a benchmark. Held-out sums are new as sums: with 3 + 5
-held out, 5 + 3 is not trained on either.
+Rows are generated from a seed and are not a benchmark. Held-out sums are new in either order: if
+3 + 5 is held out, 5 + 3 is not trained on either.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ SHOTS = ((8, 3, 9), (5, 4, 12))  # two numbers and a wrong first answer: the exa
 
 
 def number(text: str) -> int | None:
-    """Return the number that `text` is, or None when it is anything else."""
+    """Return `text` as a number, or None if it is anything else."""
     return int(text) if re.fullmatch(r"\s*\d{1,9}\s*", text, re.ASCII) else None
 
 
 def feedback(given: int | None, a: int, b: int) -> str:
-    """Return what a wrong answer is told. The sum itself is never said."""
+    """Return the feedback on a wrong answer, which never contains the sum."""
     if given is None:
         return f"{SYSTEM} {a} + {b} ="
     off = given - (a + b)
@@ -79,12 +79,12 @@ class ArithmeticEnv(rt.MultiTurnEnv):
 
     @rt.stop
     async def tries_used_up(self, state: rt.State) -> bool:
-        """No try is left: the game is lost, not cut short."""
+        """No try is left: the game is lost, not truncated."""
         return len(state["trajectory"]) >= self.max_turns
 
 
 def solved_at(state: rt.State) -> int:
-    """Return on which try, from 1, the last answer was right; 0 when it was not."""
+    """Return the number of tries, if the last answer is right; else 0."""
     steps = state["trajectory"]
     last = steps[-1]["completion"][-1]["content"] if steps else None
     return len(steps) if number(last or "") == int(state["answer"]) else 0

@@ -1,6 +1,6 @@
-"""GSM8K: word problems of primary school whose answer is a whole number (Cobbe et al. 2021).
+"""GSM8K: grade school word problems whose answer is a whole number (Cobbe et al. 2021).
 
-The rows come from the Hugging Face hub or from a local file. "generated" makes problems of two
+The rows come from the Hugging Face hub or from a local file. "generated" makes problems from two
 templates instead: they are not the benchmark, and their task says so.
 """
 

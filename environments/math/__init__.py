@@ -1,8 +1,8 @@
 """MATH: competition mathematics with answers in LaTeX (Hendrycks et al. 2021).
 
 Training rows are MATH's, evaluation rows MATH-500's (Lightman et al. 2023), from the Hugging Face
-hub or from local files. Where neither is at hand, equations are generated: they are not the
-benchmark, and their task says so. The package is a folder because `math` is a module of Python.
+hub or from local files. "generated" makes equations instead: they are not the benchmark, and their
+task says so. It is a package because a file `math.py` would be named like Python's own module.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SYSTEM = "Think step by step. Then give the final answer inside \\boxed{}."
 
 
 def convert(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row whose answer is the data set's, or what its solution boxes."""
+    """Return a row with the data set's answer, or else the boxed answer of its solution."""
     answer = row.get("answer") or rt.extract_boxed_answer(row["solution"])
     info = {key: row[key] for key in ("level", "subject", "type") if row.get(key) is not None}
     return {"question": row["problem"], "answer": answer, "info": info}

@@ -1,7 +1,7 @@
 """Tic-tac-toe against an opponent: an agent, a world with turns, and a player without a model.
 
-The opponent plays perfectly with probability `skill` and at random otherwise; who begins, and what
-the opponent does, follow from the episode's seed.
+The opponent plays perfectly with probability `skill` and at random otherwise; the episode's seed
+decides who begins and what the opponent does.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def winner(board: str) -> str | None:
 
 @cache
 def value(board: str, mover: str) -> int:
-    """Return what best play gives X: 1, 0 or -1."""
+    """Return the result for X under best play: 1, 0 or -1."""
     found = winner(board)
     if found is not None:
         return {"X": 1, "O": -1, "draw": 0}[found]
@@ -102,7 +102,7 @@ def opponent(skill: float) -> Opponent:
 
 
 def cell(text: str) -> ParseResult:
-    """The one number that the model says; a model that says several has not decided."""
+    """Return the number in the model's answer, which must contain exactly one."""
     said = re.findall(r"\d+", text, re.ASCII)
     if len(said) != 1 or said[0] not in set("123456789"):
         return ParseResult(None, obs="Answer with the number of one free cell.")

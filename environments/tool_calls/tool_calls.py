@@ -1,7 +1,7 @@
 """Tool calls: add up a shopping list in a shop whose prices only a tool knows.
 
-Every row has its own shop, so a price cannot be learned by heart: it must be asked for. The
-rows are generated from a seed and are not a benchmark.
+Every row has its own shop, so prices cannot be memorized and must be looked up. The rows are
+generated from a seed and are not a benchmark.
 """
 
 from __future__ import annotations
