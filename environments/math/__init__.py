@@ -2,7 +2,7 @@
 
 Training rows are MATH's, evaluation rows MATH-500's (Lightman et al. 2023), from the Hugging Face
 hub or from local files. "generated" makes equations instead: they are not the benchmark, and their
-task says so. It is a package because a file `math.py` would be named like Python's own module.
+task says so. It is a package because a module `math` would be named like Python's own.
 """
 
 from __future__ import annotations

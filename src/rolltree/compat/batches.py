@@ -45,8 +45,8 @@ class Batch:
     sampling_args: SamplingArgs
     scoring: AbstractAsyncContextManager[Any]
     client: Any
-    # It is the caller's, not one of rolltree. Overrides may use it in any way, so they get the
-    # caller's object itself.
+    # Whether the client is the caller's, not one of rolltree. Overrides may use it in any way, so
+    # they get the caller's object itself.
     is_own: bool
     failures: list[Exception] = field(default_factory=list)  # at most one, the first
 

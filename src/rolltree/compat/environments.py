@@ -1,6 +1,6 @@
 """The environments of verifiers 0.1.8 on rolltree's engine: `Environment` and its simple children.
 
-They take the arguments that verifiers' take, and call the same methods in the same order.
+They take the same arguments as in verifiers, and call the same methods in the same order.
 `generate` records a failed rollout as data, and raises only if all have failed; `rollout` itself
 raises, as in verifiers.
 """
@@ -607,6 +607,6 @@ def _taken(data: Any, n: int, seed: int | None) -> Any:
 
 
 def _inherited_mark(cls: type, name: str) -> Mark:
-    """Return how a stop condition ends a rollout: as the method says that it overrides."""
+    """Return the mark of a stop condition: that of the method it overrides, if this truncates."""
     marks = (mark_of(vars(base).get(name)) for base in cls.__mro__)
     return next((mark for mark in marks if mark is not None and mark.truncates), Mark("stop"))

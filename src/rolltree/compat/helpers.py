@@ -110,7 +110,7 @@ def _printable(part: Any) -> str | None:
 
 
 def messages_to_printable(messages: Messages) -> Messages:
-    """Return a history with contents as strings; a string stays."""
+    """Return a history with contents as strings; a string is returned as it is."""
     if isinstance(messages, str):
         return messages
     return [message_to_printable(message) for message in messages or []]

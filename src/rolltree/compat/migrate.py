@@ -322,7 +322,7 @@ class _File:
         )
         known = _keywords(target) if inspect.isclass(target) else None
         if path[-1] in ("evaluate", "evaluate_sync", "generate", "generate_sync"):
-            # By the method's name alone: the type of what it is called on is not known.
+            # By the method's name alone: the type of the object is not known.
             target = rolltree.Environment
             method = getattr(target, path[-1].removesuffix("_sync"))
             # `evaluate` passes keywords that it does not have to `generate`.

@@ -103,7 +103,7 @@ class Rubric(rooms.Rubric):
 
     @property
     def has_group_rewards(self) -> bool:
-        """Always: verifiers scores every group at once."""
+        """Always True: verifiers scores every group at once."""
         return True
 
     def _get_reward_func_names(self) -> list[str]:

@@ -62,7 +62,7 @@ class TextArenaEnv(MultiTurnEnv):
         return bool(state.get("game_completed", False))
 
     async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Messages:
-        """Make the model's guess and return what the game says."""
+        """Play the model's guess and return the game's observation."""
         game = state.get("ta_env")
         if game is None:
             # In the first turn, as in verifiers.

@@ -239,7 +239,7 @@ class BatchRunner(ABC):
         return self.dataset if split == "train" else self.eval_dataset
 
     def num_examples(self, split: Split) -> int:
-        """Return the split's number of rows; without evaluation rows, that of the training rows."""
+        """Return how many rows the split has; without evaluation rows, how many training rows."""
         return len(self._split(split))
 
     def example(self, split: Split, index: int) -> RolloutInput:

@@ -1,4 +1,4 @@
-"""The completion of a rollout: everything after its prompt, also if histories were rewritten."""
+"""The completion of a rollout: everything after its prompt, even if histories were rewritten."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ class EnvGroup(Environment):
             await env.aclose()
 
     def own_task(self, task: str) -> str:
-        """Return the task as the row's environment knows it."""
+        """Return the task that the row has in its own environment."""
         name = self._name_of(task)
         return self.env_map[name].env_id if task == name else task.removeprefix(f"{name}/")
 

@@ -332,7 +332,7 @@ class Environment(BatchRunner):
 
     @contextmanager
     def model_request(self, client: Any, args: SamplingArgs) -> Iterator[None]:
-        """Within the block, record responses of other types with this request's settings."""
+        """Within the block, record responses that are not `ModelResponse`s with these settings."""
         token = _REQUEST.set((args, policy_version(client)))
         try:
             yield

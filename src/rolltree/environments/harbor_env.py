@@ -84,7 +84,7 @@ class HarborTasks:
             self.refuse_docker_tasks("world='sandbox'")
 
     def refuse_docker_tasks(self, why: str) -> None:
-        """Raise an error that names the tasks that need Docker, and for what."""
+        """Raise an error that names the tasks that need Docker, and why they need it."""
         needing = [task for task in self.by_name.values() if task.world is None]
         if needing:
             shown = "\n".join(

@@ -25,8 +25,7 @@ from rolltree.errors import ConfigError, did_you_mean
 
 _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?::-([^}]*))?\}")
 _CANARY = re.compile(r"(<!--.*canary.*-->|#.*canary.*)", re.IGNORECASE)
-# Images with only a shell, the usual tools and Python, in place of which the sandbox shows this
-# machine's.
+# Images with only a shell, the usual tools and Python; the sandbox shows this machine's instead.
 _PLAIN_IMAGES = ("ubuntu", "debian", "python", "bash", "buildpack-deps", "scratch")
 _OURS = ("tests", "solution", "logs", "sandbox", "tmp")
 

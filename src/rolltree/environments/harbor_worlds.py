@@ -1,4 +1,4 @@
-"""Worlds of Harbor tasks: where the agent works, and where its tests judge what it left.
+"""Worlds of Harbor tasks: an agent works in a world, and then the task's tests judge the result.
 
 A world is a sandbox with the task's files, for tasks whose Dockerfile only copies files, or a
 Docker container. The tests are added when the agent is done: before that, its processes are ended

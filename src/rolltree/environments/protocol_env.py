@@ -152,7 +152,7 @@ class ProtocolEnvironment(Environment):
         )
 
     async def _states(self, first: State, recording: Recording) -> list[State]:
-        """Turn the recording into states, with `first` as that of the first rollout."""
+        """Turn the recording into states; `first` becomes the first rollout's."""
         builders = recording.ordered()
         failed = first.get("error")
         # A copy from before the first rollout is written into it: the other states begin as

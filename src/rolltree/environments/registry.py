@@ -315,7 +315,7 @@ def _load_file(file: Path) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    # A module that failed half way must not be found by the next import.
+    # A module that failed halfway must not be found by the next import.
     except BaseException:
         del sys.modules[name]
         raise
