@@ -43,7 +43,7 @@ KINDS = (digit_sum, divisors, collatz, letters)
 
 
 def make_rows(num: int, seed: int) -> list[dict[str, str]]:
-    """Return `num` different questions, the kinds in turn."""
+    """Return `num` different questions, alternating between the kinds."""
     rng, rows = random.Random(seed), {}
     while len(rows) < num:
         kind = KINDS[len(rows) % len(KINDS)]

@@ -1,7 +1,7 @@
 """Tasks of the `reasoning-gym` package: generated puzzles, each scored by its own function.
 
-The rows are generated from a seed. The package is a folder because `reasoning_gym` is the
-library's name.
+The rows are generated from a seed. It is a package because a single module would be named like the
+library.
 """
 
 from __future__ import annotations

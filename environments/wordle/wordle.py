@@ -1,7 +1,7 @@
 """Wordle: find a word of five letters in six guesses; the reply to each guess is its colours.
 
 The secret words are a short list of common English words, written for this package: they are not
-those of the newspaper's game. `words` takes a file with other ones.
+those of the newspaper's game. `words` takes a file with other words.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SYSTEM = (
 
 
 def colours(guess: str, secret: str) -> str:
-    """Return G, Y or X per letter; a letter is Y as often as the rest of the secret has it."""
+    """Return G, Y or X per letter; a letter gets Y as often as it is in the rest of the secret."""
     marks = ["G" if g == s else "X" for g, s in zip(guess, secret, strict=True)]
     rest = [s for g, s in zip(guess, secret, strict=True) if g != s]
     for index, letter in enumerate(guess):
@@ -69,7 +69,7 @@ def win(state: rt.State) -> float:
 
 @rt.run_inline
 def best_colours(parser: rt.Parser, state: rt.State, answer: str) -> float:
-    """Return the largest share of right letters in one guess."""
+    """Return the largest share of letters in the right place in one guess."""
     made = [guess for guess in guesses(parser, state) if len(guess) == 5]
     return max((colours(guess, answer).count("G") for guess in made), default=0) / 5
 
@@ -77,7 +77,7 @@ def best_colours(parser: rt.Parser, state: rt.State, answer: str) -> float:
 def load_environment(
     num_eval: int = 40, max_turns: int = 6, words: str | None = None, seed: int = 0
 ) -> rt.Environment:
-    """Return the game; no secret word of evaluation is one of training."""
+    """Return the game; training and evaluation have different secret words."""
     text = WORDS if words is None else Path(words).read_text(encoding="utf-8")
     secrets = sorted({word.lower() for word in text.split() if len(word) == 5 and word.isalpha()})
     random.Random(seed).shuffle(secrets)

@@ -40,14 +40,15 @@ from rolltree.types import MessageType, RolloutInput, RolloutResult, SamplingArg
 
 @dataclass(slots=True)
 class Batch:
-    """What one `generate` call wants of each of its rollouts."""
+    """The settings of one `generate` call for its rollouts."""
 
     sampling_args: SamplingArgs
     scoring: AbstractAsyncContextManager[Any]
     client: Any
-    # Not a rolltree client. Overrides may use it in any way, so they get the caller's very object.
+    # Whether the client is the caller's, not one of rolltree. Overrides may use it in any way, so
+    # they get the caller's object itself.
     is_own: bool
-    failures: list[Exception] = field(default_factory=list)  # the first one
+    failures: list[Exception] = field(default_factory=list)  # at most one, the first
 
 
 _BATCH: ContextVar[Batch | None] = ContextVar("rolltree_compat_batch", default=None)
@@ -59,7 +60,7 @@ def current_batch() -> Batch | None:
 
 
 def note_failure(error: Exception) -> None:
-    """Keep the first exception of the batch: it is raised when every rollout failed."""
+    """Keep the first exception of the batch, which is raised if every rollout fails."""
     batch = _BATCH.get()
     if batch is not None and not batch.failures:
         batch.failures.append(error)
@@ -78,10 +79,10 @@ async def run_batch(
     score: bool = True,
     show_progress: bool = False,
 ) -> list[State]:
-    """Play and score rows and return their states by `example_id`, in the rows' order.
+    """Play and score rows; return their states sorted by `example_id`, else in the rows' order.
 
     Raises:
-        Exception: what the first rollout failed with, when all have failed.
+        Exception: the first failure, if all rollouts have failed.
     """
     client = async_client(client)
     is_own = client is None or is_direct(client)
@@ -89,7 +90,7 @@ async def run_batch(
     if not len(inputs):
         return []
     requests = env._requests(env.rows(inputs), args, 0, 1)
-    # The engine's seeds follow from the rows, so a second `generate` would repeat the first.
+    # The engine's seeds are derived from the rows, so a second `generate` would repeat the first.
     if args.get("seed") is None:
         anew = secrets.randbits(31)
         requests = [
@@ -100,7 +101,7 @@ async def run_batch(
     for request in requests:
         first.setdefault(request.group_id, len(first))
     # Rows of one example may be apart (`get_eval_inputs` repeats the whole list), and a group
-    # can only be scored when all of it is there.
+    # can only be scored when it is complete.
     requests.sort(key=lambda request: first[request.group_id])
     limit = max_concurrent if max_concurrent and max_concurrent > 0 else len(requests)
     asked = as_client(MissingClient() if client is None else client, model)
@@ -120,8 +121,8 @@ async def run_batch(
     ordered = [found[request.request_id] for request in requests]
     # verifiers sorts by `example_id` at the end, and the sort is stable.
     ordered.sort(key=lambda result: result.request.input["example_id"])
-    # One failure is data here, where verifiers loses the whole call. If nothing worked the cause is
-    # most likely a typo or a server that is down, and the caller should see it.
+    # A failed rollout is data here; in verifiers, one failure loses the whole call. If all failed,
+    # the cause is most likely a typo or a server that is down, and the caller should see it.
     if batch.failures and all(result.error is not None for result in ordered):
         raise batch.failures[0]
     return [state for result in ordered for state in states_of(result)]
@@ -136,7 +137,7 @@ def _by_group(results: Sequence[RolloutResult]) -> list[list[RolloutResult]]:
 
 @contextmanager
 def _progress(num_groups: int, num_rollouts: int, shown: bool) -> Iterator[Callable[[], object]]:
-    """Show a bar of `tqdm`, if it is installed; yield what advances it."""
+    """Show a progress bar, if `tqdm` is installed; yield the function that advances it."""
     try:
         from tqdm import tqdm
     except ImportError:
@@ -152,8 +153,8 @@ def _progress(num_groups: int, num_rollouts: int, shown: bool) -> Iterator[Calla
 def args_of_rollout(env_args: SamplingArgs, given: SamplingArgs | None) -> SamplingArgs:
     """Return the sampling arguments that a rollout of the engine gets.
 
-    In `generate` they are the batch's, as the caller wrote them and without a seed of rolltree's.
-    Elsewhere (evaluation, training) the request says how to sample.
+    In `generate` they are the batch's, as the caller wrote them, without a seed from rolltree.
+    Elsewhere (evaluation, training) the request's override the environment's.
     """
     batch = _BATCH.get()
     # Requests of `generate` carry a derived seed; verifiers sends none unless the caller asked.
@@ -163,7 +164,7 @@ def args_of_rollout(env_args: SamplingArgs, given: SamplingArgs | None) -> Sampl
 
 
 def as_sent(args: SamplingArgs, message_type: MessageType) -> SamplingArgs:
-    """Return sampling arguments with the name that chat requests have for `max_tokens`."""
+    """Return sampling arguments as they are sent: in chat requests, `max_tokens` is renamed."""
     if message_type != "chat" or args.get("max_tokens") is None:
         # Text completions keep the name; None means that the server decides, and is not sent.
         return {key: value for key, value in args.items() if key != "max_tokens" or value}
@@ -172,7 +173,7 @@ def as_sent(args: SamplingArgs, message_type: MessageType) -> SamplingArgs:
 
 
 def blocking(method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Any]:
-    """Return a method for callers without an event loop (or with a running one)."""
+    """Wrap a method for callers without an event loop (or with a running one)."""
 
     @wraps(method)
     def run(*args: Any, **settings: Any) -> Any:
@@ -203,16 +204,15 @@ class Batches(BatchRunner):
         use_tqdm: bool = True,
         score_rollouts: bool = True,
     ) -> GenerateOutputs:
-        """Play and score rows, and return the rollouts by `example_id`.
+        """Play and score rows, and return the rollouts sorted by `example_id`.
 
-        Rows with one `example_id` are one group.
+        Rows with the same `example_id` are one group.
 
         Raises:
-            Exception: what the first rollout failed with, when all have failed.
+            Exception: the first failure, if all rollouts have failed.
         """
         started = time.time()
-        # verifiers replaces whole keys, also `extra_body`: it is not merged between environment and
-        # call.
+        # As in verifiers, the call's keys replace the environment's; `extra_body` is not merged.
         args = deepcopy(self.sampling_args)
         args.update(sampling_args or {})
         done: list[State] = []
@@ -301,7 +301,7 @@ class Batches(BatchRunner):
         self, num_examples: int = -1, rollouts_per_example: int = 1
     ) -> list[RolloutInput]:
         """Return the inputs of an evaluation: every row, `rollouts_per_example` times in turn."""
-        # verifiers asks `get_dataset` itself here; an override of `get_eval_dataset` is not asked.
+        # As in verifiers, `get_dataset` is called here, not an override of `get_eval_dataset`.
         if self.eval_dataset is None:
             rows = self.get_dataset(n=num_examples)
         else:
@@ -345,6 +345,6 @@ class Batches(BatchRunner):
             **kwargs,
         )
 
-    # Theirs calls `generate_sync`, not an overridden `evaluate`; so does this.
+    # As in verifiers, an overridden `evaluate` is not called.
     evaluate_sync = blocking(evaluate)
     make_dataset = staticmethod(make_dataset)

@@ -92,7 +92,7 @@ def as_rows(data: Data, row_format: RowFormat) -> Rows:
         made = dict(row)
         if isinstance(made["prompt"], str) and row_format.message_type == "chat":
             made["prompt"] = [{"role": "user", "content": made["prompt"]}]
-        # Groups are made by it, and verifiers fails without; a number by position is what it wants.
+        # Rows are grouped by it, and verifiers fails without it; it numbers rows by position.
         if not isinstance(made.get("example_id"), int):
             made["example_id"] = index
         made.setdefault("task", row_format.env_id or "default")
@@ -101,7 +101,7 @@ def as_rows(data: Data, row_format: RowFormat) -> Rows:
     return Rows.of(data, complete)
 
 
-# What verifiers 0.1.8 sends; the first is the prompt of Hugging Face's lighteval for math.
+# The prompts of verifiers 0.1.8; the first is that of Hugging Face's lighteval for math.
 BOXED_SYSTEM_PROMPT = "Please reason step by step, and put your final answer within \\boxed{}."
 THINK_BOXED_SYSTEM_PROMPT = (
     "Think step-by-step inside <think>...</think> tags. "
@@ -111,7 +111,7 @@ Convert = Callable[[Mapping[str, Any]], Row]
 
 
 def extract_hash_answer(text: str) -> str:
-    """Return what follows `####`, stripped; without it the text itself."""
+    """Return the text after `####`, stripped; without `####`, the whole text."""
     _, found, answer = text.partition("####")
     return answer.partition("####")[0].strip() if found else text
 
@@ -146,7 +146,7 @@ def _mmlu_pro(row: Mapping[str, Any]) -> Row:
 def _gpqa(row: Mapping[str, Any]) -> Row:
     letters = ["A", "B", "C", "D"]
     # The global generator and this order of calls, so that a seeded script gets the same letters as
-    # on verifiers.
+    # with verifiers.
     random.shuffle(letters)
     texts = [row["Correct Answer"], *(row[f"Incorrect Answer {number}"] for number in (1, 2, 3))]
     options = dict(zip(letters, texts, strict=True))
@@ -168,7 +168,7 @@ _PYTHON_TASK = "Solve the following coding problem using the programming languag
 
 @dataclass(frozen=True, slots=True)
 class _Example:
-    """One data set: where it is, its split, how a row is read, and which rows count."""
+    """One data set: its name on the hub, its split, how a row is read, and which rows count."""
 
     hub: str
     split: str
@@ -243,8 +243,8 @@ def load_example_dataset(
 
     Raises:
         ConfigError: there is no example data set of that name.
-        ConfigError: it cannot be loaded, or the `datasets` package is missing; the message names
-            the file to put where.
+        ConfigError: it cannot be loaded, or the `datasets` package is missing; the message says
+            which file to put where.
     """
     example = _example(name)
     rows = _raw_rows(name, example, split or example.split)
@@ -252,8 +252,8 @@ def load_example_dataset(
 
     if example.keep is not None:
         rows = rows.filter(example.keep)
-    # After the filter and before the conversion, as verifiers does: the same rows for the same
-    # seed.
+    # After the filter and before the conversion, as in verifiers: the same seed gives the same
+    # rows.
     if n is not None and n > 0:
         rows = rows.shuffle(seed=seed).select(range(min(n, len(rows))))
     return Dataset.from_list([example.convert(row) for row in rows])

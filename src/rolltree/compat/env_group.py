@@ -23,8 +23,8 @@ class EnvGroupRubric(Rubric):
     def __init__(self, env_map: Mapping[str, rooms.Environment]) -> None:
         super().__init__()
         self.env_map = env_map
-        # Every state has the metrics of all environments, 0 for those not played, so that the
-        # columns have one length.
+        # Every state has the metrics of all environments, 0 for those not played, so that all
+        # columns have the same length.
         names = {name for env in env_map.values() for name in _names_of(env.rubric)}
         self.all_reward_names = sorted(names)
 
@@ -66,7 +66,7 @@ class EnvGroupRubric(Rubric):
     def _complete(self, state: State, is_scored: bool) -> None:
         if not is_scored:
             self.logger.warning("No environment found for task %r", state.get("task"))
-            # As in verifiers. rolltree's own group raises here: 0 is a claim about the answer.
+            # As in verifiers. rolltree's own group raises here, since 0 is a verdict on the answer.
             state["reward"] = 0.0
         found = (state.get("metrics") or {}) if is_scored else {}
         state["metrics"] = {name: found.get(name, 0.0) for name in self.all_reward_names}
@@ -116,7 +116,7 @@ class EnvGroup(Environment, rooms.EnvGroup):
             settings = (system_prompt, few_shot, question_key, answer_key, map_kwargs)
             rows = super().format_dataset(dataset, *settings)
             return Rows(rows, lambda row, index: {**row, "example_id": index})
-        # Rows are renumbered after joining, else rows of two environments would be one group;
+        # Rows are renumbered after joining, since rows of two environments would be one group;
         # the task stays, since it says which environment plays.
         dataset = self._ensure_prompt(
             dataset, system_prompt, few_shot, question_key, answer_key, map_kwargs

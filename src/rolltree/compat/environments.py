@@ -1,7 +1,8 @@
 """The environments of verifiers 0.1.8 on rolltree's engine: `Environment` and its simple children.
 
-They take what theirs took and call the same methods in the same order. `generate` records a failed
-rollout as data, and raises only when all have failed; `rollout` itself raises, as it did.
+They take the same arguments as in verifiers, and call the same methods in the same order.
+`generate` records a failed rollout as data, and raises only if all have failed; `rollout` itself
+raises, as in verifiers.
 """
 
 from __future__ import annotations
@@ -72,8 +73,7 @@ def teardown(func: Method | None = None, *, priority: int = 0) -> Any:
 
 
 def _marked(func: Method | None, role: Role, priority: int) -> Any:
-    # Attributes on the function, as verifiers does: an author's `hasattr(method, "stop")` sees
-    # them.
+    # Attributes on the function, as in verifiers: an author's `hasattr(method, "stop")` finds them.
     def decorate(target: Method) -> Any:
         setattr(target, role, True)
         setattr(target, f"{role}_priority", priority)
@@ -88,14 +88,14 @@ def marked_methods(environment: object, role: Role) -> list[Method]:
     # On the instance and not the class, so that methods an author binds to it are found.
     for _, method in inspect.getmembers(environment, inspect.ismethod):
         mark = lifecycle.mark_of(method)
-        if hasattr(method, role):  # also what was marked by hand
+        if hasattr(method, role):  # also methods that were marked by hand
             found.append((-getattr(method, f"{role}_priority", 0), method.__name__, method))
         elif mark is not None and mark.role == role:
             found.append((-mark.priority, method.__name__, method))
     return [method for _, _, method in sorted(found, key=lambda item: item[:2])]
 
 
-# What verifiers adds to every request; a server sees `n` and `extra_body` and may refuse others.
+# The arguments that verifiers adds to every request; a server may refuse others.
 _DEFAULT_ARGS: SamplingArgs = {"n": 1, "extra_body": {}}
 
 
@@ -134,13 +134,12 @@ class Environment(OwnNames, Batches, rooms.Environment):
         self.few_shot = few_shot  # type: ignore[assignment]
         self.parser = parser or Parser()
         self.rubric = as_rubric(rubric, Rubric)
-        # verifiers compares classes, so two parsers of one class with other fields pass.
+        # verifiers compares only classes, so two parsers of one class with different fields pass.
         if type(self.parser) is not type(self.rubric.parser):
             self.logger.warning(
                 "The parser and rubric parser are different. This may cause unexpected behavior."
             )
-        # An empty name, not "default": verifiers puts "default" into `task` only, and results show
-        # "".
+        # Empty, not "default": in verifiers only `task` becomes "default", and results show "".
         self.env_id = env_id or ""
         self.env_args = env_args or {}
         self.max_seq_len = max_seq_len
@@ -152,7 +151,7 @@ class Environment(OwnNames, Batches, rooms.Environment):
             )
         self.dataset = self._formatted(dataset, map_kwargs)
         self.eval_dataset = self._formatted(eval_dataset, map_kwargs)
-        # Authors change these in place, also `extra_body`, so the environment owns copies of both.
+        # Authors change these in place, including `extra_body`, so both are copied.
         self.sampling_args = deepcopy(_DEFAULT_ARGS)
         for name, value in (sampling_args or {}).items():
             self.sampling_args[name] = dict(value) if name == "extra_body" else value
@@ -178,13 +177,13 @@ class Environment(OwnNames, Batches, rooms.Environment):
             condition.__name__: _inherited_mark(type(self), condition.__name__)
             for condition in self._stop_conditions
         }
-        # verifiers asks every condition before every call; some count how often they are asked.
+        # verifiers evaluates every condition before every call, and some count their calls.
         self._asks_own_conditions = False
         if self._teardown_handlers:
             register(self)
 
     def set_loaded_name(self, env_id: str, env_args: Mapping[str, Any]) -> None:
-        """Take the name and arguments it was loaded by, unless it has its own."""
+        """Set the name and arguments that it was loaded with, unless it has its own."""
         self.env_id = self.env_id or env_id
         self.env_args = self.env_args or dict(env_args)
 
@@ -237,7 +236,7 @@ class Environment(OwnNames, Batches, rooms.Environment):
     def _ensure_task(self, dataset: Any, map_kwargs: dict[str, Any] = {}) -> Any:  # noqa: B006
         if "task" in dataset.column_names:
             return dataset
-        # `map` hashes the function with all that it refers to, so not `self`.
+        # `map` hashes the function and all that it refers to, so it must not refer to `self`.
         task = self.env_id or "default"
         return dataset.map(lambda row: {"task": task}, **map_kwargs)
 
@@ -261,14 +260,14 @@ class Environment(OwnNames, Batches, rooms.Environment):
         return _taken(self.eval_dataset, n, seed)
 
     def rows(self, data: Data) -> Rows:
-        """Return `data` as rows; those that are complete stay as they are."""
+        """Return `data` as rows; complete rows stay as they are."""
         return as_rows(data, self.row_format)
 
     def _split(self, split: Split) -> Rows:
         return self.rows(self.get_dataset() if split == "train" else self.get_eval_dataset())
 
     def own_rows(self, split: Split) -> Rows | None:
-        """Return the rows that a split has of its own."""
+        """Return a split's own rows; None if it has none."""
         data = self.dataset if split == "train" else self.eval_dataset
         return None if data is None else self.rows(data)
 
@@ -277,7 +276,7 @@ class Environment(OwnNames, Batches, rooms.Environment):
         return str(row["example_id"])
 
     def input_of(self, row: Mapping[str, Any]) -> RolloutInput:
-        """Return what a rollout gets of a row: all of it."""
+        """Return a rollout's input: the whole row."""
         return cast(RolloutInput, dict(row))
 
     # One rollout
@@ -289,14 +288,14 @@ class Environment(OwnNames, Batches, rooms.Environment):
         model: str = "",
         sampling_args: SamplingArgs | None = None,
     ) -> State:
-        """Return the state before the first turn. Tools in a row's `info` override its own."""
+        """Return the state before the first turn. A row's `info` can replace the tools."""
         state = await super().init_state(input, client, model, sampling_args)
-        # verifiers reads `info.oai_tools` with hasattr, which never holds for a dict, and so
-        # ignores it; here a row's own tools win. Without any, verifiers has None and not an empty
-        # list.
+        # verifiers looks for `info.oai_tools` with hasattr, which is always false for a dict, and
+        # so ignores a row's tools; here they are used. Without tools, verifiers has None instead of
+        # an empty list.
         state["oai_tools"] = state["oai_tools"] or self.oai_tools
-        # In verifiers these keys come into being at the end: `"completion" in state` says that it
-        # is over.
+        # verifiers sets these keys at the end: `"completion" in state` means that the rollout is
+        # over.
         for key in AT_THE_END:
             dict.pop(state, key, None)
         return state
@@ -317,12 +316,12 @@ class Environment(OwnNames, Batches, rooms.Environment):
         sampling_args: SamplingArgs | None = None,
         message_type: MessageType | None = None,
     ) -> Any:
-        """Ask the model once, with the given `sampling_args` only.
+        """Call the model once, with the given `sampling_args` only.
 
-        A prompt that does not fit gives a response whose `id` is "overlong-prompt".
+        A prompt that is too long for the model gives a response whose `id` is "overlong-prompt".
 
         Raises:
-            Exception: what the client raised; a `ModelError` if it is rolltree's.
+            Exception: the client's error; a `ModelError` if it is a client of rolltree.
         """
         kind = message_type or self.message_type
         return await ask(client, model, prompt, oai_tools, sampling_args, kind)
@@ -331,11 +330,11 @@ class Environment(OwnNames, Batches, rooms.Environment):
         self, state: State, prompt_messages: Messages, response: Any
     ) -> None:
         """Append the step of one model call; tokens beyond `max_seq_len` are cut from it."""
-        # Outside of an engine's rollout an author drives the loop and looks at the arguments as
+        # Outside of an engine's rollout, the author runs the loop and expects the arguments as
         # passed.
         if current_episode() is not None:
             self._note_sent(state)
-        # Unlike rolltree's own environments verifiers keeps the step of a prompt that did not fit,
+        # Unlike rolltree's own environments, verifiers keeps the step of a prompt that is too long,
         # with the text "Prompt too long.", and reward functions read it.
         if getattr(response, "id", None) == OVERLONG_PROMPT:
             state["prompt_too_long"] = True
@@ -352,17 +351,17 @@ class Environment(OwnNames, Batches, rooms.Environment):
             cut_tokens(step["tokens"], self.max_seq_len)
 
     def _note_sent(self, state: State) -> None:
-        """Let the state say how requests were sampled."""
+        """Write the sampling arguments into the state as they were sent."""
         args = state.get("sampling_args")
         if isinstance(args, dict):
             sent = as_sent(args, self.message_type)
-            # verifiers renames `max_tokens` in the caller's dict itself, and states and metadata
-            # show that.
+            # verifiers renames `max_tokens` in the caller's dict itself, which shows in states and
+            # metadata.
             args.clear()
             args.update(sent)
 
     def _recorded(self, state: State, response: Any) -> ModelResponse:
-        """Return the record of a response; a message of the openai package is as theirs was."""
+        """Return the record of a response, with the message that verifiers would keep."""
         if isinstance(response, ModelResponse):
             return response
         choices = read(response, "choices")
@@ -391,11 +390,11 @@ class Environment(OwnNames, Batches, rooms.Environment):
         if steps:
             said = concat_messages([steps[-1]["prompt"], steps[-1]["completion"]])
             state["completion"] = said[len(prompt) :]
-        if not state.get("completion"):  # no step, or a history that was rewritten to less
+        if not state.get("completion"):  # no step, or a history that was shortened
             await super()._render_completion(state)
 
     async def is_completed(self, state: State | dict[str, Any], **kwargs: Any) -> bool:
-        """Ask the stop conditions in order; the first that is true ends the rollout."""
+        """Evaluate the stop conditions in order; the first that is true ends the rollout."""
         if not isinstance(state, State):
             # verifiers takes plain dicts here; rolltree's own loop reads attributes of a `State`.
             made = PlainState(state)
@@ -403,8 +402,8 @@ class Environment(OwnNames, Batches, rooms.Environment):
                 return await self.is_completed(made, **kwargs)
             finally:
                 state.update(made)
-        # verifiers runs the cleanups inside `is_completed`, before scoring: what `@cleanup` methods
-        # put into the state is there when reward functions run.
+        # verifiers runs the cleanups inside `is_completed`, before scoring: reward functions see
+        # what `@cleanup` methods put into the state.
         if not await super().is_completed(state, **kwargs):
             return False
         await self._cleanup(state)
@@ -427,8 +426,7 @@ class Environment(OwnNames, Batches, rooms.Environment):
         """Play one episode and return the state of its rollout."""
         args = args_of_rollout(self.sampling_args, sampling_args)
         batch = current_batch()
-        # `generate` was given the author's own client: hand on that one, not the engine's view of
-        # it.
+        # If `generate` got the author's own client, that one is passed on, not the engine's view.
         client = batch.client if batch is not None and batch.is_own else client
         try:
             state = await self.run_rollout(NullAsyncContext(), input, client, model, args)
@@ -436,7 +434,7 @@ class Environment(OwnNames, Batches, rooms.Environment):
             note_failure(error)
             raise
         state = as_engine_state(state)
-        # A `rollout` written by hand may end without it, and verifiers reads it by `get`.
+        # An author's `rollout` may not set it, and verifiers reads it with `get`.
         state.setdefault("completion", None)
         return [state]
 
@@ -448,7 +446,7 @@ class Environment(OwnNames, Batches, rooms.Environment):
         model: str,
         sampling_args: SamplingArgs | None = None,
     ) -> State:
-        """Play one rollout when the semaphore lets it."""
+        """Play one rollout within the semaphore."""
         async with sem:
             return await self.rollout(input, client, model, sampling_args)
 
@@ -456,7 +454,7 @@ class Environment(OwnNames, Batches, rooms.Environment):
 
     @property
     def has_group_rewards(self) -> bool:
-        """Always: verifiers scores every group at once, by `rubric.score_group`."""
+        """Always True: verifiers scores every group at once, with `rubric.score_group`."""
         return True
 
     async def run_request(self, request: Any, client: Any) -> Sequence[State]:
@@ -466,8 +464,7 @@ class Environment(OwnNames, Batches, rooms.Environment):
     async def score_group(self, states: Sequence[State]) -> None:
         """Score the finished rollouts of one group, in place."""
         batch = current_batch()
-        # Training and evaluation limit scoring by the engine; only `generate` has a limit of its
-        # own.
+        # In training and evaluation the engine limits scoring; only `generate` has its own limit.
         limit = NullAsyncContext() if batch is None else batch.scoring
         await self.rubric.score_group(list(states), score_sem=limit)
 
@@ -482,8 +479,7 @@ class Environment(OwnNames, Batches, rooms.Environment):
         **kwargs: Any,
     ) -> list[State]:
         """Play and score the given inputs as one group."""
-        # An override of `run_group` calls this one, and it asks `run_rollout` with these very
-        # arguments.
+        # Overrides of `run_group` call this one, which passes the same arguments to `run_rollout`.
         playing = (
             self.run_rollout(gen_sem, given, client, model, gen_sampling_args)
             for given in group_inputs
@@ -496,12 +492,13 @@ class Environment(OwnNames, Batches, rooms.Environment):
 class MultiTurnEnv(Environment, rooms.MultiTurnEnv):
     """A conversation: the model speaks, `env_response` answers, until a stop condition is true.
 
-    Stop conditions are asked before each model call only, after `env_response` has spoken.
+    Stop conditions are evaluated once per turn, before `env_response`: a game that ends in
+    `env_response` gets one more model call.
     """
 
-    # rolltree's own loop also stops right after `env_response`; verifiers does not ask there.
+    # rolltree's own loop also stops right after `env_response`; verifiers does not.
     ends_in_env_response: ClassVar[bool] = False
-    # Stop conditions that verifiers does not have: None takes them out of the inherited ones.
+    # Inherited stop conditions that verifiers does not have: None removes them.
     has_final_env_response = max_seq_len_reached = None  # type: ignore[assignment]
 
     def __init__(self, max_turns: int = -1, **kwargs: Any) -> None:
@@ -515,17 +512,17 @@ class MultiTurnEnv(Environment, rooms.MultiTurnEnv):
 
     @stop
     async def max_turns_reached(self, state: State) -> bool:
-        """The model has had its turns."""
+        """The model has made `max_turns` calls."""
         return len(state["trajectory"]) >= self.max_turns and self.max_turns > 0
 
     @abstractmethod
     async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Messages:
-        """Return what the environment says after `messages`, the conversation so far."""
+        """Return the environment's messages after `messages`, the conversation so far."""
 
     async def get_prompt_messages(self, state: State) -> Messages:
         """Return the row's prompt, and later the conversation with the environment's answer.
 
-        The answer may also be one message.
+        The environment's answer may also be a single message.
         """
         if not state["trajectory"]:
             return cast(Messages, state["prompt"])
@@ -536,11 +533,11 @@ class MultiTurnEnv(Environment, rooms.MultiTurnEnv):
         # of the error is kept, since authors catch it; the text says what to return.
         if self._is_sent_as_it_is() and not is_sendable(joined):
             error = invalid_response_error(self, messages, answer)
-            raise AttributeError(str(error))  # which the model call would raise, and theirs does
+            raise AttributeError(str(error))  # as the model call of verifiers does
         return joined
 
     def _is_sent_as_it_is(self) -> bool:
-        """Say whether the prompt reaches the model call without an override in between."""
+        """Whether the prompt reaches the model call without an override in between."""
         own = (self.get_prompt_messages, self.get_model_response)
         theirs = (MultiTurnEnv.get_prompt_messages, Environment.get_model_response)
         return all(getattr(a, "__func__", None) is b for a, b in zip(own, theirs, strict=True))
@@ -555,19 +552,19 @@ class MultiTurnEnv(Environment, rooms.MultiTurnEnv):
         """Play one rollout and return its state.
 
         Raises:
-            Exception: what it failed with; the state has it too, and cleanups have run.
+            Exception: the rollout's failure, which the state has, too; cleanups have run.
         """
-        # `_note_sent` writes into it, and a caller's dict serves many rollouts.
+        # A copy, because `_note_sent` changes it and a caller uses its dict for many rollouts.
         own = None if sampling_args is None else dict(sampling_args)
         state = await super().rollout(input, client, model, own)
         self._note_sent(state)
         return state
 
     def _turn_args(self, sampling_args: SamplingArgs | None) -> SamplingArgs:
-        return dict(sampling_args or {})  # `generate` adds the environment's own, as it did
+        return dict(sampling_args or {})  # `generate` adds the environment's, as in verifiers
 
     def _session(self, client: Any, model: str, seed: int | None) -> Any:
-        # A session numbers calls and holds tokens; the author's client has none of that.
+        # A session numbers calls and holds tokens; the author's client has no sessions.
         is_own = client is None or is_direct(client)
         return client if is_own else super()._session(client, model, seed)
 
@@ -576,9 +573,8 @@ class MultiTurnEnv(Environment, rooms.MultiTurnEnv):
     ) -> State:
         settings = {"client": client, "model": model, "sampling_args": sampling_args}
         signature = inspect.signature(self.init_state)
-        # Authors override `init_state` with their own names, with positional parameters, or with
-        # the input alone. The first form that the signature takes is the one that verifiers would
-        # have used.
+        # Overrides of `init_state` may have other names of parameters, or the input alone. The
+        # first form that the signature accepts is the one that verifiers would have used.
         for args, named in (((), settings), (tuple(settings.values()), {}), ((), {})):
             try:
                 signature.bind(input, *args, **named)
@@ -591,15 +587,15 @@ class MultiTurnEnv(Environment, rooms.MultiTurnEnv):
 class SingleTurnEnv(MultiTurnEnv, rooms.SingleTurnEnv):
     """One question, one answer."""
 
-    # rolltree's own stop condition of one question; verifiers uses max_turns=1.
+    # rolltree's own stop condition for a single question; verifiers uses max_turns=1.
     answered = None  # type: ignore[assignment]
 
     def __init__(self, **kwargs: Any) -> None:
         MultiTurnEnv.__init__(self, max_turns=1, **kwargs)
-        self._stop_marks["max_turns_reached"] = Mark("stop")  # the answer is the end
+        self._stop_marks["max_turns_reached"] = Mark("stop")  # an answer is not truncated by it
 
     async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Messages:
-        """Never asked."""
+        """Never called."""
         raise NotImplementedError("env_response is not implemented for SingleTurnEnv")
 
 
@@ -611,6 +607,6 @@ def _taken(data: Any, n: int, seed: int | None) -> Any:
 
 
 def _inherited_mark(cls: type, name: str) -> Mark:
-    """Return how a stop condition ends a rollout: as the method says that it overrides."""
+    """Return the mark of a stop condition: that of the method it overrides, if this truncates."""
     marks = (mark_of(vars(base).get(name)) for base in cls.__mro__)
     return next((mark for mark in marks if mark is not None and mark.truncates), Mark("stop"))

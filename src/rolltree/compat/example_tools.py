@@ -1,6 +1,6 @@
 """The example tools of verifiers 0.1.8 (`utils.tools`).
 
-`python` runs the model's code in a sandbox, without a network and the host's files.
+`python` runs the model's code in a sandbox, without a network or the host's files.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from rolltree.sandbox import Limits, LocalBackend
 from rolltree.tasks import run_sync
 
-# A model can write 9**9**9, which would hold the event loop.
+# A model can write 9**9**9, which would block the event loop.
 _MAX_BITS = 2**20
 _HOST = "https://api.deepinfra.com/v1/openai"
 _MODEL = "Qwen/Qwen2.5-7B-Instruct"
@@ -31,7 +31,7 @@ def calculator(expression: str) -> str:
     Returns:
         The result, or what is wrong.
     """
-    # The same characters and words as verifiers does: the model reads them.
+    # The same characters and words as in verifiers: the model reads them.
     if not set(expression) <= set("0123456789+-*/.() "):
         return "Error: Invalid characters in expression"
     try:
@@ -111,7 +111,7 @@ async def _run(code: str) -> str:
     if result.ended == "wall":
         return "Error: Code execution timed out after 10 seconds"
     ending = "" if result.ended in ("exit", "signal") else result.text()
-    # Errors alone when there are some, cut at 1,000 characters, as verifiers does.
+    # Only the errors if there are any, cut at 1,000 characters, as in verifiers.
     return (result.stderr.strip() or ending or result.stdout.strip())[:1000]
 
 

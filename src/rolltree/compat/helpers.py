@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 
 class WrongResponse(BadResponse, AssertionError):
-    """What verifiers asserts of a response does not hold."""
+    """A response fails an assertion of verifiers."""
 
 
-# By its name it is known to be the server's failure, and the rollout is played again.
+# By this name it counts as the server's failure, and the rollout is played again.
 WrongResponse.__name__ = "BadResponse"
 
 
@@ -44,12 +44,12 @@ _PLACEHOLDERS = {"image_url": "[image]"}
 
 
 async def maybe_await(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function and await what it returns if that can be awaited."""
+    """Call a function, and await its result if it is awaitable."""
     result = func(*args, **kwargs)
     return await result if inspect.isawaitable(result) else result
 
 
-maybe_await.__module__ = "verifiers.utils.async_utils"  # in errors of calls, which models are told
+maybe_await.__module__ = "verifiers.utils.async_utils"  # in errors of calls, which models read
 
 
 async def maybe_semaphore(limit: int | None = None) -> AbstractAsyncContextManager[Any]:
@@ -58,7 +58,7 @@ async def maybe_semaphore(limit: int | None = None) -> AbstractAsyncContextManag
 
 
 def concat_messages(messages_list: Sequence[Messages | ChatMessage]) -> Messages:
-    """Join histories and single messages in order; strings, if all are."""
+    """Join histories and single messages in order; only strings make a string."""
     if all(isinstance(part, str) for part in messages_list):
         return "".join(str(part) for part in messages_list)
     joined: list[Any] = []
@@ -84,7 +84,7 @@ def _without_none(part: Any) -> Any:
 
 
 def message_to_printable(message: ChatMessage) -> ChatMessage:
-    """Return the message with its content as one string; pictures and sound are named only.
+    """Return the message with its content as one string; images and audio become placeholders.
 
     A message without content gets an empty list.
     """
@@ -110,7 +110,7 @@ def _printable(part: Any) -> str | None:
 
 
 def messages_to_printable(messages: Messages) -> Messages:
-    """Return a history with contents as strings; a string stays."""
+    """Return a history with contents as strings; a string is returned as it is."""
     if isinstance(messages, str):
         return messages
     return [message_to_printable(message) for message in messages or []]
@@ -162,8 +162,8 @@ async def parse_response_tokens(
 ) -> dict[str, Any] | None:
     """Return the tokens of a response as lists, or None if it has none.
 
-    With `max_seq_len` they are cut there: `is_truncated` says so, and `overlong_prompt` that
-    already the prompt was too long.
+    With `max_seq_len` they are cut to that length: `is_truncated` says so, and `overlong_prompt`
+    says that the prompt alone was too long.
 
     Raises:
         AssertionError: it is not a response of this type, or has several choices.
@@ -230,7 +230,7 @@ def _tokens_of(
 
 
 def get_overlong_prompt_dummy_response(message_type: MessageType) -> Any:
-    """Return the answer to a prompt that does not fit the model.
+    """Return the response to a prompt that is too long for the model.
 
     Raises:
         ValueError: the message type is neither "chat" nor "completion".
@@ -306,7 +306,7 @@ def messages_as_text(messages: Any) -> Text:
 
 
 def _call(call: Any) -> str:
-    """Return a tool call, a dict or an object, as JSON; saved results have it as JSON."""
+    """Return a tool call, a dict or an object, as JSON; in saved results it is JSON already."""
     if isinstance(call, str):
         return call
     function = read(call, "function") or call
@@ -318,7 +318,7 @@ def _call(call: Any) -> str:
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes to what is the standard error when it writes."""
+    """Writes to the current `sys.stderr`, which may be replaced."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -331,7 +331,7 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
 def setup_logging(
     level: str = "INFO", log_format: str | None = None, date_format: str | None = None
 ) -> None:
-    """Let the loggers of `verifiers` and of rolltree write to standard error, from `level` on."""
+    """Make the loggers of verifiers and rolltree write `level` and above to standard error."""
     for name in ("verifiers", "rolltree"):
         write_to_stderr(name, level, log_format, date_format)
 
@@ -339,12 +339,12 @@ def setup_logging(
 def write_to_stderr(
     name: str, level: str, log_format: str | None = None, date_format: str | None = None
 ) -> None:
-    """Let one logger write to standard error, from `level` on, and nowhere else."""
+    """Make one logger write `level` and above to standard error, and nowhere else."""
     handler = _StderrHandler()
     form = log_format or "%(asctime)s - %(name)s - %(levelname)s - %(message)s"
     handler.setFormatter(logging.Formatter(form, date_format or "%Y-%m-%d %H:%M:%S"))
     logger = logging.getLogger(name)
-    # Replaced and not added: a second call must not print every line twice.
+    # Replaced instead of added: a second call must not print every line twice.
     logger.handlers = [handler]
     logger.setLevel(level.upper())
     logger.propagate = False

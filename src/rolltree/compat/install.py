@@ -32,7 +32,7 @@ class VerifiersFinder(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return where a module comes from, or None for the real package and all other modules.
+        """Return a module's spec, or None for the real package and all other modules.
 
         Raises:
             ModuleNotFoundError: the module belongs to verifiers' trainer.

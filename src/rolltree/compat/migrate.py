@@ -1,7 +1,7 @@
-"""The edits that turn an environment of verifiers 0.1.8 into one of rolltree's own names.
+"""The edits that make an environment of verifiers 0.1.8 use rolltree's own names.
 
-The syntax tree says where names are, and only their characters are replaced: formatting and
-comments stay. What cannot be edited safely is a remark with its place and what to do.
+The syntax tree gives the places of names, and only their characters are replaced: formatting and
+comments stay. A place that cannot be edited safely gets a remark that says what to do.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rolltree.errors import ConfigError
 from rolltree.files import write_whole
 
 WITHOUT_EFFECT = {"parallelize_scoring", "use_tqdm"}
-"""Keywords that can be left out: they change nothing here."""
+"""Keywords that can be left out: they have no effect here."""
 RENAMED = {
     "ReasoningGymEnv": {
         "gym": "tasks",
@@ -30,9 +30,9 @@ RENAMED = {
         "num_eval_examples": "num_eval",
     },
 }
-"""Keywords that have another name in rolltree."""
+"""Keywords that have a different name in rolltree."""
 KEPT = {"TextArenaEnv": "rolltree.compat.textarena_environment"}
-"""Classes whose namesake in rolltree is built another way: they come from `compat`."""
+"""Classes whose namesake in rolltree takes other arguments: they come from `compat`."""
 _EXTRAS = {
     **{"datasets": "envs", "load_example_dataset": "envs", "openai": "openai", "mcp": "mcp"},
     **{"JudgeRubric": "openai", "MathRubric": "math", "math_verify": "math", "MCPEnv": "mcp"},
@@ -45,7 +45,7 @@ _EXTRAS = {
 class Migration:
     """The new texts of the files that change, with the old ones, and what is left to do.
 
-    A remark is something that was not edited: its place (`file:line`), and what to do.
+    A remark is about a place that was not edited: `file:line`, and what to do.
     """
 
     folder: Path
@@ -63,7 +63,7 @@ class Migration:
         return "".join(line if line.endswith("\n") else f"{line}\n" for line in parts)
 
     def with_todo(self, lines: Sequence[str]) -> Migration:
-        """Return the migration with comments above the module that loads the environment."""
+        """Return the migration with `lines` as comments at the top of the loading module."""
         loads = [file for file, text in self.after.items() if "def load_environment" in text]
         if not lines or not self.after:
             return self
@@ -87,7 +87,7 @@ def migrate(path: Path) -> Migration:
     """Return the edits of an environment: a file, or a folder with all its Python files.
 
     Raises:
-        ConfigError: there is no Python file at `path`, or one that cannot be read.
+        ConfigError: there is no Python file at `path`, or a file cannot be read.
     """
     folder = path.parent if path.is_file() else path
     files = [path] if path.is_file() else sorted(path.rglob("*.py"))
@@ -123,7 +123,7 @@ def _read(file: Path) -> str:
 
 
 def home_of(name: str) -> str | None:
-    """Return the module of rolltree that has a public name of verifiers, None without one."""
+    """Return the module of rolltree that has a public name of verifiers; None if none has."""
     if name in REMOVED or name in KEPT:
         return KEPT.get(name)
     try:
@@ -180,8 +180,8 @@ class _File:
         self.edits.append((end, end, newline + "".join(lines)))
 
     def _offset(self, line: int, column: int | None) -> int:
-        """Return the index in the text of a place; columns count UTF-8 bytes, None is the end."""
-        # `ast` counts columns in bytes of UTF-8, and the text is edited by characters.
+        """Return the index in the text of a line and column; None is the end of the line."""
+        # `ast` counts columns in bytes of UTF-8, but the text is edited by characters.
         before = sum(map(len, self.lines[: line - 1]))
         text = self.lines[line - 1] if line <= len(self.lines) else ""
         return before + (len(text) if column is None else len(text.encode()[:column].decode()))
@@ -212,7 +212,7 @@ class _File:
         package, _, rest = alias.name.partition(".")
         if package != "verifiers":
             return
-        # `import verifiers.utils.tools as t` has no module to point to: names are in several here.
+        # `import verifiers.utils.tools as t` has no counterpart: names are in several modules here.
         if rest and (rest not in MODULES or alias.asname):
             self._remark(node, f"import the names of {alias.name} from rolltree, one by one")
             return
@@ -252,9 +252,9 @@ class _File:
             self.edits.append((start, end, f"\n{indent}".join(lines)))
 
     def _blocking_client(self, node: ast.ImportFrom) -> None:
-        """Replace `OpenAI` by `AsyncOpenAI` where the file only makes clients and asks none."""
+        """Replace `OpenAI` by `AsyncOpenAI` if the file only makes clients and calls none."""
         uses = [n for n in ast.walk(self.tree) if isinstance(n, ast.Name) and n.id == "OpenAI"]
-        # The file asks the client itself: every such call would need an `await`.
+        # If the file calls the client itself, every such call would need an `await`.
         if "completions.create(" in self.source:
             what = "OpenAI blocks the event loop; use AsyncOpenAI, and await what it returns"
             self._remark(node, what)
@@ -322,10 +322,10 @@ class _File:
         )
         known = _keywords(target) if inspect.isclass(target) else None
         if path[-1] in ("evaluate", "evaluate_sync", "generate", "generate_sync"):
-            # By the method's name alone: the type of what it is called on is not known.
+            # By the method's name alone: the type of the object is not known.
             target = rolltree.Environment
             method = getattr(target, path[-1].removesuffix("_sync"))
-            # What `evaluate` does not know it hands to `generate`.
+            # `evaluate` passes keywords that it does not have to `generate`.
             known = {*inspect.signature(method).parameters}
             known |= {*inspect.signature(target.generate).parameters}
         for keyword in node.keywords if known is not None else ():
@@ -347,7 +347,7 @@ class _File:
 
     def _leave_out(self, call: ast.Call, keyword: ast.keyword) -> None:
         start, end = self._span(keyword)
-        # With the comma and the line end after it, or before it for the last argument.
+        # With the comma and line end after it; for the last argument, with the comma before it.
         after = re.compile(r"\s*,[ \t]*\n?[ \t]*").match(self.source, end)
         before = re.compile(r",?\s*$").search(self.source, self._span(call.func)[1], start)
         if after is not None:
@@ -365,7 +365,7 @@ def _dotted(node: ast.AST) -> list[str] | None:
 
 
 def _bound(tree: ast.AST) -> set[str]:
-    """Return the names that a module gives a meaning of its own."""
+    """Return the names that a module defines or assigns."""
     found = {
         n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
     }
@@ -375,7 +375,7 @@ def _bound(tree: ast.AST) -> set[str]:
 
 
 def _keywords(kind: Any) -> set[str]:
-    """Return the keywords of a constructor, those it hands to its bases included."""
+    """Return the keywords of a constructor, including those that it passes to its bases."""
     known: set[str] = set()
     for base in inspect.getmro(kind):
         if "__init__" not in vars(base) or base is object:

@@ -26,16 +26,16 @@ logger = logging.getLogger("rolltree.compat")
 
 
 def is_blocking(client: Any) -> bool:
-    """Return whether it is a client of the openai package that is not asynchronous."""
+    """Return whether `client` is a blocking client of the openai package."""
     # By module, without importing openai: the client may be a subclass, and the package absent.
     ours = any(kind.__module__.partition(".")[0] == "openai" for kind in type(client).__mro__)
     return ours and not hasattr(client, "__aenter__") and hasattr(client, "chat")
 
 
 def async_client(client: Any) -> Any:
-    """Return a client whose `create` methods can be awaited: a blocking one is asked in threads.
+    """Return a client whose `create` methods can be awaited: a blocking one is called in threads.
 
-    A model client of rolltree's gets OpenAI's methods; everything else passes through.
+    A model client of rolltree gets OpenAI's methods; other clients are returned as they are.
     """
     if client is None or not is_blocking(client):
         return openai_view(client)
@@ -52,9 +52,9 @@ def _warn_of_threads() -> None:
 
 
 class ThreadedOpenAI:
-    """A blocking client whose `chat.completions.create` and `completions.create` are awaited.
+    """A blocking client whose `chat.completions.create` and `completions.create` can be awaited.
 
-    Everything else is the client's own.
+    All other attributes are the client's own.
     """
 
     def __init__(self, blocking: Any) -> None:
@@ -65,16 +65,16 @@ class ThreadedOpenAI:
         return await run_in_thread(lambda: self._blocking.create(**fields), name="openai-request")
 
     def __getattr__(self, name: str) -> Any:
-        # Copies are asked before they wrap anything.
+        # Copying looks up attributes before there is a client.
         if "_blocking" not in vars(self):
             raise AttributeError(name)
         found = getattr(self._blocking, name)
-        # Authors reach for `client.chat.completions.create` and await it, whatever the client is.
+        # Authors await `client.chat.completions.create`, whatever the client is.
         return ThreadedOpenAI(found) if name in ("chat", "completions") else found
 
 
 def is_direct(client: Any) -> bool:
-    """Whether `client` is asked by its own methods."""
+    """Whether `client` is called by its own OpenAI methods."""
     # By shape and not by class: authors pass mocks and wrappers of clients.
     return not isinstance(client, OpenAIView) and hasattr(
         getattr(client, "chat", None), "completions"
@@ -112,13 +112,13 @@ async def ask(
     sampling_args: SamplingArgs | None,
     message_type: MessageType,
 ) -> Any:
-    """Return the answer to one call; to a prompt that does not fit, one whose `id` says so.
+    """Return the response to one call; if the prompt is too long, the response's `id` says so.
 
     Raises:
         ConfigError: tools are offered to a text completion.
-        Exception: what the client raised.
+        Exception: the client's error.
     """
-    # Checked before asking, as verifiers does: a server would ignore the tools silently.
+    # Checked before the call, as in verifiers: a server would silently ignore the tools.
     if message_type == "completion" and tools:
         raise ConfigError("oai_tools are not supported for completion tasks.")
     messages, args = for_model(prompt, sampling_args)
@@ -135,7 +135,7 @@ async def ask(
             model=model or None,
             message_type=message_type,
         )
-    # The environment ends by its stop condition `prompt_too_long` rather than fail.
+    # The rollout ends by the stop condition `prompt_too_long` instead of failing.
     except PromptTooLong:
         return get_overlong_prompt_dummy_response(message_type)
 
@@ -167,7 +167,8 @@ async def _ask_directly(
         call = client.completions.create(model=model, prompt=messages, **args)
     episode = current_episode()
     try:
-        # Waiting for the author's own client is waiting for the server: time limits exclude it.
+        # Waiting for the author's own client counts as waiting for the server, which time limits
+        # exclude.
         with nullcontext() if episode is None else episode.clock.excluded():
             return await call
     except Exception as error:  # any client's, known by its text
@@ -177,8 +178,8 @@ async def _ask_directly(
 
 
 def _is_overlong(error: Exception) -> bool:
-    # By attribute, since clients that look like openai's raise classes of their own. rolltree's
-    # reader knows more phrasings of a full context than the six of verifiers.
+    # By attribute, since clients that look like openai's raise their own classes. `status_error`
+    # knows more phrasings of a full context than the six of verifiers.
     status = getattr(error, "status_code", None)
     if status != 400:
         return False
@@ -189,14 +190,14 @@ def _is_overlong(error: Exception) -> bool:
 
 
 def is_sendable(prompt: Any) -> bool:
-    """Say whether `for_model` takes a prompt."""
+    """Whether `for_model` accepts a prompt."""
     return isinstance(prompt, str) or all(hasattr(message, "get") for message in prompt)
 
 
 def for_model(
     prompt: Messages, sampling_args: SamplingArgs | None
 ) -> tuple[Messages, SamplingArgs]:
-    """Return what is sent: messages without the Nones of data sets, and text only for audio."""
+    """Return the messages to send, without data sets' Nones, and the sampling arguments."""
     args = dict(sampling_args or {})
     if isinstance(prompt, str):
         return prompt, args

@@ -1,6 +1,6 @@
 """Maps each public name of verifiers 0.1.8 to its module there and here.
 
-Pure data. Names of other packages are fetched from there when used.
+Pure data. Names of other packages are imported from there on first use.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ utils.tool_utils < tools: convert_func_to_oai_tool
 utils.tools < example_tools: ask calculator python search search_ddg
 """
 _OTHERS: dict[str, str] = {
-    # What verifiers' modules import from elsewhere is importable from them, too, and published
-    # environments do so. One table serves all modules (design/0020-import-verifiers.md).
+    # Names that verifiers' modules import from elsewhere can be imported from them, too, and
+    # published environments do so. One table serves all modules (design/0020-import-verifiers.md).
     "openai": "APIError APITimeoutError AsyncOpenAI BadRequestError OpenAI RateLimitError",
     "openai.types": "CompletionChoice",
     "openai.types.chat": "ChatCompletion ChatCompletionAssistantMessageParam "
@@ -102,9 +102,9 @@ MODULES: dict[str, tuple[str, ...]] = {}
 """The public names of each module of verifiers; a module without names is a package."""
 
 SOURCE_OF = {name: module for module, names in _OTHERS.items() for name in names.split()}
-"""The module here, or of another package, that has a name."""
+"""The module, here or of another package, that has a name."""
 
-# Each line has a module of verifiers, where its names are here, and the names.
+# Each line has a module of verifiers, the module that has its names here, and the names.
 for _line in _OWN.strip().splitlines():
     _places, _, _names = _line.partition(":")
     _path, _, _source = _places.partition(" < ")
@@ -120,7 +120,7 @@ STAND_INS: dict[str, tuple[str, str]] = {
     "CreateSandboxRequest": (f"{_COMPAT}.sandbox_client", "SandboxRequest"),
     "SandboxClient": (f"{_COMPAT}.sandbox_client", "SandboxClient"),
 }
-"""Modules and names for those of `prime_sandboxes` if that package is not installed."""
+"""Replacements (module, name) for names of `prime_sandboxes` if that package is not installed."""
 
 _PLAIN = (
     "ast asyncio atexit base64 httpx importlib inspect json logging nltk os random re signal "

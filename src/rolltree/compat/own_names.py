@@ -1,7 +1,7 @@
-"""Names that rolltree's environments have and verifiers 0.1.8's had not.
+"""Names that rolltree's environments have and those of verifiers 0.1.8 do not.
 
-An environment written for verifiers may use them for its own ends: `self.num_examples = 100`, or a
-method `_score`. Then rolltree's code sees rolltree's, and all other code what the author put there.
+An environment written for verifiers may use them itself: `self.num_examples = 100`, or a method
+`_score`. Then rolltree's code sees rolltree's value, and all other code sees the author's.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class OwnNames:
         super().__init_subclass__(**settings)
         if _is_ours(cls.__module__):
             return
-        # Only names that rolltree uses and verifiers does not: overriding one of verifiers is
-        # meant.
+        # Only names that rolltree uses and verifiers does not: verifiers' names are overridden on
+        # purpose.
         for name in [name for name in vars(cls) if _is_reserved(cls, name)]:
             setattr(cls, name, _Shared(cls, name, vars(cls)[name]))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Who assigns decides, and only the caller's frame shows who that is.
+        # It depends on which code assigns, and only the caller's frame shows that.
         caller = sys._getframe(1).f_globals.get("__name__", "")
         if not _is_ours(caller) and _is_reserved(type(self), name):
             set_for_author(self, name, value)
@@ -56,7 +56,7 @@ class OwnNames:
 def set_for_author(env: OwnNames, name: str, value: Any) -> None:
     """Set an attribute as the environment's own code would."""
     if _is_reserved(type(env), name):
-        # A descriptor works on the class only, so the first assignment puts one there.
+        # A descriptor only works on the class, so the first assignment puts one there.
         if not any(isinstance(vars(base).get(name), _Shared) for base in type(env).__mro__):
             setattr(type(env), name, _Shared(type(env), name))
         _stored(env)[name] = value
@@ -65,7 +65,7 @@ def set_for_author(env: OwnNames, name: str, value: Any) -> None:
 
 
 class _Shared:
-    """A name that both packages have: each caller gets its own."""
+    """A name that rolltree and the author both use: each caller gets its own value."""
 
     def __init__(self, owner: type, name: str, theirs: Any = _UNSET) -> None:
         self.owner, self.name, self.theirs = owner, name, theirs
@@ -80,7 +80,7 @@ class _Shared:
                 return self.theirs if bind is None else bind(self.theirs, env, cls)
         if env is not None and self.name in vars(env):
             return vars(env)[self.name]
-        # Past the author's class, to what rolltree inherits.
+        # Skips the author's class, to find the value that rolltree inherits.
         return getattr(super(self.owner, cls if env is None else env), self.name)
 
     def __set__(self, env: Any, value: Any) -> None:

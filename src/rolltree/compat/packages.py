@@ -1,8 +1,8 @@
 """Loads an environment by its name, and installs its package without `verifiers`.
 
-pip would install the newest verifiers, in which such environments no longer run. What verifiers
-0.1.8 brought along, and environments import without naming it, is `BROUGHT`, the extra
-`rolltree[compat]`.
+pip would install the newest verifiers, with which such environments no longer run. `BROUGHT`, the
+extra `rolltree[compat]`, has the dependencies of verifiers 0.1.8 that environments import without
+declaring them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Install = Callable[[Sequence[str]], None]
 
 
 class InstallFailed(RolltreeError):
-    """The installer failed; what it said is on stderr."""
+    """The installer failed; its output is on stderr."""
 
 
 def install_package(where: str, *, editable: bool = False, install: Install | None = None) -> str:
@@ -56,7 +56,7 @@ def install_package(where: str, *, editable: bool = False, install: Install | No
     path = Path(where)
     target = str(path.resolve()) if path.exists() else where
     install = install or pip_install
-    # Without dependencies first: only then is there metadata to read the rest from.
+    # First without dependencies: these are read from the metadata of the installed package.
     install(["--no-deps", *(["--editable"] if editable else []), target])
     invalidate_caches()
     needed = requirements(name)
@@ -71,7 +71,7 @@ def install_package(where: str, *, editable: bool = False, install: Install | No
 
 
 def requirements(name: str) -> list[str]:
-    """Return what an installed package depends on, without extras, verifiers and rolltree."""
+    """Return an installed package's requirements, without extras, verifiers and rolltree."""
     try:
         lines = distribution(name).requires or []
     except PackageNotFoundError:
@@ -83,8 +83,8 @@ def pip_install(words: Sequence[str]) -> None:
     """Install into this interpreter's environment, with pip or else uv.
 
     Raises:
-        ConfigError: there is neither.
-        InstallFailed: it failed.
+        ConfigError: neither is installed.
+        InstallFailed: the installer failed.
     """
     # Environments made by uv have no pip.
     if find_spec("pip") is not None:
@@ -148,7 +148,7 @@ logger = logging.getLogger("rolltree.compat")
 
 
 def load_environment(env_id: str, **env_args: Any) -> Environment:
-    """Return the environment `env_id`; an owner before a slash is left out.
+    """Return the environment `env_id`; an owner before a slash is ignored.
 
     Raises:
         ValueError: there is no such environment, or something that it imports is missing.

@@ -30,7 +30,7 @@ class Parser(rooms.Parser):
         self.extract_fn = extract_fn
 
     def _by_role(self, completion: list[ChatMessage], role: str) -> list[ChatMessage]:
-        # A KeyError for a message without a role, as verifiers does.
+        # A KeyError for a message without a role, as in verifiers.
         return [message for message in completion if message["role"] == role]
 
     def parse_answer(self, completion: Messages) -> Any:
@@ -41,7 +41,7 @@ class Parser(rooms.Parser):
         """
         if isinstance(completion, str):
             return self.parse(completion)
-        # An IndexError without an answer, as verifiers does; the rubric turns it into 0.0.
+        # An IndexError without an answer, as in verifiers; the rubric turns it into 0.0.
         return self.parse(str(self.get_assistant_messages(completion)[-1].get("content", "")))
 
     def get_format_reward_func(self) -> Callable[..., float]:
@@ -70,12 +70,12 @@ class ThinkParser(Parser, rooms.ThinkParser):
     def get_format_reward_func(self) -> Callable[..., float]:
         """Return a reward function: the mean of `score_format` over the assistant messages.
 
-        It raises ZeroDivisionError, which a rubric scores 0, if there is none.
+        If there are none, it raises ZeroDivisionError, which a rubric scores 0.
         """
 
         def format_reward_func(completion: list[ChatMessage], **kwargs: Any) -> float:
             messages = self.get_assistant_messages(completion)
-            # No messages: a ZeroDivisionError, which the rubric scores 0.0, as verifiers does.
+            # No messages: a ZeroDivisionError, which the rubric scores 0.0, as in verifiers.
             return sum(self.score_format(message["content"]) for message in messages) / len(
                 messages
             )
@@ -119,8 +119,8 @@ class XMLParser(Parser, rooms.XMLParser):
     def parse(self, text: str, strip: bool = True, last: bool = False) -> SimpleNamespace:
         """Return a namespace with one attribute per tag name: its text, or None when missing.
 
-        The first occurrence of a tag counts, with `last` the last one. White space around the text
-        is left out, with or without `strip`.
+        The first occurrence of a tag counts; with `last`, the last one. White space around the text
+        is removed, with or without `strip`.
         """
         found = SimpleNamespace()
         for name in self._names():
@@ -141,10 +141,11 @@ class XMLParser(Parser, rooms.XMLParser):
     def parse_answer(self, completion: Messages) -> Any:
         """Return the answer field of the latest assistant message that has one, else None.
 
-        Its first occurrence in a message counts, the last one in a string; without `extract_fn`.
+        In a message the first occurrence counts, in a string the last one; `extract_fn` is not
+        called.
         """
         if isinstance(completion, str):
-            # A string is read from its end, messages from their beginnings: so does verifiers.
+            # A string is read from its end, messages from their beginnings, as in verifiers.
             return getattr(self.parse(completion, last=True), self.answer_field, None)
         for message in reversed(self.get_assistant_messages(completion)):
             value = getattr(self.parse(_content(message)), self.answer_field, None)
@@ -177,9 +178,9 @@ class XMLParser(Parser, rooms.XMLParser):
     def score_format(self, text: str) -> float:
         """Return the format score of one message, in [0, 1].
 
-        0.4 times the share of fields with a tag in the text, where at least one is complete; 0.2
-        for beginning with the first field and 0.2 for ending with the last one; 0.2 always, unless
-        an overridden `parse` loses a field with `strip=False`.
+        0.4 times the share of fields with a tag in the text, if at least one is complete; 0.2 for
+        beginning with the first field and 0.2 for ending with the last one; 0.2 always, unless an
+        overridden `parse` loses a field with `strip=False`.
         """
         bare, raw = self.parse(text), self.parse(text, strip=False)
         complete = [name for name in self._names() if getattr(bare, name, None) is not None]
@@ -191,7 +192,7 @@ class XMLParser(Parser, rooms.XMLParser):
         body = text.strip()
         starts = any(body.startswith(f"<{name}>") for name in self._fields[0][1])
         ends = any(body.endswith(f"</{name}>") for name in self._fields[-1][1])
-        # Added in this order, because floats are compared to the digit with verifiers.
+        # Added in this order, so that the sum equals verifiers' to the last digit.
         score = 0.0
         for share in (
             0.4 * (sum(met) / len(met)) if complete else 0.0,

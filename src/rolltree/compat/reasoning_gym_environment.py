@@ -25,7 +25,7 @@ DEFAULT_SYSTEM_PROMPT = str(SYSTEM_PROMPTS["default"])
 
 
 class ReasoningGymEnv(SingleTurnEnv):
-    """Questions of the `reasoning_gym` package; a row's answer is its number in the data set."""
+    """Questions of the `reasoning_gym` package; a row's answer is its index in the data set."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class ReasoningGymEnv(SingleTurnEnv):
             completion: Messages, answer: str, **kwargs: Any
         ) -> float:
             """Return the task's own score of the answer."""
-            # Tasks score by more than the answer, so the row holds the entry's number.
+            # Tasks need more than the answer to score, so the row holds the entry's index.
             entry = self.rg_dataset[int(answer)]
             text = str(parser.parse_answer(completion)).strip()
             return float(self.rg_dataset.score_answer(answer=text, entry=entry))

@@ -1,8 +1,8 @@
-"""Plays an environment with scripted answers and writes what happened; two such plays are compared.
+"""Plays an environment with scripted answers and writes the results; compares two such plays.
 
     python -m rolltree.compat.replay ENV OUT.json '{"env": "args"}'
 
-Each play is its own process: a process can load an environment's modules only once.
+Each play has its own process, because a process can load an environment's modules only once.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ _CONSTANTS = ("", "yes", "I do not know.", "42")
 
 
 class TokenProbe(Probe):
-    """A probe whose answers have tokens, a byte each; it calls the first tool once if `calls`."""
+    """A probe whose answers have one token per byte; with `calls`, it calls the first tool once."""
 
     calls = False
     tools: Sequence[Any] = ()
 
     async def chat(self, messages: Any, **settings: Any) -> ModelResponse:
-        """Answer."""
+        """Return the reply, with tokens."""
         answer = await super().chat(messages, **settings)
         tools, said = settings.get("tools"), isinstance(messages, list) and messages[-1]["role"]
         if self.calls and tools and said != "tool":
             answer.message["tool_calls"] = [_call(tools[0]["function"])]
         self.tools = tools or ()
         prompt = json.dumps(messages, sort_keys=True, default=str)
-        # Tokens that follow from the text: equal messages have equal tokens.
+        # Tokens are derived from the text: equal messages have equal tokens.
         ids = np.frombuffer(json.dumps(answer.message).encode(), np.uint8).astype(np.int32)
         return replace(
             answer,
@@ -76,7 +76,7 @@ def _call(function: dict[str, Any]) -> dict[str, Any]:
 
 
 async def play(env: Environment) -> list[dict[str, Any]]:
-    """Play the first rows with every answer, and return what each rollout shows."""
+    """Play the first rows with every answer, and return a summary of each rollout."""
     rows = [
         {"example_id": index, **row} for index, row in enumerate(env.get_eval_dataset(NUM_ROWS))
     ]
@@ -84,7 +84,7 @@ async def play(env: Environment) -> list[dict[str, Any]]:
     for name, probe, row in _plays(env, rows):
         # Environments draw from the global generator, and both plays must draw the same.
         random.seed(1)
-        # rolltree's own, also for an old environment, whose `generate` raises when all have failed.
+        # Not `env.generate`: that of an old environment raises if all rollouts have failed.
         results = await Environment.generate(env, [row], probe, seed=1)
         about = {"answer": name, "example_id": row["example_id"], "tools": probe.tools}
         played.append(about | _summary(results.state[0]))
@@ -142,9 +142,9 @@ def check_migration(
 
 
 def _beside_its_siblings(path: Path, scratch: Path) -> Path:
-    """Return where a copy of `path` goes: in a folder with what is next to it and its parent.
+    """Return the place for a copy of `path`, with links to what is next to it and to its parent.
 
-    Environments import from there, by way of `__file__`. They are links, and not edited.
+    Environments import from there, by way of `__file__`. The linked files are not edited.
     """
     folder = scratch / path.parent.name
     folder.mkdir(parents=True)
@@ -158,9 +158,9 @@ def _beside_its_siblings(path: Path, scratch: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How many rollouts were compared, the fields in which they differ, and what is as expected.
+    """How many rollouts were compared, the fields in which they differ, and expected differences.
 
-    `notes` are metrics with other names, and tools that are described in other words.
+    `notes` are the latter: new names of metrics, new metrics, and other descriptions of tools.
     """
 
     num_rollouts: int
@@ -176,7 +176,7 @@ def compare(
     *,
     command: Sequence[str] = (sys.executable, "-m", "rolltree.compat.replay"),
 ) -> Comparison:
-    """Play two environments and compare their rollouts. `folder` takes the files.
+    """Play two environments and compare their rollouts. The results are written into `folder`.
 
     Raises:
         ConfigError: one of them could not be played; the message has its error.
@@ -190,7 +190,7 @@ def compare(
             capture_output=True,
             text=True,
             timeout=TIME_LIMIT_S,
-            # Sets of strings would come in another order in each process.
+            # Sets of strings would have a different order in each process.
             env={**os.environ, "PYTHONHASHSEED": "0"},
         )
         if done.returncode != 0:
@@ -202,8 +202,8 @@ def compare(
     if len(before) != len(after):
         found.append(f"{len(before)} rollouts before, {len(after)} after")
     for one, other in zip(before, after, strict=False):
-        # rolltree words tools in another way: apart from the rest, or every tool environment would
-        # differ (design/0020-import-verifiers.md).
+        # rolltree describes tools in other words. This is a note, since otherwise every tool
+        # environment would differ (design/0020-import-verifiers.md).
         if one["tools"] != other["tools"]:
             notes["the tools are described to the model in other words"] = None
         scores = _by_new_names(one["metrics"] or {}, other["metrics"] or {}, notes)
@@ -218,7 +218,7 @@ def compare(
 def _by_new_names(
     before: dict[str, Any], after: dict[str, Any], notes: dict[str, None]
 ) -> dict[str, tuple[Any, Any]]:
-    """Pair the metrics of one rollout; those of known new names and new ones are notes."""
+    """Pair the metrics of one rollout; known new names and new metrics go into `notes`."""
     pairs = {}
     for name, value in before.items():
         new = name if name in after else NEW_METRICS.get(name, name)
@@ -237,7 +237,7 @@ def _short(value: Any) -> str:
 
 
 def main(words: Sequence[str]) -> None:
-    """Play the environment `words[0]` with the arguments `words[2]`; write `words[1]`."""
+    """Play the environment `words[0]` with the arguments `words[2]`; write to `words[1]`."""
     name, out, args = words
     random.seed(0)
 

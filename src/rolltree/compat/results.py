@@ -1,4 +1,4 @@
-"""The results of `generate`, their files as vf-eval writes them, and vf-eval itself."""
+"""The results of `generate`, their files in vf-eval's format, and vf-eval itself."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from rolltree.types import SamplingArgs, State
 
 def get_results_path(env_id: str, model: str, base_path: Path = Path("./outputs")) -> Path:
     """Return a new folder for the results of one evaluation."""
-    # vf-tui takes the folder's name apart at the first `--`, so an organisation's slash becomes
-    # one, too.
+    # vf-tui splits the folder's name at the first `--`, so an organisation's slash may become
+    # `--`, too.
     name = f"{env_id}--{model.replace('/', '--')}"
     return base_path / "evals" / name / uuid4().hex[:8]
 
@@ -45,7 +45,7 @@ logger = logging.getLogger("rolltree.compat")
 
 
 class _Columns(dict[str, Any]):
-    """A dict whose keys are attributes too."""
+    """A dict whose keys can also be read as attributes."""
 
     def __getattr__(self, name: str) -> Any:
         if name in self:
@@ -76,7 +76,7 @@ class GenerateMetadata(_Columns):
 class GenerateOutputs(_Columns):
     """Finished rollouts by column: `results["reward"]` is `results.reward`.
 
-    The reward of a rollout that failed is None; `results.num_failed` counts those.
+    The reward of a failed rollout is None; `results.num_failed` counts them.
     """
 
     prompt: list[Any]
@@ -127,7 +127,7 @@ def result_columns(results: Any) -> dict[str, list[Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of a state as JSON has it; what JSON cannot hold becomes its text."""
+    """Return a value of a state as JSON data; a value that JSON cannot hold becomes a string."""
     if value is None or isinstance(value, str | int | float | bool):
         return value
     if isinstance(value, dict):
@@ -172,7 +172,7 @@ def get_hf_hub_dataset_name(results: Any) -> str:
 
 @contextmanager
 def quiet_datasets() -> Iterator[None]:
-    """Keep `datasets` from writing progress bars and notes while the block lasts."""
+    """Keep `datasets` from writing progress bars and notes within the block."""
     from datasets import disable_progress_bar, enable_progress_bar
     from datasets.utils import logging as verbosity
 
@@ -205,11 +205,11 @@ def save_rollout_results(
 ) -> None:
     """Write `results.jsonl` and `metadata.json` into `metadata["path_to_save"]`.
 
-    Results that do not fit into a `Dataset`, and all where `datasets` is missing, are written as
-    they are.
+    If the results do not fit into a `Dataset`, or `datasets` is missing, they are written without
+    one.
 
     Raises:
-        ConfigError: they are to be pushed to the hub and do not fit.
+        ConfigError: they are to be pushed to the hub, but cannot be made a `Dataset`.
     """
     path = Path(results["metadata"]["path_to_save"])
     try:
@@ -236,7 +236,7 @@ def save_rollout_results(
 
 
 def setup_client(config: Any) -> Any:
-    """Return an `AsyncOpenAI` as a `ClientConfig` says.
+    """Return an `AsyncOpenAI` with the settings of a `ClientConfig`.
 
     Raises:
         ConfigError: the `openai` package is missing.
@@ -248,8 +248,8 @@ def setup_client(config: Any) -> Any:
             "setup_client returns an AsyncOpenAI, which needs the `openai` package. Install it "
             "with `pip install rolltree[openai]`."
         ) from error
-    # The openai package brings its own httpx (`httpx` or `httpx2`); a client of the other one is
-    # refused, so the classes come from the module that its own client inherits from.
+    # The openai package uses `httpx` or `httpx2`, and refuses clients of the other one, so the
+    # classes come from the module that its own client inherits from.
     kinds = {kind.__name__: kind for kind in DefaultAsyncHttpxClient.__mro__}
     httpx: Any = importlib.import_module(kinds["AsyncClient"].__module__.partition(".")[0])
     limits = httpx.Limits(
@@ -258,8 +258,7 @@ def setup_client(config: Any) -> Any:
     )
     http_client = httpx.AsyncClient(
         limits=limits,
-        # An hour for an answer, as verifiers does, but a missing server is noticed at
-        # once.
+        # An hour for an answer, as in verifiers, but a missing server is noticed within seconds.
         timeout=Timeout(config.timeout, connect=5.0),
         headers=config.extra_headers,
     )
@@ -274,7 +273,7 @@ def setup_client(config: Any) -> Any:
 def load_endpoints(endpoints_path: str) -> dict[str, Any]:
     """Return `ENDPOINTS` of a Python file, or of the one named endpoints in a folder.
 
-    If there is no such file, or it has no `ENDPOINTS`, a warning says so and there are none.
+    If there is no such file, or it has no `ENDPOINTS`, a warning is logged and the dict is empty.
     """
     path = Path(endpoints_path)
     file = path / "endpoints.py" if path.is_dir() else path

@@ -37,7 +37,7 @@ _PLURALS = {"states", "prompts", "completions", "answers", "tasks", "infos"}
 
 
 def in_thread(func: F) -> F:
-    """Mark a function of ours that blocks and needs no particular thread."""
+    """Mark a function of rolltree that blocks and may run in any thread."""
     func.__rolltree_in_thread__ = True  # type: ignore[attr-defined]
     return func
 
@@ -46,7 +46,7 @@ class Rubric(rooms.Rubric):
     """Weighted reward functions. `funcs` and `weights` are lists that may be changed at any time.
 
     Raises:
-        ConfigError: the weights are not as many as the functions.
+        ConfigError: the numbers of weights and functions differ.
     """
 
     logger: logging.Logger
@@ -61,8 +61,7 @@ class Rubric(rooms.Rubric):
         parser: Any = None,
     ) -> None:
         self.logger = logging.getLogger(f"verifiers.rubrics.{type(self).__name__}")
-        # The author's own lists: verifiers let them be changed at any time, and `weights` grows
-        # with them.
+        # The author's own lists, not copies: as in verifiers, they may be changed at any time.
         self.funcs = funcs or []
         self.weights = weights or [1.0] * len(self.funcs)
         if len(self.weights) != len(self.funcs):
@@ -75,7 +74,7 @@ class Rubric(rooms.Rubric):
 
     # In verifiers a rubric and its environment each have a parser, and they may differ.
     def adopt_parser(self, parser: Any) -> None:
-        """Keep its own parser: an environment does not hand on its one."""
+        """Do nothing: the rubric keeps its own parser."""
 
     def add_reward_func(self, func: RewardFunc, weight: float = 1.0) -> None:
         """Add a function that scores a rollout or a group."""
@@ -104,7 +103,7 @@ class Rubric(rooms.Rubric):
 
     @property
     def has_group_rewards(self) -> bool:
-        """Always: verifiers scores every group at once."""
+        """Always True: verifiers scores every group at once."""
         return True
 
     def _get_reward_func_names(self) -> list[str]:
@@ -158,8 +157,8 @@ class Rubric(rooms.Rubric):
     async def _call_individual_reward_func(
         self, func: RewardFunc, state: State, score_sem: Semaphore
     ) -> float:
-        # These six names and `class_objects`, nothing else: rolltree's own rubrics also offer the
-        # keys of the state, and a default of an author's parameter would be overwritten.
+        # These six names and `class_objects`, nothing else: rolltree's own rubrics also pass the
+        # keys of the state, which would override the default of an author's parameter.
         known = {
             "prompt": state["prompt"],
             "completion": state["completion"],
@@ -207,10 +206,10 @@ class Rubric(rooms.Rubric):
             state["scoring_errors"] = {**(state.get("scoring_errors") or {}), name: record}
 
     async def score_rollout(self, state: State, score_sem: Semaphore) -> None:
-        """Score one rollout by the functions that score one.
+        """Score one rollout.
 
         Raises:
-            AssertionError: there is none, or one that scores groups.
+            AssertionError: there is no function, or one that scores groups.
         """
         is_group = [self._is_group_func(func) for func in self.funcs]
         # AssertionErrors, as in verifiers.
@@ -221,7 +220,7 @@ class Rubric(rooms.Rubric):
         for func, weight in zip(self.funcs, self.weights):  # noqa: B905  as they may differ
             score = await self._call_individual_reward_func(func, state, score_sem)
             _add(scores, func, weight, score)
-        # verifiers scores states made by hand, also without steps.
+        # verifiers scores states made by hand, even without steps.
         state.setdefault("trajectory", [])
         _write(state, scores, started)
 
@@ -236,8 +235,8 @@ class Rubric(rooms.Rubric):
             if self._is_group_func(func):
                 values = await self._call_group_reward_func(func, states, score_sem)
             else:
-                # Function by function over the whole group: a later one reads what an earlier one
-                # wrote.
+                # Function by function over the whole group: a later one may read what an earlier
+                # one wrote.
                 values = await asyncio.gather(
                     *(self._call_individual_reward_func(func, s, score_sem) for s in states)
                 )
@@ -245,7 +244,7 @@ class Rubric(rooms.Rubric):
                 _add(scores, func, weight, _score_of(func, values, index))
         for state, scores in zip(states, found, strict=True):
             _write(state, scores, started)
-        # The first caller wins in a step: verifiers fills only what is None there.
+        # As in verifiers, values of a step are filled only if they are None.
         write_advantages(states)
 
 
@@ -259,7 +258,7 @@ async def _called(func: RewardFunc, known: dict[str, Any]) -> Any:
 
 
 def _add(scores: Scores, func: RewardFunc, weight: float, value: Any) -> None:
-    """Add one score. Functions of one name share a metric, which is the last one's score."""
+    """Add one score. Functions of the same name share a metric: the score of the last one."""
     # In verifiers the values of a group function stay what they are; JSON needs plain numbers.
     plain = value if type(value) in (bool, int, float) else float(value)
     scores.metrics[function_name(func)] = plain
@@ -267,10 +266,10 @@ def _add(scores: Scores, func: RewardFunc, weight: float, value: Any) -> None:
 
 
 def _score_of(func: RewardFunc, values: Any, index: int) -> Any:
-    """Return one of the scores that a function gave a group.
+    """Return the score that a function gave one member of a group.
 
     Raises:
-        ConfigError: there is none: generation failed there, too.
+        ConfigError: there is none; verifiers' `generate` fails then, too.
     """
     try:
         return values[index]
@@ -287,7 +286,7 @@ def _write(state: State, scores: Scores, started: float) -> None:
 
 
 class RubricGroup(Rubric, rooms.RubricGroup):
-    """The sum of its rubrics: their rewards add up, and so do metrics of one name.
+    """The sum of its rubrics: their rewards add up, and so do metrics of the same name.
 
     Raises:
         ConfigError: there is no rubric.
@@ -342,8 +341,8 @@ class _Sum:
         self.state = state
         self.scores = Scores(scored=True)
         state.setdefault("trajectory", [])
-        # Each rubric writes into the state as if it were alone, and the next one must find it as it
-        # was.
+        # Each rubric writes into the state as if it were alone, and the next one must find the
+        # state as it was.
         kept = ("reward", "metrics", "advantage", "has_step_rewards", "scoring_errors")
         self._before = {key: state[key] for key in kept if key in state}
         self._before["metrics"] = dict(state.get("metrics") or {})
@@ -352,7 +351,7 @@ class _Sum:
         self._errors: dict[str, Any] = dict(state.get("scoring_errors") or {})
 
     def take(self) -> None:
-        """Add what the state says now, and put back what it said before."""
+        """Add the scores that are now in the state, and restore the state."""
         state, scores = self.state, self.scores
         reward = state.get("reward", 0.0)
         both = reward is not None and scores.reward is not None
@@ -369,7 +368,7 @@ class _Sum:
             step["reward"], step["advantage"] = reward, advantage
 
     def write(self, started: float, *, keeps_given: bool = False) -> None:
-        """Write the sums into the state; `keeps_given`: beside the metrics that it had before."""
+        """Write the sums into the state; with `keeps_given`, its earlier metrics stay."""
         if keeps_given:
             self.scores.metrics = {**self._before["metrics"], **self.scores.metrics}
         _write(self.state, self.scores, started)
@@ -415,7 +414,7 @@ def _tool_calls(completion: Messages) -> list[Any]:
 class MathRubric(Rubric, rooms.MathRubric):
     r"""A rubric with `correct_answer_reward_func`, of weight 1, added last.
 
-    Answers that take more than `comparison_limit_s` seconds to compare are not equal.
+    Answers that take more than `comparison_limit_s` seconds to compare count as different.
 
     Raises:
         ConfigError: the `math-verify` package is missing.
@@ -438,9 +437,9 @@ class MathRubric(Rubric, rooms.MathRubric):
     def correct_answer_reward_func(
         self, parser: Any, completion: Messages, answer: str, **kwargs: Any
     ) -> float:
-        """Return 1.0 when the completion's answer means the reference answer, else 0.0."""
+        """Return 1.0 if the completion's answer is equivalent to the reference answer, else 0.0."""
         try:
-            # The whole comparison counts 0 when it raises, the parser included, as in verifiers.
+            # An error in the comparison, or in the parser, scores 0, as in verifiers.
             response = parser.parse_answer(completion) or ""
             if response == "":
                 return 0.0
@@ -450,7 +449,7 @@ class MathRubric(Rubric, rooms.MathRubric):
             return 0.0
 
 
-# What a judge is sent is behaviour, so these are verifiers 0.1.8's words, to the letter.
+# A judge's prompt changes its verdicts, so this is that of verifiers 0.1.8, to the letter.
 DEFAULT_JUDGE_PROMPT = """Given a ground truth answer \
 and a response, determine if the response is correct.
 
@@ -473,19 +472,19 @@ Respond either "yes" or "no" only."""
 
 
 class JudgeRubric(Rubric, rooms.JudgeRubric):
-    """A rubric whose functions may ask for `judge`, and call it.
+    """A rubric whose functions may have an argument `judge`, and call it.
 
     `await judge(prompt, completion, answer, state)` returns the judge's reply; replies are kept in
     `state["judge_response"]` by the prompt that was sent. It reads `judge_client`, `judge_model`,
-    `judge_prompt` and `judge_sampling_args` when it is called, so they can be replaced; what
-    functions get by these names are those of the constructor.
+    `judge_prompt` and `judge_sampling_args` when it is called, so they can be replaced; functions
+    with arguments of these names get the constructor's.
 
     Args:
         parser: finds the response that the judge sees.
-        parallelize_scoring: not used, as it was.
-        judge_client: an `openai.AsyncOpenAI` (made when left out), a blocking `OpenAI`, which is
-            asked in threads, or a model client of rolltree's.
-        judge_model: asked by this name.
+        parallelize_scoring: not used, as in verifiers.
+        judge_client: an `openai.AsyncOpenAI` (the default), a blocking `OpenAI`, which is called
+            in threads, or a model client of rolltree.
+        judge_model: the name of the judge model.
         judge_sampling_args: OpenAI fields of the judge's requests.
         judge_prompt: a template with the fields `{question}`, `{answer}` and `{response}`, or one
             that only the rubric's functions fill in.
@@ -503,7 +502,7 @@ class JudgeRubric(Rubric, rooms.JudgeRubric):
         judge_sampling_args: SamplingArgs | None = None,
         judge_prompt: str = DEFAULT_JUDGE_PROMPT,
     ) -> None:
-        # Not rolltree's own constructor, which refuses templates with other fields: verifiers let
+        # Not rolltree's own constructor, which refuses templates with other fields: verifiers lets
         # functions fill those in.
         Rubric.__init__(self, parser=parser)
         self.judge_client = judge_client if judge_client is not None else _default_client()
@@ -524,7 +523,7 @@ class JudgeRubric(Rubric, rooms.JudgeRubric):
 
         Raises:
             KeyError: the template has an unknown field.
-            RuntimeError: the judge gave no answer; its cause is what the client raised.
+            RuntimeError: the judge gave no answer; the client's error is its cause.
         """
         said = self.judge_prompt.format(
             question=_question(prompt),

@@ -1,8 +1,8 @@
-"""The sandboxes that verifiers 0.1.8 hosts elsewhere, on this machine.
+"""Sandboxes on this machine in place of the hosted ones of verifiers 0.1.8.
 
 `SandboxClient` has the methods of the hosted service's client that environments call, on top of
-rolltree's Docker and local backends. A hosted sandbox is a machine with a network and a process of
-its own; here it is a folder in which commands run one by one, without a network.
+rolltree's Docker and local backends. A hosted sandbox is a machine with a network and a permanent
+process; here it is a folder in which commands run one by one, without a network.
 """
 
 from __future__ import annotations
@@ -79,16 +79,16 @@ class CommandResult:
 
 
 class CommandTimeout(SandboxError):
-    """A command took longer than it may."""
+    """A command took longer than its time limit."""
 
 
 class SandboxClient:
-    """Makes sandboxes on this machine and runs commands in them, as the hosted service's client.
+    """Makes sandboxes on this machine and runs commands in them, like the hosted service's client.
 
     Args:
-        kind: "docker", "local", or "auto": Docker for images that are not the default one, and the
-            local sandbox with this machine's Python for that.
-        timeout_s: how long one command may take.
+        kind: "docker", "local", or "auto": the local sandbox with this machine's Python for the
+            default image, and Docker for other images.
+        timeout_s: time limit of one command.
 
     Raises:
         ConfigError: there is no such kind.
@@ -106,13 +106,12 @@ class SandboxClient:
         self._backends: dict[str, SandboxBackend] = {}
 
     def check(self, request: SandboxRequest) -> None:
-        """Make sure that such a sandbox can be made here.
+        """Check that the requested sandbox can be made here.
 
         Raises:
-            ConfigError: it cannot, and the message says what to use.
+            ConfigError: it cannot; the message says what to use.
         """
-        # Refused at construction: a setting that is ignored would make other results than in
-        # verifiers.
+        # Refused at construction: if a setting were ignored, results would differ from verifiers'.
         for name, why in (
             ("gpu_count", "has no GPU"),
             ("team_id", "belongs to no team"),
@@ -137,10 +136,10 @@ class SandboxClient:
             )
 
     def kind_for(self, request: SandboxRequest) -> str:
-        """Return which backend makes a sandbox of this kind."""
+        """Return the kind of backend that makes the requested sandbox."""
         if self.kind != "auto":
             return self.kind
-        # The default image is plain Python, which this machine has; another one has a reason.
+        # The default image is plain Python, which this machine has; another was chosen on purpose.
         return "local" if request.docker_image == DEFAULT_IMAGE else "docker"
 
     def _backend(self, request: SandboxRequest) -> SandboxBackend:
@@ -173,7 +172,7 @@ class SandboxClient:
         """Make a sandbox.
 
         Raises:
-            ConfigError: such a sandbox cannot be made here.
+            ConfigError: the requested sandbox cannot be made here.
             SandboxUnavailable: this machine cannot isolate code well enough.
         """
         self.check(request)
@@ -182,14 +181,14 @@ class SandboxClient:
         return Created(sandbox.id)
 
     async def wait_for_creation(self, sandbox_id: str, *args: Any, **settings: Any) -> None:
-        """Return: a sandbox on this machine is there at once."""
+        """Return at once: a sandbox on this machine is ready when it is made."""
         self.sandbox(sandbox_id)
 
     def sandbox(self, sandbox_id: str) -> Sandbox:
         """Return an open sandbox.
 
         Raises:
-            SandboxError: there is none of that name, or it has been deleted.
+            SandboxError: there is no sandbox of that name, or it has been deleted.
         """
         if sandbox_id not in self._open:
             raise SandboxError(
@@ -213,7 +212,7 @@ class SandboxClient:
         """
         sandbox = self.sandbox(sandbox_id)
         line = f"cd {working_dir} && {command}" if working_dir else command
-        # `env` and not the sandbox's own environment, which all commands share.
+        # By the program `env`, because all commands share the sandbox's own environment.
         named = [f"{key}={value}" for key, value in (env or {}).items()]
         result = await sandbox.run([*(["env", *named] if named else []), "sh", "-c", line])
         if result.ended == "wall":
@@ -228,7 +227,7 @@ class SandboxClient:
     async def upload_file(
         self, sandbox_id: str, file_path: str, local_file_path: str, **settings: Any
     ) -> None:
-        """Put a file of this machine into a sandbox."""
+        """Copy a file from this machine into a sandbox."""
         data = await asyncio.to_thread(Path(local_file_path).read_bytes)
         # Absolute paths mean the hosted machine's root; here everything is inside one folder.
         await self.sandbox(sandbox_id).write_file(file_path.lstrip("/"), data)
@@ -236,24 +235,24 @@ class SandboxClient:
     async def download_file(
         self, sandbox_id: str, file_path: str, local_file_path: str, **settings: Any
     ) -> None:
-        """Get a file out of a sandbox."""
+        """Copy a file from a sandbox to this machine."""
         data = await self.sandbox(sandbox_id).read_file(file_path.lstrip("/"), max_bytes=2**26)
         await asyncio.to_thread(Path(local_file_path).write_bytes, data)
 
     async def delete(self, sandbox_id: str) -> None:
-        """End a sandbox; a missing one is gone already."""
+        """Delete a sandbox; a missing one has been deleted already."""
         sandbox = self._open.pop(sandbox_id, None)
         if sandbox is not None:
             await sandbox.close()
 
     async def bulk_delete(self, sandbox_ids: Sequence[str]) -> None:
-        """End several sandboxes."""
+        """Delete several sandboxes."""
         for sandbox_id in list(sandbox_ids):
             await self.delete(sandbox_id)
 
 
 def hosted_is_wanted() -> bool:
-    """Whether sandboxes are the hosted service's: where its client is installed, unless told."""
+    """Whether to use hosted sandboxes: by default, if their client is installed."""
     choice = os.environ.get(CHOICE, "")
     # A choice overrides what is installed, so that a laptop with the client can stay offline.
     if choice:
@@ -262,7 +261,7 @@ def hosted_is_wanted() -> bool:
 
 
 def _packages() -> str:
-    """Return the folder of the packages that code may import, numpy among them."""
+    """Return the folder of the packages that code may import, such as numpy."""
     found = importlib.util.find_spec("numpy")
     assert found is not None
     assert found.origin is not None

@@ -1,7 +1,8 @@
 """`SandboxEnv` and `PythonEnv` of verifiers 0.1.8.
 
-If the client of their hosted sandboxes (`prime-sandboxes`) is installed they use it, as they did;
-otherwise sandboxes are on this machine. `ROLLTREE_SANDBOX` (hosted, docker, local) decides.
+If the client of the hosted sandboxes (`prime-sandboxes`) is installed, they use it, as in
+verifiers; otherwise sandboxes are on this machine. `ROLLTREE_SANDBOX` (hosted, docker, local)
+overrides that.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def _encoded(text: str) -> str:
 
 
 def start_command() -> str:
-    """Return the command that a hosted sandbox starts with: packages, then the worker."""
+    """Return the start command of a hosted sandbox: install packages, then start the worker."""
     return (
         f"bash -lc 'rm -f {REQUESTS} {ANSWERS} {READY}; pip install -q numpy sympy scipy; "
         f"echo {_encoded(SOURCE + _SERVE)} | base64 -d > {WORKER}; "
@@ -129,7 +130,7 @@ def answer_text(answer: dict[str, Any]) -> str:
 
 
 try:
-    from typing_extensions import TypedDict  # pydantic describes no other before Python 3.12
+    from typing_extensions import TypedDict  # the only one pydantic accepts before Python 3.12
 except ImportError:
     from typing import TypedDict
 
@@ -140,8 +141,8 @@ class SandboxEnv(StatefulToolEnv):
     `state["sandbox_id"]` names it. Override `post_rollout` to look at it before it is deleted.
 
     Args:
-        kwargs: `StatefulToolEnv`'s, and `sandbox_client`: what makes the sandboxes, with the
-            methods of `SandboxClient`.
+        kwargs: `StatefulToolEnv`'s, and `sandbox_client`: an object that makes the sandboxes, with
+            the methods of `SandboxClient`.
 
     Raises:
         ConfigError: a sandbox with these settings cannot be made here; the message says what to
@@ -169,7 +170,7 @@ class SandboxEnv(StatefulToolEnv):
         jitter: float = 1e-3,
         **kwargs: Any,
     ) -> None:
-        # Not a parameter, because the public signature of 0.1.8 has none.
+        # Not a parameter, because it is not in the public signature of 0.1.8.
         sandbox_client = kwargs.pop("sandbox_client", None)
         # Before the base class, whose `__post_init__` registers the teardown that reads it.
         self.active_sandboxes: set[str] = set()
@@ -231,14 +232,14 @@ class SandboxEnv(StatefulToolEnv):
         return said or "(no output)"
 
     async def post_rollout(self, state: State) -> None:
-        """Look at the sandbox of a rollout that is over, and put what counts into the state."""
+        """Override to read from the sandbox of a finished rollout and write into the state."""
 
     @cleanup
     async def destroy_sandbox(self, state: State) -> None:
         """Call `post_rollout`, then delete the rollout's sandbox."""
         try:
-            # Scores are computed in it, so it comes before the sandbox is gone, and a failure in it
-            # must not leave the sandbox behind.
+            # `post_rollout` may compute scores in the sandbox, so it comes before the deletion, and
+            # a failure in it must not leave the sandbox behind.
             await self.post_rollout(state)
         finally:
             await self._delete(state.get("sandbox_id"))
@@ -267,7 +268,7 @@ class SandboxEnv(StatefulToolEnv):
         state: State,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Fill in the sandbox of `bash`."""
+        """Fill in the sandbox for `bash`."""
         if tool_name == "bash":
             return {**tool_args, "sandbox_id": state["sandbox_id"]}
         return tool_args
@@ -284,7 +285,7 @@ class SandboxEnv(StatefulToolEnv):
     @teardown
     async def teardown_sandboxes(self) -> None:
         """Delete the sandboxes of rollouts that never reached their cleanup."""
-        # Cleared first: a second teardown at exit must not ask for the same ones again.
+        # Cleared first: a second teardown at exit must not delete the same ones again.
         left = list(self.active_sandboxes)
         self.active_sandboxes.clear()
         if not left:
@@ -321,8 +322,8 @@ class PythonEnv(SandboxEnv):
 
     def __init__(self, **kwargs: Any) -> None:
         settings = {"sandbox_name": "python-env", "docker_image": DEFAULT_IMAGE, **kwargs}
-        # Other people's sandboxes keep one process alive, which reads code from a pipe; on this
-        # machine there is none that runs all the time.
+        # Hosted sandboxes, and those of an author's client, keep a process that reads code from a
+        # pipe; in sandboxes on this machine, no process runs all the time.
         client = settings.get("sandbox_client")
         is_others = hosted_is_wanted() if client is None else not isinstance(client, SandboxClient)
         if is_others:
@@ -347,7 +348,7 @@ class PythonEnv(SandboxEnv):
         state: State,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Fill in the sandbox and the interpreter of `python`."""
+        """Fill in the sandbox and the interpreter for `python`."""
         if tool_name != "python":
             return dict(tool_args)
         return {

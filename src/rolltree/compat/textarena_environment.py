@@ -62,26 +62,26 @@ class TextArenaEnv(MultiTurnEnv):
         return bool(state.get("game_completed", False))
 
     async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Messages:
-        """Make the model's guess and return what the game says."""
+        """Play the model's guess and return the game's observation."""
         game = state.get("ta_env")
         if game is None:
-            # In the first turn, as verifiers does.
+            # In the first turn, as in verifiers.
             game = state["ta_env"] = deepcopy(self.ta_env)
             game.reset(num_players=1)
-            # The row decides the word; the game has drawn another one.
+            # The row's word replaces the one that the game has drawn.
             game.state.game_state["secret_word"] = state["answer"]
         state["game_completed"], _ = game.step(str(self.parser.parse_answer(messages)))
         _, observation = game.get_observation()
         return [{"role": "user", "content": str(self.feedback_fn(observation))}]
 
     def ta_to_hf(self) -> tuple[Any, Any]:
-        """Return training and evaluation rows: the game's first words, and a word to find."""
+        """Return training and evaluation rows: the game's first observation, and a secret word."""
         from datasets import Dataset
 
         game = game_maker(self.game, {})()
         game.reset(num_players=1)
         _, question = game.get_observation()
-        # The global generator, as verifiers does: the same words for the same seed.
+        # The global generator, as in verifiers: the same seed gives the same words.
         random.seed(self.seed)
         num = self.num_train_examples + self.num_eval_examples
         rows = [{"question": question, "answer": random.choice(game.word_list)} for _ in range(num)]

@@ -55,7 +55,7 @@ class ToolEnv(MultiTurnEnv, rooms.ToolEnv):
         self.tool_map[_name_of(tool)] = tool
 
     def remove_tool(self, tool: Function) -> None:
-        """Offer a tool no longer.
+        """Stop offering a tool.
 
         Raises:
             ValueError: there is no such tool.
@@ -71,16 +71,16 @@ class ToolEnv(MultiTurnEnv, rooms.ToolEnv):
         """The model has answered without calling a tool."""
         if not state["trajectory"]:
             return False
-        # verifiers asks for the key alone, so an empty list of calls goes on to one more turn.
+        # verifiers only looks for the key, so an empty list of calls leads to one more turn.
         last = state["trajectory"][-1]["completion"][-1]
         return last["role"] == "assistant" and last.get("tool_calls") is None
 
     @stop
     async def max_turns_reached(self, state: State) -> bool:
-        """The model has had its turns. If it used the last one to answer, nothing was cut."""
+        """The model has made `max_turns` calls. If the last one is an answer, nothing was cut."""
         reached = bool(await super().max_turns_reached(state))
-        # Both conditions hold then and verifiers names the alphabetically first; rolltree's
-        # `truncated` would call a finished rollout cut.
+        # Both conditions are true then, and verifiers reports the alphabetically first; but a
+        # finished rollout is not `truncated`.
         if reached and await self.no_tools_called(state):
             state["terminated"] = True
         return reached
@@ -88,10 +88,10 @@ class ToolEnv(MultiTurnEnv, rooms.ToolEnv):
     async def call_tool(
         self, tool_name: str, tool_args: dict[str, Any], tool_call_id: str, **kwargs: Any
     ) -> ChatMessage:
-        """Call a tool and return its message; what it raises is the message's text.
+        """Call a tool and return its message; an exception becomes the message's text.
 
         Raises:
-            ToolUnavailable: the tool could not be asked at all.
+            ToolUnavailable: the tool could not be reached.
         """
         try:
             # In the event loop: tools of verifiers use objects that belong to its thread.
@@ -108,7 +108,7 @@ class ToolEnv(MultiTurnEnv, rooms.ToolEnv):
         assert isinstance(messages, list), "a tool environment answers chats"
         answers: list[ChatMessage] = []
         # verifiers asserts that there are calls; a failed rollout has no reward, and a policy could
-        # learn to have none.
+        # learn to avoid a reward that way.
         for call in messages[-1].get("tool_calls") or ():
             function = call.get("function", {})
             name, call_id = function.get("name", ""), call.get("id", "")
@@ -124,7 +124,7 @@ class ToolEnv(MultiTurnEnv, rooms.ToolEnv):
     async def _answer_spoiled(self, name: str, call_id: str, error: Exception) -> ChatMessage:
         """Return the answer to a call whose arguments are not JSON."""
         self.logger.error("Error parsing tool arguments: %s", error)
-        # verifiers calls the tool without arguments, and the model reads Python's complaint.
+        # verifiers calls the tool without arguments, and the model reads Python's error message.
         return await self.call_tool(name, {}, call_id)
 
     async def _completed_args(
@@ -159,7 +159,7 @@ class StatefulToolEnv(ToolEnv, rooms.StatefulToolEnv):
         self.skipped_args[_name_of(tool)] = list(args_to_skip)
 
     def remove_tool(self, tool: Function) -> None:
-        """Offer a tool no longer.
+        """Stop offering a tool.
 
         Raises:
             ValueError: there is no such tool.
@@ -179,7 +179,7 @@ class StatefulToolEnv(ToolEnv, rooms.StatefulToolEnv):
         """Return the arguments to call the tool with; `tool_args` are the model's, unchecked."""
 
     async def _answer_spoiled(self, name: str, call_id: str, error: Exception) -> ChatMessage:
-        # verifiers raises here, so that a model could end rollouts without a reward by bad JSON.
+        # verifiers raises here, so a model could end rollouts without a reward by invalid JSON.
         return {"role": "tool", "content": self.error_formatter(error), "tool_call_id": call_id}
 
     async def _completed_args(

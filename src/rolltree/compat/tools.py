@@ -17,7 +17,7 @@ from rolltree.types import ToolSchema
 
 
 def convert_func_to_oai_tool(func: Callable[..., Any]) -> ToolSchema:
-    """Return the OpenAI schema of a function, every argument of it required.
+    """Return the OpenAI schema of a function, with every argument required.
 
     Raises:
         ConfigError: a hint has no JSON schema, or pydantic is missing.
@@ -33,8 +33,8 @@ def convert_func_to_oai_tool(func: Callable[..., Any]) -> ToolSchema:
     }
 
 
-# verifiers describes tools through openai-agents, which reads docstrings with griffe and guesses
-# their style so: the most signs win, the first of equals, and Google's style without any.
+# verifiers describes tools with openai-agents, which reads docstrings with griffe and guesses their
+# style: the one with most signs, of equals the first, and without any signs Google's.
 _STYLE_SIGNS = {
     "sphinx": (r"^:param\s", r"^:type\s", r"^:return:", r"^:rtype:"),
     "numpy": tuple(rf"^{name}\s*\n\s*-{{3,}}" for name in ("Parameters", "Returns", "Yields")),
@@ -44,7 +44,7 @@ _PARAMETERS_HEADING = re.compile(r"(?i)(args|arguments|params|parameters):\s*$")
 
 
 def read_docstring(func: Callable[..., Any]) -> tuple[str, dict[str, str]]:
-    """Return what a docstring says of a function and, by name, of its parameters.
+    """Return a docstring's description of the function and, by name, those of its parameters.
 
     Raises:
         ConfigError: griffe is missing.
@@ -70,7 +70,7 @@ def read_docstring(func: Callable[..., Any]) -> tuple[str, dict[str, str]]:
     level = griffe_logger.level
     griffe_logger.setLevel(logging.ERROR)  # it warns of every parameter without a type
     try:
-        # griffe dedents again, and leaves the first line out of it unless that is empty.
+        # griffe dedents again, except for the first line, unless that is empty.
         sections = Docstring("\n" + doc, lineno=1, parser=style).parse()
     finally:
         griffe_logger.setLevel(level)
@@ -121,8 +121,8 @@ def _schema_of(func: Callable[..., Any], texts: Mapping[str, str]) -> dict[str, 
         text = texts.get(name)
         if get_origin(kind) is Annotated:
             said = next((item for item in get_args(kind)[1:] if isinstance(item, str)), None)
-            # The docstring overrides the annotation, and an empty text is none, as in openai-
-            # agents.
+            # The docstring overrides the annotation, and an empty text counts as missing, as in
+            # openai-agents.
             text = (text if text is not None else said) or None
         if parameter.kind is parameter.VAR_POSITIONAL:
             fields[name] = (_several(kind), Field(default_factory=list, description=text))
@@ -145,9 +145,9 @@ def _schema_of(func: Callable[..., Any], texts: Mapping[str, str]) -> dict[str, 
 
 
 def _known_to_pydantic(kind: Any) -> Any:
-    """Return a hint with `typing`'s typed dicts as those of `typing_extensions`.
+    """Return a hint with `typing`'s typed dicts replaced by those of `typing_extensions`.
 
-    Pydantic takes no others before Python 3.12.
+    Before Python 3.12, pydantic accepts only these.
     """
     if sys.version_info >= (3, 12) or not is_typeddict(kind):
         return kind
@@ -195,8 +195,8 @@ def _described(kind: Any, text: str | None) -> Any:
 def strict(schema: Any, root: Any = None) -> dict[str, Any]:
     """Return a JSON schema in OpenAI's strict form; `schema` is changed.
 
-    Objects are closed, unless they say that they are open, and require all that they have; defaults
-    of null are left out, and what a reference points to replaces it if it has a description.
+    Objects are closed, unless they say that they are open, and require all their properties; null
+    defaults are left out, and a reference with a description is replaced by its target.
     """
     root = schema if root is None else root
     for name in ("$defs", "definitions"):
@@ -210,20 +210,20 @@ def strict(schema: Any, root: Any = None) -> dict[str, Any]:
     if is_object:
         schema.setdefault("additionalProperties", False)
     if isinstance(properties, dict):
-        # Every property, also those with defaults: strict mode asks for it, and verifiers sends it.
+        # Every property, even with a default: strict mode requires it, and verifiers sends it.
         schema["required"] = list(properties)
         for part in properties.values():
             strict(part, root)
     if isinstance(schema.get("items"), dict):
         strict(schema["items"], root)
     if "oneOf" in schema:
-        # Strict mode knows no oneOf.
+        # Strict mode does not have oneOf.
         schema["anyOf"] = [*schema.get("anyOf", ()), *schema.pop("oneOf")]
     for part in (*schema.get("anyOf", ()), *schema.get("allOf", ())):
         strict(part, root)
     if len(schema.get("allOf", ())) == 1:
         schema.update(schema.pop("allOf")[0])
-    # As openai-agents, which takes null for no default.
+    # As in openai-agents, which treats null as no default.
     if schema.get("default", ...) is None:
         del schema["default"]
     # A reference with a description next to it is not allowed, so it is replaced by its target.

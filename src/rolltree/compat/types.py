@@ -1,4 +1,4 @@
-"""Type names of verifiers 0.1.8, and its states, also those that an environment makes by hand."""
+"""Type names of verifiers 0.1.8, and its states, including those that environments make by hand."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ Endpoints: TypeAlias = dict[str, Endpoint]
 def __getattr__(name: str) -> Any:
     if name != "ModelResponse":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # Authors annotate with it and check by isinstance, so it covers both kinds of answers.
+    # Authors annotate with it and use it in isinstance, so it covers both kinds of responses.
     try:
         from openai.types import Completion
         from openai.types.chat import ChatCompletion
@@ -92,17 +92,17 @@ AT_THE_END = ("completion", "advantage", "stop_condition")
 
 
 class CompatState(State):
-    """A state in which columns besides the input's fields are in `state["input"]` only."""
+    """A state in which columns other than the input's fields are only in `state["input"]`."""
 
     reads_columns = False
 
 
-# Messages name the class of a state, and authors know it as `State`.
+# Error messages name the class of a state, and authors know it as `State`.
 CompatState.__name__ = "State"
 
 
 class PlainState(CompatState):
-    """A dict that an author passed as a state: its input's fields are not keys of its own."""
+    """A dict that an author passed as a state: its input's fields are not its keys."""
 
     def __getitem__(self, key: str) -> Any:
         return dict.__getitem__(self, key)
@@ -115,7 +115,7 @@ def as_engine_state(state: Any) -> State:
     """Return a state, which an environment may have made by hand, as the engine needs it."""
     if not isinstance(state, State):
         state = CompatState(state)
-    # The engine shares prefixes through it; an author's plain list is taken over.
+    # The engine shares prefixes through a `Trajectory`; an author's plain list is converted.
     state["trajectory"] = Trajectory.of(state.get("trajectory"))
     for key, value in _MISSING.items():
         state.setdefault(key, value)
@@ -124,7 +124,7 @@ def as_engine_state(state: Any) -> State:
             generation_ms=0.0, scoring_ms=0.0, total_ms=0.0, start_time=time.time()
         )
     episode = current_episode()
-    # A failure must find the state it belongs to, also one that an author made by hand.
+    # A failure must be recorded in its state, even if an author made that by hand.
     if episode is not None and not any(known is state for known in episode.states):
         episode.states.append(state)
     return cast(State, state)

@@ -1,7 +1,7 @@
 """A client for SGLang's native `/generate`: ids in, ids and logprobs out.
 
-Written from SGLang's documentation and tested against a stand-in only. SGLang's OpenAI-compatible
-endpoints are `OpenAIClient`'s (without ids).
+Written from SGLang's documentation and tested only with a stand-in server. For SGLang's
+OpenAI-compatible endpoints use `OpenAIClient` (without ids).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Meta(msgspec.Struct):
 
 
 class GenerateAnswer(msgspec.Struct):
-    """The response of `/generate`, as far as it is used."""
+    """The fields of a `/generate` response that are used."""
 
     meta_info: _Meta
     output_ids: list[int] | None = None
@@ -51,10 +51,10 @@ _DECODER = msgspec.json.Decoder(GenerateAnswer)
 
 
 def decode_answer(body: bytes) -> GenerateAnswer:
-    """Decode an answer of `/generate`.
+    """Decode a response of `/generate`.
 
     Raises:
-        BadResponse: it is not JSON, or not of this shape.
+        BadResponse: it is not JSON, or has a different shape.
     """
     try:
         return _DECODER.decode(body)
@@ -66,9 +66,9 @@ def decode_answer(body: bytes) -> GenerateAnswer:
 
 
 def sampled_of(answer: GenerateAnswer, version: int) -> Answer:
-    """Return what was sampled.
+    """Return the sampled answer.
 
-    `version` is the policy's where the server gives no number.
+    `version` is the policy version to use if the server does not report a number.
 
     Raises:
         TokenError: there are no ids or no logprobs, or they contradict each other.
@@ -82,7 +82,7 @@ def sampled_of(answer: GenerateAnswer, version: int) -> Answer:
             "call cannot be trained. Which version of SGLang is it?"
         )
     ids = [token for _, token, _ in triples]
-    # Both are sent. If they differ, nothing says which ids were sampled.
+    # The server sends both. If they differ, it is not known which ids were sampled.
     if answer.output_ids is not None and answer.output_ids != ids:
         raise TokenError(
             f"SGLang's output_ids ({len(answer.output_ids)}) are not the ids of its logprobs "
@@ -103,19 +103,19 @@ def sampled_of(answer: GenerateAnswer, version: int) -> Answer:
 
 
 class SGLangClient(TokenClient):
-    """One SGLang server, asked by token ids.
+    """A client of one SGLang server, which it sends token ids.
 
     Args:
         base_url: the server's root, such as `http://127.0.0.1:30000`.
-        model: the name this model goes by; SGLang serves one and takes none.
+        model: the model's name here; SGLang serves one model, and requests do not name it.
         renderer: renders prompts and reads answers.
         api_key, retry, timeout_s, deadline_s, max_connections, max_answer_bytes, transport: as
             `OpenAIClient`'s.
 
-    SGLang's logprobs are those at the request's temperature, before top_p and top_k; with these
-    they are not those of the distribution sampled from, and are dropped. Seeds are obeyed only by a
-    server started with --enable-deterministic-inference. A server started with
-    SGLANG_RETURN_ORIGINAL_LOGPROB gives others at a temperature other than 1: do not use it.
+    SGLang's logprobs are at the request's temperature, but before top_p and top_k; with either,
+    they are not those of the sampled distribution, and are dropped. Seeds have an effect only on a
+    server started with --enable-deterministic-inference. Do not set SGLANG_RETURN_ORIGINAL_LOGPROB
+    on the server: its logprobs are wrong then at temperatures other than 1.
     """
 
     version: int = 0
@@ -159,7 +159,7 @@ class SGLangClient(TokenClient):
         return self._server
 
     async def check_health(self) -> None:
-        """Return if the server is well; raises as `HttpClient.check_health`."""
+        """Return if the server is healthy; raises like `HttpClient.check_health`."""
         await self._server.check_health()
 
     async def aclose(self) -> None:
@@ -167,11 +167,11 @@ class SGLangClient(TokenClient):
         await self._server.aclose()
 
     async def sample(self, request: GenerateRequest, on_token: Any = None) -> Answer:
-        """Send ids and return what was sampled.
+        """Send ids and return the sampled answer.
 
         Raises:
-            UnsupportedSetting: the call names another model, or has fields that SGLang lacks.
-            ModelError: as `HttpClient.post` says.
+            UnsupportedSetting: the call names a different model, or has fields that SGLang lacks.
+            ModelError: as in `HttpClient.post`.
         """
         check_model(request.model, self._model)
         sampling = request.sampling
@@ -189,8 +189,8 @@ class SGLangClient(TokenClient):
         check_num_sampled(len(ids), sampling.max_tokens)
         if answer.finish_reason == FinishReason.STOP:
             answer.text = self.renderer.answer_text(ids, sampling)
-        # SGLang computes them before these cuts, so they are not of the distribution that was
-        # sampled from.
+        # SGLang computes logprobs before these cuts, so they are not those of the sampled
+        # distribution.
         if sampling.top_p != 1.0 or sampling.top_k:
             answer.logprobs = None
         answer.add_outcome(outcome)
@@ -201,7 +201,7 @@ def sampling_params(sampling: SamplingParams, end_ids: Sequence[int]) -> dict[st
     """Return SGLang's `sampling_params`; `end_ids` end an answer too.
 
     Raises:
-        UnsupportedSetting: there are further fields.
+        UnsupportedSetting: `sampling` has fields that are not sent to SGLang.
     """
     further = extra_of(sampling)
     if further:
@@ -219,7 +219,7 @@ def sampling_params(sampling: SamplingParams, end_ids: Sequence[int]) -> dict[st
         "stop_token_ids": list(dict.fromkeys((*sampling.stop_token_ids, *end_ids))),
         # The renderer reads tool calls and reasoning from special tokens.
         "skip_special_tokens": False,
-        # What was sampled is trained, the stop string included.
+        # All sampled tokens are trained, including those of the stop string.
         "no_stop_trim": True,
     }
     if sampling.stop:

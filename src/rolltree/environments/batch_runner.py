@@ -1,6 +1,7 @@
 """Runs many rollouts of an environment and collects their results.
 
-`BatchRunner` makes requests for the rollout engine; intervals are in `rolltree.evaluation`.
+`BatchRunner` makes requests for the rollout engine; confidence intervals are in
+`rolltree.evaluation`.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from rolltree.types import (
 )
 
 _MANY = 200
-"""Requests that are made in a thread, since making them would hold the event loop."""
+"""More requests than this are made in a thread, since making them would block the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +86,9 @@ class GenerateResults(Finished):
     """Finished rollouts in the order of their inputs, with one list per column.
 
     Columns are attributes and items: `results.reward` is `results["reward"]`. They are `state`,
-    the input's (`prompt`, `answer`, `task`, `info`, `example_id`), `completion`, `reward` (None
-    for a rollout that failed or was not scored), `stop_conditions` and `metrics`, which is one
-    list per metric name.
+    the input's columns (`prompt`, `answer`, `task`, `info`, `example_id`), `completion`, `reward`
+    (None for a rollout that failed or was not scored), `stop_conditions` and `metrics`, which is
+    one list per metric name.
     """
 
     state: list[State]
@@ -143,13 +144,13 @@ _COLUMNS = (
 
 
 def metric_lists(states: Sequence[State]) -> dict[str, list[float | None]]:
-    """Return one list per metric that some state has."""
+    """Return one list per metric that any state has."""
     names = dict.fromkeys(name for state in states for name in state.metrics or ())
     return {name: [(state.metrics or {}).get(name) for state in states] for name in names}
 
 
 def mean_of_known(values: Sequence[float | None]) -> float | None:
-    """Return the mean of the values that are known, or None when none is."""
+    """Return the mean of the values that are not None, or None if all are."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
 
@@ -202,11 +203,11 @@ class BatchRunner(ABC):
         model: str,
         sampling_args: SamplingArgs | None = None,
     ) -> State:
-        """Play one rollout and return its state, with the failure in it if there was one."""
+        """Play one rollout and return its state, which also records a failure."""
 
     @abstractmethod
     async def _cleanup(self, state: State) -> None:
-        """Run the cleanups of this state unless they ran."""
+        """Run the cleanups of this state unless they have run."""
 
     # Data
 
@@ -234,11 +235,11 @@ class BatchRunner(ABC):
         return self.eval_dataset.take(n, seed)
 
     def own_rows(self, split: Split) -> Rows | None:
-        """Return the rows that a split has of its own."""
+        """Return a split's own rows; None if it has none."""
         return self.dataset if split == "train" else self.eval_dataset
 
     def num_examples(self, split: Split) -> int:
-        """Return how many rows the split has. Without evaluation rows it is the training rows."""
+        """Return how many rows the split has; without evaluation rows, how many training rows."""
         return len(self._split(split))
 
     def example(self, split: Split, index: int) -> RolloutInput:
@@ -246,11 +247,11 @@ class BatchRunner(ABC):
         return self.input_of(self._split(split)[index])
 
     def group_of(self, row: Mapping[str, Any]) -> str:
-        """Return the group of rollouts that `generate` compares those of a row with."""
+        """Return the name of the group in which `generate` compares a row's rollouts."""
         return f"{row['task']}/{row['example_id']}"
 
     def input_of(self, row: Mapping[str, Any]) -> RolloutInput:
-        """Return what a rollout gets of a row: the input's columns, in a fresh dict."""
+        """Return a rollout's input: the input columns of a row, in a new dict."""
         return as_input(row)
 
     def _split(self, split: Split) -> Rows:
@@ -259,10 +260,10 @@ class BatchRunner(ABC):
     # One request
 
     async def run_request(self, request: RolloutRequest, client: ModelClient) -> Sequence[State]:
-        """Play and score one episode. Never raises for a failed one, except when cancelled.
+        """Play and score one episode. A failure does not raise, only a cancellation does.
 
-        With group reward functions the reward waits for `score_group`. The engine's time limit is
-        for playing; scoring does not count.
+        With group reward functions, `score_group` sets the reward later. The engine's time limit
+        covers playing, not scoring.
         """
         states = await self.play_request(request, client)
         await score_episode(self.rubric, states)
@@ -270,8 +271,8 @@ class BatchRunner(ABC):
 
     async def play_request(self, request: RolloutRequest, client: ModelClient) -> list[State]:
         """Play one episode without scoring it."""
-        # The engine has made the episode, with its clock; other callers of `play_request` get one
-        # without a limit.
+        # The engine has made the episode, with its clock; other callers of `play_request` get an
+        # episode without a time limit.
         episode = current_episode()
         if episode is not None and episode.request is request:
             return await self._play(episode, client)
@@ -285,29 +286,29 @@ class BatchRunner(ABC):
         model: str,
         sampling_args: SamplingArgs | None = None,
     ) -> list[State]:
-        """Play one episode and return the state of each of its rollouts: here, of the one."""
+        """Play one episode and return the states of its rollouts; here there is only one."""
         return [await self.rollout(input, client, model, sampling_args)]
 
     async def _play(self, episode: Episode, client: ModelClient) -> list[State]:
         request = episode.request
         seeds = call_seeds(request)
         client = seeded(client, seeds)
-        # Overrides of `rollout` know sampling arguments as OpenAI's fields.
+        # Overrides of `rollout` expect sampling arguments as OpenAI's fields.
         args = {**sampling_to_args(request.sampling), "seed": seeds.seed}
         states: list[State] | None = None
         try:
             states = await self.rollouts(request.input, OpenAIView(client), client.model, args)
-            # An override may have put a plain list there.
+            # An override may have assigned a plain list.
             for state in states:
                 state.trajectory = Trajectory.of(state.get("trajectory"))
         except Exception as error:  # noqa: BLE001  an overridden rollout() may raise: it is data
-            # The steps that it made are kept, if it came as far as a state.
+            # If the episode got as far as a state, its steps are kept.
             states = [episode.states[-1] if episode.states else _empty_state(request)]
             if states[0].get("error") is None:
                 states[0]["error"] = failure_of(error)
             states[0]["reward"] = None
         finally:
-            # Also when cancelled: then nothing was returned, and the episode has what was begun.
+            # Also when cancelled: nothing was returned then, but the episode has the states so far.
             for made in states if states is not None else episode.states:
                 await self._cleanup(made)
         for state in states:
@@ -344,12 +345,12 @@ class BatchRunner(ABC):
     ) -> GenerateResults:
         """Run rollouts for rows and return them in the rows' order.
 
-        What agents delegated is in `results.results[i].states`, after the episode's own rollouts.
+        Delegated rollouts are in `results.results[i].states`, after the episode's own rollouts.
 
-        Rows with one `example_id` are one group, and so are the `rollouts_per_example` of a row:
-        they share the world's seed, and `advantage` is the reward minus the group's mean. `seed`
-        decides every seed; `max_concurrent=-1` means no limit. The caller's `sampling_args`
-        override the environment's, field by field.
+        The rollouts of all rows with the same task and `example_id` are one group: they share the
+        world's seed, and `advantage` is the reward minus the group's mean. All seeds are derived
+        from `seed`; `max_concurrent=-1` means no limit. The caller's `sampling_args` override the
+        environment's, field by field.
 
         Raises:
             ConfigError: the rows, the client or a setting cannot be used. Failed rollouts do not
@@ -362,14 +363,14 @@ class BatchRunner(ABC):
         args = merge_args(self.sampling_args, sampling_args)
         rows = self.rows(inputs)
         make = partial(self._requests, rows, args, seed, rollouts_per_example)
-        # Formatting rows and deriving seeds takes long for many, and a caller's event loop serves
-        # others meanwhile.
+        # Formatting many rows and deriving their seeds takes long, and must not block the caller's
+        # event loop.
         is_long = len(rows) * rollouts_per_example > _MANY
         requests = await asyncio.to_thread(make) if is_long else make()
         if max_concurrent == -1:
             max_concurrent = max(1, len(requests))
         engine = RolloutEngine(
-            # It has no `score_group`, so the engine holds no results back for a comparison either.
+            # An `UnscoredSource` has no `score_group`, so the engine does not wait for groups.
             self if score_rollouts else UnscoredSource(self),
             asked,
             model=name,
@@ -423,7 +424,7 @@ class BatchRunner(ABC):
     ) -> list[State]:
         """Run the given inputs as one group and return the scored states."""
         first = group_inputs[0]["example_id"] if group_inputs else 0
-        # One example id makes them one group, whatever rows they are.
+        # The rows get the same example id, which makes them one group.
         rows = [dict(row, example_id=first) for row in group_inputs]
         results = await self.generate(rows, client, model, sampling_args, **settings)
         return results.state
@@ -444,7 +445,7 @@ class BatchRunner(ABC):
         self, rows: Rows, args: SamplingArgs, seed: int, rollouts_per_example: int
     ) -> list[RolloutRequest]:
         sampling = resolve_sampling(None, args)
-        # Rows with one example id are one group too, so members are counted across rows.
+        # Rows with the same example id are one group, so members are counted across rows.
         met: Counter[str] = Counter()
         requests: list[RolloutRequest] = []
         for row in rows:
@@ -464,20 +465,20 @@ class BatchRunner(ABC):
 
 
 class UnscoredSource:
-    """An environment that is played and not scored."""
+    """An environment that is played but not scored."""
 
     def __init__(self, environment: BatchRunner) -> None:
         self.env_id = environment.env_id
         self.num_examples = environment.num_examples
         self.example = environment.example
         self.run_request = environment.play_request
-        # The engine checks that the chat template shows a row's tools; environments of `compat`
-        # have no such method.
+        # The engine checks that the chat template shows a row's tools; a `BatchRunner` need not
+        # have `tools_for`.
         self.tools_for = getattr(environment, "tools_for", lambda row: ())
 
 
 def states_of(result: RolloutResult) -> tuple[State, ...]:
-    """Return the states of the episode's own agents; delegated ones are in the result."""
+    """Return the states of the episode's own agents, without delegated rollouts."""
     if result.states:
         return tuple(s for s in result.states if s.get("parent_rollout") is None)
     state = _empty_state(result.request)
@@ -486,7 +487,7 @@ def states_of(result: RolloutResult) -> tuple[State, ...]:
 
 
 def _empty_state(request: RolloutRequest) -> State:
-    """Return what is known of an episode that failed before it had a state."""
+    """Return a state for an episode that failed before it had one."""
     return State(
         input=dict(request.input),
         is_completed=False,
@@ -510,10 +511,10 @@ async def _fill_advantages(results: Sequence[RolloutResult]) -> None:
     groups: defaultdict[tuple[str, str], list[State]] = defaultdict(list)
     for result in results:
         for state in result.states:
-            # Delegated rollouts were asked different things; a mean over them says nothing.
+            # Delegated rollouts had different subtasks, so their mean reward is meaningless.
             if state.parent_rollout is None:
                 groups[result.request.group_id, str(state.agent or "")].append(state)
     for states in groups.values():
-        # Ten thousand groups in one go would hold the loop.
+        # Ten thousand groups in one go would block the event loop.
         await yield_fairly()
         write_advantages(states)

@@ -1,6 +1,6 @@
-"""`check_environment`: play an environment with scripted answers and report broken promises.
+"""`check_environment`: play an environment with scripted answers and report what is wrong with it.
 
-The answers are empty, constant, a list of everything, the prompt repeated, and the reference; one
+The answers are empty, constant, a list of all answers, the repeated prompt, and the reference; one
 model call fails and one is cancelled. Whether the task is worth learning is not checked.
 """
 
@@ -49,7 +49,7 @@ CHECKS: dict[str, str] = {
 }
 
 EMPTY_LIMIT = 0.25
-"""An empty answer may earn this share of the reward range: some environments pay for politeness."""
+"""An empty answer may earn this share of the reward range: some rubrics also reward style."""
 GUESS_LIMIT = 0.5
 """A guess may earn this share: a constant answer to a fair yes-or-no question is right half the
 time."""
@@ -60,7 +60,7 @@ _CANCEL_LIMIT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ContractFinding:
-    """A broken check: its name in `CHECKS`, and what was seen."""
+    """A failed check: its name in `CHECKS`, and a description of the problem."""
 
     check: str
     message: str
@@ -68,7 +68,7 @@ class ContractFinding:
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """The findings. `notes` list what could not be checked, or looks odd but may be intended."""
+    """The findings. `notes` lists what could not be checked, or looks odd but may be intended."""
 
     env_id: str
     num_examples: int
@@ -78,15 +78,15 @@ class CheckReport:
 
     @property
     def is_sound(self) -> bool:
-        """Whether nothing was found."""
+        """Whether there are no findings."""
         return not self.findings
 
 
 def check_environment(make: Callable[[], Environment], **settings: Any) -> CheckReport:
-    """Check an environment and return what was found.
+    """Check an environment and return a report.
 
     It also works if an event loop runs already. `settings` are those of `check_environment_async`,
-    which async functions await.
+    for use in async functions.
     """
     return run_sync(check_environment_async(make, **settings))
 
@@ -98,22 +98,21 @@ async def check_environment_async(
     reward_range: tuple[float, float] = (0.0, 1.0),
     allow: Sequence[str] = (),
 ) -> CheckReport:
-    """Check an environment and return what was found.
+    """Check an environment and return a report.
 
     Args:
-        make: returns a new environment; it is called twice, and must make the same one.
+        make: returns a new environment; it is called twice, and both must be alike.
         num_examples: evaluation rows to play.
         reward_range: lowest and highest intended reward.
         allow: names of checks (`CHECKS`) to leave out of the report.
 
     Raises:
-        ConfigError: `allow` has an unknown name. What the environment raises when it is made is
-            raised too.
+        ConfigError: `allow` has an unknown name. Errors of `make` are passed on.
     """
     unknown = [name for name in allow if name not in CHECKS]
     if unknown:
         raise ConfigError(f"there is no check {unknown[0]!r}.{did_you_mean(unknown[0], CHECKS)}")
-    # Two, because rows that are drawn without a seed look sound in one instance.
+    # Two, because rows that are drawn without a seed look fine in a single instance.
     first, second = make(), make()
     try:
         check = _Check(first, num_examples, reward_range)
@@ -139,7 +138,7 @@ async def check_environment_async(
 def row_findings(
     first: Environment, second: Environment, num_examples: int
 ) -> list[ContractFinding]:
-    """Return what the rows of two instances of one environment show."""
+    """Return the findings about the rows of two instances of one environment."""
     findings = []
     splits = [("training", first.own_rows("train"), second.own_rows("train"))]
     splits.append(("evaluation", first.own_rows("eval"), second.own_rows("eval")))
@@ -167,14 +166,14 @@ def row_findings(
 
 
 def leak_rate(shown: Sequence[tuple[str, str]]) -> tuple[float, float]:
-    """Return the share of prompts that contain their own answer, and that of others' answers.
+    """Return how often a prompt contains its own answer, and how often that of another row.
 
-    `shown` is (prompt, answer). The second number tells a leak from a choice that all prompts
-    offer.
+    `shown` holds (prompt, answer) pairs. The second share distinguishes a leak from answers that
+    all prompts list.
     """
     if not shown:
         return 0.0, 0.0
-    # Only the difference tells: "A, B, C or D?" holds every answer, its own too.
+    # Only the difference counts: "A, B, C or D?" contains every answer, including its own.
     own = sum(_contains(prompt, answer) for prompt, answer in shown) / len(shown)
     pairs = [
         _contains(prompt, other)
@@ -193,7 +192,7 @@ def shared_questions(env: Environment) -> tuple[list[str], int]:
     train = {_prompt(row) for row in train_rows[:_MAX_ROWS]}
     tested = [_prompt(row) for row in eval_rows[:_MAX_ROWS]]
     if len(train) == 1 and set(tested) == train:
-        # Worlds: the seed makes the difference, not the row.
+        # Worlds: their episodes differ by the seed, not by the row.
         return [], len(tested)
     return [prompt for prompt in tested if prompt in train], len(tested)
 
@@ -224,7 +223,7 @@ def _prompt(row: Any) -> str:
 
 
 class _Check:
-    """Plays the rows of one environment with one probe after the other."""
+    """Plays the rows of one environment with one probe after another."""
 
     def __init__(
         self, env: Environment, num_examples: int, reward_range: tuple[float, float]
@@ -241,7 +240,7 @@ class _Check:
         self._prompts: dict[int, str] = {}
 
     async def score_findings(self) -> list[ContractFinding]:
-        """Return what the rewards of the probes show."""
+        """Return the findings about the rewards of the probes."""
         await self._find_style()
         empty = max(await self._mean("empty", ""), await self._mean("bare", self.best_style("")))
         if empty > self._share(EMPTY_LIMIT):
@@ -271,8 +270,8 @@ class _Check:
             self.notes.append("the rows have no answers, so the reference answer was not tried")
             return
         best, name = float("-inf"), ""
-        # How this environment wants answers written is not declared, so the reference answer is
-        # tried in each way; the best is the one that probes use.
+        # Environments do not declare their answer format, so the reference answer is tried in each
+        # style, and probes use the style that earned most.
         for style_name, style in styles_of(self.env.parser).items():
             earned = await self._mean(
                 "reference", [style(answer) for answer in self.answers], keep=False
@@ -305,7 +304,7 @@ class _Check:
                 self._found("guessing-scores", f"{name} earns {earned:.2f} on average")
 
     def leak_findings(self) -> list[ContractFinding]:
-        """Return whether the prompts that were sent hold their own answers."""
+        """Return a finding if the prompts that were sent contain their own answers."""
         shown = [(self._prompts.get(i, ""), a) for i, a in enumerate(self.answers) if a]
         own, other = leak_rate(shown)
         if own >= 0.5 and own - other >= 0.4:
@@ -318,7 +317,7 @@ class _Check:
         return []
 
     async def _mean(self, name: str, reply: Any, *, keep: bool = True) -> float:
-        """Play all rows with a reply (or one per row), and note what the states show."""
+        """Play all rows with one reply (or one per row) and return their mean reward."""
         earned: list[float] = []
         for index in range(len(self.rows)):
             probe = Probe(reply[index] if isinstance(reply, list) else reply)
@@ -354,7 +353,7 @@ class _Check:
 
     def _found(self, check: str, message: str) -> None:
         finding = ContractFinding(check, message)
-        # Every probe may break the same promise; three examples say it.
+        # Every probe may fail the same check; three examples are enough.
         if sum(found.check == check for found in self.findings) < 3:
             self.findings += [] if finding in self.findings else [finding]
 
@@ -368,7 +367,7 @@ async def play(env: Environment, rows: Any, index: int, probe: Probe) -> State:
 
 
 async def _generate(env: Environment, row: Any, probe: Probe) -> State:
-    """Play one row with the engine's own `generate`: compat's raises where this one records."""
+    """Play one row with `Environment.generate`, which records errors that compat's raises."""
     # A fixed seed: a finding must be reproducible.
     results = await Environment.generate(env, list(row), probe, seed=1)
     return results.state[0]
@@ -377,7 +376,7 @@ async def _generate(env: Environment, row: Any, probe: Probe) -> State:
 async def _repeat_findings(
     first: Environment, second: Environment, num_examples: int, style: Style
 ) -> list[ContractFinding]:
-    """Play the same rows with the same seed and words again, in the same and another instance."""
+    """Play rows repeatedly with the same seed and reply, in the same and in another instance."""
     rows, again = first.get_eval_dataset(num_examples), second.get_eval_dataset(num_examples)
     for index in range(min(4, len(rows), len(again))):
         reply = style(str(rows[index].get("answer") or "1"))
@@ -413,7 +412,7 @@ def _all_text(prompt: tuple[Any, Any]) -> str:
 
 
 async def lifecycle_findings(env: Environment) -> list[ContractFinding]:
-    """Play one row to its end, into a failing model call, and into a cancellation."""
+    """Play one row to its end, with a failing model call, and with a cancellation."""
     rows = env.get_eval_dataset(1)
     findings: list[ContractFinding] = []
     failure = ServerError("the model server is down (a probe)", status=500, retryable=False)
@@ -449,7 +448,7 @@ def counted(env: Environment) -> Iterator[Counter[str]]:
 
     try:
         env._cleanup_handlers = [counting(handler) for handler in handlers]
-        # An override of `rollout` may call its handler by name, past the list.
+        # An override of `rollout` may call a handler by name instead of through the list.
         for handler in env._cleanup_handlers:
             setattr(env, handler.__name__, handler)
         yield counts
@@ -460,9 +459,9 @@ def counted(env: Environment) -> Iterator[Counter[str]]:
 
 
 async def _cancelled(env: Environment, rows: Any) -> bool:
-    """Cancel a rollout while the model is being asked; whether it came to that."""
+    """Cancel a rollout during a model call; return whether it made one."""
     probe = Probe(hang=True)
-    # Past the engine, which would run the cleanup itself if the rollout did not.
+    # Without the engine, which would run the cleanup itself if the rollout did not.
     task = asyncio.ensure_future(env.rollout(env.example("eval", 0), probe, probe.model))
     asked = asyncio.ensure_future(probe.is_asked.wait())
     await asyncio.wait([task, asked], return_when=asyncio.FIRST_COMPLETED, timeout=_CANCEL_LIMIT_S)
@@ -489,7 +488,7 @@ def _failure_findings(state: State) -> list[ContractFinding]:
     return [
         ContractFinding(
             "failure-hidden",
-            f"a model call failed, and the rollout has the reward {state['reward']} and the error "
+            f"a model call failed, but the rollout has the reward {state['reward']} and the error "
             f"{state.get('error')}; the model would be trained on it",
         )
     ]

@@ -35,7 +35,7 @@ Style = Callable[[str], str]
 
 
 class EndlessRollout(RolltreeError):
-    """An environment asked a probe more often than any rollout needs."""
+    """An environment called a probe more often than any rollout needs."""
 
 
 class Probe:
@@ -60,7 +60,7 @@ class Probe:
         self._num_calls = 0
 
     def session(self) -> Probe:
-        """Return this probe: every rollout has its own."""
+        """Return this probe itself: every rollout has its own."""
         self._num_calls = 0
         return self
 
@@ -73,7 +73,7 @@ class Probe:
         model: str | None = None,
         message_type: MessageType = "chat",
     ) -> ModelResponse:
-        """Answer.
+        """Return the reply.
 
         Raises:
             EndlessRollout: at call 101 of one rollout.
@@ -110,7 +110,7 @@ class Probe:
 
 
 def styles_of(parser: Parser) -> dict[str, Style]:
-    """Return the ways to write an answer so that this parser may find it, by name."""
+    """Return styles of writing an answer so that this parser may find it, by name."""
     styles: dict[str, Style] = {"plain": str}
     if isinstance(parser, XMLParser):
         styles["tags"] = lambda text: _in_tags(parser, text)

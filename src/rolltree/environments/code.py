@@ -37,7 +37,7 @@ def changed_code(source: object, run: Run) -> str | None:
     if now == before:
         return None
     run.set_meta(META, now)
-    # Before the first rollout is stored, nothing was played by the old code.
+    # Before the first rollout is stored, nothing has been played with the old code.
     if before is None or not run.is_bound:
         return None
     names = sorted(name for name in {*now, *before} if now.get(name) != before.get(name))
@@ -72,7 +72,7 @@ def _neighbours(folder: Path) -> Iterator[Path]:
         hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
         if hidden or not path.is_file() or path.suffix not in (".py", *_DATA):
             continue
-        # The settings of a run are compared by themselves.
+        # The settings of a run are compared separately.
         if path.name == TRAIN_CONFIG:
             continue
         if path.stat().st_size <= _MAX_BYTES:

@@ -1,4 +1,4 @@
-"""The completion of a rollout: what was said after its prompt, rewritten histories included."""
+"""The completion of a rollout: everything after its prompt, even if histories were rewritten."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from rolltree.types import ChatMessage, Messages, TrajectoryStep, concat_message
 def render_completion(
     prompt: Messages, steps: Sequence[TrajectoryStep], final_response: Messages | None = None
 ) -> Messages:
-    """Return everything after `prompt`, in the order in which it was said.
+    """Return all messages after `prompt`, in order.
 
-    As long as each step's prompt continues the step before, that is the last step's conversation
-    without `prompt`. Where an environment rewrote the history, nothing said before is lost: of
-    such a prompt the new part is what follows its last assistant message and does not already
-    begin the earlier prompt. `final_response` is the environment's response after the last step.
+    If each step's prompt continues the previous step, they are the last step's conversation without
+    `prompt`. If an environment rewrote the history, earlier messages are kept, and such a prompt
+    adds what follows both its last assistant message and the messages that it shares with the
+    previous conversation. `final_response` is the environment's response after the last step.
     Without steps the completion is empty.
     """
     empty: Messages = "" if isinstance(prompt, str) else []
@@ -36,9 +36,9 @@ def render_completion(
 
 
 def conversation(steps: Sequence[TrajectoryStep]) -> Messages:
-    """Return what was said up to the end of the last step, its prompt included.
+    """Return the conversation up to the end of the last step, including its prompt.
 
-    A list is a new one; the messages in it are the steps' own.
+    A list is new, but its messages are the steps' own objects.
     """
     if isinstance(steps, Trajectory):
         return steps.conversation()
@@ -46,7 +46,7 @@ def conversation(steps: Sequence[TrajectoryStep]) -> Messages:
 
 
 def appended_messages(before: Messages, prompt: Messages) -> Messages:
-    """Return what `prompt` adds to the conversation `before`."""
+    """Return the part of `prompt` that is new after the conversation `before`."""
     shared = _num_shared(before, prompt)
     if isinstance(prompt, str) or isinstance(before, str) or shared == len(before):
         return prompt[shared:]

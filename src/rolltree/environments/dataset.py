@@ -1,4 +1,4 @@
-"""Rows: data sets as environments see them, and where benchmark rows come from.
+"""Rows: data sets as environments read them, and the sources of benchmark rows.
 
 Rows are formatted when they are read, so a large data set costs nothing to open. The `datasets`
 package is needed only for Parquet files and the Hugging Face hub.
@@ -30,8 +30,8 @@ class RowFormat:
     """How a row becomes a prompt.
 
     A row with a `prompt` keeps it; otherwise `question_key` becomes the user's message. The system
-    prompt goes in front unless the row's prompt has its own, the few-shot messages after it.
-    `example_id` is the row's, or its index; `task` the row's, or the environment's name.
+    prompt goes in front, unless the row's prompt has one; the few-shot messages follow it.
+    `example_id` defaults to the row's index, `task` to the environment's name.
     """
 
     env_id: str = "default"
@@ -56,8 +56,8 @@ class RowFormat:
         formatted["prompt"] = self._prompt(prompt, index)
         if self.answer_key != "answer" and self.answer_key in row:
             formatted["answer"] = row[self.answer_key]
-        # Arrow turns a missing id of some rows into None, and hub data sets have ids that are
-        # strings; results and groups count on integers.
+        # Arrow turns missing ids into None, and some hub data sets have strings as ids; results and
+        # groups need integers.
         if not isinstance(row.get("example_id"), int):
             formatted["example_id"] = index
         if row.get("task") is None:
@@ -92,15 +92,15 @@ class RowFormat:
 
     def _asks_nothing(self, prompt: Any, index: int) -> ConfigError:
         return ConfigError(
-            f"row {index} of a data set has a {type(prompt).__name__} to ask, "
-            f"{str(prompt)[:60]!r}, and not a text or a list of messages. "
+            f"the prompt of row {index} of a data set is a {type(prompt).__name__}, "
+            f"{str(prompt)[:60]!r}, not a string or a list of messages. "
             f"Write a string under {self.question_key!r}, or "
             'under \'prompt\' messages such as [{"role": "user", "content": "7 + 5 ="}].'
         )
 
 
 class Rows(Sequence[Row]):
-    """Rows of a data set, formatted when read. It never changes; `shuffle` returns another one."""
+    """Rows of a data set, formatted when read. Immutable: `shuffle` returns new `Rows`."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class Rows(Sequence[Row]):
         """Open `data`.
 
         Raises:
-            ConfigError: it is of no known kind, unreadable, or has no rows.
+            ConfigError: `data` has an unknown type, cannot be read, or has no rows.
         """
         if isinstance(data, Rows):
             return data
@@ -130,13 +130,12 @@ class Rows(Sequence[Row]):
             )
         if len(source) == 0:
             raise ConfigError("a data set has no rows, so there would be nothing to run.")
-        # A list is in memory, and all of it is looked at; of a file or a hub data set the first row
-        # must do.
+        # A list is in memory, so every row is checked; of other data sets only the first.
         for index, row in enumerate(source if isinstance(source, list | tuple) else [source[0]]):
             if not isinstance(row, Mapping):
                 raise ConfigError(
                     f"row {index} of a data set is a {type(row).__name__}, not a dict of columns: "
-                    f"{str(row)[:60]!r}. What to ask would be a guess. Write rows such as "
+                    f"{str(row)[:60]!r}. It cannot be made a prompt. Write rows such as "
                     '{"question": "7 + 5 =", "answer": "12"}.'
                 )
         return cls(source, formatter)
@@ -178,7 +177,7 @@ class Rows(Sequence[Row]):
 
     def take(self, num: int, seed: int | None = None) -> Rows:
         """Return the first `num` rows (-1: all), after shuffling when there is a seed."""
-        # Another view, and never in place: rows are shared by all users of this environment.
+        # A new view, never in place: rows are shared by all users of this environment.
         rows = self if seed is None else self.shuffle(seed)
         return rows if num < 0 else rows[:num]
 
@@ -188,7 +187,7 @@ class Rows(Sequence[Row]):
         return Rows(self._source, self._format, order)
 
     def map(self, change: Callable[[Row], Row]) -> Rows:
-        """Return rows that are changed when they are read."""
+        """Return rows to which `change` is applied when they are read."""
         before = self._format
         return Rows(self._source, lambda row, index: change(before(row, index)), self._order)
 
@@ -204,7 +203,7 @@ class Rows(Sequence[Row]):
         """Write the rows as JSON Lines, which `dataset=path` reads back.
 
         Raises:
-            TypeError: a row holds something that JSON cannot.
+            TypeError: a row holds a value that JSON cannot represent.
         """
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in self)
         write_whole(path, text)
@@ -219,7 +218,7 @@ class Rows(Sequence[Row]):
 
 
 class _Frozen(Sequence[Row]):
-    """Rows without the type: `Rows.of` formats them again."""
+    """Rows that are not of the type `Rows`, so that `Rows.of` formats them again."""
 
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
@@ -237,7 +236,7 @@ def _without_none(message: Mapping[str, Any]) -> ChatMessage:
 
 
 def _read_named(name: str | Path) -> Any:
-    """Return the rows of a file, or of a data set of the hub if there is not such a file."""
+    """Return the rows of a file, or of a data set of the hub if there is no such file."""
     path = Path(name)
     repo, _, split = str(name).partition(":")
     is_file = path.exists() or isinstance(name, Path) or path.suffix in _READERS
@@ -260,8 +259,7 @@ def _read_file(path: Path) -> Any:
 
 def _read_jsonl(path: Path) -> list[Row]:
     rows: list[Row] = []
-    # Not `splitlines`: a row of JSON may hold characters such as U+2028 that it takes for ends of
-    # lines.
+    # Not `splitlines`, which splits at characters such as U+2028 that a row of JSON may hold.
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
         if not line.strip():
             continue
@@ -283,7 +281,7 @@ def datasets_package(what: str) -> Any:
     """Return the module `datasets`, which `what` needs.
 
     Raises:
-        ConfigError: it is missing.
+        ConfigError: it is not installed.
     """
     try:
         import datasets
@@ -313,11 +311,11 @@ def hub_rows(dataset_id: str, config: str | None = None, split: str = "train") -
     name = hub_name(dataset_id, "dataset") or HubName(dataset_id, kind="dataset")
     at = {} if name.revision is None else {"revision": name.revision}
     try:
-        # Without a network its client retries for most of a minute before it looks into its cache.
+        # Without a network, the client retries for most of a minute before it reads its cache.
         with nullcontext() if answers() else cache_only():
             return datasets.load_dataset(name.repo, config, split=split, **at)
     except Exception as error:
-        # It raises what its many back ends raise.
+        # `load_dataset` raises whatever its many back ends raise.
         raise ConfigError(
             f"the split {split!r} of {dataset_id!r} could not be loaded from the Hugging Face hub "
             f"({type(error).__name__}: {error}). Pass the path of a .jsonl or .parquet file, or: "
@@ -333,17 +331,15 @@ def benchmark_rows(
     convert: Callable[[Mapping[str, Any]], Row],
     generate: Callable[[], Sequence[Row]],
 ) -> Data | None:
-    """Return rows of a benchmark, each as `convert` makes it; None for the source None.
-
-    Sources: "hub"; a path; "generated", which are `generate`'s rows, whose task is
-    `<task>-generated`, so that no result can be taken for the benchmark's.
+    """Return a benchmark's rows, converted by `convert`; None if `source` is None.
 
     Args:
-        source: where from.
+        source: "hub"; a path; or "generated" for the rows of `generate`. Their task is
+            `<task>-generated`, so that their results cannot be mistaken for the benchmark's.
         hub: data set, configuration and split.
         task: the task of real rows.
-        convert: from a row of the data set to `question` (or `prompt`), `answer` and `info`.
-        generate: makes rows in converted form.
+        convert: turns a row of the data set into `question` (or `prompt`), `answer` and `info`.
+        generate: returns rows in converted form.
 
     Raises:
         ConfigError: the source cannot be read.

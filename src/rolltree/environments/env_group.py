@@ -25,15 +25,16 @@ class EnvGroup(Environment):
     """Train on, or evaluate, several environments at once.
 
     A row's `task` is the name of its environment, followed by `/` and the row's own task if it
-    has one (so groups can hold groups); its `example_id` is its place in the group. An environment
-    plays, and its rubric scores, with the row's own task, as if it were alone.
+    has one (so groups can hold groups); its `example_id` is its index in the group. Environments
+    and their rubrics see the row's own task, as they do outside of a group.
 
-    Training rows are those of the environments that have some; evaluation rows those of all.
+    The training rows come from the environments that have some, the evaluation rows from all.
 
     Args:
         envs: the environments.
-        env_names: their names; their `env_id`s, made distinct, when left out.
-        sampling_args: OpenAI fields for all. When left out the environments must agree on theirs.
+        env_names: their names; by default their `env_id`s, made distinct.
+        sampling_args: OpenAI's sampling fields for all environments. If left out, all environments
+            must have the same.
         env_id: the group's name.
 
     Raises:
@@ -50,7 +51,7 @@ class EnvGroup(Environment):
         self.envs = list(envs)
         self.env_names = _names(self.envs, env_names)
         self.env_map = dict(zip(self.env_names, self.envs, strict=True))
-        # An environment for evaluation only may be in the group; it brings no training rows.
+        # An environment with evaluation rows only may be in the group.
         trained = {n: e.dataset for n, e in self.env_map.items() if e.dataset is not None}
         tested = {n: e.get_eval_dataset() for n, e in self.env_map.items()}
         super().__init__(
@@ -70,7 +71,7 @@ class EnvGroup(Environment):
         return self.env_map[self._name_of(task)]
 
     def rows(self, data: Data) -> Rows:
-        """Return `data` as rows; each becomes what its task's environment makes of it."""
+        """Return `data` as rows, each formatted by its task's environment."""
         return Rows.of(data, self._format)
 
     async def rollout(
@@ -95,7 +96,7 @@ class EnvGroup(Environment):
         env = self.get_env_for_task(task)
         own = cast(RolloutInput, {**input, "task": self.own_task(task)})
         episode = current_episode()
-        # The engine sees the states as the environment registers them, with its own task.
+        # The environment adds its states to the engine's episode, with its own task in them.
         made = episode.states if episode is not None else []
         before = len(made)
         try:
@@ -103,13 +104,13 @@ class EnvGroup(Environment):
             for state in states:
                 state.task = task
         finally:
-            # Also the state of a rollout that was cancelled.
+            # Including the state of a rollout that was cancelled.
             for begun in made[before:]:
                 begun.task = task
         return states
 
     async def _cleanup(self, state: State) -> None:
-        # Its hooks may read `state["task"]`, which must be what it is without a group.
+        # The hooks may read `state["task"]`, which must be the same as outside of a group.
         with self.as_own(state) as env:
             await env._cleanup(state)
 
@@ -120,18 +121,18 @@ class EnvGroup(Environment):
             await env.aclose()
 
     def own_task(self, task: str) -> str:
-        """Return the task as the row's environment knows it."""
+        """Return the task that the row has in its own environment."""
         name = self._name_of(task)
         return self.env_map[name].env_id if task == name else task.removeprefix(f"{name}/")
 
     def tools_for(self, row: Mapping[str, object]) -> list[ToolSchema]:
-        """Return the tools that the row's environment has for it."""
+        """Return the tools that the row's environment offers for this row."""
         task = str(row["task"])
         return self.get_env_for_task(task).tools_for({**row, "task": self.own_task(task)})
 
     @contextmanager
     def as_own(self, state: State) -> Iterator[Environment]:
-        """Give the state its environment's own task while the block lasts."""
+        """Set the environment's own task in the state while the block runs."""
         task = state.task
         state.task = self.own_task(task)
         try:
@@ -163,7 +164,7 @@ class EnvGroup(Environment):
 
 
 class _Joined(Sequence[Row]):
-    """The rows of all parts one after the other, read when asked for."""
+    """The rows of all parts one after the other, read on access."""
 
     def __init__(self, parts: Mapping[str, Rows], envs: Mapping[str, Environment]) -> None:
         self._parts = [(name, rows, envs[name]) for name, rows in parts.items()]
@@ -180,11 +181,11 @@ class _Joined(Sequence[Row]):
                 task = name if own == env.env_id else f"{name}/{own}"
                 return {**row, "task": task, "example_id": index}
             position -= len(rows)
-        raise IndexError(f"the group has {len(self)} rows, and {index} is past them")
+        raise IndexError(f"the group has {len(self)} rows, so there is no row {index}")
 
 
 class _GroupRubric(CompositeRubric):
-    """Each state is scored by the rubric of its environment."""
+    """Scores each state with the rubric of its environment."""
 
     def __init__(self, group: EnvGroup) -> None:
         super().__init__()
@@ -203,7 +204,7 @@ class _GroupRubric(CompositeRubric):
         ]
 
     def add_reward_func(self, func: Any, weight: float = 1.0, *, run_inline: bool = False) -> None:
-        """Refuse: whose reward it should be is not known."""
+        """Refuse: it is not known which environment the function is for."""
         raise ConfigError(
             "a group's rollouts are scored by their own environments' rubrics. Add the function to "
             "one of these: group.env_map[name].rubric.add_reward_func(...)."
@@ -223,7 +224,7 @@ class _GroupRubric(CompositeRubric):
                 await env.rubric.score_group(members)
 
     async def evaluate(self, states: Sequence[State]) -> list[Scores]:
-        """Return the scores, each by its environment's rubric."""
+        """Return the scores, each computed by its environment's rubric."""
         found: dict[int, Scores] = {}
         with ExitStack() as swapped:
             for env, members in self._by_env(states, swapped):
@@ -260,10 +261,10 @@ def _names(envs: Sequence[Environment], given: Sequence[str] | None) -> list[str
 
 def _common(envs: Sequence[Environment]) -> SamplingArgs:
     first = envs[0].sampling_args
-    # The engine resolves sampling arguments once per batch, before a row says whose it is.
+    # The engine resolves sampling arguments once per batch, before it reads a row's task.
     if any(env.sampling_args != first for env in envs):
         raise ConfigError(
-            "the environments of a group want different sampling_args, and one request is sampled "
-            "one way for all. Pass EnvGroup(sampling_args=...)."
+            "the environments of a group have different sampling_args, but a batch is sampled with "
+            "the same ones throughout. Pass EnvGroup(sampling_args=...)."
         )
     return cast(SamplingArgs, dict(first))

@@ -50,9 +50,9 @@ from rolltree.types import (
 
 logger = logging.getLogger("rolltree.environments")
 _REQUEST: ContextVar[tuple[SamplingArgs, int] | None] = ContextVar("_REQUEST", default=None)
-"""Sampling arguments and policy version of the model call that is being made."""
+"""Sampling arguments and policy version of the current model call."""
 CLEANUP_LIMIT_S = 30.0
-"""A cleanup that takes longer is given up and recorded."""
+"""A cleanup that takes longer is cancelled, and the timeout is recorded."""
 
 
 class Environment(BatchRunner):
@@ -64,14 +64,14 @@ class Environment(BatchRunner):
         eval_dataset: held-out rows. Without them evaluation uses `dataset`.
         system_prompt: put in front of every prompt that has no system message.
         few_shot: messages put after the system message.
-        parser: how rewards read answers; the rubric's parser when left out.
-        rubric: what scores a rollout: a rubric, or reward functions. Without one the reward is what
-            the environment sets.
-        sampling_args: OpenAI fields, used if the caller of a rollout sets none.
+        parser: how rewards read answers; by default the rubric's parser.
+        rubric: scores the rollouts: a rubric, or reward functions. Without one, the reward is the
+            one that the environment sets.
+        sampling_args: OpenAI's sampling fields; the caller of a rollout can override each of them.
         message_type: "chat", or "completion" for prompts that are one string.
-        oai_tools: tools offered in every rollout; a row's `info["oai_tools"]` wins.
+        oai_tools: tools offered in every rollout; a row's `info["oai_tools"]` replaces them.
         env_id: the name in results, requests and seeds.
-        max_seq_len: no call begins once a call had this many tokens, prompt and completion.
+        max_seq_len: no call follows one with this many tokens, prompt and completion together.
         question_key, answer_key: the columns to read if a row has no `prompt` or `answer`.
         max_workers, map_kwargs: do nothing. Environments written for verifiers 0.1.8 pass them to
             configure the threads and the `Dataset.map` that format rows there; here a row is
@@ -81,8 +81,7 @@ class Environment(BatchRunner):
         ConfigError: there is no data, or settings contradict each other.
     """
 
-    # The `load_environment` that made it; `code` finds the files of the environment by it.
-    # The `load_environment` that made it.
+    # The `load_environment` that made it, by which `code_hashes` finds the environment's files.
     loaded_by: object = None
     state_type: ClassVar[type[State]] = State
 
@@ -107,7 +106,7 @@ class Environment(BatchRunner):
         **unknown: Any,
     ) -> None:
         refuse_unknown(type(self).__name__, unknown, type(self))
-        # Every check of settings is here: one that fails in a rollout would fail in all of them,
+        # All settings are checked here; a check in `rollout` would fail every rollout, and only
         # after the model was loaded.
         if dataset is None and eval_dataset is None:
             raise ConfigError(
@@ -131,8 +130,7 @@ class Environment(BatchRunner):
         # Raises now rather than in every rollout.
         sampling_from_args(self.sampling_args)
         self.rubric = as_rubric(rubric)
-        # A rubric with a parser of its own keeps it; only one that has none reads answers as the
-        # environment says.
+        # A rubric that has a parser keeps it; otherwise it gets the environment's.
         if parser is not None:
             self.rubric.adopt_parser(parser)
         self.parser = parser if parser is not None else self.rubric.parser
@@ -146,7 +144,7 @@ class Environment(BatchRunner):
         )
         self.dataset = None if dataset is None else self.rows(dataset)
         self.eval_dataset = None if eval_dataset is None else self.rows(eval_dataset)
-        # The last statements: `__post_init__` of a subclass may look at everything above.
+        # Last, because `__post_init__` of a subclass may use everything above.
         self._closed = False
         self.__post_init__()
 
@@ -157,7 +155,7 @@ class Environment(BatchRunner):
         """
         found = discover(type(self))
         self._stop_conditions = [getattr(self, name) for name, _ in found["stop"]]
-        # Nobody sees how often conditions that only read the state are asked.
+        # rolltree's own conditions only read the state, so it does not matter how often they run.
         self._asks_own_conditions = type(self).is_completed is Environment.is_completed and all(
             str(condition.__module__).startswith("rolltree.environments.")
             for condition in self._stop_conditions
@@ -168,7 +166,7 @@ class Environment(BatchRunner):
         }
         self._cleanup_handlers = [getattr(self, name) for name, _ in found["cleanup"]]
         self._teardown_handlers = [getattr(self, name) for name, _ in found["teardown"]]
-        # Only then: a registered environment is kept alive until the process ends.
+        # Only if needed: a registered environment is kept alive until the process ends.
         if self._teardown_handlers:
             register(self)
 
@@ -182,7 +180,7 @@ class Environment(BatchRunner):
         self.max_seq_len = max_seq_len
 
     def set_loaded_name(self, env_id: str, env_args: Mapping[str, Any]) -> None:
-        """Take the name and arguments it was loaded by, unless it was given a name."""
+        """Set the arguments that it was loaded with, and the name unless it has one."""
         if self.env_id == "default":
             self.env_id = env_id
             self.row_format = replace(self.row_format, env_id=env_id)
@@ -199,19 +197,19 @@ class Environment(BatchRunner):
     ) -> State:
         """Return the state before the first turn; `setup_state` adds the environment's own part.
 
-        `state["client"]` has OpenAI's methods, for environments that ask a model themselves.
+        `state["client"]` has OpenAI's methods, for environments that call a model themselves.
 
         `input` is copied. An `info` that is a string is read as JSON. `state["seed"]` seeds the
-        world: all members of a group have the same one.
+        world, and is the same for all members of a group.
 
         Raises:
             ConfigError: `info` is a string that is not JSON.
         """
-        # Signal handlers can be set in the main thread only, and an environment may have been built
-        # in another.
+        # Signal handlers can only be set in the main thread, and the environment may have been
+        # built in a different one.
         watch()
-        # The row is the data set's, and shared by the members of a group: each would read what
-        # the others write into it.
+        # The row belongs to the data set and is shared by the members of a group, which must not
+        # see each other's changes to it.
         row: dict[str, Any] = deepcopy(dict(input))
         info = row.get("info")
         if isinstance(info, str):
@@ -250,12 +248,12 @@ class Environment(BatchRunner):
         episode = current_episode()
         if episode is not None:
             state.seed = episode.request.seed
-            # At once, so that an episode that is cancelled in `setup_state` has a state to clean up
-            # and to store.
+            # Added now, so that an episode that is cancelled in `setup_state` has a state to clean
+            # up and store.
             episode.states.append(state)
         else:
-            # Without an engine there is no request to have a seed; the example alone makes it, so
-            # that two calls play the same world.
+            # Without an engine there is no request with a seed; it is derived from the example
+            # alone, so that two calls play the same world.
             state.seed = derive_seed(0, self.env_id, str(row["example_id"]))
         return state
 
@@ -272,30 +270,30 @@ class Environment(BatchRunner):
     async def _set_up(self, state: State) -> State:
         """Return the state after `setup_state`, which may change it in place and return nothing."""
         made = await maybe_await(self.setup_state, state)
-        # It should return the state; many authors change it in place and forget to.
+        # `setup_state` should return the state, but many authors only change it in place.
         if made is None or isinstance(made, State):
             return made or state
         raise ConfigError(
-            f"{type(self).__name__}.setup_state returned a {type(made).__name__}, with which the "
-            "rollout cannot go on. Change the state that it gets, and return that state."
+            f"{type(self).__name__}.setup_state returned a {type(made).__name__}, not a State, so "
+            "the rollout cannot go on. Change the state that it gets, and return it."
         )
 
     async def is_completed(self, state: State, **kwargs: Any) -> bool:
-        """Ask the stop conditions in order; the first that is true ends the rollout.
+        """Evaluate the stop conditions in order; the first that is true ends the rollout.
 
-        An override must return True when `await super().is_completed(state)` does. `kwargs` do
-        nothing: verifiers has them in the signature.
+        An override must return True when `await super().is_completed(state)` does. `kwargs` are
+        ignored; they are in verifiers' signature.
         """
         for condition in self._stop_conditions:
             if await self._render_stop(state, condition):
-                # Here and not in the loop, since an override of `rollout` asks this method, too.
+                # Here and not in the loop, since overrides of `rollout` call this method, too.
                 await self._render_timing(state)
                 await self._render_completion(state)
                 return True
         return False
 
     async def get_prompt_messages(self, state: State) -> Messages:
-        """Return the next prompt. The base class asks once, with the row's prompt."""
+        """Return the next prompt; the base class returns the row's prompt."""
         prompt: Messages = state.prompt
         return prompt
 
@@ -308,13 +306,13 @@ class Environment(BatchRunner):
         sampling_args: SamplingArgs | None = None,
         message_type: MessageType | None = None,
     ) -> ModelResponse:
-        """Ask the model once.
+        """Call the model once.
 
         The caller's `sampling_args` override the environment's field by field; neither is changed.
-        A prompt that does not fit gives a response whose `id` is "overlong-prompt".
+        A prompt that is too long for the model gives a response whose `id` is "overlong-prompt".
 
         Raises:
-            ModelError: there was no usable answer.
+            ModelError: there was no usable response.
         """
         kind = message_type or self.message_type
         args = merge_args(self.sampling_args, sampling_args)
@@ -327,14 +325,14 @@ class Environment(BatchRunner):
                 model=model or None,
                 message_type=kind,
             )
-        # A special answer instead of an exception: a prompt that is too long ends the rollout,
+        # A special response instead of an exception: a prompt that is too long ends the rollout,
         # which is then truncated and scored.
         except PromptTooLong as error:
             return ModelResponse.overlong_prompt(str(error))
 
     @contextmanager
     def model_request(self, client: Any, args: SamplingArgs) -> Iterator[None]:
-        """Record responses that are not `ModelResponse`s as answers to this request."""
+        """Within the block, record responses that are not `ModelResponse`s with these settings."""
         token = _REQUEST.set((args, policy_version(client)))
         try:
             yield
@@ -346,9 +344,9 @@ class Environment(BatchRunner):
     ) -> None:
         """Append the step of one model call. An over-long prompt adds none and ends the rollout.
 
-        `response` is what `get_model_response` returns, an OpenAI response, a dict of its shape or
-        a mock of one. The latter are recorded with the temperature and the policy version of the
-        request that the loop made, or with the state's if there is no loop.
+        `response` is a `ModelResponse`, an OpenAI response, a dict of its shape, or a mock. All but
+        the first are recorded with the temperature and the policy version of the request that the
+        loop made, or with the state's if there is no loop.
         """
         given = response.get("id") if isinstance(response, Mapping) else response
         if (given if isinstance(given, str) else getattr(given, "id", None)) == OVERLONG_PROMPT:
@@ -367,11 +365,10 @@ class Environment(BatchRunner):
         )
 
     def response_record(self, state: State, response: Any) -> ModelResponse:
-        """Return the record of a response, whatever an override answered with."""
+        """Return a response as a `ModelResponse`, whatever type an override returned."""
         if isinstance(response, ModelResponse):
             return response
-        # A loop that is not this class's may call `add_model_response` without having said what was
-        # asked.
+        # The loop of an override may call `add_model_response` outside of `model_request`.
         request = _REQUEST.get()
         if request is None:
             args = merge_args(self.sampling_args, state.get("sampling_args"))
@@ -385,13 +382,13 @@ class Environment(BatchRunner):
     # What is written when a rollout ends
 
     async def _render_stop(self, state: State, condition: Any) -> bool:
-        """Ask one stop condition; if it is true, write the ending into the state."""
+        """Evaluate one stop condition; if it is true, write the ending into the state."""
         if not await maybe_await(condition, state):
             return False
         mark = self._stop_marks.get(condition.__name__, Mark("stop"))
         state.is_completed = True
         state.stop_condition = condition.__name__
-        # A world that has said that it reached its end is not cut by a limit that holds as well.
+        # If the world has reached its end, a limit that is reached as well does not truncate it.
         if mark.truncates is not None and not state.terminated:
             state.truncated = True
             state.truncation_reason = state.truncation_reason or mark.truncates.value
@@ -399,8 +396,8 @@ class Environment(BatchRunner):
         return True
 
     def _settle_ending(self, state: State) -> None:
-        """Make the ending one of the two: truncated with a reason, or terminated."""
-        # A state made by hand has none.
+        """Set one of the two endings: truncated with a reason, or terminated."""
+        # It may be None in a state made by hand.
         is_cut = state.truncated = bool(state.truncated)
         state.terminated = not is_cut
         if is_cut:
@@ -410,7 +407,7 @@ class Environment(BatchRunner):
     async def _render_timing(self, state: State) -> None:
         timing: RolloutTiming = state["timing"]
         began_s = getattr(state, "began_s", None)
-        # An environment made this state, or copied it.
+        # A state that an environment made or copied has no `began_s`.
         if began_s is None:
             timing["generation_ms"] = max(0.0, time.time() - timing["start_time"]) * 1000.0
         else:
@@ -418,14 +415,14 @@ class Environment(BatchRunner):
         timing["total_ms"] = timing["generation_ms"] + timing["scoring_ms"]
 
     async def _render_completion(self, state: State) -> None:
-        """Set `state["completion"]` from the trajectory, also after rewritten histories."""
+        """Set `state["completion"]` from the trajectory, even if histories were rewritten."""
         state.completion = render_completion(
             state.prompt, state.trajectory, state.final_env_response
         )
 
     def record_failure(self, state: State, error: Exception) -> None:
-        """Write a failure into the state; the first one stays."""
-        # The first failure is the cause; what cleaning up makes of it comes later.
+        """Write a failure into the state, unless it has one already."""
+        # The first failure is the cause; later ones, such as a cleanup's, may only follow from it.
         if state.error is None:
             state.error = failure_of(error)
         # None and never 0.0: a failure must not be trained as a bad answer.
@@ -433,21 +430,20 @@ class Environment(BatchRunner):
         logger.debug("a rollout of %s failed", self.env_id, exc_info=error)
 
     async def check_findings(self) -> Sequence[tuple[str, str]]:
-        """Return what only this environment can check of itself: a name in `CHECKS`, a sentence."""
+        """Return findings of this environment's own checks: a name in `CHECKS`, and a sentence."""
         return ()
 
     # Lifecycle
 
     async def _cleanup(self, state: State) -> None:
-        """Run every `@cleanup` once for this state, also while the rollout is being cancelled.
+        """Run every `@cleanup` once for this state, even while the rollout is being cancelled.
 
-        A handler that raises does not keep the others from running; what it raised is in
+        A handler that raises does not keep the others from running; its error is in
         `state["cleanup_errors"]`.
         """
         if state.cleaned_up or not self._cleanup_handlers:
             return
-        # Before the handlers run, since one that is cancelled must not be run a second time by the
-        # engine.
+        # Set before the handlers run, so that the engine does not run a cancelled one again.
         state.cleaned_up = True
         # A cancelled rollout still has to give back its sandbox, container or connection.
         await run_shielded(self._run_cleanup(state))
@@ -460,7 +456,7 @@ class Environment(BatchRunner):
                 async with asyncio.timeout(CLEANUP_LIMIT_S):
                     await maybe_await(handler, state)
             except (Exception, asyncio.CancelledError) as error:
-                # Recorded; the others must run.
+                # Recorded; the other handlers must still run.
                 if being_cancelled():
                     raise
                 logger.warning("cleanup %s of %s failed: %s", handler.__name__, self.env_id, error)
@@ -480,7 +476,7 @@ class Environment(BatchRunner):
 
     async def aclose(self) -> None:
         """Run every `@teardown`, once. Called automatically when the process ends."""
-        # First, so that the handler at exit does not close it again while it is being closed.
+        # First, so that the exit handler does not close it again meanwhile.
         forget(self)
         if not self._closed:
             self._closed = True
@@ -494,7 +490,7 @@ class Environment(BatchRunner):
 
 
 async def maybe_await(hook: Callable[..., Any], *args: Any) -> Any:
-    """Call a hook, which may be a plain function, and await what it returns if need be."""
+    """Call a hook, and await its result if it is awaitable."""
     value = hook(*args)
     # `inspect.isawaitable` costs an isinstance check of an ABC; nearly every hook is a coroutine.
     if type(value) is CoroutineType or inspect.isawaitable(value):

@@ -1,7 +1,7 @@
 """Worlds of Harbor tasks in Docker: one container per rollout, from the task's own image.
 
-The agent's container stays until the rollout is over, so what it installs stays too. Tested
-against a stand-in for the `docker` command, not against an engine.
+The container stays until the rollout is over, so packages that the agent installs stay, too. Tested
+with a stand-in for the `docker` command, not with a Docker engine.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _PART_BYTES = 2**16
 
 
 async def docker_reason(docker: str | None = None) -> str:
-    """Return why no container can be made on this machine; "" if one can."""
+    """Return why no container can be started on this machine; "" if one can."""
     found = docker or shutil.which("docker")
     if found is None:
         return "there is no docker client"
@@ -54,13 +54,13 @@ async def docker_world(task: HarborTask, limits: Limits, docker: str | None = No
     """Return a task's world in a new container.
 
     Raises:
-        SandboxUnavailable: its image cannot be built, or its container cannot be started.
+        SandboxUnavailable: the image cannot be built, or the container cannot be started.
     """
     client = docker or shutil.which("docker") or "docker"
     image = task.docker_image or await _built(client, task)
     name = f"rolltree-harbor-{secrets.token_hex(8)}"
     line = [client, "run", "--detach", "--init", "--name", name, "--label", "rolltree.harbor"]
-    # Harbor's default is a network; only a task that says so has none.
+    # By default, Harbor tasks have a network; only a task that says so gets none.
     if task.network is False:
         line += ["--network", "none"]
     if task.cpus is not None:
@@ -77,7 +77,7 @@ async def docker_world(task: HarborTask, limits: Limits, docker: str | None = No
                 f"{said.strip()[-300:]}"
             )
         await world.make_folders()
-    except BaseException:  # a cancellation, too
+    except BaseException:  # including a cancellation
         await run_shielded(world.close())
         raise
     return world
@@ -85,7 +85,7 @@ async def docker_world(task: HarborTask, limits: Limits, docker: str | None = No
 
 async def _built(docker: str, task: HarborTask) -> str:
     folder = task.folder / "environment"
-    # By content: one image for all rollouts, another one when the task changes.
+    # The tag is a hash of the content: rollouts share an image until the task changes.
     content = hashlib.sha256()
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):
         content.update(f"{file.relative_to(folder)}\0{os.stat(file).st_mode}\0".encode())
@@ -114,7 +114,7 @@ class DockerWorld:
     async def run(
         self, script: str, *, limit_s: float | None, env: Mapping[str, str], user: str | None = None
     ) -> RunResult:
-        """Run a shell script in the task's folder; after its time all processes are ended."""
+        """Run a shell script in the task's folder; after `limit_s`, all processes are ended."""
         began = time.monotonic()
         line = [self._docker, "exec"]
         for option, value in (("--user", user), ("--workdir", self._task.workdir)):
@@ -125,7 +125,7 @@ class DockerWorld:
         try:
             code, stdout, stderr = await _call(line, limit_s, self._limits.output_bytes)
         except TimeoutError:
-            # The client is gone and what it started is not: only with the container it ends.
+            # Killing the client does not end what it started; restarting the container does.
             await self._restart()
             spent = time.monotonic() - began
             return RunResult("", "", "wall", None, wall_s=spent, level=self.level.name)
@@ -137,7 +137,7 @@ class DockerWorld:
         await self._do("exec", "--user", "0", self.id, "sh", "-c", _FOLDERS)
 
     async def add(self, folder: Path, name: str) -> None:
-        """Put a folder of the task's at `/name`."""
+        """Copy a folder of the task to `/name`."""
         await self._do("cp", f"{folder}/.", f"{self.id}:/{name}")
 
     async def end_agent(self) -> str | None:
@@ -150,8 +150,8 @@ class DockerWorld:
         return None if code == 0 else f"what the agent left cannot be removed: {said[-300:]}"
 
     async def read(self, path: str) -> bytes | None:
-        """Return a file; None if there is no regular file of that name."""
-        # As an archive, because a program in the container could answer anything.
+        """Return a file's content; None if there is no regular file of that name."""
+        # Copied as an archive, because the agent may have changed the programs in the container.
         line = [self._docker, "cp", f"{self.id}:{path}", "-"]
         code, packed, _ = await _call_bytes(line, _CLIENT_LIMIT_S, 2**20)
         with contextlib.suppress(tarfile.TarError):
@@ -164,7 +164,7 @@ class DockerWorld:
         return None
 
     async def close(self) -> None:
-        """Remove the container. Doing it twice does nothing."""
+        """Remove the container. Idempotent."""
         await _call([self._docker, "rm", "--force", self.id], _CLIENT_LIMIT_S)
 
     async def _restart(self) -> None:
@@ -193,11 +193,11 @@ async def _call(
 async def _call_bytes(
     line: Sequence[str], limit_s: float | None, max_bytes: int
 ) -> tuple[int, bytes, bytes]:
-    """Return exit status and the beginning of both outputs.
+    """Return the exit status, and the first `max_bytes` of stdout and of stderr.
 
     Raises:
-        TimeoutError: it took longer.
-        SandboxUnavailable: there is no such program.
+        TimeoutError: it took longer than `limit_s`.
+        SandboxUnavailable: the program cannot be started.
     """
     try:
         process = await asyncio.create_subprocess_exec(

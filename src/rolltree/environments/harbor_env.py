@@ -55,9 +55,9 @@ class HarborTasks:
 
     Args:
         tasks: the tasks to play, by name.
-        world: "sandbox", "docker", or "auto": Docker where an engine answers, else the sandbox.
-        limits: what a world may use, unless the task says otherwise.
-        reward_key: which value of a reward.json is the reward.
+        world: "sandbox", "docker", or "auto": Docker if an engine answers, else the sandbox.
+        limits: resource limits of a world, unless the task sets its own.
+        reward_key: the key of a reward.json that holds the reward.
     """
 
     def __init__(
@@ -69,34 +69,34 @@ class HarborTasks:
     ) -> None:
         if world not in ("auto", "sandbox", "docker"):
             raise ConfigError(
-                f"world is {world!r}; a Harbor task is played in 'sandbox' or 'docker', or 'auto'."
+                f"world is {world!r}; Harbor tasks are played in 'sandbox' or 'docker', or 'auto'."
                 f"{did_you_mean(world, ('auto', 'sandbox', 'docker'))}"
             )
         self.by_name = {task.name: task for task in tasks}
         self.world: WorldKind = world
         self.limits = limits or HARBOR_LIMITS
         self.reward_key = reward_key
-        # What tasks say of files and paths only bubblewrap can give.
+        # Only bubblewrap can provide the absolute paths that tasks name.
         self.backend = LocalBackend("bubblewrap")
         self._has_docker: bool | None = None
-        # Told now and not in the middle of a run: nothing but Docker will do.
+        # Raised now and not in the middle of a run.
         if world == "sandbox":
             self.refuse_docker_tasks("world='sandbox'")
 
     def refuse_docker_tasks(self, why: str) -> None:
-        """Raise an error that names the tasks that need Docker, and for what."""
+        """Raise an error that names the tasks that need Docker, and why they need it."""
         needing = [task for task in self.by_name.values() if task.world is None]
         if needing:
             shown = "\n".join(
                 f"  {task.name}: {'; '.join(task.needs_docker)}" for task in needing[:20]
             )
             raise ConfigError(
-                f"{len(needing)} of {len(self.by_name)} Harbor tasks need Docker, and there is "
+                f"{len(needing)} of {len(self.by_name)} Harbor tasks need Docker, but there is "
                 f"none ({why}):\n{shown}\nStart a Docker engine, or leave these tasks out."
             )
 
     async def settle(self) -> bool:
-        """Return whether worlds are containers; asked once.
+        """Return whether worlds are Docker containers; this is determined once.
 
         Raises:
             ConfigError: there is no Docker, and a task needs it.
@@ -105,7 +105,7 @@ class HarborTasks:
             reason = "" if self.world == "sandbox" else await docker_reason()
             if self.world == "docker" and reason:
                 raise ConfigError(
-                    f"world is 'docker', and no container can be made here: {reason}. Start the "
+                    f"world is 'docker', but no container can be started here: {reason}. Start the "
                     "engine, or use world='auto'."
                 )
             self._has_docker = self.world != "sandbox" and not reason
@@ -124,14 +124,14 @@ class HarborTasks:
         return await sandbox_world(task, self.backend, self.limits)
 
     def rows(self, names: Sequence[str]) -> list[dict[str, Any]]:
-        """Return the rows of tasks."""
+        """Return a row for each of the tasks."""
         return [
             {"question": self.by_name[name].instruction, "info": {"harbor_task": name}}
             for name in names
         ]
 
     def reward_in(self, verdict: Mapping[str, Any]) -> float:
-        """Return the reward of a `Verdict` as it is in a state; without one it is 0.
+        """Return the reward of a `Verdict`, given as a dict; 0 if the tests wrote no reward.
 
         Raises:
             ConfigError: the tests wrote several values, and none is the reward.
@@ -142,8 +142,8 @@ class HarborTasks:
         if len(rewards) == 1:
             return next(iter(rewards.values()))
         raise ConfigError(
-            f"the task's reward.json has {', '.join(rewards)} and no {self.reward_key!r}, so what "
-            "is to be learned is not clear. Pass reward_key with one of these names."
+            f"the task's reward.json has {', '.join(rewards)} but no {self.reward_key!r}, so the "
+            "reward to train on is not clear. Pass reward_key with one of these names."
         )
 
     async def oracle(self, names: Sequence[str] | None = None) -> list[OracleResult]:
@@ -172,7 +172,7 @@ class HarborTasks:
         return OracleResult(task.name, reward, problem)
 
     async def findings(self) -> list[tuple[str, str]]:
-        """Return what the oracle solutions show, for `rolltree env check`."""
+        """Return a finding for each oracle solution that fails, for `rolltree env check`."""
         return [
             ("oracle-fails", f"the solution of {each.task} earns {each.reward}: {each.problem}")
             for each in await self.oracle()
@@ -182,13 +182,13 @@ class HarborTasks:
 
 @run_inline
 def tests_reward(state: State) -> float:
-    """What the task's tests gave."""
+    """The reward that the task's tests wrote."""
     return float(state["harbor"]["reward"])
 
 
 @run_inline
 def judged(state: State) -> float:
-    """1 if the tests wrote a reward; without one it counts as 0."""
+    """1 if the tests wrote a reward, else 0 (the reward is 0 then, too)."""
     return float(state["harbor"]["problem"] is None)
 
 
@@ -224,7 +224,7 @@ def tasks_of(
 
 
 class HarborWorlds:
-    """What both environments of Harbor tasks share: the worlds that are open, and the oracle."""
+    """The part that both environments of Harbor tasks share: open worlds, and the oracle."""
 
     harbor: HarborTasks
     _worlds: dict[str, HarborWorld]
@@ -236,7 +236,7 @@ class HarborWorlds:
         await asyncio.gather(*(world.close() for world in left), return_exceptions=True)
 
     async def oracle(self, names: Sequence[str] | None = None) -> list[OracleResult]:
-        """Play the tasks' own solutions and return what each earned; all must earn a reward."""
+        """Play the tasks' own solutions and return what each earned; all should earn a reward."""
         return await self.harbor.oracle(names)
 
     def oracle_sync(self, names: Sequence[str] | None = None) -> list[OracleResult]:
@@ -244,30 +244,30 @@ class HarborWorlds:
         return run_sync(self.oracle(names))
 
     async def check_findings(self) -> list[tuple[str, str]]:
-        """Return what the oracle solutions show."""
+        """Return a finding for each oracle solution that fails."""
         return await self.harbor.findings()
 
 
 class HarborEnv(HarborWorlds, StatefulToolEnv):
     """Harbor tasks, played by a model with the tool `bash`.
 
-    Each rollout has a world of its own. When the model has ended (it answered without a call, or
-    its time or turns are over), the task's tests come into the world and judge what is there;
-    `state["harbor"]` has what they said. Tests that write no reward are worth 0, because a model
-    can bring that about; the metric `judged` shows it.
+    Each rollout has its own world. When the model is done (it answered without a call, or its time
+    or turns are over), the task's tests are added to the world and run; `state["harbor"]` has their
+    verdict. If the tests write no reward, it is 0, because a model can cause that; the metric
+    `judged` shows it.
 
     Args:
-        tasks: a folder of tasks, a task, or several.
+        tasks: a folder of tasks, the folder of a task, or a list of these.
         eval_tasks: the same, for evaluation.
-        world: "sandbox", "docker", or "auto": Docker where an engine answers, else the sandbox.
-        limits: what a world may use, unless the task says otherwise.
-        reward_key: which value of a reward.json is the reward.
-        command_limit_s: how long one command of the model may take. The time of all of them
-            together is bounded by the task's own `[agent] timeout_sec`.
-        settings: `StatefulToolEnv`'s; another `rubric` sees `state["harbor"]`.
+        world: "sandbox", "docker", or "auto": Docker if an engine answers, else the sandbox.
+        limits: resource limits of a world, unless the task sets its own.
+        reward_key: the key of a reward.json that holds the reward.
+        command_limit_s: time limit of one command of the model. The task's own `[agent]
+            timeout_sec` limits the time of all of them together.
+        settings: `StatefulToolEnv`'s; a different `rubric` can read `state["harbor"]`.
 
     Raises:
-        ConfigError: a task asks for what cannot be had; it is named.
+        ConfigError: a task needs something that is not available; the message names both.
     """
 
     def __init__(
@@ -307,7 +307,7 @@ class HarborEnv(HarborWorlds, StatefulToolEnv):
         task = self.harbor.of(state)
         limit_s = min(self.command_limit_s, _time_left(state, task))
         world = self._worlds[state["sandbox_id"]]
-        # Another call of this message may have used up the time.
+        # A previous call of this message may have used up the time.
         if limit_s <= 0:
             return "[the time for this task is over]"
         env = filled_env(task.env, task)
@@ -318,11 +318,11 @@ class HarborEnv(HarborWorlds, StatefulToolEnv):
     def update_tool_args(
         self, tool_name: str, tool_args: dict[str, Any], messages: Messages, state: State
     ) -> dict[str, Any]:
-        """Fill in the rollout for `bash`."""
+        """Fill in the state for `bash`."""
         return {**tool_args, "state": state} if tool_name == "bash" else tool_args
 
     async def answer_call(self, request: ToolRequest, state: State) -> ChatMessage:
-        """Run one call; a world that fails is a failed rollout.
+        """Run one call; a failure of the world itself fails the rollout.
 
         Raises:
             SandboxError: the world could not run the command.
@@ -342,7 +342,7 @@ class HarborEnv(HarborWorlds, StatefulToolEnv):
 
     @stop(truncates=TruncationReason.TIME_LIMIT)
     async def agent_time_over(self, state: State) -> bool:
-        """The commands of this rollout took as long as the task allows."""
+        """The commands of this rollout have used up the task's time."""
         return _time_left(state, self.harbor.of(state)) <= 0
 
     async def _play_turns(self, state: State, session: Any, model: str, args: SamplingArgs) -> None:
@@ -350,7 +350,7 @@ class HarborEnv(HarborWorlds, StatefulToolEnv):
         await self.judge(state, self._worlds[state["sandbox_id"]])
 
     async def judge(self, state: State, world: HarborWorld) -> None:
-        """Write what the tests say of a world into `state["harbor"]`."""
+        """Run the task's tests in a world, and write their verdict into `state["harbor"]`."""
         task = self.harbor.of(state)
         state["harbor"] = harbor_verdict(await verdict_on(world, task), self.harbor)
 
@@ -363,7 +363,7 @@ class HarborEnv(HarborWorlds, StatefulToolEnv):
 
 
 def harbor_verdict(verdict: Verdict, tasks: HarborTasks) -> dict[str, Any]:
-    """Return what a state keeps of a verdict."""
+    """Return the dict that a state keeps of a verdict."""
     found = verdict.as_dict()
     return {**found, "reward": tasks.reward_in(found)}
 

@@ -1,8 +1,8 @@
-"""Harbor's task folders, as `HarborTask`s: what a task says, and what of it needs Docker.
+"""Harbor's task folders, read as `HarborTask`s, which also say what needs Docker.
 
 A folder has `task.toml`, an instruction, `environment/` (a Dockerfile), `test.sh` in `tests` and
-`solution/solve.sh`. The format is that of harbor 0.26 (schema 1.4). What rolltree cannot give a
-task is refused by name, and so are keys that the format does not have.
+`solution/solve.sh`. The format is that of harbor 0.26 (schema 1.4). If a task uses features that
+rolltree does not support, or keys that the format does not have, an error names them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rolltree.errors import ConfigError, did_you_mean
 
 _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?::-([^}]*))?\}")
 _CANARY = re.compile(r"(<!--.*canary.*-->|#.*canary.*)", re.IGNORECASE)
-# Images that add nothing but a shell, the usual tools and Python: the sandbox shows this machine's.
+# Images with only a shell, the usual tools and Python; the sandbox shows this machine's instead.
 _PLAIN_IMAGES = ("ubuntu", "debian", "python", "bash", "buildpack-deps", "scratch")
 _OURS = ("tests", "solution", "logs", "sandbox", "tmp")
 
@@ -109,7 +109,7 @@ _REFUSED: Mapping[str, Callable[[_File], Any]] = {
     "[verifier.environment]": lambda f: f.verifier.environment,
     "[[verifier.collect]]": lambda f: f.verifier.collect,
 }
-"""What neither the sandbox nor Docker is given here, and whether a task asks for it."""
+"""Settings that are supported neither in the sandbox nor in Docker; whether a task uses them."""
 _REFUSED_FILES = (
     *("trajectory.json", ".harborignore", "environment/docker-compose.yaml"),
     *("environment/docker-compose.yml", "environment/singularity-compose.yaml"),
@@ -118,7 +118,7 @@ _REFUSED_FILES = (
 
 @dataclass(frozen=True, slots=True)
 class WorldFiles:
-    """What a Dockerfile without `RUN` makes: a folder, files copied into it, variables."""
+    """The result of a Dockerfile without `RUN`: a folder, files copied into it, variables."""
 
     workdir: str
     env: Mapping[str, str]
@@ -165,10 +165,11 @@ class HarborTask:
 
 
 def read_tasks(places: str | Path | Sequence[str | Path]) -> list[HarborTask]:
-    """Return the tasks of a folder: a task, or a folder of tasks; or of several, sorted by name.
+    """Return the tasks of one or several folders (of a task or of tasks), sorted by name.
 
     Raises:
-        ConfigError: there is no task, two have one name, or one asks for what rolltree lacks.
+        ConfigError: there is no task, two have the same name, or one needs something that rolltree
+            does not support.
     """
     given = [places] if isinstance(places, str | Path) else list(places)
     folders = []
@@ -195,7 +196,8 @@ def read_task(folder: str | Path) -> HarborTask:
     """Return the task of a folder.
 
     Raises:
-        ConfigError: a part of it is missing or wrong, or it asks for what rolltree lacks.
+        ConfigError: a part is missing or wrong, or the task needs something that rolltree does not
+            support.
     """
     folder = Path(folder).resolve()
     file = _read_toml(folder / "task.toml")
@@ -238,17 +240,17 @@ def read_task(folder: str | Path) -> HarborTask:
 
 
 def filled_env(env: Mapping[str, str], task: HarborTask) -> dict[str, str]:
-    """Return variables with `${NAME}` and `${NAME:-default}` replaced by this process's.
+    """Return `env` with `${NAME}` and `${NAME:-default}` replaced by this process's variables.
 
     Raises:
-        ConfigError: one is not set, and has no default.
+        ConfigError: a variable is not set and has no default.
     """
 
     def value(match: re.Match[str]) -> str:
         found = os.environ.get(match[1], match[2])
         if found is None:
             raise ConfigError(
-                f"the Harbor task {task.name} wants the environment variable {match[1]}, which is "
+                f"the Harbor task {task.name} needs the environment variable {match[1]}, which is "
                 f"not set here. Set it: export {match[1]}=..."
             )
         return found
@@ -279,9 +281,9 @@ def _refuse(folder: Path, file: _File) -> None:
     asked += [name for name in _REFUSED_FILES if (folder / name).exists()]
     if asked:
         raise ConfigError(
-            f"the Harbor task {folder} asks for what rolltree cannot give it: {', '.join(asked)}. "
-            "Without that it would be another task, so it is not played. Leave it out, or play it "
-            "with harbor itself."
+            f"the Harbor task {folder} uses what rolltree does not support: {', '.join(asked)}. "
+            "Without that it would be a different task, so it is not played. Leave it out, or play "
+            "it with harbor itself."
         )
 
 
@@ -329,7 +331,7 @@ def _bytes_of(folder: Path, name: str, megabytes: int | None, text: str | None) 
 
 
 def _without_canary(text: str) -> str:
-    """Return an instruction without the marks in front that keep it out of training data."""
+    """Return an instruction without the canary lines at its beginning."""
     lines = text.split("\n")
     marked = 0
     while marked < len(lines) and _CANARY.fullmatch(lines[marked].strip()):
@@ -361,7 +363,7 @@ class _Dockerfile:
             "COPY": self._copy,
             "ENV": self._env,
             "LABEL": _nothing,
-            # What runs in the world is what the agent and the tests run.
+            # Only commands of the agent and the tests run in the world.
             "CMD": _nothing,
         }
         try:
@@ -434,11 +436,11 @@ class _Dockerfile:
 
 
 def _nothing(rest: str) -> None:
-    """Carry out what changes nothing in the world."""
+    """Do nothing, for lines that do not change the world."""
 
 
 def _world_files(folder: Path, asked: _Environment) -> WorldFiles:
-    """Return what the task's Dockerfile makes.
+    """Return the files and variables that the task's Dockerfile makes.
 
     Raises:
         _NeedsDocker: a line of it needs Docker.

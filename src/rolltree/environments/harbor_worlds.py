@@ -1,9 +1,9 @@
-"""Worlds of Harbor tasks: where the agent works, and where its tests judge what it left.
+"""Worlds of Harbor tasks: an agent works in a world, and then the task's tests judge the result.
 
 A world is a sandbox with the task's files, for tasks whose Dockerfile only copies files, or a
-Docker container. The tests come into it when the agent has ended: its processes are dead, and all
-folders but the task's own are emptied first, so a reward that the agent wrote is gone. Tests that
-import what the agent wrote trust it: that is the task's doing (docs/harbor.md).
+Docker container. The tests are added when the agent is done: before that, its processes are ended
+and all folders but the task's own are emptied, so a reward that the agent wrote is gone. Tests that
+import the agent's code trust it; only the task can change that (docs/harbor.md).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ HARBOR_LIMITS = Limits(
     max_files=16_384,
     disk_bytes=256 * 2**20,
 )
-"""What a task's world may use unless the task says otherwise; one command's output is 64 KiB."""
+"""Resource limits of a world, unless its task sets its own; one command's output is 64 KiB."""
 _FOLDERS = ("logs/verifier", "logs/agent", "logs/artifacts", "tests", "solution")
 _REWARD_BYTES = 2**16
 _SAID = 2000
@@ -43,18 +43,18 @@ _SAID = 2000
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a task's tests said."""
+    """The outcome of a task's tests."""
 
     # By name, from reward.json, or {"reward": x} from reward.txt; empty if there is none.
     rewards: Mapping[str, float] = field(default_factory=dict)
-    # Why there is no reward; the agent can have brought it about, so it is worth 0.
+    # Why there is no reward. The agent may have caused that, so the reward counts as 0.
     problem: str | None = None
     # How the tests ended, and the end of their output.
     ended: str = ""
     said: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON values."""
+        """Return the verdict as JSON values."""
         return {
             "rewards": dict(self.rewards),
             "problem": self.problem,
@@ -68,12 +68,12 @@ class HarborWorld(Protocol):
 
     @property
     def id(self) -> str:
-        """A name that no other world has."""
+        """A unique name."""
         ...
 
     @property
     def level(self) -> SandboxLevel:
-        """How well it isolates."""
+        """How well the world is isolated."""
         ...
 
     async def run(
@@ -83,24 +83,24 @@ class HarborWorld(Protocol):
         ...
 
     async def add(self, folder: Path, name: str) -> None:
-        """Put a folder of the task's at `/name`."""
+        """Copy a folder of the task to `/name`."""
         ...
 
     async def end_agent(self) -> str | None:
-        """End what the agent runs, and empty all folders but the task's; say why that failed."""
+        """End the agent's processes, empty all folders but the task's; return why that failed."""
         ...
 
     async def read(self, path: str) -> bytes | None:
-        """Return a file; None if there is no regular file of that name."""
+        """Return a file's content; None if there is no regular file of that name."""
         ...
 
     async def close(self) -> None:
-        """Delete it."""
+        """Delete the world."""
         ...
 
 
 async def verdict_on(world: HarborWorld, task: HarborTask) -> Verdict:
-    """Run a task's tests in the world that an agent left, and return what they say.
+    """Run a task's tests in the world that an agent left, and return their verdict.
 
     Raises:
         SandboxError: the world itself failed.
@@ -131,7 +131,7 @@ async def solved(world: HarborWorld, task: HarborTask) -> RunResult:
     """Run a task's oracle solution in its world.
 
     Raises:
-        ConfigError: it has none.
+        ConfigError: the task has no solution.
     """
     if task.solution is None:
         raise ConfigError(
@@ -174,21 +174,21 @@ class SandboxWorld:
 
     @property
     def id(self) -> str:
-        """The sandbox's."""
+        """The sandbox's id."""
         return self.sandbox.id
 
     @property
     def level(self) -> SandboxLevel:
-        """The sandbox's."""
+        """The sandbox's isolation level."""
         return self.sandbox.level
 
     async def run(
         self, script: str, *, limit_s: float | None, env: Mapping[str, str], user: str | None = None
     ) -> RunResult:
-        """Run a shell script in the task's folder; when it ends, so does all that it started."""
+        """Run a shell script in the task's folder; the processes that it started end with it."""
         assert user is None, "read_task gives such tasks to Docker"
         sandbox = self.sandbox
-        # Agent and tests have variables of their own, and never run at once.
+        # The agent and the tests have different variables, and never run at the same time.
         sandbox.env = {**self._files.env, **env}
         limits = sandbox.limits
         if limit_s is not None:
@@ -203,7 +203,7 @@ class SandboxWorld:
         await self._add({path.lstrip("/"): file for path, file in self._files.files})
 
     async def add(self, folder: Path, name: str) -> None:
-        """Put a folder of the task's at `/name`."""
+        """Copy a folder of the task to `/name`."""
         await self._add(await asyncio.to_thread(_files_below, folder, name))
 
     async def _add(self, files: Mapping[str, Path]) -> None:
@@ -214,10 +214,10 @@ class SandboxWorld:
             await self.sandbox.run(["chmod", "+x", "--", *programs])
 
     async def end_agent(self) -> str | None:
-        """Empty all folders but the task's: each run has already ended with what it started."""
+        """Empty all folders but the task's; the agent's processes have already ended."""
         kept = self._files.top_folders
-        # Whatever rights the agent took from itself come back first. What follows is a program of
-        # this machine, which the agent cannot change.
+        # `chmod` restores permissions that the agent has removed. The programs used here are this
+        # machine's, which the agent cannot change.
         others = " ".join(f"! -name {shlex.quote(name)}" for name in kept)
         find = f"find /sandbox -mindepth 1 -maxdepth 1 {others}"
         empty = f"{find} -exec chmod -R u+rwX {{}} + ; {find} -exec rm -rf {{}} +"
@@ -228,7 +228,7 @@ class SandboxWorld:
         return None
 
     async def read(self, path: str) -> bytes | None:
-        """Return a file; None if there is no regular file of that name."""
+        """Return a file's content; None if there is no regular file of that name."""
         with contextlib.suppress(SandboxFileError):
             return await self.sandbox.read_file(path.lstrip("/"), max_bytes=_REWARD_BYTES)
         return None
@@ -245,7 +245,8 @@ async def sandbox_world(
 
     Raises:
         ConfigError: the task needs Docker.
-        SandboxUnavailable: this machine has no bubblewrap, or uses a folder of the task's itself.
+        SandboxUnavailable: this machine lacks bubblewrap, or the sandbox needs a folder of the
+            task's for this machine's programs.
     """
     files = task.world
     if files is None:
@@ -257,7 +258,7 @@ async def sandbox_world(
     if shared:
         raise SandboxUnavailable(
             f"the Harbor task {task.name} uses /{shared[0]}, where the sandbox shows programs of "
-            "this machine, so its files cannot lie there. Use Docker, or another folder in the "
+            "this machine, so its files cannot be there. Use Docker, or a different folder in the "
             "task's Dockerfile."
         )
     changed = {"memory_bytes": task.memory_bytes, "disk_bytes": task.disk_bytes}
@@ -273,7 +274,7 @@ async def sandbox_world(
         sandbox.at_root = (*files.top_folders, "tests", "solution", "logs")
         world = SandboxWorld(sandbox, files)
         await world.prepare()
-    except BaseException:  # a cancellation, too
+    except BaseException:  # including a cancellation
         await sandbox.close()
         raise
     return world

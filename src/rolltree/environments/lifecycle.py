@@ -50,7 +50,7 @@ def stop(
 
     The first condition that is true ends the rollout, which is then `terminated`. With `truncates`
     it is `truncated` instead, for that reason: use it for limits, with a negative priority, so
-    that a game won on its last turn is won.
+    that a game won on its last turn counts as won.
     """
     return _mark(func, Mark("stop", priority, truncates))
 
@@ -62,7 +62,7 @@ def cleanup(*, priority: int = 0) -> Callable[[F], F]: ...
 def cleanup(func: F | None = None, *, priority: int = 0) -> F | Callable[[F], F]:
     """Mark `method(self, state)` to run once after each rollout.
 
-    It runs when the rollout ended, failed, was cancelled or ran out of time; before scoring.
+    It runs before scoring, whether the rollout ended, failed, was cancelled or ran out of time.
     """
     return _mark(func, Mark("cleanup", priority))
 
@@ -85,7 +85,7 @@ def _mark(func: F | None, mark: Mark) -> F | Callable[[F], F]:
 
 
 def mark_of(method: object) -> Mark | None:
-    """Return what a decorator wrote on a method, if one did."""
+    """Return the mark that a decorator left on a method; None if there is none."""
     mark = getattr(method, _MARK, None)
     return mark if isinstance(mark, Mark) else None
 
@@ -114,7 +114,7 @@ logger = logging.getLogger("rolltree.environments")
 
 
 class Closable(Protocol):
-    """Something with a teardown."""
+    """An object with a teardown."""
 
     async def aclose(self) -> None:
         """Run the teardown once."""
@@ -126,7 +126,7 @@ _open: dict[int, Closable] = {}
 
 def register(environment: Closable) -> None:
     """Close `environment` when the process ends, unless it was closed before."""
-    # Registered with the first environment: importing rolltree must change nothing in a program.
+    # Only with the first environment: importing rolltree must not change anything in a program.
     if not _open:
         atexit.register(close_all)
     _open[id(environment)] = environment
@@ -137,10 +137,10 @@ def watch() -> None:
     """Handle SIGTERM if an environment is open and no handler is set. Only in the main thread."""
     if not _open or threading.current_thread() is not threading.main_thread():
         return
-    # A program with a handler of its own knows better when to end.
+    # A handler that the program has set must stay.
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        # SIGTERM ends Python without `atexit`; as SystemExit it passes through `finally` and closes
-        # what is open.
+        # By default SIGTERM ends Python without `atexit`; a SystemExit runs `finally` blocks and
+        # closes the open environments.
         signal.signal(signal.SIGTERM, _exit_on_signal)
 
 
@@ -150,7 +150,7 @@ def forget(environment: Closable) -> None:
 
 
 def close_all() -> None:
-    """Close every registered environment; one that fails does not keep the others open."""
+    """Close every registered environment, even if closing one of them fails."""
     # A copy, because closing one removes it.
     for environment in list(_open.values()):
         forget(environment)
@@ -170,7 +170,7 @@ _PHASE = "rolltree_phase"
 
 
 class in_phase:  # noqa: N801  (a context manager that reads as a phrase)
-    """`with in_phase("model"):` notes on an exception that leaves the block where it arose."""
+    """`with in_phase("model"):` marks an exception that leaves the block with this phase."""
 
     __slots__ = ("phase",)
 
@@ -181,13 +181,13 @@ class in_phase:  # noqa: N801  (a context manager that reads as a phrase)
         return None
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        # The innermost block knows best where an error arose.
+        # The mark of the innermost block stays: it is the most precise.
         if error is not None and not hasattr(error, _PHASE):
             setattr(error, _PHASE, self.phase)
 
 
 def failure_of(error: Exception) -> ErrorRecord:
-    """Return an exception as data. Without a noted phase it is "environment"."""
+    """Return an exception as data. Without a mark, its phase is "environment"."""
     if isinstance(error, ModelError):
         return record_error(error, "model")
     phase: Phase = getattr(error, _PHASE, "environment")

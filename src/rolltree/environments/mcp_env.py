@@ -1,6 +1,6 @@
 """`MCPEnv`: the tools of MCP servers, and the connections to them.
 
-Each connection lives in a thread with its own event loop, because the SDK ties a connection
+Each connection has a thread with its own event loop, because the SDK ties a connection
 to one task, while rollouts may run in several event loops.
 """
 
@@ -34,12 +34,12 @@ class MCPServer:
     # A program that speaks MCP on stdin and stdout, and its arguments.
     command: str | None = None
     args: tuple[str, ...] = ()
-    # All that the program sees, besides the few harmless variables that the SDK passes on (PATH,
-    # HOME, ...): the keys of this process are not for other servers.
+    # The program's environment variables, in addition to a few harmless ones that the SDK passes on
+    # (PATH, HOME, ...): servers must not get this process's API keys.
     env: Mapping[str, str] = field(default_factory=dict)
     url: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
-    # Of each call.
+    # For each call.
     timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
@@ -79,7 +79,7 @@ class MCPConnection:
         self._task: Future[None] | None = None
 
     def open(self) -> MCPConnection:
-        """Start the server, or reach it, and shake hands.
+        """Start the server or connect to it, and do the MCP handshake.
 
         Raises:
             ConfigError: the `mcp` package is missing.
@@ -90,7 +90,7 @@ class MCPConnection:
         self._task = asyncio.run_coroutine_threadsafe(self._live(), self._loop)
         try:
             self._opened.result(self.server.timeout_s)
-        except BaseException as error:  # Ctrl-C while it waits, too
+        except BaseException as error:  # including Ctrl-C while it waits
             self.close()
             if isinstance(error, Exception):
                 raise ToolUnavailable(
@@ -101,7 +101,7 @@ class MCPConnection:
         return self
 
     def tools(self) -> list[ToolSchema]:
-        """Return the server's tools, all pages of them, as OpenAI schemas.
+        """Return all of the server's tools as OpenAI schemas.
 
         Raises:
             ToolUnavailable: the server is gone.
@@ -110,7 +110,7 @@ class MCPConnection:
         return found
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> tuple[str, bool]:
-        """Call a tool and return the text of its result, and whether that is an error.
+        """Call a tool and return the text of its result, and whether it is an error.
 
         Raises:
             ToolUnavailable: the server is gone, or took longer than its time limit.
@@ -118,7 +118,7 @@ class MCPConnection:
         return await asyncio.wrap_future(self._submit(self._call(name, dict(arguments))))
 
     def close(self) -> None:
-        """Close the connection; a server that was started by command ends. Twice is harmless."""
+        """Close the connection and end a server that was started by command. Idempotent."""
         if self._loop.is_closed():
             return
         if self._task is not None:
@@ -148,7 +148,7 @@ class MCPConnection:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def _live(self) -> None:
-        """Hold the connection open, in this one task."""
+        """Open the connection, and hold it open until `close`, all in one task."""
         self._closing = asyncio.Event()
         try:
             async with AsyncExitStack() as stack:
@@ -156,8 +156,8 @@ class MCPConnection:
                 self._opened.set_result(client)
                 await self._closing.wait()
         except BaseException as error:
-            # The one who waits in `open` gets the error; later ones end the task, which `_submit`
-            # sees.
+            # An error before the connection is open is raised by `open`; a later one ends the task,
+            # which `_submit` notices.
             if not self._opened.done():
                 self._opened.set_exception(error)
                 return
@@ -187,7 +187,7 @@ class MCPConnection:
         try:
             result = await self._guarded(client.call_tool(name, arguments), f"calling {name!r}")
         except MCPError as error:
-            # The server lives and refuses the call.
+            # The server is up, but rejects the call.
             if error.code in _PROTOCOL_ERRORS:
                 return str(error), True
             raise ToolUnavailable(
@@ -215,7 +215,7 @@ class MCPConnection:
 
 
 _PROTOCOL_ERRORS = (-32600, -32601, -32602, -32603)
-"""JSON-RPC: invalid request, method, parameters, and an internal error of a server that lives."""
+"""JSON-RPC errors of a server that is up: invalid request, method or parameters, internal error."""
 
 
 async def _enter(stack: AsyncExitStack, server: MCPServer) -> Any:
@@ -259,7 +259,7 @@ def _result_text(result: Any) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    # The SDK's task groups wrap what happened, often several times.
+    # The SDK's task groups wrap the cause, often several times.
     while isinstance(error, BaseExceptionGroup) and error.exceptions:
         error = error.exceptions[0]
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
@@ -269,25 +269,25 @@ _SESSION = "mcp_session"
 
 
 class MCPToolError(Exception):
-    """An MCP tool answered with an error; its text is what the model is told."""
+    """An MCP tool returned an error; its text is sent to the model."""
 
 
 class MCPEnv(ToolEnv):
-    """Offer the tools of MCP servers, besides plain functions.
+    """Offer the tools of MCP servers, and plain functions.
 
-    Servers are reached when the environment is made, so that their tools are known, and closed by
-    its teardown. A server that cannot be reached during a rollout fails it; an error that a tool
-    returns is an answer to the model.
+    The environment connects to the servers when it is made, to learn their tools, and disconnects
+    in its teardown. If a server cannot be reached during a rollout, the rollout fails; an error
+    that a tool returns is sent to the model.
 
     Args:
         mcp_servers: `MCPServer`s, or mappings of their fields.
         isolated: every rollout has its own connections, so a server started by command is a
             process per rollout and its state is not shared between episodes.
-        tools: further tools, plain functions.
+        tools: plain functions to offer as well.
         settings: `ToolEnv`'s.
 
     Raises:
-        ConfigError: the `mcp` package is missing, or two tools have one name.
+        ConfigError: the `mcp` package is missing, or two tools have the same name.
         ToolUnavailable: a server cannot be reached.
     """
 
@@ -311,10 +311,10 @@ class MCPEnv(ToolEnv):
         self._shared = self._connect()
         try:
             for server, connection in self._shared.items():
-                # The server checks what is beyond names.
+                # Only the names of arguments are checked here; the server checks the rest.
                 for schema in connection.tools():
                     self.add_tool(Tool.of_schema(schema, _RemoteTool(server)))
-        except BaseException:  # Ctrl-C, too
+        except BaseException:  # including Ctrl-C
             _close(self._shared)
             raise
         # They were opened to learn the tools; every rollout opens its own.
@@ -322,7 +322,7 @@ class MCPEnv(ToolEnv):
             _close(self._shared)
 
     async def setup_state(self, state: State) -> State:
-        """Open the rollout's own connections when it has some."""
+        """Open the rollout's own connections, if it is isolated."""
         if self.isolated:
             number = next(self._numbers)
             self._sessions[number] = await run_in_pool(self._connect)
@@ -330,7 +330,7 @@ class MCPEnv(ToolEnv):
         return state
 
     async def run_tool(self, tool: Tool, arguments: dict[str, Any], state: State) -> Any:
-        """Ask the server whose tool it is, or call the function."""
+        """Call the tool on its server, or call the plain function."""
         if not isinstance(tool.func, _RemoteTool):
             return await super().run_tool(tool, arguments, state)
         own = self._sessions[state[_SESSION]] if self.isolated else self._shared
@@ -357,7 +357,7 @@ class MCPEnv(ToolEnv):
         try:
             for server in self.mcp_servers:
                 opened[server.name] = MCPConnection(server).open()
-        except BaseException:  # Ctrl-C, too
+        except BaseException:  # including Ctrl-C
             _close(opened)
             raise
         return opened
@@ -370,7 +370,7 @@ class _RemoteTool:
     server: str
 
     async def __call__(self, **arguments: Any) -> Any:
-        raise ConfigError(f"a tool of the MCP server {self.server!r} is called by its environment.")
+        raise ConfigError(f"only an MCPEnv can call a tool of the MCP server {self.server!r}.")
 
 
 def _close(connections: Mapping[str, MCPConnection]) -> None:

@@ -34,21 +34,20 @@ from rolltree.types import (
 class MultiTurnEnv(Environment):
     """A conversation: the model speaks, `env_response` answers, until a stop condition is true.
 
-    Stop conditions are asked once per state: before the first call, after every call, and after an
-    `env_response` that changed the state (one that holds objects other than plain data counts as
-    changed). A game may therefore end in `env_response`: change what a `@stop` condition looks at
-    in the state, or put the last message into
-    `state["final_env_response"]`. No further model call is made, and what `env_response` returned
-    is part of the completion.
+    Stop conditions are evaluated once per state: before the first call, after every call, and after
+    an `env_response` that changed the state (a state with objects other than plain data counts as
+    changed). A game may therefore end in `env_response`: change what a `@stop` condition reads in
+    the state, or put the last message into `state["final_env_response"]`. No further model call is
+    made then, and the messages that `env_response` returned are part of the completion.
 
     Args:
-        max_turns: most model calls; a rollout that reaches it without an end is truncated for
-            "max_steps". -1: no limit.
+        max_turns: maximum number of model calls; a rollout that reaches it unfinished is truncated
+            for "max_steps". -1: no limit.
         settings: `Environment`'s.
     """
 
     ends_in_env_response: ClassVar[bool] = True
-    """Whether stop conditions are asked after `env_response` too, before the next model call."""
+    """Whether stop conditions are also evaluated after `env_response`, before the next call."""
 
     def __init__(self, max_turns: int = -1, **settings: Any) -> None:
         super().__init__(**settings)
@@ -60,10 +59,10 @@ class MultiTurnEnv(Environment):
 
     @abstractmethod
     async def env_response(self, messages: Messages, state: State) -> Messages:
-        """Return what the environment says after `messages`, the conversation so far: new messages.
+        """Return the environment's new messages after `messages`, the conversation so far.
 
         `messages` is a new list; the messages in it belong to the trajectory and must not change.
-        After a prompt that is a string, what it says is a string.
+        If the prompt is a string, return a string.
         """
 
     @stop(priority=100, truncates=TruncationReason.MAX_SEQ_LEN)
@@ -78,26 +77,26 @@ class MultiTurnEnv(Environment):
 
     @stop(priority=-100, truncates=TruncationReason.MAX_STEPS)
     async def max_turns_reached(self, state: State) -> bool:
-        """The model has had its turns."""
+        """The model has made `max_turns` calls."""
         return len(state.trajectory) >= self.max_turns and self.max_turns > 0
 
     @stop(priority=-100, truncates=TruncationReason.MAX_SEQ_LEN)
     async def max_seq_len_reached(self, state: State) -> bool:
-        """The last call used up `max_seq_len`."""
+        """The last call had `max_seq_len` tokens or more."""
         if self.max_seq_len is None or not state.trajectory:
             return False
         return num_call_tokens(state.trajectory[-1]) >= self.max_seq_len
 
     @stop(priority=-100, truncates=TruncationReason.TIME_LIMIT)
     async def time_limit_reached(self, state: State) -> bool:
-        """The engine's time limit for the episode is over."""
+        """The engine's time limit for the episode has passed."""
         episode = current_episode()
         return episode is not None and episode.clock.expired
 
     async def get_prompt_messages(self, state: State) -> Messages:
         """Return the row's prompt, and later the conversation with the environment's answer.
 
-        Override it to rewrite history: what the model is sent is what this returns.
+        Override it to rewrite the history: the model gets the messages that it returns.
         """
         if not state.trajectory:
             prompt: Messages = state.prompt
@@ -117,8 +116,8 @@ class MultiTurnEnv(Environment):
     ) -> State:
         """Play one rollout and return its state.
 
-        Call i samples with the seed of `sampling_args` for i = 0, and with one derived from it
-        later. A failure is in `state["error"]`; cleanups have run.
+        The first call samples with the seed of `sampling_args`, later calls with seeds derived
+        from it. A failure is in `state["error"]`; cleanups have run.
         """
         # Outside of the `try`: without a state there is nothing to record a failure in.
         state = await self._begin(input, client, model, sampling_args)
@@ -130,23 +129,22 @@ class MultiTurnEnv(Environment):
                 session = self._session(client, model, args.get("seed"))
                 state = await self._set_up(state)
             await self._play_turns(state, session, model, args)
-            # An environment may have put a plain list there, or steps that it made itself.
+            # An environment may have assigned a plain list, or steps that it made itself.
             state.trajectory = Trajectory.of(state.trajectory)
         except Exception as error:  # noqa: BLE001  a failed rollout is data
             self.record_failure(state, error)
         finally:
-            # Before the completion is rendered: a cleanup may still write what belongs into the
-            # state.
+            # Before the completion is rendered: a cleanup may still change the state.
             await self._cleanup(state)
             if not isinstance(state.get("trajectory"), list):
                 state.trajectory = Trajectory()
-            # Failed or cancelled, or ended by an override.
+            # The rollout failed, was cancelled, or was ended by an override.
             if state.completion is None:
                 await self._render_timing(state)
                 await self._render_completion(state)
             if isinstance(state.trajectory, Trajectory):
-                # Buffers grow by doubling; what is not used of them is given back, since a run
-                # keeps many rollouts.
+                # Buffers grow by doubling; their unused part is freed, since a run keeps many
+                # rollouts.
                 state.trajectory.trim()
         return state
 
@@ -161,7 +159,7 @@ class MultiTurnEnv(Environment):
         return await self.init_state(input, client=client, model=model, sampling_args=sampling_args)
 
     def _session(self, client: Any, model: str, seed: int | None) -> Any:
-        """Return the rollout's client, with OpenAI's methods for an override that wants them."""
+        """Return the rollout's client, with OpenAI's methods for a custom `get_model_response`."""
         # A session remembers the tokens of this rollout, so that the next prompt continues them
         # exactly.
         session = as_client(client, model or None).session()
@@ -173,23 +171,23 @@ class MultiTurnEnv(Environment):
         return session if is_own else OpenAIView(session)
 
     async def _play_turns(self, state: State, session: Any, model: str, args: SamplingArgs) -> None:
-        # Only an override can answer with something that does not know its request.
+        # Only an override can return a response that does not carry its request's settings.
         is_own = not isinstance(session, OpenAIView)
         check_steps(state.trajectory)
         while not await self.is_completed(state):
             before = self._stop_inputs(state)
             prompt = await self.get_prompt_messages(state)
-            # Either hook may have put something else there.
+            # Either hook may have replaced the trajectory.
             check_steps(state.trajectory)
             # A game that ends in `env_response` must not cost one more model call. Conditions are
-            # asked once per state, because an author's may count how often it is asked.
+            # evaluated once per state, because an author's condition may count its calls.
             may_have_ended = self.ends_in_env_response and (before is None or before.has_changed())
             if may_have_ended and await self.is_completed(state):
                 await self._keep_last_response(state, prompt)
                 break
             request = _NO_REQUEST if is_own else self.model_request(session, args)
-            # Noted for the failure's record: an error in here is the model's, one in the hooks the
-            # environment's.
+            # For the record of a failure: errors in this block are the model's, those in hooks are
+            # the environment's.
             with in_phase("model"), request:
                 response = await self.get_model_response(
                     session,
@@ -200,7 +198,7 @@ class MultiTurnEnv(Environment):
                     message_type=self.message_type,
                 )
                 await self.add_model_response(state, prompt, response)
-        # An override of is_completed ended it.
+        # An override of `is_completed` ended the rollout.
         if not state.is_completed:
             state.is_completed = True
             self._settle_ending(state)
@@ -212,9 +210,9 @@ class MultiTurnEnv(Environment):
         return _StopInputs(self, state)
 
     async def _keep_last_response(self, state: State, prompt: Messages) -> None:
-        """Make what `env_response` said last part of the completion."""
-        # Otherwise the environment has set its last message itself, and `env_response` only repeats
-        # it.
+        """Add the last messages of `env_response` to the completion."""
+        # If `final_env_response` is set, the environment has set its last message itself, and
+        # `env_response` only repeats it.
         if state.trajectory and state.final_env_response is None:
             said = conversation(state.trajectory)
             state.final_env_response = appended_messages(said, prompt)
@@ -228,7 +226,7 @@ def _follows(said: Messages, answer: Any) -> bool:
 
 
 def invalid_response_error(environment: MultiTurnEnv, said: Messages, answer: Any) -> ConfigError:
-    """Return the error of an `env_response` that returned `answer`, which cannot follow `said`."""
+    """Return the error for an `env_response` whose `answer` cannot follow the messages `said`."""
     parts = list(dict.fromkeys(type(part).__name__ for part in answer)) if _holds(answer) else []
     kinds = f" ({', '.join(parts[:4])})" if parts else ""
     found = "None" if answer is None else f"a {type(answer).__name__}{kinds}"
@@ -237,10 +235,10 @@ def invalid_response_error(environment: MultiTurnEnv, said: Messages, answer: An
         if isinstance(said, str)
         else 'a list of messages, such as [{"role": "user", "content": "..."}]'
     )
-    more = "; the state is changed in place and not returned" if isinstance(answer, tuple) else ""
+    more = "; change the state in place, without returning it" if isinstance(answer, tuple) else ""
     return ConfigError(
         f"{type(environment).__name__}.env_response of {environment.env_id!r} returned {found}, "
-        f"which the model cannot be sent. Return {wanted}{more}."
+        f"which cannot be sent to the model. Return {wanted}{more}."
     )
 
 
@@ -249,7 +247,7 @@ def _holds(answer: Any) -> bool:
 
 
 class SingleTurnEnv(MultiTurnEnv):
-    """One question, one answer. The answer is the end: `terminated`, not truncated."""
+    """One question, one answer. With the answer the rollout is `terminated`, not truncated."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(max_turns=1, **settings)
@@ -260,7 +258,7 @@ class SingleTurnEnv(MultiTurnEnv):
         return bool(state.trajectory)
 
     async def env_response(self, messages: Messages, state: State) -> Messages:
-        """Never asked: the rollout ends with the answer."""
+        """Never called: the rollout ends with the answer."""
         raise ConfigError(
             "a SingleTurnEnv has no second turn; something removed its stop condition 'answered'. "
             "Subclass MultiTurnEnv to answer the model."
@@ -268,7 +266,7 @@ class SingleTurnEnv(MultiTurnEnv):
 
 
 _NO_REQUEST = nullcontext()
-# Objects that can be compared neither by value nor by content. Of the trajectory `_encode` takes
+# Objects that can be compared neither by value nor by content. For the trajectory, `_encode` covers
 # what `env_response` may change: its length, and the last step's reward and extras.
 _NOT_COMPARED = frozenset({"trajectory", "client", "timing"})
 _SCALARS = frozenset({str, int, float, bool, type(None)})
@@ -279,9 +277,9 @@ _ENCODE = msgspec.msgpack.Encoder().encode
 class _StopInputs:
     """A snapshot of what stop conditions may read, to detect changes later.
 
-    That is the state, the last step's reward and extras, the clock, and the environment's
-    attributes, if they are reassigned. A state that holds objects other than plain data counts as
-    changed: they cannot be compared.
+    It covers the state, the last step's reward and extras, the clock, and reassignments of the
+    environment's attributes. A state that holds objects other than plain data counts as changed:
+    they cannot be compared.
     """
 
     __slots__ = ("_attributes", "_containers", "_encoded", "_env", "_state", "_values")
@@ -300,7 +298,7 @@ class _StopInputs:
         self._encoded = self._encode() if is_plain else None
 
     def has_changed(self) -> bool:
-        """Whether something is, or may be, another now."""
+        """Whether anything has changed, or may have."""
         return (
             self._encoded is None
             or _has_changed(self._state, self._values)
@@ -309,7 +307,7 @@ class _StopInputs:
         )
 
     def _encode(self) -> bytes | None:
-        """Return everything that can change without being replaced; None for other objects."""
+        """Return the values that can change in place, as bytes; None if they cannot be encoded."""
         content: list[Any] = [self._containers]
         steps, episode = self._state.trajectory, current_episode()
         if steps:
@@ -330,8 +328,8 @@ def _has_changed(now: dict[str, Any], before: dict[str, Any]) -> bool:
     """Whether a dict has other keys or other values; equal scalars are the same value."""
     if dict.keys(now) != before.keys():
         return True
-    # Nearly always every value is the same object still, in the same order. That is seen without a
-    # loop in Python, once a turn of every rollout.
+    # Nearly always, every value is still the same object, in the same order. This runs once per
+    # turn of every rollout, so that case is detected without a Python loop.
     if all(map(operator.is_, dict.values(now), before.values())):
         return False
     for key, was in before.items():

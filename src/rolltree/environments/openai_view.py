@@ -1,9 +1,8 @@
-"""A model client with OpenAI's methods: what environments call on `state["client"]`.
+"""A model client with OpenAI's methods, for environments that call `state["client"]`.
 
 It turns `client.chat.completions.create(...)` and `client.completions.create(...)` into calls of
-the client behind it, so that a user that is played by a model, or a judge inside an environment,
-needs no second connection. Streaming and several completions at once are not
-supported.
+the client behind it, so that a simulated user or a judge inside an environment needs no second
+connection. Streaming and several completions at once are not supported.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class OpenAIView:
 
     @property
     def model(self) -> str:
-        """The model asked when a call names none."""
+        """The model of calls that do not name one."""
         return self.__rolltree_client__.model
 
     @property
@@ -49,7 +48,7 @@ class OpenAIView:
         return _Endpoint(self.__rolltree_client__, "completion")
 
     def __getattr__(self, name: str) -> Any:
-        # Copying and pickling ask before there is a client.
+        # Copying and pickling look up such names before there is a client.
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.__rolltree_client__, name)
@@ -72,11 +71,11 @@ class _Endpoint:
         stream: bool = False,
         **fields: Any,
     ) -> ModelResponse:
-        """Ask once; `fields` are OpenAI's.
+        """Call the model once; `fields` are OpenAI's.
 
         Raises:
-            UnsupportedSetting: `stream` was asked for.
-            ModelError: there was no usable answer.
+            UnsupportedSetting: `stream` is set.
+            ModelError: there was no usable response.
         """
         if stream:
             raise UnsupportedSetting(

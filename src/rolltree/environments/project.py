@@ -1,4 +1,4 @@
-"""What an environment's folder says besides its code: evaluation defaults, a training config.
+"""The settings in an environment's folder: evaluation defaults and a training config.
 
 The defaults are in its pyproject.toml (`[tool.verifiers.eval]`), the config is `train.toml`.
 """
@@ -23,7 +23,7 @@ def eval_defaults(name: str) -> dict[str, int]:
     """Return the `num_examples` and `rollouts_per_example` of an environment's own pyproject.toml.
 
     The file is in the environment's folder or package, or next to its module if the project's
-    name is the environment's. What it does not say is left out.
+    name is the environment's. Keys that it does not set are left out.
 
     Raises:
         ConfigError: a value is not a whole number.
@@ -40,7 +40,7 @@ def eval_defaults(name: str) -> dict[str, int]:
 
 
 def train_config_file(name: str) -> Path | None:
-    """Return the training config that an environment brings along, None without one.
+    """Return the training config that comes with an environment; None if it has none.
 
     It is in the environment's own folder: next to `<folder>/<folder>.py`, or in its package.
 
@@ -49,7 +49,7 @@ def train_config_file(name: str) -> Path | None:
     """
     file = environment_file(name)
     if file is None:
-        # It says where was looked; an entry point of a module without a file has no folder.
+        # Its error says where it looked. An entry point of a module without a file has no folder.
         find_environment(name)
         return None
     folder = file.parent

@@ -29,32 +29,32 @@ from rolltree.tokens import Trajectory
 from rolltree.types import RolloutInput, SamplingArgs, State
 
 MakeWorld = Callable[[RolloutInput], Any]
-"""From a row to a new world. It may be asynchronous; a plain function should not block."""
+"""Returns a new world for a row. It may be asynchronous; a plain function should not block."""
 
 
 class ProtocolEnvironment(Environment):
     """Plays a protocol's episodes as rollouts.
 
-    An episode has one state per rollout: the episode's own agents first, then what they delegated.
-    `state["agent"]`, `["rollout_id"]`, `["parent_rollout"]`, `["parent_step"]` (the parent's model
-    call that asked), `["depth"]`, and for delegated ones `["subtask"]` and `["result"]` say which
-    is which. The reward of a step is what parser, agent and world gave for it, the reward of a
-    rollout their sum, unless a rubric with functions says otherwise.
+    An episode has one state per rollout: first those of the episode's own agents, then delegated
+    ones. `state["agent"]`, `["rollout_id"]`, `["parent_rollout"]`, `["parent_step"]` (the parent's
+    model call that delegated), `["depth"]`, and for delegated ones `["subtask"]` and `["result"]`
+    say which is which. A step's reward is the sum of what parser, agent and world gave for it; a
+    rollout's is the sum over its steps, unless a rubric with functions scores it.
 
     Args:
-        protocol: what is played. Give it functions that make agents, not agents, because many
-            episodes run at once.
-        world: from a row to a new world; closed after the episode. None: the row's prompt is the
-            question, and the first answer with an action is the end.
-        rubrics: agent name to rubric, for agents that `rubric` does not score. A delegated rollout
-            of an agent without one keeps what it earned itself.
-        num_train, num_eval: with a world and without a dataset: how many worlds there are. Each
-            has its seed, derived from the run's seed and the example.
+        protocol: how agents and worlds interact. Give it functions that make agents, not agents,
+            because many episodes run at once.
+        world: returns a new world for a row; it is closed after the episode. None: the row's prompt
+            is the question, and the first answer with an action ends the episode.
+        rubrics: rubrics by agent name, for agents that `rubric` does not score. A delegated rollout
+            of an agent without a rubric keeps the sum of its steps' rewards.
+        num_train, num_eval: number of worlds, if there is a world and no dataset. Each has a seed
+            that is derived from the run's seed and the example.
         settings: `Environment`'s. A row's prompt is in the agents' histories before the first
             observation.
 
     Raises:
-        ConfigError: a setting that a protocol would ignore.
+        ConfigError: a setting has no effect with a protocol.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class ProtocolEnvironment(Environment):
         num_eval: int = 100,
         **settings: Any,
     ) -> None:
-        # An environment's tools and stop conditions would be silently without effect here.
+        # An environment's tools and stop conditions would silently have no effect here.
         ignored = [name for name in ("oai_tools",) if settings.get(name)]
         ignored += [name for name, _ in discover(type(self))["stop"]]
         if settings.get("message_type", "chat") != "chat":
@@ -79,7 +79,7 @@ class ProtocolEnvironment(Environment):
                 "ends. Give tools to the agents; end the episode in the world."
             )
         if world is not None and not settings.get("dataset") and not settings.get("eval_dataset"):
-            # Rows only count worlds here: what differs between them is the seed.
+            # Rows only count worlds here; worlds differ by their seed.
             settings["dataset"] = [{"prompt": []}] * num_train or None
             settings["eval_dataset"] = [{"prompt": []}] * num_eval or None
         default = as_rubric(settings.pop("rubric", None))
@@ -107,8 +107,8 @@ class ProtocolEnvironment(Environment):
     ) -> list[State]:
         """Play one episode and return the state of each rollout.
 
-        A failure is in `state["error"]`. The states of an episode that is cancelled hold what was
-        played, and are those of the engine's `Episode`.
+        A failure is in `state["error"]`. If the episode is cancelled, the engine's `Episode` has
+        the states, with the steps so far.
         """
         first = await self.init_state(
             input, client=client, model=model, sampling_args=sampling_args
@@ -126,7 +126,7 @@ class ProtocolEnvironment(Environment):
         except Exception as error:  # noqa: BLE001  a failed rollout is data
             self.record_failure(first, error)
         finally:
-            # Also when cancelled: what was played becomes states before the cancellation goes on.
+            # Also when cancelled: the recording becomes states before the cancellation goes on.
             states = await self._states(first, recording)
             for state in states:
                 await self._cleanup(state)
@@ -135,13 +135,13 @@ class ProtocolEnvironment(Environment):
     def _context(
         self, state: State, client: Any, model: str, sampling_args: SamplingArgs | None
     ) -> EpisodeContext:
-        # The seed travels apart, since every agent derives its own from it.
+        # The seed is passed separately, since every agent derives its own from it.
         args = dict(merge_args(self.sampling_args, sampling_args))
         seed = args.pop("seed", None)
         episode = current_episode()
         return EpisodeContext(
             seed=state.seed,
-            # Apart from the rollout's own family: a world may ask `state["client"]`, too.
+            # Not from the rollout's own series of seeds, which calls of `state["client"]` use.
             sampling_seed=None if seed is None else derive_seed(seed, "agents"),
             client=as_client(client, model or None),
             sampling=args,
@@ -152,11 +152,11 @@ class ProtocolEnvironment(Environment):
         )
 
     async def _states(self, first: State, recording: Recording) -> list[State]:
-        """Turn what was recorded into states, `first` for the first rollout."""
+        """Turn the recording into states; `first` becomes the first rollout's."""
         builders = recording.ordered()
         failed = first.get("error")
-        # A copy from before the first rollout was written: the others begin with what `setup_state`
-        # made, and not with its reward.
+        # A copy from before the first rollout is written into it: the other states begin as
+        # `setup_state` left them, without the first one's reward.
         before = first.copy()
         states: list[State] = []
         for builder in builders:
@@ -179,7 +179,7 @@ class ProtocolEnvironment(Environment):
 def _another(first: State) -> State:
     """Return a state of the same episode, with its own row."""
     state = first.copy()
-    # A prompt is written into the input, so two states must not share one.
+    # A state's prompt is stored in its input, so two states must not share one.
     dict.__setitem__(state, "input", deepcopy(dict(dict.__getitem__(first, "input"))))
     state.timing = copy(first.timing)
     # Each state has its own cleanup.
@@ -190,13 +190,13 @@ def _another(first: State) -> State:
 def fill_state(state: State, builder: RolloutBuilder) -> None:
     """Write one rollout into a state.
 
-    `environment_steps` keeps the world's part as plain data; `metrics` counts turns, model calls,
-    answers without an action and answers that were cut off.
+    `environment_steps` keeps the world's part as plain data; `metrics` has the numbers of turns and
+    model calls, and the rates of answers without an action and of answers that were cut off.
     """
     rollout = builder.build()
     state.trajectory = Trajectory.of(builder.agent.trajectory)
     _write_step_rewards(rollout)
-    # What a world gave an agent before its first turn has no step to belong to but the first.
+    # A reward that the world gave an agent before its first turn is added to its first step.
     early = float(rollout.meta.get("early_reward", 0.0))
     if early and state.trajectory:
         state.trajectory[0]["reward"] += early
@@ -232,8 +232,8 @@ def fill_state(state: State, builder: RolloutBuilder) -> None:
 
 
 def _write_step_rewards(rollout: Rollout) -> None:
-    """Give each call what the agent gave it, and the turn's last call what the world gave."""
-    # Agents' rewards first, then the worlds' on top: each is given once (`steps`).
+    """Set each call's reward to the agent's, and add the world's to the last call of the turn."""
+    # First the agents' rewards, then the worlds' in addition: each counts once (`steps`).
     for step in rollout.steps:
         if isinstance(step, AgentStep):
             step.record["reward"] = step.reward
@@ -245,7 +245,7 @@ def _write_step_rewards(rollout: Rollout) -> None:
 
 
 def _parent_call(builder: RolloutBuilder) -> int | None:
-    """Return the parent's model call that asked for this rollout, counted in model calls."""
+    """Return the index, among model calls, of the parent's call that delegated this rollout."""
     if builder.parent is None or builder.parent_step is None:
         return None
     return sum(isinstance(step, AgentStep) for step in builder.parent.steps[: builder.parent_step])

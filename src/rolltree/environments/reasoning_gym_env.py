@@ -18,15 +18,15 @@ EVAL_SEED_OFFSET = 10_007
 class ReasoningGymEnv(SingleTurnEnv):
     """One question of a reasoning-gym task, scored by that task's own `score_answer`.
 
-    Training and evaluation data sets have different seeds; a question that both would hold is left
-    out of the training rows. The reward is the metric `task_score`; `format_reward` is reported.
+    Training and evaluation data sets have different seeds; questions of both are left out of the
+    training rows. The reward is the metric `task_score`; `format_reward` is only reported.
 
     Args:
         tasks: a task's name, several names, or names with their settings:
-            `{"chain_sum": {"max_terms": 3}}`. Rows of several tasks take turns.
-        num_train, num_eval: rows in all.
-        seed: of the data sets.
-        parser: where the answer is; `<answer>` tags by default.
+            `{"chain_sum": {"max_terms": 3}}`. Rows alternate between several tasks.
+        num_train, num_eval: total numbers of rows.
+        seed: the data sets are generated from it.
+        parser: finds the answer; by default in `<answer>` tags.
         settings: `SingleTurnEnv`'s.
 
     Raises:
@@ -69,7 +69,7 @@ class ReasoningGymEnv(SingleTurnEnv):
     def task_score(self, parser: Parser, completion: Messages, info: Info) -> float:
         """Return the task's own score of the answer, in [0, 1]; without an answer, 0.
 
-        The entry is made again from its index, because tasks score by more than the answer.
+        The entry is made again from its index, because tasks need more than the answer to score.
         """
         answer = parser.parse_answer(completion)
         if not answer:

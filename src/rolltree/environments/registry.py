@@ -1,13 +1,13 @@
 """`load_environment`: from a name to an environment.
 
-It runs the Python code that it finds: load only what you trust.
+Loading runs the environment's Python code: load only what you trust.
 
 A name is looked up in this order: the entry point group `rolltree.environments`; an installed
 module of that name (dashes become underscores) with a function `load_environment`; the folder
 `environments/<name>/` of the working directory with `<name>.py` or a package `<name>/`; one of the
-ready-made environments that rolltree brings along. Anything with a separator or the ending `.py`
-is a path; if there is none, `owner/name` is the installed environment `name`. Code that imports
-`verifiers` gets `rolltree.compat`'s.
+ready-made environments that come with rolltree. A name with a path separator or the ending `.py` is
+a path; if no such path exists, `owner/name` is the installed environment `name`. Code that imports
+`verifiers` gets the package of `rolltree.compat`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ READY_MADE = Path(__file__).resolve().parents[1] / "_environments"
 """The ready-made environments; in a clone a link to the folder `environments/`."""
 Factory = Callable[..., Any]
 
-# Folders of loaded files, on sys.path for what those files import.
+# Folders of loaded files, added to sys.path for the imports of those files.
 _beside: set[str] = set()
 
 
@@ -44,22 +44,23 @@ def load_environment(
 ) -> Environment:
     """Return the environment named `env_id`, made by its `load_environment(**args)`.
 
-    With `compat`, an environment that imports `verifiers` gets rolltree's, from now on and in this
-    whole process, even if the real package is installed; without, only if it is not.
+    With `compat`, an environment that imports `verifiers` gets rolltree's package, from now on and
+    in the whole process, even if the real package is installed; without `compat`, only if it is
+    not.
 
     Raises:
         UnknownName: there is no such environment; the message names the nearest one.
-        ConfigError: an argument is not one that the environment takes, or what it returned is not
-            an environment, or was made with the real verifiers package.
+        ConfigError: the environment does not take one of the arguments, or the returned object is
+            not an environment, or was made with the real verifiers package.
     """
     if isinstance(env_id, Environment):
         raise ConfigError(
-            f"this is a {type(env_id).__name__} already: it needs no loading. Pass it on as it is."
+            f"this is a {type(env_id).__name__} already, so it need not be loaded. Use it as it is."
         )
     if not isinstance(env_id, str | os.PathLike):
         raise ConfigError(f"{env_id!r} is not the name or a path of an environment.")
     name = os.fspath(env_id)
-    # Before the environment is imported: its `import verifiers` is looked up then.
+    # Before the environment is imported, since its `import verifiers` is resolved then.
     provide(force=compat)
     try:
         factory = find_environment(name)
@@ -89,7 +90,7 @@ def find_environment(name: str) -> Factory:
     """Return the function `load_environment` of the environment `name`.
 
     Raises:
-        UnknownName: there is none.
+        UnknownName: there is no such environment.
     """
     if _is_path(name) and _at(name):
         factory = _from_path(Path(name))
@@ -113,11 +114,11 @@ def find_environment(name: str) -> Factory:
 
 
 def load_object(where: str) -> Any:
-    """Return what `module:name` or `path/to/file.py:name` names. It runs the code that it finds.
+    """Return the object that `module:name` or `path/to/file.py:name` names. This runs its module.
 
     Raises:
-        ConfigError: the text has another form, or there is no such file.
-        UnknownName: there is no such module, or nothing of that name in it.
+        ConfigError: `where` has a different form, or there is no such file.
+        UnknownName: there is no such module, or it has no object of that name.
     """
     source, colon, name = where.rpartition(":")
     if not colon or not source or not name.isidentifier():
@@ -192,8 +193,8 @@ def _check_arguments(name: str, factory: Factory, args: dict[str, Any]) -> None:
 def _of_the_real_package(name: str, version: str, what: str) -> str:
     return (
         f"environment {name!r} imports verifiers, and {what} with the installed package "
-        f"(verifiers {version}), whose environments rolltree does not run. Ask for rolltree's own "
-        "in a new process: --compat, env.compat=true in a training config, or "
+        f"(verifiers {version}), whose environments rolltree does not run. Use rolltree's package "
+        "instead, in a new process: --compat, env.compat=true in a training config, or "
         "load_environment(..., compat=True)."
     )
 
@@ -215,7 +216,7 @@ def _is_path(name: str) -> bool:
 
 
 def _at(name: str) -> bool:
-    """Whether a path is there; `owner/name` is one only if it is an environment's folder."""
+    """Whether a path exists; `owner/name` counts only if it is an environment's folder."""
     return _file_in(Path(name)) is not None if _is_owned(name) else Path(name).exists()
 
 
@@ -251,7 +252,7 @@ def _from_module(name: str) -> Factory | None:
 
 
 def _installed(module_name: str) -> ModuleSpec | None:
-    """Return where a module is, if it can be imported and is not just next to a loaded one."""
+    """Return the spec of a module that can be imported, unless it is only next to a loaded file."""
     spec = importlib.util.find_spec(module_name) if module_name.isidentifier() else None
     if spec is None or spec.origin is None:
         return None
@@ -261,7 +262,7 @@ def _installed(module_name: str) -> ModuleSpec | None:
 
 
 def _folders(name: str) -> tuple[Path, Path]:
-    """Return where an environment of this name may be: in the working directory, or ready-made."""
+    """Return the folders of this name: in the working directory, and among the ready-made ones."""
     return Path(FOLDER) / _module_name(name), READY_MADE / _module_name(name)
 
 
@@ -291,9 +292,9 @@ def _file_in(folder: Path) -> Path | None:
 
 
 def _load_file(file: Path) -> ModuleType:
-    """Run a file as a package of its folder, so that it may import its neighbours relatively.
+    """Import a file as a package of its folder, so that it can use relative imports.
 
-    Modules next to it can be imported by name, too, after everything that is installed.
+    Modules next to it can also be imported by name, unless an installed one has that name.
     """
     file = file.resolve()
     is_package = file.name == "__init__.py"
@@ -302,8 +303,7 @@ def _load_file(file: Path) -> ModuleType:
     if beside not in sys.path:
         # At the end: a module next to an environment must not hide an installed package.
         sys.path.append(beside)
-        # Remembered, because such a neighbour would otherwise count as installed under its plain
-        # name.
+        # Remembered, because a module next to it would otherwise count as installed.
         _beside.add(beside)
     name = f"rolltree_environment_{_module_name(stem)}"
     spec = importlib.util.spec_from_file_location(
@@ -315,7 +315,7 @@ def _load_file(file: Path) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    # A module that failed half way must not be found by the next import.
+    # A module that failed halfway must not be found by the next import.
     except BaseException:
         del sys.modules[name]
         raise

@@ -1,7 +1,7 @@
 """`SandboxEnv` and `PythonEnv`: each rollout has a sandbox with a shell or Python.
 
-Do not score inside the sandbox: code that the model wrote can write any file there, a reward file
-too.
+Do not score inside the sandbox: code that the model wrote can write any file there, including a
+reward file.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ _FAILURES = {kind.__name__: kind for kind in (SandboxError, SandboxUnavailable)}
 
 
 def raise_sandbox_failure(state: State, num_known: int) -> None:
-    """Raise what a sandbox itself got wrong, of the errors of tools after the first `num_known`."""
+    """Raise a failure of the sandbox itself among tool errors after the first `num_known`."""
     for error in (state.get("tool_errors") or ())[num_known:]:
         if error["type"] in _FAILURES:
             raise _FAILURES[error["type"]](error["message"])
 
 
 class SandboxEnv(StatefulToolEnv):
-    """A `ToolEnv` whose rollouts each have a sandbox, made in `setup_state`, gone after `@cleanup`.
+    """A `ToolEnv` whose rollouts each have a sandbox, from `setup_state` to the end of cleanup.
 
     `state["sandbox_id"]` names it and `state["sandbox_level"]` says how well it isolates; each step
-    has the level's name in `extras["sandbox_level"]`. Look at files when a rollout is over in a
-    `@cleanup` method of your own: with the default priority it runs before the sandbox is gone. A
-    sandbox that fails is a failed rollout, not an answer to the model.
+    has the level's name in `extras["sandbox_level"]`. To read files after a rollout, write a
+    `@cleanup` method: with the default priority it runs before the sandbox is deleted. If the
+    sandbox itself fails, the rollout fails, and the model is not told.
 
     Args:
         sandbox: "local", "docker" or a backend.
-        limits: what each run may use.
+        limits: resource limits of each run.
         shell: offer the tool `bash`.
         tools: more tools; they run outside the sandbox.
         settings: `ToolEnv`'s.
@@ -54,7 +54,7 @@ class SandboxEnv(StatefulToolEnv):
         super().__init__(tools=tools, **settings)
         self.backend = backend_of(sandbox)
         self.limits = limits or Limits()
-        # Not in the state, which is stored: a state has the name only.
+        # Not in the state, which is stored and has only the sandbox's id.
         self._sandboxes: dict[str, Sandbox] = {}
         self._inside: set[str] = set()
         if shell:
@@ -80,7 +80,7 @@ class SandboxEnv(StatefulToolEnv):
         """Return the sandbox of a rollout.
 
         Raises:
-            SandboxError: the rollout has none, or none any more.
+            SandboxError: the rollout has no sandbox, or it has been closed.
         """
         sandbox = self._sandboxes.get(state.get("sandbox_id") or "")
         if sandbox is None:
@@ -102,7 +102,7 @@ class SandboxEnv(StatefulToolEnv):
     async def add_model_response(
         self, state: State, prompt_messages: Messages, response: Any
     ) -> None:
-        """Append the step, with the level that its tool calls ran at."""
+        """Append the step, with the isolation level of its tool calls."""
         before = len(state.trajectory)
         await super().add_model_response(state, prompt_messages, response)
         for step in state.trajectory[before:]:
@@ -117,13 +117,13 @@ class SandboxEnv(StatefulToolEnv):
         return {**tool_args, "sandbox": self.sandbox_of(state)}
 
     async def answer_call(self, request: ToolRequest, state: State) -> ChatMessage:
-        """Run one call; what the sandbox itself got wrong fails the rollout.
+        """Run one call; a failure of the sandbox itself fails the rollout.
 
         Raises:
             SandboxError: the sandbox could not run the code.
         """
-        # Tools turn exceptions into answers. A sandbox that broke is not the model's doing, so it
-        # is looked for among them and raised.
+        # Exceptions of tools become messages to the model. A broken sandbox is not the model's
+        # fault, so its error is raised.
         known = len(state.get("tool_errors") or ())
         answer = await super().answer_call(request, state)
         raise_sandbox_failure(state, known)
@@ -131,7 +131,7 @@ class SandboxEnv(StatefulToolEnv):
 
     @cleanup(priority=-100)
     async def release_sandbox(self, state: State) -> None:
-        """Close the rollout's sandbox: its processes are dead and its files gone."""
+        """Close the rollout's sandbox: end its processes and delete its files."""
         sandbox = self._sandboxes.pop(state.get("sandbox_id") or "", None)
         if sandbox is not None:
             await sandbox.close()
@@ -141,7 +141,7 @@ class SandboxEnv(StatefulToolEnv):
         """Close the sandboxes of rollouts that never reached their cleanup."""
         left = list(self._sandboxes.values())
         self._sandboxes.clear()
-        # One that cannot be closed must not leave the others open.
+        # A sandbox that cannot be closed must not leave the others open.
         ends = await asyncio.gather(*(sandbox.close() for sandbox in left), return_exceptions=True)
         failures = [end for end in ends if isinstance(end, Exception)]
         if failures:
@@ -157,7 +157,7 @@ class PythonEnv(SandboxEnv):
     """A `SandboxEnv` with the tool `python`.
 
     Args:
-        stateful: variables stay between calls, as in a notebook; else each call is a program.
+        stateful: variables stay between calls, as in a notebook; else each call is a new program.
         shell: offer `bash` too.
         settings: `SandboxEnv`'s.
     """
@@ -180,8 +180,8 @@ class PythonEnv(SandboxEnv):
         """
         if not self.stateful:
             return (await sandbox.run_python(code)).text() or "(no output)"
-        # Begun with the first call: an interpreter takes a while to start, and many rollouts never
-        # use it.
+        # Started with the first call: an interpreter takes a while to start, and many rollouts
+        # never use it.
         session = self._python_sessions.get(sandbox.id)
         if session is None:
             session = self._python_sessions[sandbox.id] = sandbox.python_session()
@@ -189,7 +189,7 @@ class PythonEnv(SandboxEnv):
 
     @cleanup(priority=-90)
     async def release_python(self, state: State) -> None:
-        """End the rollout's interpreter; the sandbox goes next."""
+        """End the rollout's interpreter, before its sandbox is closed."""
         session = self._python_sessions.pop(state.get("sandbox_id") or "", None)
         if session is not None:
             await session.close()

@@ -227,7 +227,7 @@ rolltree train {name}                      # the settings are in train.toml
 rolltree view runs
 ```
 
-A mean reward of 5 to 95 % is a place to start training from. Below, put solved examples into the
+Training can start from a mean reward of 5 to 95 %. If it is lower, put solved examples into the
 prompt (`few_shot=` takes chat messages), or give partial credit: functions of a rubric add up, and
 `weights=[0.7, 0.3]` keeps the sum between 0 and 1.
 """
@@ -241,7 +241,7 @@ def scaffold(name: str, kind: str = "single", folder: str | Path = FOLDER) -> li
     It has the environment, a training config that fits this machine, a test and a README.
 
     Raises:
-        ConfigError: the name cannot be a module's, or the folder exists: nothing is overwritten.
+        ConfigError: the name cannot be a module name, or the folder exists (it is not overwritten).
         UnknownName: there is no such kind.
     """
     module = name.replace("-", "_")

@@ -1,4 +1,4 @@
-"""Scoring the rollouts of one episode, as playing and rescoring do it."""
+"""Scoring the rollouts of one episode, after playing and in rescoring."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rolltree.types import State
 async def score_episode(rubric: Rubric, states: Sequence[State]) -> None:
     """Score the rollouts of one episode that have not failed, each alone, in place.
 
-    Nothing is done if the rubric compares the members of a group: `score_group` comes later.
+    If the rubric compares the members of a group, it does nothing: `score_group` is called later.
     """
     if rubric.has_group_rewards:
         return

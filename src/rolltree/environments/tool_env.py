@@ -1,7 +1,7 @@
 """`ToolEnv` and `StatefulToolEnv`: conversations in which the model calls Python functions.
 
-What a model gets wrong (malformed JSON, an unknown tool, wrong arguments) and what a tool raises
-is an answer to the model, never a failed rollout.
+The model's mistakes (malformed JSON, an unknown tool, wrong arguments) and the exceptions of tools
+are reported to the model and never fail the rollout.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class ToolEnv(MultiTurnEnv):
 
     Args:
         tools: functions with type hints and docstrings.
-        max_turns: most model calls.
-        error_formatter: what the model is told about an exception.
-        tool_limit_s: how long one call of a tool may take; then it is stopped, and the model is
-            told (`rolltree.tools.run` says how). None: as long as the rollout lasts.
+        max_turns: maximum number of model calls.
+        error_formatter: turns an exception into the text that the model gets.
+        tool_limit_s: time limit of one tool call; then it is stopped, and the model is told (see
+            `rolltree.tools.run`). None: no limit but the rollout's.
         settings: `MultiTurnEnv`'s.
 
     Raises:
-        ConfigError: two tools have one name, or a tool cannot be described.
+        ConfigError: two tools have the same name, or a tool cannot be described.
     """
 
     def __init__(
@@ -69,12 +69,12 @@ class ToolEnv(MultiTurnEnv):
         """Offer one more tool; rollouts that have begun do not see it.
 
         Raises:
-            ConfigError: there is a tool of that name.
+            ConfigError: there is already a tool of that name.
         """
         self.oai_tools.append(self.tool_map.add(tool, hidden=hidden).schema)
 
     def remove_tool(self, tool: Callable[..., Any] | str) -> None:
-        """Offer a tool no longer.
+        """Stop offering a tool.
 
         Raises:
             ConfigError: there is no such tool.
@@ -94,17 +94,17 @@ class ToolEnv(MultiTurnEnv):
         return await self.tool_map.answer_all(requests, lambda r: self.answer_call(r, state))
 
     async def answer_call(self, request: ToolRequest, state: State) -> ChatMessage:
-        """Return the tool message of one call: its arguments are completed, then it is made.
+        """Complete the arguments of one call, make the call, and return its tool message.
 
         Raises:
-            ToolUnavailable: the tool could not be asked at all; the rollout has failed.
+            ToolUnavailable: the tool could not be reached, so the rollout fails.
         """
         if request.problem is not None:
             return _message(request.problem, request.call_id)
         tool, arguments = self.tool_map[request.name], dict(request.arguments or {})
         complete = await maybe_await(self.complete_arguments, tool, arguments, state)
-        # `call_tool` has verifiers' signature, without the state; a context variable is each task's
-        # own, so calls that run concurrently do not mix.
+        # `call_tool` has verifiers' signature, without the state; each asyncio task has its own
+        # value of a context variable, so concurrent calls do not mix.
         before = _STATE.set(state)
         try:
             message: ChatMessage = await maybe_await(
@@ -119,10 +119,10 @@ class ToolEnv(MultiTurnEnv):
     ) -> ChatMessage:
         """Call a tool with its complete arguments and return its message. Override to wrap calls.
 
-        What the tool raises is recorded in the state of the rollout that is being played.
+        An exception of the tool is recorded in the state of the current rollout.
 
         Raises:
-            ToolUnavailable: the tool could not be asked at all; the rollout has failed.
+            ToolUnavailable: the tool could not be reached, so the rollout fails.
         """
         state = _STATE.get()
         request = ToolRequest(tool_call_id, tool_name, tool_args, "internal")
@@ -138,7 +138,7 @@ class ToolEnv(MultiTurnEnv):
     ) -> dict[str, Any]:
         """Return the arguments to call with; an override may be asynchronous.
 
-        It is the environment's part of a call: what it raises fails the rollout.
+        This is the environment's code, so an exception in it fails the rollout.
         """
         return arguments
 
@@ -182,7 +182,7 @@ class StatefulToolEnv(ToolEnv):
         """Offer one more tool whose arguments `args_to_skip` the model does not see.
 
         Raises:
-            ConfigError: there is a tool of that name, or it has no such argument.
+            ConfigError: there is already a tool of that name, or the tool has no such argument.
         """
         skipped = (*args_to_skip, *hidden)
         known = inspect.signature(tool).parameters
@@ -200,16 +200,16 @@ class StatefulToolEnv(ToolEnv):
     ) -> Any:
         """Return the arguments to call the tool with; it may be asynchronous.
 
-        `tool_args` are the model's, checked; `messages` the conversation up to the call.
+        `tool_args` are the model's checked arguments, `messages` the conversation up to the call.
         """
 
     async def complete_arguments(  # type: ignore[override]
         self, tool: Tool, arguments: dict[str, Any], state: State
     ) -> dict[str, Any]:
-        """Ask `update_tool_args`.
+        """Return the arguments that `update_tool_args` returns.
 
         Raises:
-            ConfigError: it returned no dict, or an argument without a default is still missing.
+            ConfigError: it did not return a dict, or a required argument is still missing.
         """
         # The conversation up to the call, as verifiers passes it to `update_tool_args`.
         messages = conversation(state.trajectory)

@@ -1,7 +1,7 @@
 """`WorldEnv` and its adapters: one agent that plays a world by text, one world per rollout.
 
-A `WorldEnv` is a `ProtocolEnvironment` with one agent. Use other protocols for worlds with several
-model-driven players and for agents with tools.
+A `WorldEnv` is a `ProtocolEnvironment` with one agent. For worlds with several model-driven players
+and for agents with tools, use a `ProtocolEnvironment` with a different protocol.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _NO_LIMIT = 2**31
 
 
 class WorldEnv(ProtocolEnvironment):
-    """The model plays a world: what it says is the next action, at once.
+    """The model plays a world: each of its answers is the next action.
 
-    The last turn counts, and the end of the game costs no further call. The first observation ends
+    The last turn counts, and no model call follows the end of the game. The first observation ends
     the prompt, the last one the completion. A step's reward is the world's; the rollout's reward is
-    their sum, unless a rubric with functions says otherwise. `state["world_info"]` is what the
-    world's last step said.
+    their sum, unless a rubric with functions scores it. `state["world_info"]` is the `info` of the
+    world's last step.
 
     Args:
-        world: from a row to a new `rolltree.worlds.World`, seeded with `state["seed"]` and closed
-            after the rollout.
-        max_turns: most model calls; a rollout that reaches it without an end is truncated for
-            "max_steps". -1: no limit.
-        action_parser: from an answer to the action; the answer itself when left out.
+        world: returns a new `rolltree.worlds.World` for a row; it is seeded with `state["seed"]`
+            and closed after the rollout.
+        max_turns: maximum number of model calls; a rollout that reaches it unfinished is truncated
+            for "max_steps". -1: no limit.
+        action_parser: reads the action from an answer; by default the answer is the action.
         settings: `ProtocolEnvironment`'s.
     """
 
@@ -58,8 +58,8 @@ class WorldEnv(ProtocolEnvironment):
             )
         self.max_turns = max_turns
         protocol = SingleAgentProtocol(
-            # A new agent per episode, since many run at once. A cut answer still goes to the world:
-            # whether it is a move is the parser's to say.
+            # A new agent per episode, since many run at once. An answer that was cut off still goes
+            # to the world: the parser decides whether it is a move.
             lambda: Agent(parser=action_parser, reject_incomplete_completions=False),
             max_steps=max_turns if max_turns > 0 else _NO_LIMIT,
         )
@@ -67,19 +67,19 @@ class WorldEnv(ProtocolEnvironment):
 
 
 class GymEnv(WorldEnv):
-    """Play any `gymnasium.Env` that can be played by text, as `rolltree.worlds.GymWorld` reads it.
+    """Play any `gymnasium.Env` that can be played by text, through `rolltree.worlds.GymWorld`.
 
-    A text that is not an action is told to the model, costs a turn and changes nothing in the
+    If an answer is not an action, the model is told; this costs a turn and does not change the
     world.
 
     Args:
         world: a Gymnasium id, or a function that returns a new `gymnasium.Env`.
-        to_action: from text to an action.
-        to_text: from an observation to text, or "render".
+        to_action: turns text into an action.
+        to_text: turns an observation into text, or "render".
         action_names: names of a `Discrete` space's actions, in order.
         world_args: arguments of `gymnasium.make`, or of the function.
         in_thread: run the world in a thread, so that a slow one does not block other rollouts.
-            False for quick ones, and for those that are bound to one thread.
+            False for quick worlds, and for worlds that are bound to one thread.
         settings: `WorldEnv`'s.
 
     Raises:
@@ -98,8 +98,8 @@ class GymEnv(WorldEnv):
         **settings: Any,
     ) -> None:
         make = gym_maker(world, world_args or {})
-        # Made once here, because a world that does not exist, or whose actions text cannot express,
-        # should fail now and not in every rollout.
+        # Made once here, so that a world that does not exist, or whose actions text cannot express,
+        # fails now instead of in every rollout.
         probe = make()
         try:
             reader = to_action or action_reader(probe.action_space, tuple(action_names))
@@ -116,12 +116,12 @@ class GymEnv(WorldEnv):
 class TextArenaEnv(WorldEnv):
     """Play a game of the `textarena` package as player 0.
 
-    The rollout's reward is what the game gives player 0 at its end. An illegal move is the game's
-    to judge.
+    The rollout's reward is player 0's reward at the end of the game. The game itself deals with
+    illegal moves.
 
     Args:
         game: a TextArena id, such as "GuessTheNumber-v0", or a function that returns a new game.
-        opponents: one function from an observation to an action per further player.
+        opponents: for each further player, a function from an observation to an action.
         game_args: arguments of `textarena.make`, or of the function.
         in_thread: run the game in a thread.
         settings: `WorldEnv`'s.
@@ -148,20 +148,20 @@ class TextArenaEnv(WorldEnv):
 
 
 class OpenEnv(WorldEnv):
-    """Play the environment of an OpenEnv server; each rollout is a session of its own.
+    """Play the environment of an OpenEnv server; each rollout has its own session.
 
-    What the model says is the action's only field if the server's schema has one field and that is
-    text, or else a JSON object of the action's fields. An action that the server rejects is told to
-    the model. A server that dies fails the rollout with `WorldUnavailable`.
+    If the server's action schema has a single field, which is text, the model's answer is its
+    value; otherwise the answer must be a JSON object of the action's fields. If the server rejects
+    an action, the model is told. If the server dies, the rollout fails with `WorldUnavailable`.
 
     Args:
-        url: the server's, with http or https.
-        max_sessions: how many sessions the server has; more rollouts wait. None: no limit.
-        to_action: from text to the action's fields; it raises ValueError if there is no action.
-        to_text: from an observation's fields to text; by default the only field, or all as JSON.
-        reset_args: what `reset` is told beside the seed; a row's `info["reset"]` adds to it.
-        headers: of every request, such as {"Authorization": "Bearer ..."}; they are not stored.
-        message_limit_s: how long the server may take for one answer.
+        url: the server's address, with http or https.
+        max_sessions: how many sessions the server allows; further rollouts wait. None: no limit.
+        to_action: turns text into the action's fields; raises ValueError if it holds no action.
+        to_text: turns an observation's fields into text; by default the only one, or all as JSON.
+        reset_args: arguments of `reset` in addition to the seed; a row's `info["reset"]` adds more.
+        headers: sent with every request, such as {"Authorization": "Bearer ..."}; never stored.
+        message_limit_s: time limit for one answer of the server.
         settings: `WorldEnv`'s.
     """
 
@@ -194,7 +194,7 @@ class OpenEnv(WorldEnv):
                 message_limit_s=message_limit_s,
             )
 
-        # A wrong address is told now, and not in every rollout.
+        # A wrong address must raise now instead of in every rollout.
         make()
         self.max_sessions = max_sessions
         # A semaphore belongs to one event loop.
@@ -212,7 +212,7 @@ class OpenEnv(WorldEnv):
 
 
 class _OneOf:
-    """A world that begins when one of a limited number of places is free."""
+    """A world whose `reset` waits until one of a limited number of sessions is free."""
 
     in_thread = False
 
@@ -239,7 +239,7 @@ class _OneOf:
 
 
 def _maker(in_thread: bool, make: Callable[[], Adapter]) -> MakeWorld:
-    """Return the function from a row to a world; a slow one is made and played in threads."""
+    """Return the function from a row to a world, made and played in threads if `in_thread`."""
 
     async def make_world(row: RolloutInput) -> Adapter:
         world = await run_in_thread(make, name="rolltree-world") if in_thread else make()

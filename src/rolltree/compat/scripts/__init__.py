@@ -1,6 +1,6 @@
 """`vf-eval`, `vf-init`, `vf-install` and `vf-tui` of verifiers 0.1.8.
 
-Where the real package is installed, too, the commands of these names are its own.
+If the real package is installed, too, the commands of these names are its own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 def _run(name: str) -> None:
     """Run `main` of the script `name`: the real package's if it is installed, else rolltree's."""
-    # With both packages installed the files `vf-*` belong to whichever came last
+    # With both packages installed, the files `vf-*` belong to whichever was installed last
     # (design/0020-import-verifiers.md).
     for point in entry_points(group="console_scripts", name=f"vf-{name}"):
         if point.module.partition(".")[0] == "verifiers":

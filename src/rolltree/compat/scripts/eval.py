@@ -23,7 +23,7 @@ DEFAULTS = {"num_examples": 5, "rollouts_per_example": 3}
 
 
 def get_env_eval_defaults(env_id: str) -> dict[str, Any]:
-    """Return what `[tool.verifiers.eval]` of the environment's pyproject.toml says, if it can."""
+    """Return `[tool.verifiers.eval]` of the environment's pyproject.toml, or {} on an error."""
     try:
         return dict(eval_defaults(env_id))
     except (ConfigError, ImportError, ValueError) as error:
@@ -47,7 +47,7 @@ def main() -> None:
         print(
             "note: -H pushes what -s saves, and -s is missing; nothing is pushed", file=sys.stderr
         )
-    # The flags have the names of the settings; one that is not given is the environment's own.
+    # The flags have the names of the settings; those that are not given are the environment's.
     given = {name: value for name, value in vars(asked).items() if value is not None}
     settings = {
         **DEFAULTS,
@@ -113,8 +113,8 @@ def _names(text: str) -> list[str]:
 def _sampling(
     given: dict[str, Any] | None, max_tokens: int | None, temperature: float | None
 ) -> dict[str, Any]:
-    """Return the sampling arguments; those of -S win, and `max_tokens` is always there."""
-    # The key is there also when it is None: metadata.json of verifiers has it.
+    """Return the sampling arguments; -S overrides the other flags."""
+    # The key is set even if it is None, as in verifiers' metadata.json.
     sampling = {"max_tokens": max_tokens, **(given or {})}
     if temperature is not None:
         sampling.setdefault("temperature", temperature)

@@ -63,7 +63,7 @@ def load_environment(num_examples: int = 100, **kwargs) -> vf.Environment:
 def init_environment(
     env: str, path: str = "./environments", rewrite_readme: bool = False, multi_file: bool = False
 ) -> Path:
-    """Write what is missing of the folder `path/<env>` and return it; files that are there stay.
+    """Write the missing files of the folder `path/<env>` and return it; existing files stay.
 
     `multi_file` makes a package of the module; `rewrite_readme` writes README.md again.
     """

@@ -33,7 +33,7 @@ except ImportError as _missing:
 
 @dataclass
 class RunInfo:
-    """Where the results of one evaluation are; `metadata` is that of its metadata.json."""
+    """Where the results of one evaluation are; `metadata` is the content of its metadata.json."""
 
     env_id: str
     model: str
@@ -100,7 +100,7 @@ class Panel(Container):
 
 
 class _Choice(Screen[None]):
-    """A list of lines, and for each the screen that follows when it is chosen."""
+    """A list of lines; choosing a line opens its screen."""
 
     BINDINGS: ClassVar[list[BindingType]] = [_QUIT, _BACK, Binding("enter", "select", "Select")]
     title_text = ""
@@ -110,18 +110,18 @@ class _Choice(Screen[None]):
         self.choices = list(choices)
 
     def compose(self) -> ComposeResult:
-        """Make the parts."""
+        """Make the widgets."""
         options = OptionList(*(Text(shown(line)) for line, _ in self.choices))
         yield Panel(Label(Text(self.title_text, style="bold")), options)
         yield Footer()
 
     def on_mount(self) -> None:
-        """Let the keys go to the list."""
+        """Focus the list."""
         self.query_one(OptionList).focus()
 
     @on(OptionList.OptionSelected)
     def on_option_selected(self, event: OptionList.OptionSelected) -> None:
-        """Open what was chosen."""
+        """Open the screen of the chosen line."""
         _, follow = self.choices[event.option_index]
         self.app.push_screen(follow())
 
@@ -130,7 +130,7 @@ class _Choice(Screen[None]):
         self.query_one(OptionList).action_select()
 
     def action_back(self) -> None:
-        """Return to the screen before; the first one stays."""
+        """Return to the previous screen; the first one stays."""
         # The stack begins with an empty screen of the framework.
         if len(self.app.screen_stack) > 2:
             self.app.pop_screen()
@@ -189,7 +189,7 @@ class ViewRunScreen(Screen[None]):
         self.position = 0
 
     def compose(self) -> ComposeResult:
-        """Make the parts."""
+        """Make the widgets."""
         yield Static(id="facts")
         yield VerticalScroll(Panel(Static(id="prompt")), Panel(Static(id="completion")))
         yield Footer()
@@ -211,7 +211,7 @@ class ViewRunScreen(Screen[None]):
             self.query_one(f"#{name}", Static).update(text)
 
     def action_prev_record(self) -> None:
-        """Show the rollout before."""
+        """Show the previous rollout."""
         self._move(-1)
 
     def action_next_record(self) -> None:
@@ -228,7 +228,7 @@ class ViewRunScreen(Screen[None]):
 
 
 class VerifiersTUI(App[None]):
-    """The program."""
+    """The app that shows the results."""
 
     BINDINGS: ClassVar[list[BindingType]] = [_QUIT, Binding("d", "toggle_dark", "Dark or light")]
 

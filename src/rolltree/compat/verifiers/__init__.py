@@ -1,8 +1,8 @@
 """The public API of verifiers 0.1.8.post2: its module paths and names, and their behaviour.
 
 Submodules (`envs.tool_env`, `rubrics.rubric`, `utils.data_utils`, `types`, ...) are made from the
-table in `rolltree.compat.names`. A name is fetched when it is used, so importing this costs neither
-torch nor the openai package. docs/compat.md lists what behaves differently on purpose.
+table in `rolltree.compat.names`. A name is fetched when it is used, so importing this imports
+neither torch nor the openai package. docs/compat.md lists what behaves differently on purpose.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _fetched(module: str, name: str) -> Any:
-    """Return a submodule, a public name, or what `module` imports of other packages."""
+    """Return a submodule, a public name, or a name that `module` imports from another package."""
     path = f"{module}.{name}".removeprefix(f"{__name__}.")
     if path in MODULES or path in SCRIPTS:
         return import_module(SCRIPTS.get(path, f"{__name__}.{path}"))
