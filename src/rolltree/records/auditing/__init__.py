@@ -1,1 +1,1 @@
-"""`rolltree audit`: every check of a stored run, without an environment and, but for one, torch."""
+"""The checks of `rolltree audit`: without an environment and, except for `recompute`, torch."""
