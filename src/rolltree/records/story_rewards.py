@@ -1,4 +1,4 @@
-"""Conditions of the narrator on rewards: are they learned, and do they reward what is wanted?"""
+"""Conditions of the narrator on rewards: whether they are learned, and reward what is wanted."""
 
 from __future__ import annotations
 
