@@ -161,8 +161,8 @@ def _scorer(
     """
     if (environment is None) == (rubric is None):
         raise ConfigError(
-            "rescoring needs either an environment or a rubric, which defines the reward of a "
-            "rollout. Pass environment=... (--env NAME) or rubric=... (--rubric "
+            "rescoring needs an environment or a rubric, but not both: one of them says what a "
+            "rollout is worth. Pass environment=... (--env NAME) or rubric=... (--rubric "
             "module:name)."
         )
     if (env_args or compat) and not isinstance(environment, str):
