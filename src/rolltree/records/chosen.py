@@ -79,7 +79,7 @@ def _step(run: Run, step: int) -> int:
     found = {at for (at,) in run.columns(("train_step",)) if at is not None}
     wanted = max(found, default=0) + 1 + step if step < 0 else step
     if wanted not in found:
-        known = f"has them for steps {min(found)} to {max(found)}" if found else "has none"
+        known = f"has them for steps {min(found)} to {max(found)}" if found else "has none at all"
         raise ConfigError(
             f"{run.path} has no training rollouts of step {wanted}; it {known}. Evaluations are "
             "chosen by --phase."

@@ -118,12 +118,12 @@ class ComparedPair:
 
     @property
     def num_lost(self) -> int:
-        """Examples that most rollouts passed in A and not in B."""
+        """Examples that most rollouts passed in A but not in B."""
         return sum(change.flip == "lost" for change in self.changes)
 
     @property
     def num_won(self) -> int:
-        """Examples that most rollouts passed in B and not in A."""
+        """Examples that most rollouts passed in B but not in A."""
         return sum(change.flip == "won" for change in self.changes)
 
     @property

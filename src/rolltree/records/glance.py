@@ -14,7 +14,7 @@ REWARD = "reward/mean"
 
 
 def run_glance(run: Run) -> dict[str, Any]:
-    """Return `health` and `curve`; the story of a long run is told from a sample.
+    """Return `health` and `curve`; the story of a long run is made from a sample.
 
     `health` is the first sentence of the story, None if nothing stands out. `curve` is the mean
     reward of each training step, or in a long run of every nth step.

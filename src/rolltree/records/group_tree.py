@@ -253,7 +253,8 @@ def group_tree(run: Run, group_id: str, *, agent: str | None = None) -> dict[str
         # Delegated rollouts are compared with others of their subtask, not with the group.
         "reward": _mean([row.reward for row in rows if row.parent_rollout is None]),
         # Parents first. `authors` are `[author, tokens]` in order, `pieces` the `author` and `text`
-        # of each, without the middle of long ones; None without a tokenizer, which adds `ids`.
+        # of each, without the middle of long ones. Without a tokenizer they are None, and `ids` is
+        # given.
         "segments": [
             {
                 "parent": int(found.parent[at]),

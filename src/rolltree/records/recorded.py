@@ -335,7 +335,7 @@ def _said(completion: Messages) -> tuple[ChatMessage, str]:
     return message, content if isinstance(content, str) else ""
 
 
-# -- the same calls, and then ----------------------------------------------------------------------
+# -- what follows the calls ------------------------------------------------------------------------
 
 
 def outcome_difference(

@@ -128,7 +128,7 @@ def _message(message: Mapping[str, Any], is_prompt: bool, call: int | None) -> d
 
 
 def _timed(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add `own_ms`; runs of older versions have no times of calls, which is None, not 0."""
+    """Add `own_ms`; runs of older versions have no times of calls, so theirs are None, not 0."""
     # 0 ms for every call means that times were not measured, so they are shown as unknown.
     is_timed = any(call["time_ms"] for call in calls)
     ended = 0.0

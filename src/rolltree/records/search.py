@@ -55,7 +55,7 @@ class SearchIndex:
         self._file = file
 
     def state(self) -> dict[str, Any]:
-        """Return how many of how many rollouts are indexed, and whether the index is whole."""
+        """Return the numbers of indexed and of all rollouts, and whether the index is whole."""
         last = self._run.last_id
         with self._opened() as found:
             done = step = num = 0

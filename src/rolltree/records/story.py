@@ -1,6 +1,6 @@
 """The narrator: what happened in a run, as plain sentences with their evidence.
 
-It is all in the table `DETECTORS`. A new detector is a row there, and a new condition if none fits.
+Its rules are the table `DETECTORS`. A new detector is a row, and a new condition if none fits.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def run_story(run: Run, *, quick: bool = False) -> dict[str, Any]:
 
 
 def story(facts: Facts) -> list[Sentence]:
-    """Return the sentences that the facts are worth, the most alarming first.
+    """Return the sentences that follow from the facts, the most alarming first.
 
     A sentence is a dict with `text`, `kind` (the detector's name), `severity` (`error`, `warning`,
     `good`, `info`) and `evidence`: `view` and what it is opened with (`phase`, `where`, `steps` as

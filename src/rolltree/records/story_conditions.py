@@ -29,7 +29,8 @@ LEAST_WAIT_MS = 60_000.0
 FEW = 0.01
 # Share of answers that are identical, or of an answer that repeats itself.
 MANY_SAME = 0.5
-# Share of a step's groups that repeat another group's question, as some do by chance if few exist.
+# Share of a step's groups that repeat another group's question; with few questions, some do by
+# chance.
 LEAST_SAME_QUESTIONS = 0.4
 # A limit of so few tokens is part of the task: an answer of one letter, a choice of four.
 SHORT_LIMIT = 16
@@ -182,7 +183,7 @@ def waits(facts: Facts) -> Cases:
 def _since_among(
     looked: Sequence[Looked], flags: Sequence[bool]
 ) -> tuple[Sequence[Looked], float, float, str]:
-    """Return the rollouts for which it holds now, the share now and before, and since when."""
+    """Return the rollouts that are flagged now, the share now and before, and since when."""
     at = since([(int(each), 1) for each in flags])
     share, before = fmean(flags[at:]), fmean(flags[:at]) if at else 0.0
     step = looked[at].rollout.train_step

@@ -229,7 +229,7 @@ def reward_trend(facts: Facts) -> Cases:
         return
     change, recent = mean_change(first, last), mean_change(before, last)
     severity, now = _reward_severity(facts, change, recent), ""
-    # Some of many healthy runs fall a little by chance: a small fall needs more than 95 %.
+    # Some of many healthy runs fall a little by chance, so a small fall must be clearer than 95 %.
     is_large = -change[0] >= LARGE_FALL * (facts.rewards[-1] - facts.rewards[0])
     if severity == "error" and not is_large and trend(mean_change(first, last, 0.999)) != "falls":
         severity = "info"

@@ -188,7 +188,7 @@ class Table:
         write = _WRITERS.get(path.suffix.lower())
         if write is None:
             raise ConfigError(
-                f"{path} does not end like a table file. Use one of {', '.join(_WRITERS)}."
+                f"{path} needs the suffix of a table format. Use one of {', '.join(_WRITERS)}."
             )
         try:
             # Written beside its place and renamed, so that a table is whole or absent.

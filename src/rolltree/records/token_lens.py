@@ -83,7 +83,7 @@ def token_lens(
         "request_id": request_id,
         "trajectory_index": trajectory_index,
         "call": call,
-        # For the page's way from call to call.
+        # For navigation from call to call on the page.
         "calls": _calls(rollout),
         "num_calls": len(rollout.steps),
         "num_tokens": length,

@@ -107,7 +107,7 @@ def found_tokenizer(run: StoredRun) -> RunTokenizer | None:
     name = run.model_name
     named = found_model(name) if name else None
     moved = _moved(run, name) if name else None
-    # Folders beside the run come first: the model of this name here may be a different one.
+    # Folders that came with the run are first: the model of this name here may be a different one.
     for folder in (run.path / "model", moved, named):
         if folder is not None and (file := folder / "tokenizer.json").is_file():
             return _opened(folder, file.stat().st_mtime_ns)

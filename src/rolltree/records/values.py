@@ -81,7 +81,7 @@ _DERIVED: dict[str, tuple[str, Callable[[Any], Any]]] = {
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a number; True and False are."""
+    """Whether a value is a number; True and False count as numbers."""
     return isinstance(value, bool | int | float)
 
 

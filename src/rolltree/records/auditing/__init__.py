@@ -1,1 +1,1 @@
-"""The checks of `rolltree audit`: without an environment and, except for `recompute`, torch."""
+"""The checks of `rolltree audit`; they need neither an environment nor, but for one, torch."""

@@ -21,7 +21,7 @@ from rolltree.training.algorithms import Algorithm
 from rolltree.training.coefficients import coefficients, get_correction
 from rolltree.training.config import TrainConfig
 
-# In place of infinity, which JSON between the processes of an audit cannot hold.
+# Stands for infinity, which JSON, used between the processes of an audit, cannot hold.
 _NO_LIMIT = 3e38
 # Two forward passes of a model give logprobs that differ by about this; a correction reads those of
 # the first.

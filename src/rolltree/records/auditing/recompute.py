@@ -30,7 +30,7 @@ MOST_TOLERANCE = 0.1
 
 @dataclass(slots=True)
 class _Chosen:
-    """A rollout to recompute: its version, its samples, and what the engine said."""
+    """A rollout to recompute: its version, its samples, and the differences that are found."""
 
     request_id: str
     trajectory_index: int
@@ -59,9 +59,9 @@ def recompute_logprobs(run: Run, ledger: Ledger, number: int) -> Mapping[str, fl
     if not chosen:
         there = some(weights.versions) or "none"
         raise ConfigError(
-            f"{run.path} has no rollout that can be recomputed: weights are here for version "
-            f"{there}, but no rollout with logprobs was sampled by one of these alone. "
-            "checkpoint.keep sets how many are kept; leave --recompute out to check the rest."
+            f"{run.path} has no rollout that can be recomputed: the weights here are of version "
+            f"{there}, and no rollout with logprobs was sampled by one of these alone. The setting "
+            "checkpoint.keep keeps more of them; leave --recompute out to check the rest."
         )
     ledger.skipped.pop("logprobs", None)
     # Version by version, so that each version's weights are read once, into the same model.

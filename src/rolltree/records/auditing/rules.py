@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 Words: TypeAlias = Mapping[str, object]
 _TIMES = ("started_at", "created_at", "generation_ms", "scoring_ms", "total_ms")
 _SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "stop", "stop_token_ids", "seed")
-# Clocks of two machines may differ by this much, and so may one that was set in between.
+# Clocks of two machines may differ by this much, and so may a clock that was set in between.
 CLOCK_S = 60.0
 
 

@@ -33,7 +33,7 @@ from rolltree.training.config import load_train_config
 from rolltree.training.plan import PHASE
 from rolltree.workers import WorkerCallError, WorkerPool
 
-# How many rollouts are worth another process: about 2 s of work, against half a second of start.
+# The rollouts that justify another process: about 2 s of work, and half a second to start it.
 LEAST_PART = 2_500
 _PAGE_ROWS = 64
 MAX_PROCESSES = 16
@@ -135,7 +135,7 @@ def _counter(kind: type, value: dict[str, int]) -> Counter[str]:
 
 
 def _with_tokens(facts: RolloutFacts) -> RolloutFacts:
-    """Turn the numbers that JSON has for the ranges of a rollout's steps back into ranges."""
+    """Turn the token counts of a rollout's steps, as they come from JSON, back into ranges."""
     for step in (facts.state or {}).get("trajectory", ()):
         if step["tokens"] is not None:
             step["tokens"] = {name: range(size) for name, size in step["tokens"].items()}
