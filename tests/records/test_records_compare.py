@@ -141,14 +141,14 @@ class TestArms:
     @pytest.mark.parametrize(
         ("words", "said"),
         [
-            (["demo:eval_before"], "One arm has nothing to be compared with"),
+            (["demo:eval_before"], "A single arm cannot be compared"),
             (["demo:eval_befor", "demo"], "Did you mean 'eval_before'"),
             (["demo", "other"], "no scored example in common"),
             (["other"], "has no held-out evaluation"),
             (["demo", "empty"], "no rollouts"),
             (["demo", "nothing"], "is not a run directory"),
             (["demo", "--json", "--markdown"], "choose one"),
-            (["demo", "demo:12"], "no evaluation at such a step"),
+            (["demo", "demo:12"], "no evaluation at that step"),
         ],
     )
     def test_mistakes(self, words, said, trained, tmp_path, monkeypatch):
@@ -225,7 +225,7 @@ class TestFacts:
         said = (
             "The two were scored differently: right has weight 1 in a and 2 in other; brief has "
             "weight 0.5 in a and 0 in other; {kind} has weight 0 in a and 1 in other. Their "
-            "rewards do not measure the same; compare a metric that both have."
+            "rewards are not comparable; compare a metric that both have."
         )
         (_, warning) = rt.compare(a, other).pairs[0].sentences
         assert warning == said

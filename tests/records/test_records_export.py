@@ -155,7 +155,7 @@ class TestFiles:
         assert [row["reward"] for row in whole[:2]] == [1.0, 1.0]
         assert whole[0]["prompt"][0]["content"] == "?"
         assert "| `reward` | float64 |" in (tmp_path / "all" / "README.md").read_text()
-        with pytest.raises(ConfigError, match="is there already"):
+        with pytest.raises(ConfigError, match="exists already"):
             rt.export_run(path, tmp_path / "all", "dataset")
 
     def test_one_file(self, path, tmp_path):
@@ -227,7 +227,7 @@ class TestFiles:
     def test_what_does_not_belong_together_is_refused(self, path, tmp_path):
         with pytest.raises(UnknownName, match="Did you mean 'dataset'"):
             rt.export_run(path, tmp_path / "x", "datasets")
-        with pytest.raises(ConfigError, match="kind 'sft' alone"):
+        with pytest.raises(ConfigError, match="kind 'sft' only"):
             rt.export_run(path, tmp_path / "x", "dataset", min_reward=1.0)
         with pytest.raises(ConfigError, match="whole phase"):
             rt.export_run(path, tmp_path / "x", "results", where="reward > 0")
@@ -291,7 +291,7 @@ class TestCommands:
             (("rollouts", "-c", "rewrd"), "Did you mean 'reward'"),
             (("rollouts", "--where", "rewrd < 1"), "Did you mean 'reward'"),
             (("rollouts", "--format", "jsn"), "Did you mean 'json"),
-            (("steps", "--phase", "x"), "chooses nothing there"),
+            (("steps", "--phase", "x"), "would do nothing"),
             (("-n", "3"), "name a table"),
             (("rollouts", "--full"), "'full'"),
             (("rollouts", "-o", "x.xlsx"), ".parquet"),

@@ -132,7 +132,7 @@ class TestTokens:
             advantage=one, weight=one, logprob=-one, entropy=one,
         )  # fmt: skip
         run.add_step(4, {}, [wrong])
-        with rt.read_run(run.path) as data, pytest.raises(StoreError, match="of other calls"):
+        with rt.read_run(run.path) as data, pytest.raises(StoreError, match="do not match"):
             list(data.tokens().rows())
 
     def test_each_sampled_token_has_one_row_also_where_two_calls_sampled_the_same(self, run):

@@ -434,6 +434,6 @@ def test_a_long_run_is_told_from_a_sample(tmp_path):
         assert max(gaps) < 5000 // 8
         told = [each["text"] for each in run_story(run, quick=True)["sentences"]]
         assert told[0].startswith("100 % of rollouts hit max_tokens")
-        assert "told from 1,024 of 5,000 rollouts" in told[-1]
-        assert not any("told from" in each["text"] for each in run_story(run)["sentences"])
+        assert "based on 1,024 of 5,000 rollouts" in told[-1]
+        assert not any("based on" in each["text"] for each in run_story(run)["sentences"])
         assert read_facts(run).num_sampled_of is None

@@ -1,6 +1,6 @@
 """Working with stored runs: read them as tables, audit, rescore, replay and compare them.
 
-Everything here reads through the store. Only what says so needs an environment, a model or torch.
+Everything here reads through the store. What needs an environment, a model or torch says so.
 """
 
 from __future__ import annotations

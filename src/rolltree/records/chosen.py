@@ -1,4 +1,4 @@
-"""Which rollouts of a run are shown: filtered and in an order, or those that tell most."""
+"""Chooses the rollouts of a run to show: by filters and an order, or the most telling ones."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def shown_requests(
 ) -> ChosenRollouts:
     """Return the first requests whose rollouts pass the filters, in the order of their rollouts.
 
-    `step` is a training step, -1 the last one that has rollouts. `where` and `sort` are those of
-    `Run.rollouts`.
+    `step` is a training step, or -1 for the last one that has rollouts. `where` and `sort` are
+    those of `Run.rollouts`.
 
     Raises:
         ConfigError: no such phase, no rollouts at that step, or a filter that cannot be read.
@@ -79,7 +79,7 @@ def _step(run: Run, step: int) -> int:
     found = {at for (at,) in run.columns(("train_step",)) if at is not None}
     wanted = max(found, default=0) + 1 + step if step < 0 else step
     if wanted not in found:
-        known = f"has them for steps {min(found)} to {max(found)}" if found else "has none"
+        known = f"has them for steps {min(found)} to {max(found)}" if found else "has none at all"
         raise ConfigError(
             f"{run.path} has no training rollouts of step {wanted}; it {known}. Evaluations are "
             "chosen by --phase."
@@ -90,12 +90,12 @@ def _step(run: Run, step: int) -> int:
 def telling_requests(
     run: Run, sentences: Sequence[Mapping[str, Any]], *, num: int = MAX_TELLING
 ) -> dict[str, str]:
-    """Return requests that tell most of a run, at most `num`, and why each is among them.
+    """Return the most telling requests of a run, at most `num`, each with the reason for it.
 
     They are those that the story's `sentences` rest on, the groups whose rewards differ most (the
     last one and the first one, each whole), the best, the worst, the failed, the cut, the longest
-    and, for the rest, some from all over the run. One of no more than `num` rollouts gives all, for
-    no reason ("").
+    and, for the rest, some from all over the run. A run of at most `num` rollouts returns all of
+    them, with the reason "".
 
     Raises:
         StoreError: the file is damaged.
@@ -129,7 +129,7 @@ def _telling(
         yield "the story points to", names
     for order in ("DESC", "ASC"):
         yield "of whole groups", _widest_group(run, order)
-    # The last phases: a run of a hundred evaluations ends with those that one asks about.
+    # The last phases: in a run of a hundred evaluations, these are the ones of interest.
     for phase in run.phases()[-4:]:
         for sort, why in (("-reward", "best"), ("reward", "worst")):
             yield why, first(2, sort, phase=phase, where="reward != none")
@@ -147,7 +147,7 @@ def _telling(
 
 
 def _widest_group(run: Run, order: str) -> list[str]:
-    """Return the requests of the group whose rewards differ most, the last or the first such."""
+    """Return the requests of the group whose rewards differ most; of equals, the last or first."""
     rows = run.query(
         "SELECT group_id FROM rollouts WHERE group_id <> '' GROUP BY group_id"
         f" HAVING count(*) BETWEEN 2 AND {_MAX_GROUP} AND max(reward) > min(reward)"

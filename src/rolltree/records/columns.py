@@ -32,7 +32,7 @@ ROLLOUTS = (
     Column("is_completed", "bool", "it came to an end"),
     Column("terminated", "bool", "a true end of the world"),
     Column("truncated", "bool", "it was cut before its true end"),
-    Column("truncation_reason", "string", "by what it was cut"),
+    Column("truncation_reason", "string", "what cut it"),
     Column("finish_reason", "string", "why the model stopped in the last call"),
     Column("num_calls", "int64", "model calls"),
     Column("num_prompt_tokens", "int64", "prompt tokens of all calls, as billed"),
@@ -76,7 +76,7 @@ CALLS = (
     Column("num_new_tokens", "int32", "prompt tokens that no earlier call of the rollout had"),
     Column("num_completion_tokens", "int32", "sampled tokens"),
     Column("finish_reason", "string", "why the model stopped"),
-    Column("temperature", "float32", "it sampled at"),
+    Column("temperature", "float32", "the sampling temperature"),
     Column("min_version", "int32", "oldest policy version of its sampled tokens"),
     Column("max_version", "int32", "newest policy version of its sampled tokens"),
     Column("mean_logprob", "float32", "mean of the engine's logprobs"),
@@ -98,13 +98,13 @@ TOKENS = (
     Column("sampled_in", "int32", "the call that sampled it first"),
     Column("logprob", "float32", "the engine's, at the temperature it sampled at"),
     Column("version", "int32", "policy version that sampled it"),
-    Column("mask", "float32", "its recorded loss mask; 1 if nobody set one"),
+    Column("mask", "float32", "its recorded loss mask; 1 if none was set"),
     Column("trained_step", "int64", "the optimizer step that trained the rollout"),
     Column("advantage", "float32", "the advantage that credit gave the token"),
     Column("loss_weight", "float32", "what multiplies its policy loss; 0 outside the loss"),
     Column("trainer_logprob", "float32", "the trainer's logprob before its first update"),
     Column("entropy", "float32", "of the trainer's distribution there, in nats"),
-    Column("reference_logprob", "float32", "the logprob of the model that the KL is to"),
+    Column("reference_logprob", "float32", "the logprob of the KL's reference model"),
     Column("kl", "float32", "the KL over the vocabulary, if `algorithm.kl` is `full`"),
 )
 
@@ -121,7 +121,7 @@ BREAKS = (
     Column("current_text", "string", "`current_ids` decoded"),
 )
 
-# Name to columns. `rollouts`, `steps` and `evaluations` have one column per metric besides.
+# Name to columns. `rollouts`, `steps` and `evaluations` also have one column per metric.
 TABLES = {
     "rollouts": ROLLOUTS,
     "steps": STEPS,

@@ -1,4 +1,4 @@
-"""`rt.compare`: compares evaluations of stored runs by example, and finds those that flipped.
+"""`rt.compare`: compares evaluations of stored runs, and finds the examples that flipped.
 
 An arm names evaluations of runs: `[NAME=]RUN[:PHASE]`. The statistics are those of
 `rolltree.evaluation`.
@@ -34,13 +34,13 @@ from rolltree.store.settings import flat_config
 from rolltree.store.weights import META
 
 NUM_EXAMPLES = 5
-# Breaks are counted in about this many rollouts of several calls at most; each takes 0.8 ms.
+# Breaks are counted in at most about this many rollouts of several calls; each takes 0.8 ms.
 NUM_BREAK_ROLLOUTS = 5_000
 
 
 @dataclass(frozen=True, slots=True)
 class RunPhase:
-    """One evaluation: a run directory and a phase of it; `step` is that of a held-out one."""
+    """One evaluation: a run directory and a phase; a held-out evaluation also has a `step`."""
 
     path: Path
     phase: str
@@ -69,7 +69,7 @@ class ComparedArm:
     weights: tuple[Mapping[str, float] | None, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """Return its name, its runs and the reward of each, None if nothing was scored."""
+        """Return the arm's name, its runs and each run's reward, None if nothing was scored."""
         rewards = [report.reward for report in self.reports]
         return {
             "name": self.name,
@@ -118,12 +118,12 @@ class ComparedPair:
 
     @property
     def num_lost(self) -> int:
-        """Examples that most rollouts passed in A and not in B."""
+        """Examples that most rollouts passed in A but not in B."""
         return sum(change.flip == "lost" for change in self.changes)
 
     @property
     def num_won(self) -> int:
-        """Examples that most rollouts passed in B and not in A."""
+        """Examples that most rollouts passed in B but not in A."""
         return sum(change.flip == "won" for change in self.changes)
 
     @property
@@ -138,7 +138,7 @@ class ComparedPair:
         if self.scoring:
             sentences.append(
                 f"The two were scored differently: {self.scoring.format(a=a, b=b)}. Their rewards "
-                "do not measure the same; compare a metric that both have."
+                "are not comparable; compare a metric that both have."
             )
         if self.num_other_inputs:
             sentences.append(
@@ -153,7 +153,7 @@ class ComparedPair:
         return sentences
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON-ready data."""
+        """Return the pair as JSON-ready data."""
         return {
             "a": self.a,
             "b": self.b,
@@ -173,9 +173,9 @@ class ComparedPair:
 
 @dataclass(frozen=True, slots=True)
 class RunComparison:
-    """Arms against the first of them.
+    """Every other arm compared with the first.
 
-    With several pairs every interval is so wide that all of them hold together at `confidence`
+    With several pairs, the intervals are widened so that all of them hold together at `confidence`
     (Bonferroni): two pairs at 95 % have intervals of 97.5 %.
     """
 
@@ -184,7 +184,7 @@ class RunComparison:
     confidence: float
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON-ready data."""
+        """Return the comparison as JSON-ready data."""
         return {
             "confidence": self.confidence,
             "arms": [arm.as_dict() for arm in self.arms],
@@ -288,7 +288,7 @@ def held_out_gain(run: Run) -> dict[str, Any] | None:
 def _measures(
     a: ComparedArm, b: ComparedArm, confidence: float, price: tuple[float, float] | None
 ) -> dict[str, Comparison]:
-    """Return all measures, but no pass@k if nothing passes in either arm."""
+    """Return all measures, without pass@k if nothing passes in either arm."""
     names = measure_names((*a.reports, *b.reports))
     found = {
         name: compare_reports(a.reports, b.reports, measure=name, confidence=confidence)
@@ -379,7 +379,7 @@ def _num_other_inputs(a: ComparedArm, b: ComparedArm) -> int:
 
 
 def read_arms(arms: Sequence[ArmName], settings: Settings) -> tuple[ComparedArm, ...]:
-    """Return what the arms name. A single run is two: its first and last held-out evaluation.
+    """Read the named arms. A single run makes two: its first and last held-out evaluation.
 
     Raises:
         ConfigError: no such phase, or fewer than two arms.
@@ -391,7 +391,7 @@ def read_arms(arms: Sequence[ArmName], settings: Settings) -> tuple[ComparedArm,
         parsed = _first_and_last(runs[0][0])
     if len(parsed) < 2:
         raise ConfigError(
-            "One arm has nothing to be compared with. Name two or more: rolltree compare RUN_A "
+            "A single arm cannot be compared. Name two or more: rolltree compare RUN_A "
             "RUN_B, or RUN:PHASE_A RUN:PHASE_B."
         )
     chosen = [tuple(_phase_of(path, phase) for path, phase in runs) for _, runs in parsed]
@@ -414,7 +414,7 @@ def _parsed(arm: ArmName) -> _Parsed:
     if not sign or "/" in name:
         name, rest = "", arm
     runs = []
-    # Names of folders may have commas, colons and equals signs: what is a run is never split.
+    # Folder names may contain commas, colons and equals signs, so the path of a run is not split.
     for text in [rest] if _is_run(rest) else rest.split(","):
         path, sign, phase = text.rpartition(":")
         runs.append((Path(path), phase) if sign and not _is_run(text) else (Path(text), ""))
@@ -430,18 +430,18 @@ def _first_and_last(path: Path) -> list[_Parsed]:
         found = [done.phase for done in run.evaluations()]
     if len(found) < 2:
         raise ConfigError(
-            f"{path} has {'one held-out evaluation' if found else 'no held-out evaluation'}, and a "
-            "run alone is compared with itself: the first one with the last. Name a second run or "
+            f"{path} has {'one held-out evaluation' if found else 'no held-out evaluation'}, but a "
+            "single run needs two: its first is compared with its last. Name a second run or "
             f"phase: rolltree compare {path} OTHER_RUN."
         )
     return [("", [(path, phase)]) for phase in (found[0], found[-1])]
 
 
 def _phase_of(path: Path, wanted: str) -> RunPhase:
-    """Return the phase of this name or step, or the one that is meant without either.
+    """Return the phase with this name or step; without either, the default one.
 
     Raises:
-        ConfigError: there is no such phase, or several may be meant.
+        ConfigError: there is no such phase, or several could be meant.
     """
     with Run.open(path, mode="r") as run:
         phases = run.phases()
@@ -454,7 +454,7 @@ def _phase_of(path: Path, wanted: str) -> RunPhase:
         if phase is None:
             known = [*phases, *at]
             raise ConfigError(
-                f"{path} has no phase {wanted!r}, and no evaluation at such a step."
+                f"{path} has no phase {wanted!r}, and no evaluation at that step."
                 f"{did_you_mean(wanted, known)}"
             )
     elif held_out:
@@ -514,7 +514,7 @@ def _read(name: str, runs: Sequence[RunPhase], settings: Settings) -> ComparedAr
 
 
 def _weights(run: Run) -> dict[str, float] | None:
-    """Return the weights that reward functions have by the last note, without those of 0."""
+    """Return the nonzero weights of the reward functions, as noted last."""
     notes = run.meta.get(META)
     if not isinstance(notes, Sequence) or not notes:
         return None
@@ -551,9 +551,9 @@ _KEY = ("env_id", "task", "example_id")
 
 
 def _breaks(run: Run, phase: str) -> Clusters:
-    """Return the broken prefixes of each rollout by example; of every nth if there are many.
+    """Return the broken prefixes of each rollout by example; of every nth example if many.
 
-    A rollout without token ids says nothing. One of a single call has none.
+    Rollouts without token ids are left out. Those of a single call have no broken prefixes.
     """
     found: dict[Hashable, list[float]] = {}
     several: dict[Hashable, int] = {}
@@ -564,8 +564,8 @@ def _breaks(run: Run, phase: str) -> Clusters:
             found.setdefault(example, []).append(0.0)
         elif num_tokens:
             several[example] = several.get(example, 0) + 1
-    # Whole examples are left out, never single rollouts: means are over examples, and every nth of
-    # them is as good a sample in both arms (design/0024).
+    # Whole examples are left out, never single rollouts: means are over examples, and every nth
+    # example is an equally good sample in both arms (design/0024).
     every = -(-sum(several.values()) // NUM_BREAK_ROLLOUTS)
     counted = {key for at, key in enumerate(several) if at % every == 0} if several else set()
     for example in several.keys() - counted:
@@ -580,7 +580,7 @@ def _breaks(run: Run, phase: str) -> Clusters:
 
 
 def _inputs(run: Run, phase: str) -> dict[Hashable, int]:
-    """Return a hash of each example's dataset row, of its first rollout."""
+    """Return a hash of each example's dataset row, as its first rollout stored it."""
     found: dict[Hashable, int] = {}
     for *key, given in run.columns((*_KEY, "input"), phase=phase):
         if tuple(key) not in found:

@@ -1,4 +1,4 @@
-"""Rollouts with their messages, and sets for supervised fine-tuning, as rows of a table."""
+"""Rollouts with their messages, and data sets for supervised fine-tuning, as rows of a table."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from rolltree.store import Run, StoredRollout
 from rolltree.types import Sample, State
 
 _BATCH_ROWS = 256
-# The label that torch's cross-entropy leaves out, and so every trainer.
+# The label that torch's cross-entropy ignores, and therefore every trainer.
 _IGNORED = -100
 
 
 def message_rows(messages: Any, role: str) -> list[dict[str, Any]]:
     """Return messages as a column of kind `messages` holds them; a text is one message of `role`.
 
-    Content that is not text (images, parts) becomes JSON; so do, in `extra`, keys that the column
-    does not know.
+    Content that is not text (images, parts) becomes JSON; keys that the column does not have become
+    JSON in `extra`.
     """
     if messages is None:
         return []
@@ -95,7 +95,7 @@ def sft_batches(
     """Yield the rows of table `sft`; see `RunData.sft`."""
     chosen = _chosen(run, min_reward, best_of_group, filters)
     for at in range(0, len(chosen), _BATCH_ROWS):
-        # By name and not by offset: rows may be stored between two pages.
+        # By name instead of by offset: rows may be stored between two pages.
         page = chosen[at : at + _BATCH_ROWS]
         ids = list(dict.fromkeys(request_id for request_id, _ in page))
         stored = {

@@ -1,4 +1,4 @@
-"""Of stored rollouts what credit reads: small enough to keep all of a training run in memory."""
+"""The part of stored rollouts that credit reads, so small that a whole run fits into memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _step(step: Any) -> dict[str, Any]:
     extras, tokens = peek(step, "extras") or {}, peek(step, "tokens")
     sizes = None
     if isinstance(tokens, StepTokens):
-        # Credit asks how long a call is (`max_seq_len`), never which tokens it has.
+        # Credit needs the length of a call (`max_seq_len`), never its tokens.
         prompt, sampled = tokens.tree.prompt_len(tokens.call), tokens.tree.num_sampled(tokens.call)
         sizes = {"prompt_ids": range(prompt), "completion_ids": range(sampled)}
     return {

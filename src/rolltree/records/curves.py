@@ -1,4 +1,4 @@
-"""What training measured at every step, as aligned series under the names of `docs/metrics.md`."""
+"""The metrics of training steps as aligned series, under the names of `docs/metrics.md`."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ CURVES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "memory/peak_rss_bytes": ("most memory", "bytes"),
     },
 }
-"""Group to metric to label and unit: the curves that come first; others follow by their names."""
+"""Labels and units of the curves that come first, by group and metric; others follow by name."""
 _BOUNDS = {"low": ("/mean", "/low", "_low"), "high": ("/mean", "/high", "_high")}
 
 
 def run_curves(run: Run) -> dict[str, Any]:
     """Return the steps and a series per metric, with None if a step has no value.
 
-    Held-out evaluations are the series `eval/...`, step 0 before training.
+    Held-out evaluations are the series `eval/...`; their step 0 is before training.
     """
     points: dict[int, dict[str, Any]] = {}
     for done in run.evaluations():

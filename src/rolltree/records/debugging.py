@@ -22,13 +22,13 @@ class EnvironmentDebugger(pdb.Pdb):
     """
 
     def __init__(self, source: object, **settings: Any) -> None:
-        # pdb asks `is_skipped_module` only if it is given something to skip.
+        # pdb calls `is_skipped_module` only if `skip` is not empty.
         super().__init__(skip=["-"], nosigint=True, **settings)
         self.prompt = "(rolltree replay) "
         self._modules = environment_modules(source)
 
     def is_skipped_module(self, module_name: Any) -> bool:
-        """Whether a frame's module is none of the environment's."""
+        """Whether a frame's module is not one of the environment's."""
         name = str(module_name)
         return not any(name == each or name.startswith(f"{each}.") for each in self._modules)
 
@@ -54,7 +54,7 @@ def environment_modules(source: Any) -> set[str]:
     ]
     names = {getattr(part, "__module__", None) for part in parts}
     found = {str(name) for name in names if name and str(name).partition(".")[0] != _NAME}
-    # A class's bases are among the parts, and stepping through `abc` helps nobody.
+    # A class's bases are among the parts, but stepping through `abc` does not help.
     found -= {"builtins", "abc", "typing"}
     own = {f"{_NAME}.environments", f"{_NAME}.protocols", f"{_NAME}.worlds"}
     return found or own
@@ -71,16 +71,17 @@ def replay_with_debugger(
 ) -> ReplayReport:
     """Play one recorded rollout again, with a debugger where the environment first differs.
 
-    It opens after the last answer before the difference (after `until` answers if that is
-    given), at the first line of the environment's own code; so the rollout is played twice. Reward
-    functions that run in threads are not stepped through. Without a difference it does not open.
+    It opens after the last answer before the difference (after `until` answers if that is given),
+    at the first line of the environment's own code. To find the difference, the rollout is played
+    once before. Reward functions that run in threads are not stepped through. Without a difference
+    the debugger does not open.
     `debugger` is for other terminals; the other arguments are `replay`'s.
     """
     env_args, compat = options.pop("env_args", None), options.pop("compat", False)
 
     async def play() -> ReplayReport:
         async with opened_environment(run, env, env_args, compat) as (stored, source):
-            # Played twice: the first time to learn where it differs, the second to stop before.
+            # Played twice: first to find the difference, then to stop before it.
             stop = until
             if stop is None:
                 first = await replay_async(stored, rollout, source, **options)

@@ -37,7 +37,7 @@ def export_run(
             and `metadata.json` of one phase, as verifiers writes them. `dataset`: a Hugging Face
             data set of conversations. `sft`: the same for supervised fine-tuning (`RunData.sft`).
         min_reward, best_of_group: choose the rollouts of `sft` by their rewards.
-        filters: those of `RunData`; for `results` the phase alone.
+        filters: those of `RunData`; for `results` only the phase.
 
     Raises:
         ConfigError: an unknown kind, or one that does not take these choices.
@@ -49,7 +49,7 @@ def export_run(
     choice = {name: value for name, value in choice.items() if value is not None}
     if choice and kind != "sft":
         raise ConfigError(
-            f"{' and '.join(choice)} choose the rollouts of kind 'sft' alone, so {kind!r} would "
+            f"{' and '.join(choice)} choose rollouts for kind 'sft' only, so {kind!r} would "
             "have all of them. Use where='reward >= ...' there."
         )
     with read_run(path) as data:
@@ -87,9 +87,9 @@ def _results(data: RunData, target: Path, filters: dict[str, Any]) -> int:
 
 
 def _times(run: Run, phase: str) -> tuple[float | None, float]:
-    """Return when a phase ended, and for how many seconds something of it was played.
+    """Return when a phase ended, and for how many seconds its rollouts were played.
 
-    The time between two starts of a run does not count.
+    Time in which none was played, such as that between two starts of a run, does not count.
     """
     spans = sorted(
         (created if started is None else min(started, created), created)
@@ -128,14 +128,14 @@ def _dataset(
     table: Table = getattr(data, kind)(**filters)
     if target.suffix.lower() in TABLE_SUFFIXES:
         return table.write(target)
-    # Says that pyarrow is missing before anything is written.
+    # Raises before anything is written if pyarrow is missing.
     table.arrow_schema()
     if target.is_file() or (target.is_dir() and any(target.iterdir())):
         raise ConfigError(
-            f"{target} is there already, and a data set in it would mix with what it holds. "
+            f"{target} exists already, and a data set in it would be mixed with its contents. "
             f"Choose a new folder, or a file that ends with {', '.join(TABLE_SUFFIXES)}."
         )
-    # `load_dataset` takes every file of a folder: half a data set must never lie there.
+    # `load_dataset` reads every file of a folder, so half a data set must never be there.
     with whole_folder(target) as folder:
         (folder / _SHARD).parent.mkdir()
         number = table.write(folder / _SHARD)

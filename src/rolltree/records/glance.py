@@ -1,4 +1,4 @@
-"""What a list says first of a run: the most alarming sentence of its story, and its reward."""
+"""What a list shows of a run: the most alarming sentence of its story, and its reward."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ REWARD = "reward/mean"
 
 
 def run_glance(run: Run) -> dict[str, Any]:
-    """Return `health` and `curve`; the story of a long run is told from a sample.
+    """Return `health` and `curve`; the story of a long run is made from a sample.
 
     `health` is the first sentence of the story, None if nothing stands out. `curve` is the mean
-    reward of training in its steps, of a long run that of every n-th step.
+    reward of each training step, or in a long run of every nth step.
 
     Raises:
         StoreError: a row is damaged.
@@ -28,7 +28,7 @@ def run_glance(run: Run) -> dict[str, Any]:
 
 
 def health_of(sentences: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the sentence that a list shows: stories begin with what is most alarming."""
+    """Return the first sentence, which a list shows: stories begin with the most alarming one."""
     return next(iter(sentences), None)
 
 

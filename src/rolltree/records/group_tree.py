@@ -1,7 +1,7 @@
 """Rollouts aligned as one tree by token id: the group lens, and the tree picture of a rollout.
 
-The calls of all rollouts are put into one `TokenTree`, so what several saw or said alike is there
-once. A segment is a piece of it that the same calls go through.
+The calls of all rollouts are merged into one `TokenTree`, so a prefix that several share is in it
+once. A segment is a piece of the tree that the same calls go through.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rolltree.store import Run, StoredRollout, TrainedRollout
 from rolltree.tokens import TokenTree
 from rolltree.types import IntArray
 
-# Of a longer segment only the text of its beginning and of its end is given.
+# Of a longer segment, only the text of the beginning and the end is shown.
 MAX_SHOWN_TOKENS = 2_000
 _OF_MEMBER = (
     *("index_in_group", "reward", "status", "error_type", "truncated", "stop_condition"),
@@ -68,16 +68,16 @@ class _CommonTree:
     """The calls of several rollouts in one tree, cut into segments.
 
     Attributes:
-        start, end: int32 `[_S]`, the pieces of the arena that are the segments, parents first.
+        start, end: int32 `[_S]`, the bounds of each segment in the arena, parents first.
         parent: int32 `[_S]`, the segment above; -1 for the root.
-        depth: int32 `[_S]`, how many tokens stand above.
+        depth: int32 `[_S]`, how many tokens are above the segment.
         of: int32 `[_T]`, the segment of each token of the arena.
         by_model: bool `[_T]`, which tokens a model wrote.
-        advantages: the mean over each segment's sampled tokens; None if there is none.
+        advantages: the mean over each segment's trained tokens; None without any.
     """
 
     def __init__(self, run: Run, rows: Sequence[StoredRollout], *, trained: bool = True) -> None:
-        # Merging puts equal prefixes of different rollouts in one place: that is the alignment.
+        # Merging puts equal prefixes of different rollouts in one place, and so aligns them.
         self.tree = TokenTree()
         self.members = [self._add(run, row, trained) for row in rows]
         self._cut()
@@ -98,7 +98,7 @@ class _CommonTree:
         parents = np.array(arena.run_parent, np.int32)
         starts = np.array(arena.run_start, np.int32)
         ends = np.array(self.tree.calls.end_token, np.int32)
-        # One cell more than tokens: a cut behind the last token is past the end, and dropped below.
+        # One cell more than tokens, for a cut after the last token, which is dropped below.
         cut = np.zeros(arena.num_tokens + 1, bool)
         cut[starts] = True
         cut[parents[parents >= 0] + 1] = True
@@ -153,7 +153,7 @@ class _CommonTree:
         return list(path)
 
     def passing(self) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return how many calls go through each segment, and the first: its member and its call."""
+        """Return how many calls go through each segment, and the first, as member and call."""
         count = [0] * len(self.start)
         first = [(len(self.members), 0)] * len(self.start)  # never
         for index, member in enumerate(self.members):
@@ -183,7 +183,7 @@ class _CommonTree:
         ]
 
     def words(self, at: int, tokenizer: RunTokenizer | None) -> dict[str, Any]:
-        """Return who wrote a segment, as `[author, how many tokens]` in order, and its texts."""
+        """Return a segment's authors, as `[author, number of tokens]` in order, and its texts."""
         start, end = int(self.start[at]), int(self.end[at])
         ids, by_model = self.tree.arena.ids[start:end], self.by_model[start:end]
         cuts = [0, *(np.flatnonzero(np.diff(by_model)) + 1).tolist(), end - start]
@@ -199,7 +199,7 @@ class _CommonTree:
 
     @property
     def reuse_factor(self) -> float | None:
-        """Tokens of all calls over tokens of the tree."""
+        """The tokens of all calls divided by the tokens of the tree."""
         total = sum(self.tree.path_len(call) for call in range(self.tree.num_calls))
         return total / self.tree.num_tokens if self.tree.num_tokens else None
 
@@ -219,7 +219,7 @@ def _group(run: Run, group_id: str) -> list[StoredRollout]:
 def group_tree(run: Run, group_id: str, *, agent: str | None = None) -> dict[str, Any]:
     """Return the rollouts of a group as one tree with reward and advantage on each branch.
 
-    With `agent` only those of this agent, which were asked alike; `agents` are all of the group.
+    With `agent`, only that agent's, which begin with the same prompt; `agents` lists all of them.
 
     Raises:
         UnknownName: the run has no such group, or the group no such agent.
@@ -253,18 +253,19 @@ def group_tree(run: Run, group_id: str, *, agent: str | None = None) -> dict[str
         # Delegated rollouts are compared with others of their subtask, not with the group.
         "reward": _mean([row.reward for row in rows if row.parent_rollout is None]),
         # Parents first. `authors` are `[author, tokens]` in order, `pieces` the `author` and `text`
-        # of each: None without a tokenizer (`ids` then), of long ones the middle is left out.
+        # of each, without the middle of long ones. Without a tokenizer they are None, and `ids` is
+        # given.
         "segments": [
             {
                 "parent": int(found.parent[at]),
-                # Tokens above it.
+                # The number of tokens above it.
                 "start": int(found.depth[at]),
                 "num_tokens": lengths[at],
                 **found.words(at, shown),
-                # Which members go through it, and the mean over the scored ones.
+                # The members that go through it, and the mean reward of the scored ones.
                 "members": members,
                 "reward": _mean([rows[index].reward for index in members]),
-                # The mean over its sampled tokens as they were trained; None if there is none.
+                # The mean over its trained tokens; None without any.
                 "advantage": found.advantages[at],
             }
             for at, members in enumerate(inside)
@@ -280,7 +281,7 @@ def group_tree(run: Run, group_id: str, *, agent: str | None = None) -> dict[str
             }
             for member, row, path in zip(found.members, rows, paths, strict=True)
         ],
-        # How many tokens all members begin with.
+        # The number of tokens that all members share.
         "shared_tokens": sum(
             size for size, members in zip(lengths, inside, strict=True) if len(members) == len(rows)
         ),

@@ -1,4 +1,4 @@
-"""What a run and its starts said, as sentences: a sentence that was said often is there once."""
+"""The notices of a run and its starts, as sentences; a repeated sentence is listed once."""
 
 from __future__ import annotations
 

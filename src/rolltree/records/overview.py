@@ -14,9 +14,9 @@ from rolltree.store import Run, RunSummary, StoredEvaluation, summarize, to_plai
 
 
 def run_overview(run: Run, *, now: float | None = None) -> dict[str, Any]:
-    """Return one row of a list of runs; `now` is the time that its age is counted to.
+    """Return one row of a list of runs; `now` is the time at which its age is measured.
 
-    No rollout is read for it, only sums, events and the newest step.
+    It reads only sums, events and the newest step, but no rollouts.
     """
     return _overview(run, summarize(run), time.time() if now is None else now)
 
@@ -33,7 +33,7 @@ def _overview(run: Run, found: RunSummary, now: float) -> dict[str, Any]:
         "created_at": found.created_at,
         "last_written": found.last_written,
         "age_s": max(0.0, now - found.last_written),
-        # Steps, or the requests of the phase that is not whole.
+        # Steps, or the requests of the phase that is not complete.
         "progress": _progress(found),
         "envs": list(found.env_ids),
         "model": run.model_name or None,
@@ -67,13 +67,13 @@ def run_summary(run: Run, *, now: float | None = None) -> dict[str, Any]:
             {"step": done.step, "phase": done.phase, "reward": _estimate(done)}
             for done in run.evaluations()
         ],
-        # What the run and its starts said, each sentence once, with how often.
+        # The notices of the run and its starts, each sentence once, with its count.
         "notices": notice_sentences(run.events()),
     }
 
 
 def _setting(config: Mapping[str, Any], *places: tuple[str, ...]) -> Any:
-    """Return the first of these settings that the run has: training and evaluation differ."""
+    """Return the first of these settings that the run has; training and evaluation differ."""
     for place in places:
         found: Any = config
         for name in place:
@@ -83,16 +83,16 @@ def _setting(config: Mapping[str, Any], *places: tuple[str, ...]) -> Any:
     return None
 
 
-# Of a run, by its path and when it was made: after how many commits it had which failures.
+# By a run's path and creation time: its number of commits when failures were counted, and these.
 _FAILURES: dict[tuple[str, float], tuple[int, dict[str, int]]] = {}
 
 
 def _failures(run: Run, summary: RunSummary) -> dict[str, int]:
     """Return how many rollouts failed with which error, the most frequent first.
 
-    No index leads to failures, so it is counted again only when something was stored.
+    Failures have no index in the database, so they are counted again only if something was stored.
     """
-    # The path may be another run's by now, so the time when it was made is part of the key.
+    # A new run may have the same path by now, so the creation time is part of the key.
     key, commits = (str(run.path), summary.created_at), run.num_commits
     stored, counted = _FAILURES.get(key, (-1, {}))
     if stored != commits:

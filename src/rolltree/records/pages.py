@@ -1,6 +1,6 @@
-"""Pages of a run's rollouts and groups, cut by SQL: what a table on a screen shows.
+"""Pages of a run's rollouts and groups, selected by SQL, for tables on a screen.
 
-The pages of one order fit together as long as nothing is stored.
+The pages of one order fit together while nothing new is stored.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rolltree.records.values import finite_numbers, rollout_values, stored_names
 from rolltree.store import Run, to_plain
 from rolltree.store.filters import parted, where_clause
 
-# Of one page; to read more rows at once, read a table (`rt.read_run`).
+# The most rows of a page; to read more at once, read a table (`rt.read_run`).
 MAX_ROWS = 1000
 COLUMNS = tuple(each.name for each in ROLLOUTS if each.name not in ("input", "errors"))
 """Columns of table `rollouts` that a page has; `metrics` comes with them."""
@@ -42,8 +42,8 @@ def rollout_page(
 ) -> dict[str, Any]:
     """Return how many rollouts pass the filters, and one page of them in the order of `sort`.
 
-    `request_id` are the requests that they may be of; None: any. With an `index`, `text` are words
-    that they say one after another, and `where` and `sort` may name `search.OWN`.
+    `request_id` are the requests that they may belong to; None: any. With an `index`, `text` are
+    consecutive words that they contain, and `where` and `sort` may name `search.OWN`.
 
     Raises:
         ConfigError: a filter or order that cannot be read.
@@ -116,7 +116,7 @@ def row_previews(
 
 
 def rollout_counts(run: Run, where: str | None = None) -> list[tuple[str, int | None, int]]:
-    """Return how many rollouts each phase and step has that pass a filter.
+    """Return how many rollouts of each phase and step pass a filter.
 
     Raises:
         ConfigError: a filter that cannot be read.
@@ -161,7 +161,7 @@ def group_page(
 ) -> dict[str, Any]:
     """Return how many groups there are, and one page of them in the order they began.
 
-    With `sort="-train_step"` those of the newest step come first, in a step those that began first.
+    With `sort="-train_step"`, groups of the newest step come first, in the order they began.
 
     Raises:
         StoreError: a row is damaged or missing.
@@ -179,12 +179,12 @@ def group_page(
 
 _Known: TypeAlias = dict[tuple[Any, ...], list[str]]
 _GROUPS: weakref.WeakKeyDictionary[Run, tuple[int, _Known]] = weakref.WeakKeyDictionary()
-"""After how many commits a run had which groups, by their filter: the order of the pages."""
+"""The groups of a run by filter, in page order, and the number of commits when they were read."""
 
 
 def _group_ids(run: Run, clause: str, values: tuple[Any, ...], sort: str | None) -> list[str]:
-    # Grouping reads an index of all rows, and a table on a screen asks for page after page
-    # (design/0025): the order is kept until a batch is stored.
+    # Grouping reads an index of all rows, and a table on a screen requests page after page
+    # (design/0025), so the order is kept until a batch is stored.
     commits = run.num_commits
     known = _GROUPS.get(run)
     if known is None or known[0] != commits:
@@ -222,10 +222,10 @@ def _group(rows: list[dict[str, Any]]) -> dict[str, Any]:
         # Environment, task, id.
         "example": {name: to_plain(first[name]) for name in ("env_id", "task", "example_id")},
         "members": [{name: row[name] for name in _OF_MEMBERS} for row in rows],
-        # Of all its rollouts; None: not scored.
+        # The rewards of all its rollouts; None: not scored.
         "rewards": rewards,
-        # Of the rewards that are compared, those of rollouts that no other one delegated; the
-        # spread is that of the population.
+        # Over the rewards that are compared, those of rollouts that were not delegated; `std` is
+        # that of the population.
         "mean": mean(scored) if scored else None,
         "std": pstdev(scored) if scored else None,
         "num_failed": sum(row["status"] == "error" for row in rows),

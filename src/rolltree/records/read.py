@@ -1,4 +1,4 @@
-"""`read_run`: a stored run as tidy tables, read in the columns and rows that one asks for.
+"""`read_run`: a stored run as tidy tables; only the requested columns and rows are read.
 
     with rt.read_run("runs/demo") as data:
         data.rollouts(phase="eval_after").to_pandas()
@@ -48,12 +48,12 @@ def read_run(path: str | Path) -> RunData:
 
 
 class RunData:
-    """The tables of one run. Close it, use `with`, or let go of it.
+    """The tables of one run. Close it, use `with`, or drop the last reference to it.
 
     Every method returns a `Table` that reads when its rows are asked for. Its filters choose
     rollouts as `Run.rollouts` does: columns (`phase="train"`, `train_step=[3, 4]`), conditions
     (`where="reward < 0.5 and metrics/tries >= 2"`), `sort="-reward"`, `limit`, `offset`. A wrong
-    filter is refused at once.
+    filter is rejected at once.
 
     Attributes:
         run: the open run, for what is not a table: its config, its metadata, SQL.
@@ -93,14 +93,14 @@ class RunData:
             raise UnknownName(f"a run has no table {name!r}.{did_you_mean(name, TABLES)}")
         if name in ("steps", "events") and filters:
             raise ConfigError(
-                f"table {name!r} is not made of rollouts, so {next(iter(filters))!r} chooses "
-                "nothing there. Leave it out."
+                f"table {name!r} is not made of rollouts, so the filter {next(iter(filters))!r} "
+                "would do nothing. Leave it out."
             )
         found: Table = getattr(self, name)(**filters)
         return found
 
     def story(self) -> list[dict[str, Any]]:
-        """Return what happened, as sentences with their evidence, what is most alarming first.
+        """Return what happened, as sentences with their evidence, the most alarming first.
 
         A sentence has `text`, `kind`, `severity` (`error`, `warning`, `good`, `info`) and
         `evidence`, as docs/viewer.md lists them.
@@ -113,10 +113,10 @@ class RunData:
     def rollouts(self, **filters: Any) -> Table:
         """Return one row per rollout, without its messages and tokens.
 
-        Besides the documented columns there is `metrics/NAME` for every metric of the run, where it
-        is a number.
+        In addition to the documented columns, `metrics/NAME` has the values of each metric of the
+        run that are numbers.
         """
-        # Now, not when the rows are read: a wrong name is an error at the line that has it.
+        # Checked now, not when rows are read: a wrong name is an error at the line that has it.
         _check(filters)
         columns = [*ROLLOUTS, *self._metric_columns()]
         return Table("rollouts", columns, lambda names: self._rollouts(names, filters))
@@ -191,8 +191,8 @@ class RunData:
     def breaks(self, *, decode: Decoder | None = None, **filters: Any) -> Table:
         """Return one row per broken prefix: a call that does not extend what came before.
 
-        `decode` turns ids into text (`tokenizer.decode`): it fills the texts, and tells the cause
-        `retokenized`.
+        `decode` turns ids into text (`tokenizer.decode`): it fills the text columns, and is needed
+        to detect the cause `retokenized`.
         """
         from rolltree.records.token_rows import break_batches
 
@@ -216,15 +216,15 @@ class RunData:
     def sft(
         self, *, min_reward: float | None = None, best_of_group: bool = False, **filters: Any
     ) -> Table:
-        """Return a set for supervised fine-tuning: exact ids, with labels where the model spoke.
+        """Return a data set for supervised fine-tuning: exact ids, and labels for sampled tokens.
 
         One row per conversation of a rollout (scope `interleave`: a break begins another), each
         sampled token once. Rollouts that failed or that nothing scored are left out; so are
         tokens that the environment masked.
 
         Args:
-            min_reward: leave out rollouts with less.
-            best_of_group: of each group, and of each agent in it, only the rollout with the
+            min_reward: leave out rollouts with a lower reward.
+            best_of_group: of each group, and of each agent in it, take only the rollout with the
                 highest reward, the first of equals.
             filters: those of every table.
         """
@@ -238,7 +238,7 @@ class RunData:
         return Table("sft", SFT, read)
 
     def _metric_columns(self) -> list[Column]:
-        # A metric's name becomes a column's: one with control characters is left out.
+        # Metric names become column names, so those with control characters are left out.
         names = [name for name in self.run.metric_names() if isinstance(name, str)]
         return [Column(METRIC + n, "float64", "a metric") for n in names if n.isprintable()]
 
@@ -251,7 +251,7 @@ class RunData:
 
 
 def _check(filters: Mapping[str, Any]) -> None:
-    """Refuse what `Run.rollouts` would refuse later."""
+    """Reject filters that `Run.rollouts` would reject later."""
     where_clause({name: value for name, value in filters.items() if name not in _CHOICES})
     if filters.get("sort") is not None:
         order_clause(filters["sort"])

@@ -1,8 +1,7 @@
-"""A recorded rollout as a model client: it gives the recorded answers, call after call.
+"""A recorded rollout as a model client: it returns the recorded answers, call after call.
 
-Every call is compared with the recorded one first, so the first thing that an environment says
-differently is found where it is said. What became of the episode after its last call is compared
-then.
+Every call is first compared with the recorded one, so the first prompt that differs is found at its
+call. After the last call, the rest of the episode is compared: its ending, rewards and metrics.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from rolltree.types import (
 )
 
 ASIDE = (
-    "the environment asked the model something that is not in the recording. Calls beside the "
+    "the environment made a model call that is not in the recording. Calls outside the "
     "conversation are not stored, so they cannot be replayed"
 )
 _CUT_BY_TIME = ("timeout", "cancelled")
@@ -51,19 +50,19 @@ ENDING = ("is_completed", "stop_condition", "terminated", "truncated", "truncati
 class Difference:
     """Where a replay first differs from the recording, with both sides."""
 
-    # `prompt` (what the model is told), `tools`, `extra call`, `missing call`, `completion` (what
-    # was said after the last call), `world`, `ending`, `error`, `reward`, `metric` or `rollouts`
-    # (how many of them the episode has).
+    # `prompt` (the model's input), `tools`, `extra call`, `missing call`, `completion` (messages
+    # after the last call included), `world`, `ending`, `error`, `reward`, `metric` or `rollouts`
+    # (their number, or their agents).
     kind: str
-    # Whose rollout; empty if it has no name.
+    # The name of the rollout's agent, "" if it has none.
     agent: str
     # The index of the rollout in its episode.
     trajectory: int
-    # The index of the call in the rollout; None for what comes after all of them.
+    # The index of the call in the rollout; None for a difference after all calls.
     call: int | None
     # The message, field or metric, in words.
     where: str
-    # Both sides; None for what one side does not have.
+    # The values of both sides; None if a side has none.
     recorded: Any
     live: Any
 
@@ -100,22 +99,22 @@ class RecordedRollout:
     def difference(
         self, kind: str, call: int | None, where: str, recorded: Any, live: Any
     ) -> Difference:
-        """Return a difference that is found in this rollout."""
+        """Return a `Difference` in this rollout."""
         return Difference(kind, self.agent, self.index, call, where, recorded, live)
 
 
 @dataclass(slots=True)
 class ReplaySession:
-    """The recorded episode that one live episode is compared with, and how far it has come."""
+    """The recorded episode that a live one is compared with, and how far the live one has come."""
 
     recorded: RolloutResult
     # How many calls are answered from the recording.
     until: int | None = None
-    # What matches counts as equal: times, addresses, names of temporary files.
+    # Text that matches is not compared: times, addresses, names of temporary files.
     ignored: Sequence[re.Pattern[str]] = ()
     # Called with the number of an answer, from 0, before it is given.
     on_answer: Callable[[int], None] | None = None
-    # A model answers from there on, instead of an end.
+    # After the recorded part a model answers; otherwise the replay ends there.
     goes_on: bool = False
     difference: Difference | None = None
     stopped: str = ""
@@ -132,12 +131,12 @@ class ReplaySession:
 
     @property
     def num_calls(self) -> int:
-        """How many calls the recording has, of all its rollouts."""
+        """The number of calls in all rollouts of the recording."""
         return sum(len(rollout.is_used) for rollout in self.rollouts)
 
     def is_same(self, recorded: Any, live: Any) -> bool:
-        """Whether both sides are equal as they are stored, what is ignored left out."""
-        # As stored: what JSON cannot hold was recorded as its type, and would differ forever.
+        """Whether both sides are equal as they are stored, without the ignored parts."""
+        # As stored: objects that JSON cannot hold were recorded as their type, and would differ.
         if recorded == live:
             return True
         return self._comparable(recorded) == self._comparable(live)
@@ -151,12 +150,14 @@ class ReplaySession:
     def find(
         self, call: ModelCall, rollout: RecordedRollout | None, *, in_session: bool = True
     ) -> tuple[RecordedRollout, int] | None:
-        """Return the recorded call that a live one is; None if a model has to answer it.
+        """Return the recorded call that a live one repeats; None if a model has to answer it.
 
-        `rollout` is that of the call's session so far; `in_session` says whether it has a session.
+        `rollout` is the one that the call's session has followed so far, if the call is
+        `in_session` and the session has made a call.
 
         Raises:
-            ReplayStopped: it is none, or the replay is over; `difference` and `stopped` say why.
+            ReplayStopped: no recorded call matches, or the replay is over; `difference` and
+                `stopped` say why.
             ModelError: the recorded call failed, and this one fails the same way.
         """
         if self.is_live:
@@ -164,8 +165,9 @@ class ReplaySession:
         rollouts = (
             [rollout] if rollout is not None else sorted(self.rollouts, key=lambda t: t.has_session)
         )
-        # A session keeps to its rollout, in any order of calls: agents may ask at once. Without one
-        # only the next call of a rollout can begin it, those nobody has begun first.
+        # A session keeps to its rollout, but may make the calls in any order, as agents may call
+        # concurrently. A call without a rollout must match the next call of one; rollouts without a
+        # session come first.
         ahead = [(each, each.unused()) for each in rollouts]
         for each, unused in ahead:
             for index in unused[: None if rollout is not None else 1]:
@@ -212,7 +214,7 @@ class ReplaySession:
     def _past_the_end(
         self, rollouts: list[RecordedRollout], call: ModelCall, *, is_own: bool
     ) -> None:
-        """Do with a call after the last recorded one what became of it in the recording."""
+        """End a call after the last recorded one as the recording ended, or pass it on."""
         for rollout in rollouts:
             error: ErrorRecord | None = rollout.state.get("error") or self.recorded.error
             reason, phase = rollout.state.get("truncation_reason"), getattr(error, "phase", "")
@@ -243,7 +245,7 @@ class ReplaySession:
         if self.goes_on:
             self.is_live = True
             return
-        # Environments catch `Exception` and go on; this one they let pass.
+        # Environments catch `Exception` and go on; a `CancelledError` gets past them.
         raise ReplayStopped("the replay is over")
 
     def _is_call(self, step: TrajectoryStep, call: ModelCall) -> bool:
@@ -255,7 +257,7 @@ class ReplaySession:
     def in_messages(
         self, kind: str, rollout: RecordedRollout, call: int | None, recorded: Any, live: Any
     ) -> Difference:
-        """Return how a prompt or a completion, which `kind` says, differs: by its first message."""
+        """Return the first message that differs in a prompt or a completion, which is `kind`."""
         where = f"the {kind}"
         if isinstance(recorded, list) and isinstance(live, list):
             pairs = enumerate(zip_longest(recorded, live))
@@ -291,7 +293,7 @@ def _last(prompt: Any) -> Any:
 
 
 def _failure(error: ErrorRecord) -> ModelError:
-    """Return the recorded failure of a call; the type of the same name is not its class."""
+    """Return the recorded failure of a call, of a new class with the recorded name."""
     made: ModelError = type(error.type, (ModelError,), {})(error.message)
     return made
 
@@ -333,7 +335,7 @@ def _said(completion: Messages) -> tuple[ChatMessage, str]:
     return message, content if isinstance(content, str) else ""
 
 
-# -- the same calls, and then ----------------------------------------------------------------------
+# -- what follows the calls ------------------------------------------------------------------------
 
 
 def outcome_difference(
@@ -341,8 +343,8 @@ def outcome_difference(
 ) -> Difference | None:
     """Return the first difference of two episodes that made the same calls, if there is one.
 
-    Both are compared as they are stored. In order: calls that were not made again, what was said
-    after the last call, the world's steps, how each rollout ended, its rewards and metrics.
+    Both are compared as they are stored. In order: calls that were not made again, the completion,
+    the world's steps, how each rollout ended, its rewards and metrics.
     """
     for rollout in session.rollouts:
         for index in rollout.unused()[:1]:
@@ -350,8 +352,8 @@ def outcome_difference(
             asked = recorded[-1] if isinstance(recorded, list) and recorded else recorded
             where = "the model is not asked again"
             return rollout.difference("missing call", index, where, asked, None)
-    # Through the codec, as the recording went: tuples, objects and floats are what storing makes
-    # of them on both sides.
+    # Through the codec, as the recording went, so that storing has changed tuples, objects and
+    # floats in the same way on both sides.
     states = [state for row in encode_result(live) for state in decode_rollout(row).states]
     if len(states) != len(session.rollouts):
         num = (len(session.rollouts), len(states))
@@ -361,7 +363,7 @@ def outcome_difference(
         agent = str(state.get("agent") or "")
         if rollout.agent != agent:
             return rollout.difference("rollouts", None, "whose it is", rollout.agent, agent)
-    # The cause before its effects: another answer of the world explains another reward.
+    # Causes before effects: a different answer of the world explains a different reward.
     compared = (_completed, _world, _ended, _scored)
     for compare in compared if score else compared[:-1]:
         for rollout, state in pairs:
@@ -417,14 +419,14 @@ def _scored(session: ReplaySession, rollout: RecordedRollout, state: State) -> I
 
 
 def _error_text(error: Any) -> str | None:
-    """Return type and message; messages may name times and addresses, which `ignore` takes out."""
+    """Return type and message; messages may contain times and addresses, which `ignore` removes."""
     if isinstance(error, ErrorRecord):
         return f"{error.type}: {error.message}"
     return None if error is None else str(error)
 
 
 def _equal(session: ReplaySession, one: Any, other: Any) -> bool:
-    # Rewards are sums: another order of addition is not another reward.
+    # Rewards are sums, and the order of addition may change their last bits.
     if isinstance(one, float) and isinstance(other, float | int):
         return math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-12) or one == other
     return session.is_same(one, other)
@@ -434,7 +436,7 @@ def _equal(session: ReplaySession, one: Any, other: Any) -> bool:
 
 
 class ReplayClient(ClientBase):
-    """A `ModelClient` that answers with what was recorded, for all episodes that are on `sessions`.
+    """A `ModelClient` that returns recorded answers, for all episodes in `sessions`.
 
     Args:
         sessions: request id to session.
@@ -449,12 +451,12 @@ class ReplayClient(ClientBase):
 
     @property
     def clients(self) -> list[Any]:
-        """The model that answers later."""
+        """The client of the model that answers after the recorded part, if there is one."""
         return [] if self._then is None else [self._then]
 
     @property
     def model(self) -> str:
-        """The name of the model that answers later."""
+        """The name of the model that answers after the recorded part, or "recorded"."""
         return "recorded" if self._then is None else self._then.model
 
     def session(self) -> _AgentClient:
@@ -463,15 +465,15 @@ class ReplayClient(ClientBase):
         return _AgentClient(self, self._replayed(), live)
 
     async def call(self, call: ModelCall) -> ModelResponse:
-        """Answer a call that no session remembers."""
+        """Answer a call outside a session."""
         return await _AgentClient(self, self._replayed(), self._then, is_lasting=False).call(call)
 
     def _replayed(self) -> ReplaySession:
         episode = current_episode()
         if episode is None:
             raise ConfigError(
-                "the model is asked outside an episode, so it is unknown which recorded rollout "
-                "the call belongs to. Replay environments that ask the model in their rollouts."
+                "the model is called outside an episode, so it is unknown which recorded rollout "
+                "the call belongs to. Replay environments that call the model in their rollouts."
             )
         return self._sessions[episode.request.request_id]
 
@@ -488,15 +490,15 @@ class _AgentClient(ClientBase):
 
     @property
     def model(self) -> str:
-        """The name of the model that answers later."""
+        """The name of the model that answers after the recorded part, or "recorded"."""
         return self._client.model
 
     def session(self) -> ModelClient:
-        """Return a session of its own."""
+        """Return a new session."""
         return self._client.session()
 
     async def call(self, call: ModelCall) -> ModelResponse:
-        """Give the recorded answer, or the model's after the recorded part."""
+        """Return the recorded answer, or the model's after the recorded part."""
         found = self._session.find(call, self._rollout, in_session=self._is_lasting)
         if found is None:
             self._session.num_continued += 1
@@ -507,8 +509,8 @@ class _AgentClient(ClientBase):
             self._rollout, rollout.has_session = rollout, True
         if self._live is None:
             return recorded_response(rollout.steps[index])
-        # A session that the model's client made knows ids; another client gets the words only, or
-        # the next prompt would mix recorded ids with its own.
+        # A `Session` can take in recorded ids; other clients get the text only, or the next prompt
+        # would mix recorded ids with their own.
         if not isinstance(self._live, Session):
             return recorded_response(rollout.steps[index], exact=False)
         return self._live.remember(call, recorded_response(rollout.steps[index]))

@@ -1,7 +1,7 @@
-"""Recorded rollouts played again: the recorded answers, and the environment as it is now.
+"""Replays recorded rollouts: with the recorded answers, and the environment as it is now.
 
-It runs the environment's code, and scores what was played, but needs no model. With a client, a
-model goes on from where the recorded part ends, and the branches are rollouts of a new run.
+A replay runs the environment's code and scores the result, but needs no model. With a client, a
+model continues after the recorded part, and these branches are rollouts of a new run.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ BRANCH_PHASE = "branch"
 
 @dataclass(frozen=True, slots=True)
 class ReplayReport(Finished):
-    """What became of one recorded rollout that was played again."""
+    """The result of replaying one recorded rollout."""
 
     request_id: str  # of the recorded rollout
     num_calls: int  # how many calls the recording has, of all agents
@@ -52,11 +52,11 @@ class ReplayReport(Finished):
     stopped: str
     # Why the environment could not be set up or scored, so that nothing was compared; or empty.
     failure: str
-    # What was not compared, or is not as it was.
+    # What was not compared, or has changed since the recording.
     notes: tuple[str, ...]
     recorded: RolloutResult
     live: RolloutResult
-    # What each branch earned that a model has played.
+    # The reward of each branch that a model played.
     branch_rewards: tuple[float | None, ...] = ()
 
     @property
@@ -65,7 +65,7 @@ class ReplayReport(Finished):
         return self.difference is None and not self.failure
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what is not an episode, as plain data."""
+        """Return the report as plain data, without the two episodes."""
         found = {each.name: getattr(self, each.name) for each in fields(self)}
         del found["recorded"], found["live"]
         if self.difference is not None:
@@ -84,7 +84,7 @@ def replay(run: str | Path | Run, rollout: str, env: Any = None, **options: Any)
         run: a run, or its directory.
         rollout: the request id of the rollout, as `rolltree show` prints it.
         env: an environment, or the name or path of one. None: the one that the run names, unless
-            that is a path: a run may come from anybody, and replaying runs the environment's code.
+            that is a path: replaying runs the environment's code, and the run may be anybody's.
         options: see `replay_async`.
 
     Raises:
@@ -111,21 +111,21 @@ async def replay_async(
         until: how many calls are answered from the recording; the replay ends before the next one.
         client: a model that goes on from there: after `until` calls, or else at the first
             difference or the recording's end.
-        num_branches: how often it does, each time with another sampling seed.
-        into: the run that takes the branches. Those that it has are not played again.
+        num_branches: how often the model continues, each time with a different sampling seed.
+        into: the run that stores the branches. Branches that it has are not played again.
         options: `env_args` (arguments of the environment), `compat`, `score` (False leaves the
-            rewards out), `ignore` (regular expressions whose matches count as equal, in the JSON
-            of what is compared), `on_answer` (called with the source and the number of each answer
-            before it is given).
+            rewards out), `ignore` (regular expressions whose matches are left out of the JSON that
+            is compared), `on_answer` (called with the source and the number of each answer before
+            it is returned).
 
     Returns the report of the first branch that was played.
 
     Raises:
-        ConfigError: as `replay`; or nothing is left to play, because `into` has all branches.
+        ConfigError: as in `replay`; or nothing is left to play, because `into` has all branches.
     """
     if client is None and (num_branches != 1 or into is not None):
         raise ConfigError(
-            "branches are made by a model that goes on where the recorded part ends, and no client "
+            "branches are made by a model that goes on where the recorded part ends, but no client "
             "was given. Pass client=..., or --continue on the command line."
         )
     if until is not None and until < 0:
@@ -184,7 +184,7 @@ async def _opened(
     known = ("env_args", "compat", "score", "ignore", "on_answer")
     unknown = [name for name in options if name not in known]
     if unknown:
-        raise ConfigError(f"replay takes no {unknown[0]!r}.{did_you_mean(unknown[0], known)}")
+        raise ConfigError(f"replay has no option {unknown[0]!r}.{did_you_mean(unknown[0], known)}")
     found = opened_environment(run, env, options.get("env_args"), options.get("compat", False))
     async with found as (stored, source):
         yield _Replayer(stored, source, options)
@@ -194,7 +194,7 @@ async def _opened(
 async def opened_environment(
     run: str | Path | Run, env: Any, env_args: Mapping[str, Any] | None, compat: bool
 ) -> AsyncIterator[tuple[Run, RolloutSource]]:
-    """Open a run and the environment to replay it with; what was given open stays open."""
+    """Open a run and the environment to replay it with; arguments that are objects stay open."""
     async with AsyncExitStack() as stack:
         if not isinstance(run, Run):
             run = stack.enter_context(Run.open(run, mode="r"))
@@ -210,7 +210,7 @@ def environment_of(
     """Return the environment to replay a run with, and whether it was loaded here.
 
     Raises:
-        ConfigError: the run names none, or a path, and neither does the caller.
+        ConfigError: no environment is given, and the run names none, or only a path.
     """
     if env is not None and not isinstance(env, str | Path):
         if env_args:
@@ -229,7 +229,7 @@ def environment_of(
                 f"{run.path} does not say which environment its rollouts are from, so there is "
                 "nothing to play them with. Name it: --env NAME_OR_PATH, or env=... in Python."
             )
-        # A name is of what is installed here; a path may be a file that came with the run.
+        # A name refers to an installed environment; a path may be a file that came with the run.
         if "/" in name or name.endswith(".py") or name.startswith("."):
             raise ConfigError(
                 f"{run.path} was made with the environment at {name}. Replaying runs its code, and "
@@ -282,7 +282,7 @@ class _Replayer:
         """Return the recorded rollout of a request.
 
         Raises:
-            ConfigError: there is none; the message has the nearest one.
+            ConfigError: there is no such rollout; the message names the nearest one.
         """
         found = next(decode_results(self.run.rollouts(request_id=rollout)), None)
         if found is None:
@@ -295,7 +295,7 @@ class _Replayer:
 
     async def one(self, recorded: RolloutResult) -> ReplayReport:
         """Play one rollout; with its group, if the reward compares the members."""
-        # A reward that compares members is another number without the others.
+        # A reward that compares members would change without the others.
         members = [recorded]
         if self._needs_groups():
             group = self.run.rollouts(
@@ -311,7 +311,7 @@ class _Replayer:
         return self.score and isinstance(self.source, GroupScorer) and self.source.has_group_rewards
 
     def whole_groups(self, where: Mapping[str, Any], num: int | None) -> Mapping[str, Any]:
-        """Return filters that leave no group incomplete whose members are compared."""
+        """Return filters that select whole groups, if the reward compares their members."""
         if num is None or not self._needs_groups():
             return where
         groups = dict[str, None]()
@@ -375,7 +375,7 @@ class _Replayer:
     def _report(self, session: ReplaySession, live: RolloutResult) -> ReplayReport:
         difference, failure = session.difference, _not_played(live)
         cut = session.until is not None and session.num_answered >= session.until
-        # What came after a stop was not played: comparing it would find what nobody changed.
+        # Nothing was played after a stop, so comparing that part would find false differences.
         if failure:
             difference = None
         elif difference is None and not session.stopped and not session.is_live:
@@ -402,7 +402,7 @@ class _Replayer:
 def _not_played(live: RolloutResult) -> str:
     """Return what kept an environment from being played or scored; empty if nothing did.
 
-    Such a failure is this machine's, also if the recorded rollout failed in the same way.
+    Such a failure is due to this machine, even if the recorded rollout failed in the same way.
     """
     error = live.error
     if error is None or error.phase in ("model", "timeout", "cancelled"):
@@ -429,7 +429,7 @@ def branch_requests(
             request_id=f"{stem}/{index}",
             group_id=stem,
             index_in_group=index,
-            # The same world with other samples: only the sampling seed is a new one.
+            # The same world with other samples: only the sampling seed is new.
             sampling_seed=derive_seed(request.sampling_seed, "branch", stem, index),
             phase=BRANCH_PHASE,
             train_step=None,
@@ -441,17 +441,17 @@ def branch_requests(
 def playable(request: RolloutRequest) -> RolloutRequest:
     """Return a request whose row can be given to an environment again.
 
-    A column that held an object is left out: a run stores its type alone.
+    A column that held an object is left out: a run stores only its type.
 
     Raises:
-        ConfigError: a field that every environment gets, such as the prompt, held one.
+        ConfigError: a field that every environment gets, such as the prompt, held an object.
     """
     lost = {name: found for name, value in request.input.items() if (found := _opaque(value))}
     for name in INPUT_FIELDS:
         if name in lost:
             raise ConfigError(
-                f"{name!r} of the row of {request.request_id!r} held a {lost[name]}, and a "
-                "run stores the type alone, so the environment cannot be given the same row. Keep "
+                f"{name!r} of the row of {request.request_id!r} held a {lost[name]}, but a "
+                "run stores only the type, so the environment cannot be given the same row. Keep "
                 "rows to plain data."
             )
     kept = {name: value for name, value in request.input.items() if name not in lost}

@@ -1,4 +1,4 @@
-"""What rescoring changed: rewards, group advantages, and the rollouts that changed most.
+"""The report of a rescoring: rewards, group advantages, and the rollouts that changed most.
 
 Both runs are read from the store, a training step or a group at a time.
 """
@@ -22,7 +22,7 @@ from rolltree.store import Run
 from rolltree.training import CreditPolicy, assign_credit, load_train_config
 from rolltree.types import RolloutResult
 
-# Rollouts of a report: those whose reward changed most.
+# The most rollouts that a report holds: those whose reward changed most.
 NUM_KEPT = 100
 
 Place: TypeAlias = tuple[str, int]  # request_id, trajectory_index
@@ -56,7 +56,7 @@ class RolloutChange:
 
 @dataclass(frozen=True, slots=True)
 class PhaseChange:
-    """What became of the episodes of one phase."""
+    """How the rollouts of one phase changed."""
 
     phase: str
     num_rollouts: int
@@ -69,7 +69,7 @@ class PhaseChange:
 
 @dataclass(frozen=True, slots=True)
 class CreditChange:
-    """What the new rewards do to the advantages of the groups, by the run's own credit."""
+    """How the new rewards change the advantages of the groups, by the run's own credit."""
 
     # The credit of the run's training, or GRPO's.
     name: str
@@ -86,7 +86,7 @@ class CreditChange:
 
 @dataclass(frozen=True, slots=True)
 class RescoreReport(Finished):
-    """What rescoring did. `changes` are the rollouts that changed most, at most `NUM_KEPT`."""
+    """The report of a rescoring; `changes` are the largest changes, at most `NUM_KEPT`."""
 
     source: str
     run: str
@@ -95,7 +95,7 @@ class RescoreReport(Finished):
     num_changed: int
     num_failed: int
     failure: str | None
-    # Rollouts that had failed before they were scored, so that nothing could score them.
+    # Rollouts that had failed before they were scored, so that they could not be scored.
     num_unplayed: int
     unplayed: str | None
     phases: tuple[PhaseChange, ...]
@@ -218,7 +218,7 @@ def _credit_change(
 
 
 def _credit_of(run: Run) -> tuple[str, CreditPolicy]:
-    """Return the credit of a training run; GRPO's for one that was not trained on."""
+    """Return the credit of a training run; GRPO's for any other run."""
     if run.meta.get("kind") == "train":
         try:
             algorithm = load_train_config(run.config).algorithm
@@ -229,9 +229,9 @@ def _credit_of(run: Run) -> tuple[str, CreditPolicy]:
 
 
 def _units(run: Run, where: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return filters of what credit is assigned to at once: training steps, or else groups.
+    """Return a filter for each unit that credit is assigned to: training steps, or else groups.
 
-    A unit is read from the store when its turn comes, so memory holds one of both runs at a time.
+    A unit is read from the store when its turn comes, so memory holds one of each run at a time.
     """
     steps: dict[tuple[str, int], None] = {}
     groups: dict[tuple[str, str], None] = {}
@@ -247,7 +247,7 @@ def _units(run: Run, where: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _for_credit(run: Run, where: Mapping[str, Any]) -> list[RolloutResult]:
-    """Return results with what credit reads; a rollout that nothing scored counts as failed."""
+    """Return results with the fields that credit reads; unscored rollouts count as failed."""
     unscored = record_error(ValueError("no reward"), "scoring")
     results = []
     for result in decode_results(run.rollouts(**where), tokens=False):

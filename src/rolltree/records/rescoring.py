@@ -1,6 +1,6 @@
-"""`rescore`: other rewards on stored rollouts, without asking the model that wrote them.
+"""`rescore`: new rewards for stored rollouts, without calling the model that wrote them.
 
-A stored rollout becomes the state that it was before it was scored, and goes through the rollout
+A stored rollout is turned back into the state before its scoring, and goes through the rollout
 engine and the same scoring as a new one: judges, groups, deadlines, failures and storing included.
 """
 
@@ -48,7 +48,7 @@ _BATCH_CALLS = 4096
 
 
 def rescore(run: str | Path, **settings: Any) -> RescoreReport:
-    """Do what `rescore_async` does, for callers without an event loop, or in a notebook."""
+    """Run `rescore_async` for callers without an event loop, or in a notebook."""
     return run_sync(rescore_async(run, **settings))
 
 
@@ -74,7 +74,7 @@ async def rescore_async(
     What the model did stays as it is, tokens included, and so do the rows, answers, groups and ids;
     a rollout that failed before it was scored stays failed. Rewards, metrics, step rewards and
     advantages are those that a new evaluation with the same answers would have. The same call
-    again continues; what a judge's server failed is then scored again.
+    again continues, and retries scoring that failed because of a judge's server.
 
     Args:
         run: the directory of the run, which is only read.
@@ -84,14 +84,14 @@ async def rescore_async(
             arguments that returns a rubric, or `module:name` (`file.py:name`) of one of these.
         run_dir: where the new run is stored; `<run>-rescored` when left out.
         phase: only the rollouts of this phase.
-        max_concurrent: most episodes that are being scored at once: a judge's requests.
+        max_concurrent: most episodes that are scored at once, which limits a judge's requests.
         deadline_s: most seconds that scoring one rollout, or one group, may take.
-        retries: how often scoring that a judge's server failed is tried again.
-        on_notice: called with what a person should know, such as that the rewards' code changed.
+        retries: how often scoring is tried again after a judge's server failed.
+        on_notice: called with notices for the user, such as that the rewards' code changed.
         on_progress: called after each batch that is stored; tokens are not counted.
 
     Raises:
-        ConfigError: neither an environment nor a rubric or both, nothing to score, or `run_dir`
+        ConfigError: neither an environment nor a rubric, or both; nothing to score; or `run_dir`
             holds something else.
         StoreError: there is no run, or it is damaged.
     """
@@ -154,14 +154,14 @@ def _scorer(
     compat: bool,
     rubric: Rubric | Callable[..., Any] | str | None,
 ) -> _Scorer:
-    """Return the source that scores.
+    """Return the rollout source that scores.
 
     Raises:
-        ConfigError: not one of an environment and a rubric, or something that is neither.
+        ConfigError: not exactly one of environment and rubric, or an object that is neither.
     """
     if (environment is None) == (rubric is None):
         raise ConfigError(
-            "rescoring needs an environment or a rubric, and not both: one of them says what a "
+            "rescoring needs an environment or a rubric, but not both: one of them says what a "
             "rollout is worth. Pass environment=... (--env NAME) or rubric=... (--rubric "
             "module:name)."
         )
@@ -191,20 +191,20 @@ def _name_of(rubric: object) -> str:
 
 
 def _given_rubric(found: Any) -> Rubric:
-    """Return a rubric from what a caller or a module has: it may also be what makes one."""
-    # A reward function asks for something; without an argument it can only be a factory.
+    """Return the rubric of an object, which may also be a function or class that makes one."""
+    # A reward function has parameters; a function without any can only be a factory.
     is_factory = callable(found) and not hasattr(found, "score_group")
     if isinstance(found, type) or (is_factory and not signature(found).parameters):
         found = found()
         if found is None:
-            raise ConfigError("what makes the rubric returned None, which cannot score. Return it.")
+            raise ConfigError("the function that makes the rubric returned None. Return a rubric.")
     rubric: Rubric = as_rubric(found)
     return rubric
 
 
 @dataclass(slots=True)
 class _Scorer:
-    """A rollout source that plays nothing: its episodes are stored ones, and it scores them."""
+    """A rollout source that scores stored episodes instead of playing new ones."""
 
     rubric: Rubric
     name: str
@@ -217,17 +217,17 @@ class _Scorer:
     stored: dict[str, RolloutResult] = field(default_factory=dict)
 
     def num_examples(self, split: str) -> int:
-        """Return how many episodes are at hand."""
+        """Return how many stored episodes it holds."""
         return len(self.stored)
 
     def example(self, split: str, index: int) -> Any:
-        """Return the row of one of them."""
+        """Return the dataset row of one of them."""
         return next(itertools.islice(self.stored.values(), index, None)).request.input
 
     async def run_request(self, request: RolloutRequest, client: object) -> Sequence[State]:
         """Score the stored rollouts of one request."""
         states = list(self.stored[request.request_id].states)
-        # A deadline that passes while a judge thinks keeps the states as they were played.
+        # If a deadline passes during a judge's request, the states stay as they were played.
         episode = current_episode()
         if episode is not None:
             episode.states[:] = states
@@ -247,7 +247,7 @@ class _Scorer:
         await self._rubric_of(states).score_group(states)
 
     def _rubric_of(self, states: Sequence[State]) -> Rubric:
-        """Return the rubric; one that knows no agents scores the episode's own ones."""
+        """Return the rubric; without rubrics per agent it does not score delegated rollouts."""
         has_agents = any("rollout_id" in state for state in states)
         if has_agents and not self.knows_agents:
             return PerAgentRubric(self.rubric, {})
@@ -255,7 +255,7 @@ class _Scorer:
 
 
 class _NoModel(ClientBase):
-    """The client of an engine that scores: no model is asked."""
+    """The client of an engine that only scores: it has the model's name but refuses calls."""
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -270,10 +270,10 @@ class _NoModel(ClientBase):
         return self
 
     async def call(self, call: ModelCall) -> ModelResponse:
-        """Refuse."""
+        """Refuse the call."""
         raise ConfigError(
-            "rescoring asks no model, and something asked the one that wrote the rollouts. Give a "
-            "JudgeRubric a judge_client of its own."
+            "rescoring does not run the model that wrote the rollouts, but the scoring called it. "
+            "Give a JudgeRubric its own judge_client."
         )
 
 
@@ -294,10 +294,11 @@ def _plan(run: Run, where: Mapping[str, Any]) -> _Plan:
 def _finished(target: Run, plan: _Plan, whole_groups: bool) -> tuple[set[str], set[str]]:
     """Return the requests that are scored already, and those that are stored and scored again.
 
-    Again: what a judge's server failed, and groups that are not whole if members are compared.
+    Scored again are rollouts that a judge's server failed, and, if members are compared, groups
+    that are not whole.
     """
-    # A server that failed says nothing about the rollout; a reward function that raised does, and
-    # would raise again.
+    # A server's failure says nothing about the rollout; a reward function that raised would raise
+    # again.
     done, again = set(), set()
     names = ("request_id", "error_type", "error_phase")
     for request_id, kind, phase in target.columns(names):

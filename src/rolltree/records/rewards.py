@@ -1,4 +1,4 @@
-"""What a rollout was rewarded for: its reward functions with their weights, without its metrics."""
+"""What a rollout was rewarded for: its reward functions and weights, apart from other metrics."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rolltree.store.weights import META, noted_weights
 
 
 def reward_parts(run: Run, row: StoredRollout) -> dict[str, Any]:
-    """Return what adds up to a rollout's reward, and what else was measured, JSON-ready."""
+    """Return the parts of a rollout's reward, and what else was measured, JSON-ready."""
     return reward_parts_by(run.meta.get(META), row)
 
 
 def reward_parts_by(notes: Any, row: StoredRollout) -> dict[str, Any]:
-    """Return the same from the notes of a run, which one reads once for many rollouts."""
+    """Return the same from a run's notes, which callers read once for many rollouts."""
     weights = noted_weights(
         notes, env_id=row.env_id, task=row.task, agent=row.agent, created_at=row.created_at
     )
@@ -26,11 +26,11 @@ def reward_parts_by(notes: Any, row: StoredRollout) -> dict[str, Any]:
     return {
         # Whether the run says which metrics are rewarded.
         "is_recorded": weights is not None,
-        # Those with a weight: `name`, `value`, `weight` and their product, `contribution`. A
+        # Those with a weight: `name`, `value`, `weight`, and `contribution`, their product. A
         # function that failed has neither value nor contribution.
         "functions": functions,
         # The reward minus all contributions: what the world or the form of answers earned, or what
-        # a rubric with a method of its own gave. None if the reward or a contribution is not known.
+        # a rubric's own method gave. None if the reward or a contribution is not known.
         "rest": None if weights is None else _rest(row.reward, functions),
         # The value of everything else that was measured, by its name.
         "metrics": {n: v for n, v in values.items() if n not in {f["name"] for f in functions}},
@@ -49,10 +49,10 @@ def _part(name: str, value: float | None, weight: float) -> dict[str, Any]:
 
 
 def _rest(reward: float | None, functions: list[dict[str, Any]]) -> float | None:
-    """Return what the functions do not explain, 0 if that is only rounding."""
+    """Return the part of the reward that no function explains, 0 if it is only rounding."""
     paid = [each["contribution"] for each in functions]
     if reward is None or None in paid:
         return None
-    # A sum of floats in another order leaves a rest that nobody earned.
+    # Floats that were summed in a different order leave a rest that no function earned.
     rest = reward - math.fsum(paid)
     return 0.0 if abs(rest) <= 1e-9 * max(1.0, *map(abs, (reward, *paid))) else rest

@@ -20,7 +20,7 @@ from rolltree.types import State
 
 
 def rollout_view(run: Run, request_id: str, trajectory_index: int = 0) -> dict[str, Any]:
-    """Return everything about one rollout but its tokens, JSON-ready.
+    """Return everything about one rollout except its tokens, JSON-ready.
 
     Raises:
         UnknownName: the run has no such rollout.
@@ -37,16 +37,16 @@ def rollout_view(run: Run, request_id: str, trajectory_index: int = 0) -> dict[s
         # Rows of table `calls`, with `own_ms`: how long environment and tools took after the call
         # before (None if times were not recorded).
         "calls": calls,
-        # What adds up to the reward, and the metrics beside it.
+        # The parts of the reward, and the other metrics.
         "rewards": reward_parts(run, row),
         "timing": _timing(row, calls),
         "errors": [to_plain(dict(error)) for error in row.errors],
-        # What tools raised, which the model was told.
+        # The errors of tools, which the model was shown.
         "tool_errors": [] if state is None else tool_errors(state),
         "breaks": [] if state is None else rollout_breaks(state, shown_tokenizer(run)),
         # The other rollouts of its request.
         "others": others,
-        # The one that delegated it, and those that it delegated, with what was asked.
+        # The rollout that delegated it, and those that it delegated, with their subtasks.
         **_relatives(run, row, others),
     }
 
@@ -62,7 +62,7 @@ def _others(run: Run, row: StoredRollout) -> list[dict[str, Any]]:
 
 
 def _relatives(run: Run, row: StoredRollout, others: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return `asked` (None if nobody delegated it), `parent` and `children`."""
+    """Return `asked` (None if it was not delegated), `parent` and `children`."""
     if not others or row.num_trajectories > _MOST_RELATIVES:
         return {"asked": None, "parent": None, "children": []}
     found: dict[str, dict[str, Any]] = {}
@@ -91,7 +91,7 @@ def _relatives(run: Run, row: StoredRollout, others: Sequence[Mapping[str, Any]]
 
 
 def _messages(state: State) -> list[dict[str, Any]]:
-    """Return prompt and completion; a message that a call's completion ends with is that call's."""
+    """Return prompt and completion; a message that ends a call's completion names that call."""
     prompt, completion = conversation_of(state)
     said = [_last(step.get("completion")) for step in state["trajectory"]]
     shown = [_message(message, True, None) for message in prompt]
@@ -122,14 +122,14 @@ def _message(message: Mapping[str, Any], is_prompt: bool, call: int | None) -> d
         "tool_call_id": message.get("tool_call_id"),
         "name": message.get("name"),
         "is_prompt": is_prompt,
-        # Which model call said it.
+        # The model call that wrote it.
         "call": call,
     }
 
 
 def _timed(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add `own_ms`; runs of older versions have no times of calls, which is None, not 0."""
-    # 0 ms for every call means that nobody looked at a clock: it is shown as unknown.
+    """Add `own_ms`; runs of older versions have no times of calls, so theirs are None, not 0."""
+    # 0 ms for every call means that times were not measured, so they are shown as unknown.
     is_timed = any(call["time_ms"] for call in calls)
     ended = 0.0
     for call in calls:
@@ -143,7 +143,7 @@ def _timed(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _timing(row: StoredRollout, calls: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
     times = [call["time_ms"] for call in calls if call["time_ms"] is not None]
-    # Calls that run at once add up to more than the clock.
+    # The times of concurrent calls may add up to more than the elapsed time.
     server = min(sum(times), row.generation_ms) if times else None
     return {
         "generation_ms": row.generation_ms,

@@ -1,8 +1,8 @@
-"""An index of what rollouts say, in a file of its own: their texts, previews, breaks, advantages.
+"""A search index of a run's rollouts, in its own file: texts, previews, breaks and advantages.
 
-It is built when somebody asks and read from then on; a run is only read for it. Words are found as
-SQLite's FTS5 has them: case and punctuation do not count. The system message and the examples
-before a question are not in it, because all rollouts have them.
+It is built on request, and the run is only read. Words are matched by SQLite's FTS5, without case
+and punctuation. The system message and the examples before a question are not in it, because all
+rollouts have them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rolltree.store import Run, StoredRollout, TrainedRollout
 from rolltree.store.filters import Condition
 
 OWN = ("breaks", "advantage", "question", "answer")
-"""Columns that only the index has; filters and orders may name them beside those of rollouts."""
+"""Columns that only the index has; filters and orders may name them and those of rollouts."""
 _VERSION = 1
 _BATCH = 250
 _PREVIEW = 300
@@ -48,14 +48,14 @@ Name = tuple[str, int]
 
 
 class SearchIndex:
-    """The index of one run in `file`; every call opens it, so that any thread may."""
+    """The index of one run in `file`; every call opens the file, so it may be in any thread."""
 
     def __init__(self, run: Run, file: Path) -> None:
         self._run = run
         self._file = file
 
     def state(self) -> dict[str, Any]:
-        """Return how many rollouts are in it, of how many, and whether those are all."""
+        """Return the numbers of indexed and of all rollouts, and whether the index is whole."""
         last = self._run.last_id
         with self._opened() as found:
             done = step = num = 0
@@ -67,7 +67,7 @@ class SearchIndex:
         return {"indexed": num, "of": self._run.num_rollouts(), "is_whole": is_whole}
 
     def build(self, pause: Callable[[], None] = lambda: None) -> None:
-        """Add what the run has stored since, or all of it; `pause` is called between batches.
+        """Add the rollouts that are not indexed yet; `pause` is called between batches.
 
         Raises:
             ConfigError: the file cannot be written.
@@ -89,14 +89,14 @@ class SearchIndex:
                 self._add_advantages(file, step, pause)
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(
-                f"the index of texts cannot be kept in {self._file} ({error}), so nothing is found "
-                "by text. Name a folder that can be written to in ROLLTREE_CACHE, and start again."
+                f"the index of texts cannot be kept in {self._file} ({error}), so texts cannot be "
+                "searched. Set ROLLTREE_CACHE to a folder that can be written to, and start again."
             ) from error
 
     def ids(
         self, text: str | None, conditions: Sequence[Condition], sort: str | None
     ) -> Sequence[int]:
-        """Return the ids of the rows that have a text and meet conditions on `OWN`, in an order.
+        """Return the sorted ids of rows that contain `text` and meet conditions on `OWN`.
 
         Raises:
             ConfigError: the index was not built yet.
@@ -116,7 +116,7 @@ class SearchIndex:
         with self._opened() as found:
             if found is None:
                 raise ConfigError(
-                    "texts, breaks and advantages of this run are not indexed yet. Ask for "
+                    "texts, breaks and advantages of this run are not indexed yet. Request "
                     "/api/runs/R/index until it is whole."
                 )
             return array("q", [row[0] for row in found.execute(sql, values)])
@@ -133,7 +133,7 @@ class SearchIndex:
         return [known[each] for each in ids if each in known]
 
     def facts(self, names: Iterable[Name]) -> dict[Name, dict[str, Any]]:
-        """Return what the index knows of these rollouts; of one that it lacks, nothing."""
+        """Return the values of `OWN` for these rollouts, without those that are not indexed."""
         sql = (
             f"SELECT {', '.join(OWN)} FROM facts WHERE request_id = ? AND trajectory_index = ?"
             " ORDER BY id DESC LIMIT 1"
@@ -146,7 +146,7 @@ class SearchIndex:
 
     @contextmanager
     def _opened(self) -> Iterator[sqlite3.Connection | None]:
-        """Open the index if it is of this run as it is now."""
+        """Open the index; None if it does not belong to this run as it is now."""
         if not self._file.is_file():
             yield None
             return
@@ -156,7 +156,7 @@ class SearchIndex:
             except sqlite3.Error as error:
                 raise StoreError(
                     f"{self._file}, an index that rolltree made, cannot be read ({error}), so "
-                    "nothing is found by text. Delete it: it is made again."
+                    "texts cannot be searched. Delete it: rolltree makes it again."
                 ) from error
 
     def _created(self) -> sqlite3.Connection:
@@ -177,7 +177,7 @@ class SearchIndex:
         return file
 
     def _about(self, file: sqlite3.Connection) -> tuple[int, int] | None:
-        """Return the last row and the last step in it; None: it is of another run or version."""
+        """Return the last row and step in it; None if it belongs to another run or version."""
         try:
             row = file.execute("SELECT * FROM about").fetchone()
         except sqlite3.DatabaseError:
@@ -186,7 +186,7 @@ class SearchIndex:
         return (row[3], row[4]) if row is not None and row[:3] == wanted else None
 
     def _gone(self) -> str:
-        """Return a text that changes after rows were removed: their ids are used again."""
+        """Return a text that changes after rows were removed, since their ids are used again."""
         gone = [each for each in self._run.events() if each.kind in ("retried", "truncated")]
         times = sum(each.data.get("times", 1) for each in gone)
         return json.dumps([len(gone), times, repr(gone[-1].data) if gone else ""])
@@ -210,7 +210,7 @@ class SearchIndex:
 
 
 def phrase(text: str) -> str:
-    """Return the query for words that follow each other; the last one may go on.
+    """Return the query for consecutive words; the last one may be the beginning of a word.
 
     >>> phrase('say "no')
     '"say ""no" *'
@@ -219,7 +219,7 @@ def phrase(text: str) -> str:
 
 
 def previews(run: Run, rows: Sequence[StoredRollout]) -> dict[Name, dict[str, Any]]:
-    """Return what the index would know of these rollouts.
+    """Return the values of `OWN` for these rollouts, read from the run instead of the index.
 
     Raises:
         StoreError: a row is damaged.
@@ -235,8 +235,8 @@ def previews(run: Run, rows: Sequence[StoredRollout]) -> dict[Name, dict[str, An
 
 
 def _facts(row: StoredRollout) -> tuple[str, str, int, str]:
-    """Return question and answer, the number of breaks, and all that was said."""
-    # One call alone breaks nothing, and text is read several times as fast as tokens.
+    """Return question and answer, the number of breaks, and the whole text."""
+    # A single call has no breaks, and text is read several times as fast as tokens.
     state = state_of(row) if row.num_calls > 1 and row.tokens else None
     said = _conversation(row) if state is None else conversation_of(state)
     question, answer, text = _texts(said)
@@ -270,7 +270,7 @@ def _conversation(row: StoredRollout) -> _Messages:
 
 
 def _texts(messages: _Messages) -> tuple[str, str, str]:
-    """Return question and answer in short, and all that was said."""
+    """Return question and answer, both shortened, and the whole text."""
     prompt, completion = (
         [(str(each.get("role")), _said(each)) for each in part] for part in messages
     )

@@ -1,6 +1,6 @@
 """The narrator: what happened in a run, as plain sentences with their evidence.
 
-`DETECTORS` is the whole of it. A new detector is a row there, and a condition if none fits.
+Its rules are the table `DETECTORS`. A new detector is a row, and a new condition if none fits.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _ORDER = ("error", "warning", "good", "info")
 class Detector:
     """One kind of sentence."""
 
-    # What is worth telling: a pure function of the facts. It yields a case per sentence, with the
-    # words and numbers that the other fields name.
+    # A pure function of the facts. It yields a case per sentence, with the words and numbers that
+    # the other fields name.
     condition: Callable[[Facts], Iterable[Case]]
     sentence: str  # a format string over the case
     severity: Severity | Callable[[Case], Severity] = field(default=lambda case: case["severity"])
-    view: str = "curves"  # of the page, with the evidence; a case with a `view` has another
+    view: str = "curves"  # the page's view of the evidence, unless the case has its own
     shows: tuple[str, ...] = ()  # the values of the case that the view is opened with
     series: str = ""  # and the metric, if it is the same for all cases
-    # Runs of `benchmarks/planted`: one that it names, and a healthy one that looks much like it.
+    # Runs of `benchmarks/planted`: one that it must find, and a healthy one that looks similar.
     runs: tuple[str, str] | None = None
 
     def sentences(self, kind: str, facts: Facts) -> Iterable[Sentence]:
@@ -51,15 +51,15 @@ class Detector:
 
 
 def run_story(run: Run, *, quick: bool = False) -> dict[str, Any]:
-    """Return `{"sentences": [...]}` of a stored run, what is most alarming first.
+    """Return `{"sentences": [...]}` of a stored run, the most alarming first.
 
-    With `quick`, that of a long run is told from a sample, as its last sentence says.
+    With `quick`, the story of a long run is made from a sample, as its last sentence says.
     """
     return {"sentences": story(read_facts(run, quick=quick))}
 
 
 def story(facts: Facts) -> list[Sentence]:
-    """Return what is worth telling, what is most alarming first.
+    """Return the sentences that follow from the facts, the most alarming first.
 
     A sentence is a dict with `text`, `kind` (the detector's name), `severity` (`error`, `warning`,
     `good`, `info`) and `evidence`: `view` and what it is opened with (`phase`, `where`, `steps` as
@@ -69,7 +69,7 @@ def story(facts: Facts) -> list[Sentence]:
         sentence for kind, each in DETECTORS.items() for sentence in each.sentences(kind, facts)
     ]
     if {each["kind"] for each in found} & _DOUBTS:
-        # What is earned is not what is wanted: then its rise is not good news.
+        # If the reward is not what is wanted, its rise is not good news.
         good = [each for each in found if each["severity"] == "good"]
         found = [each | {"severity": "info"} if each in good else each for each in found]
     # A stable sort: among equally alarming sentences the order of `DETECTORS` stays.
@@ -80,7 +80,7 @@ _DOUBTS = {"gaming", "form", "empty_answers", "scale", "same_answer", "not_finit
 
 
 def _above(alarming: float) -> Callable[[Case], Severity]:
-    """Return a severity: an error from this share of rollouts on, else a warning, of few none."""
+    """Return a severity: an error from this share of rollouts, info if few, else a warning."""
 
     def severity(case: Case) -> Severity:
         if case["share"] < conditions.FEW:
@@ -125,8 +125,8 @@ DETECTORS: Mapping[str, Detector] = {
     ),
     "scale": Detector(
         condition=story_rewards.other_scale,
-        sentence="Rewards are counted in another scale since step {first}: {before} was the "
-        "largest before, and is {after} since. What looks like a rise there is none.",
+        sentence="Rewards have a different scale since step {first}: the largest was {before} "
+        "before and is {after} since. What looks like a rise there is not one.",
         severity="error",
         shows=("steps",),
         series="reward/mean",
@@ -134,7 +134,7 @@ DETECTORS: Mapping[str, Detector] = {
     ),
     "same_answer": Detector(
         condition=conditions.same_answer,
-        sentence="{percent} of answers are one and the same{since}, to {num} different questions"
+        sentence="{percent} of answers are identical{since}, to {num} different questions"
         "{paid}: “{answer}”",
         view="rollout",
         shows=(*_ONE_ROLLOUT, "phase"),
@@ -151,8 +151,8 @@ DETECTORS: Mapping[str, Detector] = {
     ),
     "same_questions": Detector(
         condition=conditions.same_questions,
-        sentence="{percent} of a step's groups ask what another group of it asks, though there are "
-        "{num} questions: {most}.",
+        sentence="{percent} of a step's groups repeat the question of another group, though there "
+        "are {num} questions: {most}.",
         severity="warning",
         view="rollouts",
         shows=("phase",),
@@ -177,7 +177,7 @@ DETECTORS: Mapping[str, Detector] = {
     "collapse": Detector(
         condition=story_rewards.collapse,
         sentence="The reward collapsed at step {first}: its mean was {before} before and is "
-        "{after} since, the least there is{meanwhile}.",
+        "{after} since, the lowest there is{meanwhile}.",
         severity="error",
         shows=("steps",),
         series="reward/mean",
@@ -226,7 +226,7 @@ DETECTORS: Mapping[str, Detector] = {
     ),
     "gradient": Detector(
         condition=story_series.gradient,
-        sentence="The gradient explodes at step {first}: its norm is {size:.3g}, and was "
+        sentence="The gradient explodes at step {first}: its norm is {size:.3g}, up from "
         "{before:.3g}.",
         severity="error",
         shows=("steps",),
@@ -280,7 +280,7 @@ DETECTORS: Mapping[str, Detector] = {
     ),
     "unscored": Detector(
         condition=conditions.unscored,
-        sentence="Nothing scored {percent} of rollouts{since}, so they have no reward.",
+        sentence="{percent} of rollouts were not scored{since}, so they have no reward.",
         severity=_above(0.1),
         view="rollouts",
         shows=_ROLLOUTS,
@@ -357,8 +357,8 @@ DETECTORS: Mapping[str, Detector] = {
     ),
     "slow": Detector(
         condition=story_series.slow,
-        sentence="Steps take {factor:.0f} times as long since step {first}: {after:.3g} s, and "
-        "{before:.3g} s before{part}.",
+        sentence="Steps take {factor:.0f} times as long since step {first}: {after:.3g} s, up from "
+        "{before:.3g} s{part}.",
         severity="warning",
         shows=("steps",),
         series="time/step",
@@ -403,8 +403,8 @@ DETECTORS: Mapping[str, Detector] = {
     ),
     "sampled": Detector(
         condition=story_series.sampled,
-        sentence="This is told from {num:,} of {num_of:,} rollouts, spread over the run, without "
-        "their tokens; `rolltree view` reads all.",
+        sentence="This story is based on {num:,} of {num_of:,} rollouts, spread over the run, "
+        "without their tokens; `rolltree view` reads all of them.",
         severity="info",
         view="rollouts",
         shows=("phase",),

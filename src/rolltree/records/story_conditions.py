@@ -22,14 +22,15 @@ from rolltree.records.trends import (
     since,
 )
 
-LEAST_SHARE = 0.2  # of rollouts that end at a limit: it is told from here on
+LEAST_SHARE = 0.2  # of rollouts that end at a limit, from which it is reported
 LEAST_BREAKS = 0.05
 LEAST_WAIT_MS = 60_000.0
-# Share of rollouts below which what befalls them is told, and alarms nobody.
+# Share of rollouts below which their problem is reported only as information.
 FEW = 0.01
-# Share of answers that are one text, or of an answer that repeats itself.
+# Share of answers that are identical, or of an answer that repeats itself.
 MANY_SAME = 0.5
-# Share of a step's groups with the question of another one; chance makes some if questions are few.
+# Share of a step's groups that repeat another group's question; with few questions, some do by
+# chance.
 LEAST_SAME_QUESTIONS = 0.4
 # A limit of so few tokens is part of the task: an answer of one letter, a choice of four.
 SHORT_LIMIT = 16
@@ -43,7 +44,7 @@ def share_of(
     least: float = 0.0,
     words: Callable[[Facts], str] = lambda facts: "",
 ) -> Cases:
-    """Of how many rollouts something holds, since the step from which on it is otherwise."""
+    """Report the share of rollouts for which something holds, since the step where it changed."""
     counts: dict[int | None, list[int]] = defaultdict(lambda: [0, 0])
     for each in facts.rollouts:
         count = counts[each.train_step]
@@ -54,12 +55,12 @@ def share_of(
     steps = sorted(step for step in counts if step is not None)
     places: list[int | None] = [*steps] or [None]  # an evaluation has no steps
     pairs = [(hits, num) for hits, num in map(counts.__getitem__, places)]
-    # A limit that is hit since step 40 is another story than one that was always hit: the split is
-    # found from the counts, and both shares are told.
+    # A limit that is hit since step 40 is a different story from one that was always hit: the split
+    # is found from the counts, and both shares are reported.
     at = since(pairs)
     share, before = ratio_of(pairs[at:]), ratio_of(pairs[:at])
     if at and share <= max(before, least):
-        at, share = 0, ratio_of(pairs)  # it has become rarer: there is no "since" to warn of
+        at, share = 0, ratio_of(pairs)  # it became rarer, so there is no "since" to warn of
     if share < least:
         return
     case: dict[str, Any] = {
@@ -87,7 +88,7 @@ def hit_max_tokens(rollout: StoryRollout) -> bool:
 
 
 def max_tokens(facts: Facts) -> Cases:
-    """Rollouts that reached their token limit."""
+    """Find rollouts that reached their token limit."""
     limit = "" if facts.max_tokens is None else f" ({facts.max_tokens})"
     is_short = facts.max_tokens is not None and facts.max_tokens <= SHORT_LIMIT
     found = share_of(hit_max_tokens, facts, where="finish_reason = length", least=LEAST_SHARE)
@@ -98,7 +99,7 @@ def max_tokens(facts: Facts) -> Cases:
 def _of_limit(
     facts: Facts, holds: Callable[[StoryRollout], bool], case: Mapping[str, Any], is_meant: bool
 ) -> str:
-    """Return how bad a limit is: one that is hit more and more, or that costs reward."""
+    """Return a limit's severity: an error if it is newly hit, or costs reward."""
     rewards: dict[bool, list[float]] = {True: [], False: []}
     for each in facts.rollouts:
         if each.reward is not None:
@@ -107,14 +108,14 @@ def _of_limit(
     if case["is_new"]:
         return "info" if is_meant else "error"
     if hit and free:
-        # Answers that were cut earn less, by more than chance.
+        # Whether answers that were cut earn less, by more than chance.
         costs = mean_change([[each] for each in free], [[each] for each in hit])[2] < 0
         return "error" if costs and not is_meant else "info"
     return "info" if is_meant or earns_most(facts) or reward_moves(facts) == "rises" else "error"
 
 
 def kinds_of_failures(facts: Facts) -> str:
-    """Return how many rollouts failed with what."""
+    """Return how many rollouts failed with which errors, as a clause."""
     kinds = Counter(
         (each.error_type or "an error", each.error_phase or "?")
         for each in facts.rollouts
@@ -128,7 +129,7 @@ def kinds_of_failures(facts: Facts) -> str:
 
 
 def truncated(facts: Facts) -> Cases:
-    """Rollouts that were cut by something else than time and tokens."""
+    """Find rollouts that were cut by something other than the time and token limits."""
     reasons = Counter(
         each.truncation_reason
         for each in facts.rollouts
@@ -146,34 +147,34 @@ def truncated(facts: Facts) -> Cases:
 
 
 def unscored(facts: Facts) -> Cases:
-    """Rollouts that ended well and that nothing scored."""
-    # A run without any reward has no rubric: that is told by its numbers.
+    """Find rollouts that ended well but were not scored."""
+    # A run without any reward has no rubric, which its numbers show.
     if facts.phase != "train" and all(each.reward is None for each in facts.rollouts):
         return
     yield from share_of(is_unscored, facts, where="status = ok and reward = none")
 
 
 def is_unscored(rollout: StoryRollout) -> bool:
-    """Whether a rollout should have a reward and has none."""
+    """Whether a rollout should have a reward but has none."""
     return rollout.status == "ok" and rollout.reward is None and not rollout.parent_rollout
 
 
 def waits(facts: Facts) -> Cases:
-    """Minutes in which nothing happened: a judge that does not answer, a step that cannot begin."""
+    """Find long waits: for a judge that does not answer, or for a step that cannot begin."""
     slow = [each for each in facts.rollouts if each.scoring_ms >= LEAST_WAIT_MS]
     if slow:
         longest = max(slow, key=lambda each: each.scoring_ms)
         steps = sorted({each.train_step for each in slow if each.train_step is not None})
         yield {
             "text": f"Scoring takes minutes: {len(slow):,} of {len(facts.rollouts):,} rollouts "
-            f"waited {longest.scoring_ms / 60_000:.1f} min at most for their reward"
+            f"waited up to {longest.scoring_ms / 60_000:.1f} min for their reward"
             f"{f', from step {steps[0]} on' if steps else ''}.",
             "phase": facts.phase,
             **shown_rollouts([longest]),
         }
     elif facts.waits:
         yield {
-            "text": f"The run does not go on: {short(facts.waits[-1], 300)}",
+            "text": f"The run is stuck: {short(facts.waits[-1], 300)}",
             "view": "rollouts",
             "phase": facts.phase,
         }
@@ -182,7 +183,7 @@ def waits(facts: Facts) -> Cases:
 def _since_among(
     looked: Sequence[Looked], flags: Sequence[bool]
 ) -> tuple[Sequence[Looked], float, float, str]:
-    """Return of which rollouts something holds now, how often, how often before, and since when."""
+    """Return the rollouts that are flagged now, the share now and before, and since when."""
     at = since([(int(each), 1) for each in flags])
     share, before = fmean(flags[at:]), fmean(flags[:at]) if at else 0.0
     step = looked[at].rollout.train_step
@@ -192,14 +193,13 @@ def _since_among(
 
 
 def tools(facts: Facts) -> Cases:
-    """Tools that raise in most rollouts at the end."""
+    """Find tools that raise in most rollouts at the end."""
     last = [each for each in facts.looked if each.num_tools or each.tool_errors]
     names = {tool for each in last for tool, kind in each.tool_errors if not is_time(kind)}
     for tool in sorted(names):
         raised = [any(name == tool for name, _ in each.tool_errors) for each in last]
         late, share, before, words = _since_among(last, raised)
-        # A model learns to call a tool rightly; one that fails whoever calls it does not become
-        # better.
+        # A model learns to call a tool correctly, but a tool that always fails does not improve.
         if share < 0.5 or share < before or len(late) < 3:
             continue
         kinds = Counter(k for each in last for name, k in each.tool_errors if name == tool)
@@ -214,7 +214,7 @@ def tools(facts: Facts) -> Cases:
 
 
 def same_answer(facts: Facts) -> Cases:
-    """One and the same answer to different questions."""
+    """Find identical answers to different questions."""
     said = [each for each in facts.looked if each.answer and not each.tool_errors]
     if len(said) < 12:
         return
@@ -223,7 +223,7 @@ def same_answer(facts: Facts) -> Cases:
     questions = {(each.rollout.env_id, each.rollout.example_id) for each in late}
     if share < MANY_SAME or before > share / 2 or min(len(late), len(questions)) < 4:
         return
-    # A word or two may be right more often than not: then its share is that of the right answers.
+    # A word or two may be the right answer to most questions; then its share is that of those.
     right = Counter(each.expected for each in said).most_common(1)[0][1] / len(said)
     is_phrase = len(text.split()) >= 4
     moves = reward_moves(facts)
@@ -243,7 +243,7 @@ def same_answer(facts: Facts) -> Cases:
 
 
 def repeats(facts: Facts) -> Cases:
-    """Answers that say the same words again and again."""
+    """Find answers that repeat the same words again and again."""
     flags = [each.repeated >= MANY_SAME for each in facts.looked]
     if sum(flags) < 4:
         return
@@ -258,7 +258,7 @@ def repeats(facts: Facts) -> Cases:
 
 
 def same_questions(facts: Facts) -> Cases:
-    """Steps that ask a question of several groups, though there are enough questions."""
+    """Find steps in which groups share a question, though there are enough questions."""
     by_step: dict[int, dict[str, Any]] = defaultdict(dict)
     for each in facts.rollouts:
         if each.train_step is not None and each.example_id is not None and not each.parent_rollout:
@@ -280,7 +280,7 @@ def same_questions(facts: Facts) -> Cases:
 
 
 def scoring(facts: Facts) -> Cases:
-    """Reward functions that raise, with where: some rubrics score 0 then, and go on."""
+    """Find reward functions that raise, since some rubrics score 0 then and go on."""
     found: dict[str, list[tuple[StoryRollout, str]]] = defaultdict(list)
     for looked in facts.looked:
         for function, message in looked.scoring_errors:
@@ -298,7 +298,7 @@ def scoring(facts: Facts) -> Cases:
 
 
 def timeouts(facts: Facts) -> Cases:
-    """Rollouts that ran out of time, and tools that do."""
+    """Find rollouts that ran out of time, and tools that time out."""
     # A time limit ends a rollout as a failure or, if the environment says so, as a truncation.
     late = [each for each in facts.rollouts if _is_late(each)]
     if late:
@@ -346,15 +346,15 @@ _WHY = {
     "history_rewritten": "earlier messages are rewritten",
     "compaction": "history is summarized or dropped",
 }
-# An environment that does it says so in its code; a template does it behind its back.
+# An environment does these on purpose; a chat template acts without the environment's knowledge.
 _MEANT = ("compaction", "history_rewritten")
 
 
 def breaks(facts: Facts) -> Cases:
-    """Prompts that do not extend what came before, by cause."""
+    """Find prompts that do not extend the call before, by cause."""
     num_later = sum(each.num_later_calls for each in facts.looked)
-    # Of all rollouts if it is logged, and the causes of those that were looked at, which are read
-    # with a tokenizer as the page reads them.
+    # The rate is that of all rollouts if it is logged; the causes are those of rollouts that were
+    # read whole, with a tokenizer, as the page does.
     logged = facts.average("samples/break_rate")
     num_seen = sum(len(each.breaks) for each in facts.looked)
     for cause, why in _WHY.items():

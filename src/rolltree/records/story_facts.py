@@ -1,8 +1,8 @@
-"""What the narrator knows of a run: columns of all rollouts, and a few rollouts read whole.
+"""The facts that the narrator uses: columns of all rollouts, and a few rollouts read whole.
 
 It is cheap on 100,000 rollouts: columns have no blobs, and at most `MAX_LOOKED` rollouts, with
-`MAX_TOKENS` tokens together, are read whole, spread over the run. A command that has a fraction of
-a second reads `MAX_SAMPLED` rollouts of a longer run, and none of their tokens.
+`MAX_TOKENS` tokens together, are read whole, spread over the run. With `quick`, for commands that
+must be fast, `MAX_SAMPLED` rollouts of a long run are read, and none of their tokens.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from rolltree.types import State
 
 MAX_LOOKED = 96
 MAX_SAMPLED, LONG_RUN = 1024, 4096
-"""How many rollouts a command reads of a run with more than `LONG_RUN`."""
+"""How many rollouts `quick` reads of a run with more than `LONG_RUN`."""
 MAX_TOKENS = 1_000_000
 MAX_ANSWER = 400
 MAX_TASKS = 24
-"""With more tasks than that, each has too few rollouts to be told apart."""
+"""With more tasks, each has too few rollouts to be reported on its own."""
 _THOUGHT = re.compile(r"<think>.*?(</think>|\Z)", re.DOTALL)
 
 
 class StoryRollout(NamedTuple):
-    """A rollout as its columns tell it, in the order of `NAMES`."""
+    """The columns of a rollout, in the order of `NAMES`."""
 
     request_id: str
     trajectory_index: int
@@ -68,49 +68,49 @@ class Looked:
     """A rollout that was read whole."""
 
     rollout: StoryRollout
-    # Its last answer says nothing and calls no tool.
+    # Whether its last answer is empty and calls no tool.
     is_empty: bool = False
-    # What it says, and what the row's answer is.
+    # The last answer, and the answer of the dataset row.
     answer: str = ""
     expected: str = ""
-    # The share of its runs of four words that it has said before.
+    # The share of its four-word sequences that are repetitions.
     repeated: float = 0.0
     # Tool and type of error.
     tool_errors: tuple[tuple[str, str], ...] = ()
-    # Calls of tools, by its answers.
+    # The number of tool messages.
     num_tools: int = 0
     # Call, position and cause.
     breaks: tuple[tuple[int, int, str], ...] = ()
-    # Calls that had one before.
+    # The number of calls after the first.
     num_later_calls: int = 0
     # Reward function and what it raised.
     scoring_errors: tuple[tuple[str, str], ...] = ()
 
 
-@dataclass(frozen=True)  # without slots, so that what many conditions ask for is found once
+@dataclass(frozen=True)  # without slots, so that `cached_property` works
 class Facts:
-    """What sentences are made of."""
+    """The facts of a run that sentences are made of."""
 
-    # Of training, or else the phase that began last.
+    # `train`, or else the phase that began last.
     phase: str
     # Each optimizer step's metrics.
     steps: Mapping[int, Mapping[str, float]]
-    # Those of `phase`.
+    # The rollouts of `phase`.
     rollouts: Sequence[StoryRollout]
     looked: Sequence[Looked] = ()
     evaluations: Sequence[StoredEvaluation] = ()
     max_tokens: int | None = None
     # What the run ended with, if it failed.
     error: str | None = None
-    # Of how many rollouts these are a sample; None if they are all.
+    # The number of rollouts that these were sampled from; None if they are all.
     num_sampled_of: int | None = None
     # Reward function to weight, as noted last; empty if none was noted.
     weights: Mapping[str, float] = field(default_factory=dict)
     # Metric to the first step at which it was NaN or infinite.
     not_finite: Mapping[str, int] = field(default_factory=dict)
-    # What the run announced.
+    # The run's notices.
     notices: Sequence[str] = ()
-    # What it announced after its last step about waiting.
+    # Its notices about waiting, after its last step.
     waits: Sequence[str] = ()
     # The first step after the run was continued with other settings, and what was changed.
     changes: Sequence[tuple[int, str]] = ()
@@ -120,7 +120,7 @@ class Facts:
         return [(step, found[name]) for step, found in self.steps.items() if name in found]
 
     def names(self, prefix: str) -> list[str]:
-        """Return the metrics of steps whose names begin so, in the order they came."""
+        """Return the step metrics whose names begin with `prefix`, in the order they came."""
         found = dict.fromkeys(name for step in self.steps.values() for name in step)
         return [name for name in found if name.startswith(prefix)]
 
@@ -130,7 +130,7 @@ class Facts:
 
     @cached_property
     def rewards(self) -> list[float]:
-        """All rewards but those of delegated rollouts, the least first."""
+        """All rewards except those of delegated rollouts, in ascending order."""
         own = (each.reward for each in self.rollouts if not each.parent_rollout)
         return sorted(each for each in own if each is not None)
 
@@ -144,13 +144,13 @@ class Facts:
     def group_rewards(self) -> dict[int, dict[str, list[float]]]:
         """The rewards of training by step and group, without those of delegated rollouts.
 
-        Groups, not rollouts, are what intervals count: the members of one share their question.
+        Intervals count groups, not rollouts: the members of a group share their question.
         """
         return self._by_step(self.rollouts)
 
     @cached_property
     def task_rewards(self) -> dict[tuple[str, str], dict[int, dict[str, list[float]]]]:
-        """The same of each task or, with only one or very many, of each environment."""
+        """`group_rewards` by task or, with a single task or very many, by environment."""
         for column in ("task", "env_id"):
             parts: dict[str, list[StoryRollout]] = defaultdict(list)
             for each in self.rollouts:
@@ -163,7 +163,7 @@ class Facts:
         found: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         for each in rollouts:
             step = each.train_step
-            # A step that has not ended knows those who ended first, which are the easy ones.
+            # A step in progress has only the rollouts that ended first, which are the easy ones.
             is_whole = step is not None and (not self.steps or step in self.steps)
             if is_whole and each.reward is not None and not each.parent_rollout:
                 found[step or 0][each.group_id].append(each.reward)
@@ -171,7 +171,7 @@ class Facts:
 
 
 def read_facts(run: Run, *, quick: bool = False) -> Facts:
-    """Return what is known of a run; `quick` if a sample of a long one must do."""
+    """Return the facts of a run; with `quick`, those of a sample if the run is long."""
     run.query("SELECT 1")  # checks the file once; then no row is checked again
     phases = run.phases()
     phase = "train" if "train" in phases else phases[-1] if phases else ""
@@ -183,8 +183,8 @@ def read_facts(run: Run, *, quick: bool = False) -> Facts:
     limit = sampling.get("max_tokens") if isinstance(sampling, Mapping) else None
     steps, events = run.steps(), run.events()
     if phase == "train" and steps:
-        # An asynchronous feed plays ahead: what no step has trained does not count as a step. What
-        # a run that goes on plays now may well be why it stands still.
+        # An asynchronous feed plays ahead: rollouts of later steps do not count. Those of the step
+        # in progress do, since they may be the reason why a run is stuck.
         is_done = any(event.kind == "finished" for event in events)
         newest = steps[-1].step + (not is_done)
         rollouts = [each for each in rollouts if (each.train_step or 0) <= newest]
@@ -229,7 +229,7 @@ def _weights(notes: Any) -> dict[str, float]:
 
 
 def _decoder(run: Run, rollouts: Sequence[StoryRollout]) -> Decoder | None:
-    """Return what reads ids, so that the causes of breaks are those that the page names."""
+    """Return a decoder of ids, so that the causes of breaks are those that the page names."""
     tokenizer = None
     if any(each.num_calls > 1 for each in rollouts):
         tokenizer = shown_tokenizer(run)
@@ -237,7 +237,7 @@ def _decoder(run: Run, rollouts: Sequence[StoryRollout]) -> Decoder | None:
 
 
 def chosen(rollouts: Sequence[StoryRollout]) -> list[StoryRollout]:
-    """Return the rollouts to read whole: of several calls, paid well for little, and any."""
+    """Return the rollouts to read whole: short ones with much reward, of several calls, and any."""
     part = MAX_LOOKED // 3
     rewards = [each.reward for each in rollouts if each.reward is not None]
     middle = sum(rewards) / len(rewards) if rewards else 0.0
@@ -259,7 +259,7 @@ def chosen(rollouts: Sequence[StoryRollout]) -> list[StoryRollout]:
 
 
 def _spread(items: Sequence[StoryRollout], count: int) -> list[StoryRollout]:
-    """Return at most `count` items from all over the sequence, the last one among them."""
+    """Return at most `count` items, spread over the sequence, including the last one."""
     if len(items) <= count:
         return list(items)
     return [items[(index + 1) * len(items) // count - 1] for index in range(count)]
@@ -284,7 +284,7 @@ def looked_at(
     tokens: bool = True,
     decode: Decoder | None = None,
 ) -> Looked:
-    """Return what a stored row says beyond its columns; little if it cannot be read."""
+    """Return what a stored row holds beyond its columns; only scoring errors if unreadable."""
     unread = Looked(rollout, scoring_errors=raised_by_rewards(row.errors))
     try:
         states = decode_rollout(row, tokens=tokens).states
@@ -316,9 +316,9 @@ def looked_at(
 
 
 def _cause(state: State, found: Mapping[str, Any]) -> str:
-    """Return a break's cause; of one before the first answer, what happened to the messages.
+    """Return a break's cause; if it is before the first answer, as the messages show it.
 
-    Ids cannot tell a system message from a user's message, and what the calls were given can.
+    Ids cannot tell a system message from a user message, but the prompts' messages can.
     """
     if found["cause"] != "system_or_tools_changed":
         return str(found["cause"])
@@ -335,7 +335,7 @@ def _plain(messages: Sequence[Mapping[str, Any]]) -> list[tuple[Any, str]]:
 
 
 def _answer(state: State) -> str | None:
-    """Return what the last answer says; None if there is none, or if it calls a tool."""
+    """Return the text of the last answer; None if there is none, or if it calls a tool."""
     said = [each for each in conversation_of(state)[1] if each.get("role") == "assistant"]
     if not said or said[-1].get("tool_calls"):
         return None

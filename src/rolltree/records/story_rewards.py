@@ -1,4 +1,4 @@
-"""Conditions of the narrator on rewards: whether they are learned, and whether they are meant."""
+"""Conditions of the narrator on rewards: whether they are learned, and reward what is wanted."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ from rolltree.records.trends import (
 
 Interval = tuple[float, float, float]
 ByStep = Mapping[int, Mapping[str, list[float]]]
-LEAST_SPAN = 2  # steps without reward variance, one after the other, that are worth a sentence
-# Share of the rewards' range below which there is more to earn. Some questions of most tasks cannot
-# be solved, so a flat reward is told of from a lower share on than a policy without variety.
+LEAST_SPAN = 2  # consecutive steps without reward variance that are worth a sentence
+# Share of the rewards' range below which there is more to earn. Most tasks have questions that
+# cannot be solved, so a flat reward is reported at a lower share than a policy without variety.
 UNSOLVED, UNSOLVED_FLAT = 0.9, 0.7
-# Share of groups without variance from which on most of what is played teaches nothing.
+# Share of groups without variance from which most rollouts teach nothing.
 MANY_FLAT = 0.7
 # A flat run rules out a rise by this share of what is left to earn.
 WORTH_HAVING = 0.2
-# A fall by this share of the rewards' range alarms if it is clear, a smaller one if it is very so.
+# A fall by this share of the rewards' range is an error at 95 % confidence, a smaller at 99.9 %.
 LARGE_FALL = 0.1
-# Rollouts from which on it says something that all of them earned the same.
+# The number of rollouts from which it means something that all of them earned the same.
 MANY_ROLLOUTS = 200
-# Unpaid metrics whose fall does not hurt: what something costs, or how often it goes wrong. Only
-# the latter are told when they rise: a policy may well take more turns to earn more.
+# Unrewarded metrics whose fall does not hurt: what something costs, or how often it goes wrong. A
+# rise is reported of the latter only: a policy may well take more turns to earn more.
 _HARM = re.compile(
     r"err|fail|wrong|invalid|penal|viol|toxi|refus|cheat|hack|bad|dup|repe|halluc|unsafe|abuse|spam"
     r"|exploit|incorrect|mistake"
@@ -56,13 +56,13 @@ _COST = re.compile(
     _HARM.pattern + r"|cost|len|turn|call|token|tr(y|ies)|trunc|hint|time|step|loss|entropy|kl|num_"
     r"|count|word|char|size|miss|depth|latency"
 )
-# And those that a policy is trained for, whatever earns the reward.
+# Metrics that a policy is trained to raise, whatever earns the reward.
 _AIM = re.compile(r"correct|accura|exact|solved?|success|passed|right|match|win|goal")
 _LEVEL = re.compile(r"level|difficult|stage|curricul")
 
 
 def zero_variance(facts: Facts) -> Cases:
-    """Steps in which all groups' rewards were equal."""
+    """Find steps in which no group's rewards vary."""
     flat = [step for step, share in _flat_shares(facts) if share >= 0.999]
     worst, best = (facts.rewards[0], facts.rewards[-1]) if facts.rewards else (0.0, 0.0)
     spans = [
@@ -75,20 +75,20 @@ def zero_variance(facts: Facts) -> Cases:
     # Only the last span: the flat start of a run that learned later is not reported forever.
     for first, last in spans[-1:]:
         if at and fmean(shares[at:]) >= MANY_FLAT and last - first + 1 < 0.5 * (len(shares) - at):
-            return  # `flat_groups` tells it of all the steps of which it nearly holds
+            return  # `flat_groups` reports it, for all steps that are nearly flat
         rows = [each for each in facts.rollouts if first <= (each.train_step or 0) <= last]
         rewards = Counter(each.reward for each in rows if each.reward is not None)
         norms = [value for step, value in facts.series("train/grad_norm") if first <= step <= last]
         # A gradient without reward variance comes from a KL term or an entropy bonus.
         is_idle = not any(norms)
-        # The best of a run that had worse ones, or everything right for a while; a reward that is
-        # 0.5 whatever happens is neither, and a long run without a single worse reward has a
-        # check that accepts everything, or questions that were solved before.
+        # All rewards are the best of a run that had worse ones, or are 1. A reward that is always
+        # 0.5 is neither, and a long run without a single worse reward has a check that accepts
+        # everything, or questions that were solved before.
         is_never_worse = best == worst and len(facts.rewards) >= MANY_ROLLOUTS
         is_solved = set(rewards) == {best} and (best > worst or (best == 1 and not is_never_worse))
         # Rare rewards leave whole steps without any: a run that learns later was not broken.
         is_over = last < max(facts.steps, default=last) and reward_moves(facts) == "rises"
-        # Nobody learns everything in one step.
+        # A policy does not learn everything in one step.
         before = facts.reward_means([step for step in facts.steps if step < first][-3:])
         is_sudden = is_solved and len(before) == 3 and fmean(before) < (worst + best) / 2
         is_fine = is_solved or is_over or earns_most(facts, UNSOLVED_FLAT)
@@ -118,7 +118,7 @@ def zero_variance(facts: Facts) -> Cases:
 
 
 def flat_groups(facts: Facts) -> Cases:
-    """Most groups, and not all, without reward variance, while there is more to earn."""
+    """Find that most groups, but not all, lack reward variance while there is more to earn."""
     shares = _flat_shares(facts)
     if len(shares) < 4:
         return
@@ -126,7 +126,7 @@ def flat_groups(facts: Facts) -> Cases:
     last = shares[at:]
     share = fmean(value for _, value in last)
     num_all = sum(value >= 0.999 for _, value in last)
-    # Rare rewards make flat groups and are learned from all the same; a solved task makes them too.
+    # Rare rewards make groups flat and are learned nevertheless; a solved task makes them flat too.
     is_fine = earns_most(facts, UNSOLVED_FLAT) or reward_moves(facts) == "rises"
     if share < MANY_FLAT or num_all == len(last) or is_fine:
         return
@@ -142,7 +142,7 @@ def flat_groups(facts: Facts) -> Cases:
 
 
 def earns_most(facts: Facts, least: float = UNSOLVED) -> bool:
-    """Whether the last steps earn nearly the best reward that the run has seen, of each task."""
+    """Whether the last steps earn nearly the best reward of the run, over all of its tasks."""
     wholes, parts = [], []
     for by_step in facts.task_rewards.values() or [facts.group_rewards]:
         known = [each for groups in by_step.values() for group in groups.values() for each in group]
@@ -165,7 +165,7 @@ def _flat_shares(facts: Facts) -> list[tuple[int, float]]:
 
 
 def _flat_since(facts: Facts) -> int:
-    """Return from which step on, by index, clearly more groups are flat; 0 if none is."""
+    """Return the index of the step from which clearly more groups are flat, 0 if there is none."""
     by_step, shares = facts.group_rewards, _flat_shares(facts)
     nums = [max(1, len(by_step.get(step, ()))) for step, _ in shares]
     pairs = [(round(share * num), num) for (_, share), num in zip(shares, nums, strict=True)]
@@ -174,13 +174,13 @@ def _flat_since(facts: Facts) -> int:
 
 
 def empty_answers(facts: Facts) -> Cases:
-    """Answers that say nothing and earn as much reward as others."""
+    """Find empty answers that earn as much reward as others."""
     empty = [each.rollout for each in facts.looked if each.is_empty and each.rollout.reward]
     if len(empty) < 2:
         return
     mean, mean_of_all = fmean(each.reward or 0.0 for each in empty), fmean(facts.rewards)
-    # Silence may be the right answer now and then; as good as speech on average it is a hole in the
-    # reward.
+    # An empty answer may be right now and then; if empty answers earn the average or more, the
+    # reward has a hole.
     if mean > 0 and mean >= mean_of_all:
         yield {
             "num": len(empty),
@@ -196,7 +196,7 @@ _SEVERITY: Mapping[Trend, str] = {"rises": "good", "is flat": "warning", "falls"
 
 
 def reward_moves(facts: Facts) -> Trend:
-    """Return whether the reward rises from the beginning of the run to its end."""
+    """Return the trend of the reward from the beginning of the run to its end."""
     return trend(reward_change(facts))
 
 
@@ -215,7 +215,7 @@ def _of_steps(by_step: ByStep, steps: Sequence[int]) -> list[list[float]]:
 
 
 def reward_trend(facts: Facts) -> Cases:
-    """Whether the reward of training rises, and still does."""
+    """Report whether the training reward rises, and whether it still does at the end."""
     by_step = facts.group_rewards
     steps = sorted(by_step)
     if len(steps) < 4:
@@ -229,7 +229,7 @@ def reward_trend(facts: Facts) -> Cases:
         return
     change, recent = mean_change(first, last), mean_change(before, last)
     severity, now = _reward_severity(facts, change, recent), ""
-    # Of many healthy runs some fall a little by chance: that takes more than one in twenty.
+    # Some of many healthy runs fall a little by chance, so a small fall must be clearer than 95 %.
     is_large = -change[0] >= LARGE_FALL * (facts.rewards[-1] - facts.rewards[0])
     if severity == "error" and not is_large and trend(mean_change(first, last, 0.999)) != "falls":
         severity = "info"
@@ -250,7 +250,7 @@ def reward_trend(facts: Facts) -> Cases:
 
 
 def _of_trend(facts: Facts, found: Trend, severity: str) -> str:
-    """Return what belongs to a reward that does not rise: other questions, what changed with it."""
+    """Return what may explain a reward that does not rise: harder questions, other changes."""
     if _is_curriculum(facts):
         return " The questions became harder meanwhile."
     if found == "falls":
@@ -266,29 +266,29 @@ def _of_trend(facts: Facts, found: Trend, severity: str) -> str:
 def _reward_severity(facts: Facts, change: Interval, recent: Interval) -> str:
     found = _SEVERITY[trend(change)]
     worst, best = facts.rewards[0], facts.rewards[-1]
-    # An interval that holds a rise worth having says that it is too early, and not that it is flat.
+    # If the interval includes a rise worth having, it is too early to call the reward flat.
     by_step = facts.group_rewards
     means = [fmean(group) for step in by_step for group in by_step[step].values()]
     is_open = change[2] > WORTH_HAVING * (best - fmean(means))
     is_early = len(by_step) < LEAST_STEPS or trend(recent) == "rises"
-    # In a game against oneself one wins what the other loses, and the mean stays at 0.
+    # In self-play one side wins what the other loses, and the mean stays at 0.
     _, low, high = mean_change([[0.0], [0.0]], [[each] for each in means])
     is_early |= best == -worst > 0 and low <= 0 <= high
     if found == "warning" and (is_open or is_early or earns_most(facts, UNSOLVED_FLAT)):
         return "info"
-    # What is earned of harder questions does not compare with what was earned of easy ones.
+    # Rewards of harder questions cannot be compared with those of easy ones.
     return "info" if found != "good" and _is_curriculum(facts) else found
 
 
 def _is_curriculum(facts: Facts) -> bool:
-    """Whether the questions of the end are others than those of the beginning, and harder."""
+    """Whether the last steps have harder questions than the first, or mostly new tasks."""
     for name in facts.names("metrics/"):
         values = [value for _, value in facts.series(name)]
         if _LEVEL.search(name.lower()) and len(values) >= 4 and level_change(values)[2][1] > 0:
             return True
     steps = sorted(facts.group_rewards)
     size, at = ends(len(steps))
-    # How many groups of the end are of tasks that the beginning had not.
+    # The groups of the last steps, and how many of them are of tasks that the first did not have.
     num = num_new = 0
     for by_step in facts.task_rewards.values():
         last = len(_of_steps(by_step, steps[at:]))
@@ -297,7 +297,7 @@ def _is_curriculum(facts: Facts) -> bool:
 
 
 def collapse(facts: Facts) -> Cases:
-    """Rewards that were earned, and are not any more: the last steps have only the worst one."""
+    """Find that rewards collapsed: the last steps have almost only the worst one."""
     by_step = facts.group_rewards
     steps = sorted(by_step)
     if len(steps) < 4 or facts.rewards[0] == facts.rewards[-1]:
@@ -332,7 +332,7 @@ _MEANWHILE = {
 
 
 def meanwhile(facts: Facts, step: int) -> str:
-    """Return what else became another number at a step, of what may be the cause."""
+    """Return which possible causes changed at a step, as a clause; "" if none did."""
     levels = {n: n.removeprefix("metrics/") for n in facts.names("metrics/") if _LEVEL.search(n)}
     said = []
     for name, label in {**levels, **_MEANWHILE}.items():
@@ -342,7 +342,7 @@ def meanwhile(facts: Facts, step: int) -> str:
         if min(len(before), len(after)) < 3:
             continue
         low, high = median(before), median(after)
-        # Nearly all of one side beyond nearly all of the other, and by a factor of two.
+        # Nearly all values of one side lie beyond nearly all of the other, by a factor of two.
         apart = before[-1 - len(before) // 8] < after[len(after) // 8]
         apart |= after[-1 - len(after) // 8] < before[len(before) // 8]
         if apart and max(low, high) >= 2 * min(low, high):
@@ -351,7 +351,7 @@ def meanwhile(facts: Facts, step: int) -> str:
 
 
 def task_loss(facts: Facts) -> Cases:
-    """One task of several that gets worse, which the mean over all hides."""
+    """Find tasks that get worse or never earn, which the mean over all tasks hides."""
     by_task, steps = facts.task_rewards, sorted(facts.group_rewards)
     size, at = ends(len(steps))
     for (column, task), by_step in by_task.items():
@@ -361,7 +361,7 @@ def task_loss(facts: Facts) -> Cases:
         began, ended = fmean(map(fmean, first)), fmean(map(fmean, last))
         known = [each for step in by_step for each in by_step[step].values()]
         worst = min(min(group) for group in known)
-        # By half of what it earned, and by more than the worst of several tasks does by chance.
+        # It lost half of what it earned, and more than the worst of several tasks does by chance.
         change = mean_change(first, last, confidence=1 - 0.05 / len(by_task))
         if trend(change) == "falls" and ended - worst <= 0.5 * (began - worst):
             yield {
@@ -372,7 +372,7 @@ def task_loss(facts: Facts) -> Cases:
                 "phase": facts.phase,
                 "where": f"{equals(column, task)} and train_step >= {steps[at]}",
             }
-    # One that never earns more than the least, however often it is tried, while others do.
+    # Tasks that never earn more than the lowest reward in many rollouts, while others do.
     earned = {
         name: [each for groups in by_step.values() for group in groups.values() for each in group]
         for name, by_step in by_task.items()
@@ -396,15 +396,15 @@ _PART = {"task": "task", "env_id": "environment"}
 
 
 def other_scale(facts: Facts) -> Cases:
-    """Rewards that are counted in another unit from one step on."""
+    """Find rewards that have a larger scale from one step on."""
     by_step = facts.group_rewards
     steps = sorted(by_step)
     sizes = [[abs(x) for group in by_step[s].values() for x in group if x] for s in steps]
     most, num = 0.0, 0
     for at, step in enumerate(steps):
         late = [each for part in sizes[at : at + 2] for each in part] if at > 5 < num else []
-        # Nobody learns in one step to earn in nearly all rollouts what none has earned before; a
-        # small model learns that in its first few.
+        # A policy does not learn in one step to earn in nearly all rollouts what none earned
+        # before, except for a small model in its first few steps.
         if len(late) >= 6 and sum(each > 2 * most for each in late) >= 0.75 * len(late):
             yield {
                 "first": step,
@@ -417,12 +417,12 @@ def other_scale(facts: Facts) -> Cases:
 
 
 def dead_function(facts: Facts) -> Cases:
-    """A function that earns reward, and gives its least to everybody from a step on."""
+    """Find rewarded functions that return only their lowest value from a step on."""
     for name, weight in facts.weights.items():
         points = facts.series(f"metrics/{name}")
         values = [value for _, value in points]
         at = next((i for i, value in enumerate(values) if set(values[i:]) == {value}), 0)
-        # Exactly the same mean, step after step: chance does not do that, and the best may last.
+        # Exactly the same mean at every step is not chance; only a mean at its lowest is reported.
         if weight <= 0 or not 3 <= at <= len(values) - max(4, len(values) // 8):
             continue
         if values[at] <= min(values) and fmean(values[:at]) > values[at]:
@@ -437,7 +437,7 @@ def dead_function(facts: Facts) -> Cases:
 
 
 def gaming(facts: Facts) -> Cases:
-    """A function or a metric that falls while the reward rises."""
+    """Find functions and metrics that get worse while the reward rises."""
     if reward_moves(facts) != "rises":
         return
     paid = {name: weight for name, weight in facts.weights.items() if weight}
@@ -452,8 +452,8 @@ def gaming(facts: Facts) -> Cases:
         is_main = paid.get(name, 0.0) >= 0.5 * most > 0
         is_share = min(values) >= 0.0 and max(values) <= 1.0
         is_harm = is_share and bool(_HARM.search(name.lower()))
-        # A small part of a reward is traded for a large one as its weights say; what nobody pays
-        # counts if it reads like a share of something good, or of harm.
+        # A small part of a reward may be traded for a large one, as the weights say; an unrewarded
+        # metric counts if it is a share, of something good or of harm.
         if not (is_main or (name not in paid and is_share)):
             continue
         is_more = ended >= max(2 * began, 0.1) or 1 - ended <= (1 - began) / 2
@@ -479,7 +479,7 @@ def gaming(facts: Facts) -> Cases:
 
 
 def form(facts: Facts) -> Cases:
-    """A reward that rises by the form of answers alone, while what is wanted does not."""
+    """Find a reward that rises by something else, such as form, while the aim does not rise."""
     if reward_moves(facts) != "rises":
         return
     changes = {}
@@ -496,7 +496,7 @@ def form(facts: Facts) -> Cases:
     for name in dict.fromkeys([*(n for n in paid if paid[n] == most and len(paid) > 1), *aims]):
         began, ended, change = changes[name]
         best = max(gained, key=gained.__getitem__, default=name)
-        # It had room to rise and rose little or not at all, as far as its noise can say, while
+        # It had room to rise but rose little or not at all, as far as noise lets us tell, while
         # another function earned what was gained.
         if best == name or _AIM.search(best.lower()) or ended > UNSOLVED_FLAT:
             continue

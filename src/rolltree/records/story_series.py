@@ -1,4 +1,4 @@
-"""Conditions of the narrator on series of numbers, and on what the run itself said."""
+"""Conditions of the narrator on series of numbers, and on the run's own notices."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from rolltree.records.trends import (
 # 16-bit engines differ by about 0.01.
 LEAST_DRIFT = 0.02
 LEAST_CONSTANT_DRIFT = 0.05
-# Nats per token, and the share of the first steps' entropy, to which it must have fallen. A choice
-# of two with 0.05 nats is 99 to 1; runs that learn to answer well end at 0.1 to 0.3.
+# Nats per token to which entropy must have fallen, and by what factor since the first steps. A
+# choice of two with 0.05 nats is 99 to 1; runs that learn to answer well end at 0.1 to 0.3.
 LEAST_ENTROPY, ENTROPY_RATIO = 0.05, 5
-# Nats per token at which KL is told if the reward falls, and if it does not rise. To go from 14 %
-# right to 87 % takes 1.3 nats in a whole rollout, whatever its length (the KL of the answers'
+# Nats per token at which KL is reported if the reward falls, and if it does not rise. A move from
+# 14 % right to 87 % takes 1.3 nats in a whole rollout, whatever its length (the KL of the answers'
 # distributions bounds that of being right); at 1 nat each token is 2.7 times as likely as before.
 LEAST_KL, RUNAWAY_KL = 0.1, 1.0
-# Times: of what a number was, from which on it is another number.
+# Factors by which a number must have grown to be reported.
 LONGER, LONGER_WITH_REWARD, SLOWER, STEEPER = 4.0, 10.0, 3.0, 30.0
-# AdamW moves a weight by about the learning rate: float32 weights of 0.02 do not take in less.
+# AdamW moves a weight by about the learning rate; float32 weights of 0.02 lose smaller moves.
 LEAST_RATE = 1e-9
 # Effective sample size, as a share.
 LEAST_ESS = 0.3
@@ -47,14 +47,14 @@ LEAST_SLOW_S = 2.0
 
 
 def sampled(facts: Facts) -> Cases:
-    """That numbers are those of a sample."""
+    """Report that the numbers are those of a sample."""
     if facts.num_sampled_of is not None:
         num = len(facts.rollouts)
         yield {"num": num, "num_of": facts.num_sampled_of, "phase": facts.phase}
 
 
 def not_finite(facts: Facts) -> Cases:
-    """Numbers of the optimizer that are none."""
+    """Find training metrics that are not finite."""
     found = {name: step for name, step in facts.not_finite.items() if name.startswith("train/")}
     if found:
         first = min(found.values())
@@ -63,7 +63,7 @@ def not_finite(facts: Facts) -> Cases:
 
 
 def gradient(facts: Facts) -> Cases:
-    """A gradient that explodes: for good, or in single steps."""
+    """Find a gradient that explodes, for good or in a single step."""
     series = [(step, value) for step, value in facts.series("train/grad_norm") if value > 0]
     values = [value for _, value in series]
     if len(values) < 4:
@@ -81,7 +81,7 @@ def gradient(facts: Facts) -> Cases:
 
 
 def idle(facts: Facts) -> Cases:
-    """Steps that train nothing, though there is something to learn."""
+    """Find steps that train nothing, though there is something to learn."""
     rates = facts.series("train/learning_rate")
     late = rates[_tail(value < LEAST_RATE for _, value in rates) :]
     # A schedule that decays ends at 0, in its last steps.
@@ -97,7 +97,7 @@ def idle(facts: Facts) -> Cases:
     norms = facts.series("train/grad_norm")
     flat = dict(facts.series("train/frac_reward_zero_std"))
     late = norms[_tail(value == 0.0 for _, value in norms) :]
-    # Groups without reward variance have no gradient, and are told as such.
+    # Groups without reward variance have no gradient, and are reported by their own condition.
     if len(late) >= 3 and all(flat.get(step, 1.0) < 1.0 for step, _ in late):
         records = dict(facts.series("train/num_records"))
         none = ": no token has an advantage" if not any(records.get(s, 1) for s, _ in late) else ""
@@ -110,7 +110,7 @@ def idle(facts: Facts) -> Cases:
 
 
 def _tail(flags: Iterable[bool]) -> int:
-    """Return from which index on all flags hold; the number of flags if the last does not."""
+    """Return the index from which all flags hold; the number of flags if the last does not."""
     return 1 + max((at for at, holds in enumerate(flags) if not holds), default=-1)
 
 
@@ -118,7 +118,7 @@ _HARMLESS = re.compile(r"train\.num_steps|checkpoint\.|eval\.|track\.|engine\.|r
 
 
 def changed(facts: Facts) -> Cases:
-    """Settings that a continued run changed, and what the reward did then."""
+    """Report settings that a continued run changed, and the trend of the reward since."""
     newest = max(facts.steps, default=0)
     for step, what in facts.changes:
         before, after = _rewards(facts, step - 8, step - 1), _rewards(facts, step, newest)
@@ -134,7 +134,8 @@ def changed(facts: Facts) -> Cases:
         }
 
 
-# What sampled tokens may be lost to: a share or a number, of which number, how much is many.
+# How sampled tokens are lost: a metric, "" or the metric that it is divided by, the share from
+# which it is reported, and the reason.
 _LOST = (
     ("train/clip_ratio/region_mean", "", 0.4, "clipping cuts their gradient off"),
     ("ratio/outside_share", "", 0.4, "their importance ratio is below 1/2 or above 2"),
@@ -144,7 +145,7 @@ _LOST = (
 
 
 def lost_tokens(facts: Facts) -> Cases:
-    """Tokens that were sampled and train little or nothing."""
+    """Find that many sampled tokens train little or nothing."""
     for name, of, least, why in _LOST:
         whole = dict(facts.series(of)) if of else {}
         points = [
@@ -167,7 +168,7 @@ def lost_tokens(facts: Facts) -> Cases:
 
 
 def ess(facts: Facts) -> Cases:
-    """Importance weights so uneven that a few tokens make the update."""
+    """Find importance weights so uneven that a few tokens make the update."""
     series = facts.series("ratio/ess")
     if len(series) < 2:
         return
@@ -182,7 +183,7 @@ def ess(facts: Facts) -> Cases:
 
 
 def length(facts: Facts) -> Cases:
-    """Answers that become many times as long or short, and earn no more for it."""
+    """Find answers that become many times as long or as short without earning more."""
     series = facts.series("train/completions/mean_length")
     if len(series) < 4:
         return
@@ -191,7 +192,7 @@ def length(facts: Facts) -> Cases:
     found = growth(values, factor=LONGER_WITH_REWARD if rises else LONGER)
     word = "long"
     if found is None and not rises:
-        # Answers that say less and less, as their inverse.
+        # Answers that shrink are found by the growth of the inverse.
         inverse = growth([1 / value for value in values], factor=LONGER)
         if inverse is not None:
             found, word = Growth(inverse.at, 1 / inverse.before, 1 / inverse.after), "short"
@@ -207,7 +208,7 @@ def length(facts: Facts) -> Cases:
 
 
 def slow(facts: Facts) -> Cases:
-    """Steps that take many times as long as before."""
+    """Find steps that take many times as long as before."""
     series = facts.series("time/step")
     values = [max(value, 1e-3) for _, value in series]
     found = growth(values, factor=SLOWER) if len(values) >= 4 else None
@@ -217,7 +218,7 @@ def slow(facts: Facts) -> Cases:
     first = series[found.at][0]
     if len(lengths) == len(values):
         more = median(lengths[found.at :]) / max(1.0, median(lengths[: found.at]))
-        # Longer answers take longer: that is told by their length.
+        # Longer answers take longer, which `length` reports.
         if found.factor < SLOWER * max(1.0, 0.5 * more):
             return
     parts = {}
@@ -244,7 +245,7 @@ _PARTS = {
 
 
 def drift(facts: Facts) -> Cases:
-    """Engine and trainer disagree on what was sampled."""
+    """Find that engine and trainer disagree on the logprobs of sampled tokens."""
     name = "train/sampling/sampling_logp_difference/mean"
     series = facts.series(name)
     if not series:
@@ -278,7 +279,7 @@ def drift(facts: Facts) -> Cases:
 
 
 def staleness(facts: Facts) -> Cases:
-    """How old tokens are when they are trained."""
+    """Report how old tokens are when they are trained."""
     lags = [value for _, value in facts.series("train/lag_mean")]
     if not lags or fmean(lags) < 0.05:
         return
@@ -294,7 +295,7 @@ def staleness(facts: Facts) -> Cases:
 
 
 def entropy(facts: Facts) -> Cases:
-    """The policy hardly varies any more, and there is more to earn."""
+    """Find that the policy hardly varies any more although there is more to earn."""
     name = "train/entropy" if facts.series("train/entropy") else "rollout/entropy"
     series = facts.series(name)
     size = len(series) // 4
@@ -328,12 +329,12 @@ def entropy(facts: Facts) -> Cases:
 
 
 def kl(facts: Facts) -> Cases:
-    """The policy moves away from the reference, and earns no more or less for it."""
+    """Find a policy that moves away from the reference without earning more."""
     yield from _strays(facts, "train/kl", LEAST_KL, RUNAWAY_KL, 1.5, _KL)
 
 
 def randomness(facts: Facts) -> Cases:
-    """The policy becomes random, and earns no more or less for it."""
+    """Find a policy that becomes random without earning more."""
     name = "train/entropy" if facts.series("train/entropy") else "rollout/entropy"
     yield from _strays(facts, name, 2 * LEAST_KL, RUNAWAY_KL, 3.0, _RANDOM)
 
@@ -351,7 +352,7 @@ _RANDOM = (
 def _strays(
     facts: Facts, name: str, least: float, runaway: float, factor: float, words: tuple[str, str]
 ) -> Cases:
-    """A level in nats per token that grows while the reward falls, or does not rise."""
+    """Find a level in nats per token that grows while the reward falls, or does not rise."""
     series = facts.series(name)
     size = len(series) // 4
     if len(series) < LEAST_STEPS:
@@ -366,7 +367,7 @@ def _strays(
     if trend(mean_change(rewards[best], rewards[3])) == "falls":
         cases = [(best, "error")] if levels[3] >= max(least, 2 * levels[best]) else []
     else:
-        # A reward that rose since the beginning, or that still does, is what it was spent on.
+        # If the reward rose since the beginning, or still rises, the growth was worth it.
         rise = [trend(mean_change(rewards[at], rewards[3])) == "rises" for at in range(3)]
         cases = [
             (at, "warning")
@@ -400,7 +401,7 @@ _SHARED = re.compile(r"(\d+) of (\d+) evaluation questions are also training que
 
 
 def known_questions(facts: Facts) -> Cases:
-    """Held-out questions that are trained on."""
+    """Report held-out questions that are also trained on."""
     for num, num_of in _shared(facts)[:1] if facts.evaluations else ():
         yield {"num": num, "num_of": num_of, "all": "All" if num == num_of else f"{num} of"}
 
@@ -411,13 +412,13 @@ def _shared(facts: Facts) -> list[tuple[int, int]]:
 
 
 def held_out_change(facts: Facts) -> Cases:
-    """The first and the last held-out evaluation."""
+    """Compare the first and the last held-out evaluation."""
     found = [each for each in facts.evaluations if each.reward is not None]
     if len(found) < 2 or found[0].step == found[-1].step:
         return
     sides = [(each.reward, *(each.interval or (None, None))) for each in (found[0], found[-1])]
     (_, low, high), (_, new_low, new_high) = sides
-    # Intervals that do not touch: stricter than a test of the difference, and seen in the curve.
+    # Intervals that do not overlap: stricter than a test of the difference, and seen in the curve.
     verb, severity = "does not clearly differ", "info"
     if new_low is not None and high is not None and new_low > high:
         verb, severity = "rose", "good"
@@ -434,7 +435,7 @@ def held_out_change(facts: Facts) -> Cases:
     is_known = any(num == num_of for num, num_of in shared)
     yield {
         "verb": verb,
-        # A rise on questions that were trained does not show learning more than them.
+        # A rise on trained questions does not show that anything else was learned.
         "severity": "info" if shared and severity == "good" else severity,
         "what": "On its training questions" if is_known else "Held out",
         "began": began,
@@ -446,6 +447,6 @@ def held_out_change(facts: Facts) -> Cases:
 
 
 def ended(facts: Facts) -> Cases:
-    """The error that the run ended with."""
+    """Report the error that the run ended with."""
     if facts.error is not None:
         yield {"error": short(facts.error, 300)}

@@ -35,7 +35,7 @@ def short(text: str | None, limit: int = NAME_LENGTH) -> str:
 def equals(column: str, text: str | None) -> str:
     """Return the condition that a column is this text, for `where`.
 
-    A text with both kinds of quotes cannot be written there: then it is that there is a text.
+    A text with both kinds of quotes cannot be written there; the condition then accepts any text.
     """
     quote = next((each for each in "\"'" if each not in str(text)), None)
     return f"{column} != none" if quote is None else f"{column} = {quote}{text}{quote}"

@@ -26,8 +26,8 @@ Kind: TypeAlias = Literal[
     "string", "bool", "int32", "int64", "float32", "float64", "int32 list", "messages"
 ]
 Batch: TypeAlias = Mapping[str, Any]
-"""Column name to its values, all of one length: a list (None: no value) or an array of numpy (a
-masked array if values may be missing)."""
+"""Column name to its values, all of one length: a list (None: no value) or a numpy array (a masked
+array if values may be missing)."""
 MESSAGE_TEXTS = ("role", "content", "reasoning_content", "name", "tool_call_id", "extra")
 """The texts of a message in a column of kind `messages`; `extra` is JSON of its other keys."""
 
@@ -42,13 +42,13 @@ class Column:
 
 
 class Table:
-    """Rows of one kind; nothing is read before somebody asks, and then a batch at a time.
+    """Rows of one kind, which are read only when they are needed, a batch at a time.
 
     Args:
         name: what the rows are, for messages.
         columns: the columns in their order.
-        read: returns the batches, from the first row on, at each call. It is given the names of
-            the columns that are wanted; batches may have more.
+        read: returns the batches, from the first row on, at each call. It gets the names of the
+            wanted columns; batches may have more.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class Table:
         return self.to_reader().read_all()
 
     def __arrow_c_stream__(self, requested_schema: object | None = None) -> object:
-        """Return an Arrow C stream: what `polars.DataFrame(table)` or DuckDB ask for."""
+        """Return an Arrow C stream, which `polars.DataFrame(table)` or DuckDB request."""
         return self.to_reader().__arrow_c_stream__(requested_schema)
 
     def __arrow_c_schema__(self) -> object:
@@ -164,7 +164,7 @@ class Table:
         """Return a pandas data frame; whole numbers stay whole if values are missing (Int64)."""
         pd = _package("pandas", "to_pandas")
         pa = _pyarrow()
-        # Without them a step that is missing once turns all steps into floats.
+        # Without these types, a single missing step turns all steps into floats.
         whole = {pa.int64(): pd.Int64Dtype(), pa.int32(): pd.Int32Dtype()}
         return self.to_arrow().to_pandas(types_mapper=whole.get)
 
@@ -175,28 +175,28 @@ class Table:
     # -- files -------------------------------------------------------------------------------
 
     def write(self, target: str | Path) -> int:
-        """Write the rows to a file and return how many; the suffix names the format.
+        """Write the rows to a file and return their number; the suffix names the format.
 
         `.parquet` and `.arrow` (Arrow IPC) need pyarrow, `.jsonl` and `.csv` do not. The columns'
         descriptions go into the schema of the first two.
 
         Raises:
-            ConfigError: another suffix, or pyarrow is missing.
+            ConfigError: an unknown suffix, or pyarrow is missing.
             StoreError: the file cannot be written, or a row is damaged.
         """
         path = Path(target)
         write = _WRITERS.get(path.suffix.lower())
         if write is None:
             raise ConfigError(
-                f"{path} has a suffix that names no table format. Use one of {', '.join(_WRITERS)}."
+                f"{path} needs the suffix of a table format. Use one of {', '.join(_WRITERS)}."
             )
         try:
-            # Written beside its place and renamed, so that a table is whole or not there.
+            # Written beside its place and renamed, so that a table is whole or absent.
             with whole_file(path) as part:
                 return write(self, part)
         except OSError as error:
             raise StoreError(
-                f"{path} cannot be written ({error.strerror or error}), so there is no table. "
+                f"{path} cannot be written ({error.strerror or error}), so no table was saved. "
                 "Check the folder and the free space, or choose another file."
             ) from error
 
@@ -264,7 +264,7 @@ def _arrow_type(pa: Any, kind: Kind) -> Any:
 
 
 def _arrow_array(pa: Any, kind: Any, values: Any) -> Any:
-    # Only a masked array of numpy has a mask; asking for it does not import numpy.
+    # Only numpy's masked arrays have a mask; checking for it does not import numpy.
     if hasattr(values, "mask"):
         return pa.array(values.data, type=kind, mask=values.mask)
     return pa.array(values, type=kind)
@@ -275,7 +275,7 @@ def _pyarrow() -> Any:
 
 
 def _package(name: str, what: str, install: str | None = None) -> Any:
-    """Import a package that only some of the ways out of a table need."""
+    """Import a package that only some conversions of a table need."""
     import importlib
 
     try:

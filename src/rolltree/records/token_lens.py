@@ -1,4 +1,4 @@
-"""The token lens: every token of the exact context of one model call, and what is known of it.
+"""The token lens: every token in the exact context of one model call, with all recorded values.
 
 The values are those of table `tokens`. A token of the prompt that an earlier call sampled has the
 values of that call, so one context shows what the whole conversation up to there earned.
@@ -26,7 +26,7 @@ from rolltree.store import Run, StoredRollout, TrainedRollout
 from rolltree.tokens.breaks import NEIGHBOURHOOD_TOKENS
 from rolltree.types import IntArray, State
 
-# The lens's columns: a value per token, or None if nothing is known of any.
+# The lens's columns: a value per token, or None if no token of the rollout has a value.
 COLUMNS = ("ids", "texts", "bytes", "author", "is_sampled", "sampled_in", *FACTS, "difference")
 _WHOLE = ("version", "trained_step")
 
@@ -57,7 +57,7 @@ def token_lens(
     tokenizer.
 
     Raises:
-        UnknownName: the run has no such rollout, or the rollout no such call with tokens.
+        UnknownName: the run has no such rollout, or the rollout has no such call with tokens.
     """
     row = one_rollout(run, request_id, trajectory_index)
     state = state_of(row)
@@ -83,7 +83,7 @@ def token_lens(
         "request_id": request_id,
         "trajectory_index": trajectory_index,
         "call": call,
-        # With which the page goes from call to call.
+        # For navigation from call to call on the page.
         "calls": _calls(rollout),
         "num_calls": len(rollout.steps),
         "num_tokens": length,
@@ -100,16 +100,16 @@ def token_lens(
         **{name: _values(name, found.get(name)) for name in FACTS},
         # Trainer minus engine logprob.
         "difference": _difference(found),
-        # Where this call's prompt does not extend what came before, with both sides.
+        # The place where this call's prompt stops extending the call before, with both sides.
         "breaks": [each for each in rollout_breaks(state, tokenizer) if each["call"] == call],
     }
 
 
 def rollout_breaks(state: State, tokenizer: RunTokenizer | None) -> list[dict[str, Any]]:
-    """Return the rows of table `breaks` of a rollout, and both sides cut where they part.
+    """Return the rows of table `breaks` of a rollout, and both sides cut where they diverge.
 
-    `num_common` is how many ids both sides begin with. `common_text` is how those read, and
-    `previous_after` and `current_after` how each side goes on; None without a tokenizer.
+    `num_common` is how many ids both sides begin with. `common_text` is their text, and
+    `previous_after` and `current_after` what follows on each side; None without a tokenizer.
     """
     rows = break_rows(state, None if tokenizer is None else tokenizer.decode)
     for row in rows:
@@ -144,16 +144,16 @@ def _calls(rollout: ResolvedRollout) -> list[dict[str, Any]]:
 def _known(
     rollout: ResolvedRollout, trained: TrainedRollout | None, call: int
 ) -> tuple[IntArray, dict[str, NDArray[np.float64]]]:
-    """Return which call sampled each token of the arena first, and what is known of the token.
+    """Return which call sampled each token of the arena first, and the token's values.
 
-    Tokens that `call` samples again have what it knew. Values are float64, which holds float32 and
-    versions exactly; NaN is not a value.
+    Tokens that `call` sampled again have that call's values. Values are float64, which holds
+    float32 and versions exactly; NaN is a missing value.
     """
     tree = rollout.tree
     sampled_in = np.full(tree.num_tokens, -1, np.int32)
     values: dict[str, NDArray[np.float64]] = {}
-    # Sampled twice in two branches, a token has one place in the tree and two logprobs: the lens of
-    # a call shows that call's, so it is taken last.
+    # A token that was sampled in two branches has one place in the tree but two logprobs. The lens
+    # of a call shows that call's, so this call comes last.
     own = [step for step in rollout.calls if step.index == call]
     for step in [*(step for step in rollout.calls if step.index != call), *own]:
         at = places(tree, step.handle, tree.num_sampled(step.handle))
@@ -176,7 +176,7 @@ def _difference(found: dict[str, NDArray[np.float64]]) -> list[float | None] | N
 
 
 def _values(name: str, column: NDArray[np.float64] | None) -> list[Any] | None:
-    """Return a column as a list; None if nothing is known of any token of the rollout."""
+    """Return a column as a list; None if no token of the rollout has a value."""
     if column is None:
         return None
     missing = np.isnan(column)

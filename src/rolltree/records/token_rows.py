@@ -1,4 +1,4 @@
-"""Rows of model calls, tokens and breaks: what a stored rollout's token tree says, as columns.
+"""The tables of model calls, tokens and breaks, from the token trees of stored rollouts.
 
 Prompt tokens that an earlier call of the rollout already had are left out unless whole contexts are
 requested, so a rollout of T turns has O(unique tokens) rows.
@@ -102,7 +102,7 @@ def _real(value: Any) -> float | None:
 
 def break_batches(rows: Iterable[StoredRollout], decode: Decoder | None) -> Iterator[Batch]:
     """Yield the rows of table `breaks`; with a decoder (ids to text) their texts too."""
-    # One call cannot break off from another: most rollouts need not be decoded.
+    # A single call has no prefix to break: most rollouts need not be decoded.
     several = (row for row in rows if row.num_calls > 1)
     yield from _row_batches(several, BREAKS, partial(break_rows, decode=decode))
 
@@ -130,7 +130,7 @@ def _row_batches(
     columns: Sequence[Column],
     read: Callable[[State], Iterable[dict[str, Any]]],
 ) -> Iterator[Batch]:
-    """Yield what `read` makes of each rollout as columns."""
+    """Yield the rows that `read` returns for each rollout, as columns."""
     batch: dict[str, list[Any]] = {column.name: [] for column in columns}
     for row in rows:
         state = state_of(row)
@@ -149,14 +149,14 @@ def _row_batches(
 
 
 class _Shown:
-    """Which tokens of a tree the calls so far have had in their contexts."""
+    """The tokens of a tree that were in the contexts of the calls so far."""
 
     def __init__(self, tree: TokenTree) -> None:
         self._tree = tree
         self._seen = np.zeros(tree.num_tokens, bool)
 
     def add(self, call: int) -> int:
-        """Take a call's path; return how many of its first tokens were there already."""
+        """Add a call's path; return how many of its first tokens had been added already."""
         tree = self._tree
         known = tree.path_len(call)
         # From the end of the path backwards, and only until a token was seen: T turns cost O(new
@@ -165,7 +165,7 @@ class _Shown:
             num_new = high - low - int(self._seen[low:high].sum())
             self._seen[high - num_new : high] = True
             known -= num_new
-            # What a path has in common with others is its beginning, so all before was seen, too.
+            # Paths share only their beginnings, so all tokens before this one were seen, too.
             if num_new < high - low:
                 break
         return known
@@ -200,15 +200,15 @@ _TRAINED = {
 }
 """Column to the array of `TrainedRollout`."""
 FACTS = ("logprob", "version", "mask", "trained_step", *_TRAINED)
-"""The columns of what is known of sampled tokens."""
+"""The columns that only sampled tokens have."""
 
 
 def trained_tokens(run: Run, row: StoredRollout) -> TrainedRollout | None:
-    """Return what training knew of a rollout's tokens; of several steps the last."""
+    """Return what training recorded about a rollout's tokens; of several steps, the last."""
     if row.train_step is None:
         return None
     found = run.trained(request_id=row.request_id, trajectory_index=row.trajectory_index)
-    # A rollout is trained by two steps only if something is wrong; `audit` says so.
+    # Two steps train a rollout only if something is wrong, which `audit` reports.
     return max(found, key=lambda trained: trained.step, default=None)
 
 
@@ -221,7 +221,7 @@ def _token_parts(
     """
     tree = rollout.tree
     shown = _Shown(tree)
-    # By arena index: which call sampled a token first, -1 for what came from the environment.
+    # By arena index: the call that sampled a token first, -1 for the environment's tokens.
     sampler = np.full(tree.num_tokens, -1, np.int32)
     for step in rollout.calls:
         call = step.handle
@@ -245,7 +245,7 @@ def _token_parts(
 def sampled_facts(
     tree: TokenTree, step: ResolvedStep, trained: TrainedRollout | None
 ) -> dict[str, Any]:
-    """Return what is known of one call's sampled tokens: column to array `[_C]` or None."""
+    """Return the facts about one call's sampled tokens: column to array `[_C]` or None."""
     call = step.handle
     return {
         "logprob": tree.logprobs(call),
@@ -258,14 +258,14 @@ def sampled_facts(
 def _trained_facts(
     trained: TrainedRollout | None, step: ResolvedStep, count: int
 ) -> dict[str, Any]:
-    """Return what training knew of them."""
+    """Return what training recorded about one call's sampled tokens."""
     if trained is None:
         return dict.fromkeys(("trained_step", *_TRAINED))
     at = trained.num_sampled
     if step.index >= len(at) or at[step.index] != count:
         raise StoreError(
-            f"the trained tokens of rollout {trained.request_id!r} are those of other calls: call "
-            f"{step.index} sampled {count} tokens. `rolltree audit RUN` says more."
+            f"the trained tokens of rollout {trained.request_id!r} do not match its calls: call "
+            f"{step.index} sampled {count} tokens. `rolltree audit RUN` shows what is wrong."
         )
     start = int(at[: step.index].sum())
     # Trained tokens lie in the order of calls, without the prompts between them.
@@ -277,7 +277,7 @@ def _trained_facts(
 
 
 def places(tree: TokenTree, call: int, count: int) -> IntArray:
-    """Return the arena indices of the last tokens of a call's path."""
+    """Return the arena indices of the last `count` tokens of a call's path."""
     parts = tree.arena.slices(tree.calls.end(call), count)
     if not parts:
         return np.empty(0, np.int32)
@@ -307,9 +307,9 @@ def _joined(parts: list[dict[str, Any]]) -> Batch:
 def _of_samples(
     values: list[Any], num_sampled: list[int], rows: Any, num_rows: int, kind: str
 ) -> Any:
-    """Return a column that has values for sampled tokens: those at `rows`.
+    """Return a column with values for the sampled tokens only, which are at `rows`.
 
-    `values` has an array per call, or None if they are unknown; NaN says the same of one.
+    `values` has an array per call, or None if its values are unknown; NaN is one unknown value.
     """
     column, missing = np.zeros(num_rows, kind), np.ones(num_rows, bool)
     if any(each is not None for each in values):

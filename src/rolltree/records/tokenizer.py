@@ -1,7 +1,7 @@
 """The tokenizer of a run, to show ids as text: the run's own, or that of the model it names.
 
-Only `tokenizer.json` is read (with the package tokenizers): no torch, and no code of whoever made
-the run.
+Only `tokenizer.json` is read (with the package tokenizers), without torch, and without any code
+from the run.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class RunTokenizer:
         self.folder = folder
         file = folder / "tokenizer.json"
         try:
-            # Bytes that were read with a limit, from a regular file: the folder came with the run.
+            # Read with a size limit, from a regular file: the folder may have come with the run.
             self._tokenizer = Tokenizer.from_buffer(read_regular(file, _MAX_BYTES, follow=True))
         except Exception as error:  # tokenizers raises Exception itself
             raise ConfigError(
@@ -98,16 +98,16 @@ class RunTokenizer:
 def found_tokenizer(run: StoredRun) -> RunTokenizer | None:
     """Return the tokenizer of the run's exported model, or of the model that its settings name.
 
-    A model that was moved together with the run is found, too. None if there is none on this
+    A model that was moved together with the run is found, too. None if no tokenizer is on this
     machine.
 
     Raises:
-        ConfigError: there is one, and it cannot be read.
+        ConfigError: a tokenizer was found, but cannot be read.
     """
     name = run.model_name
     named = found_model(name) if name else None
     moved = _moved(run, name) if name else None
-    # What lies with the run comes first: the model of this name here may be a different one.
+    # Folders that came with the run are first: the model of this name here may be a different one.
     for folder in (run.path / "model", moved, named):
         if folder is not None and (file := folder / "tokenizer.json").is_file():
             return _opened(folder, file.stat().st_mtime_ns)
@@ -115,7 +115,7 @@ def found_tokenizer(run: StoredRun) -> RunTokenizer | None:
 
 
 def _moved(run: StoredRun, name: str) -> Path | None:
-    """Return where a model lies as seen from the run, if it lies there as the settings say."""
+    """Return where a model is now if it was moved with the run, None if that is unknown."""
     settings = run.config.get("run")
     was = settings.get("dir") if isinstance(settings, Mapping) else None
     if not isinstance(was, str) or not was or os.path.isabs(was) != os.path.isabs(name):
@@ -130,11 +130,11 @@ def _opened(folder: Path, written: int) -> RunTokenizer:
 
 
 _CHOSEN: list[Path] = []
-"""The folder whose tokenizer shows the ids of all runs, if somebody has named one."""
+"""The folder whose tokenizer shows the ids of all runs, if the user named one."""
 
 
 def choose_tokenizer(folder: Path | None) -> None:
-    """Show ids by the tokenizer of this folder, whatever a run names; None: by each run's own.
+    """Show ids with the tokenizer of this folder, whatever a run names; None: with each run's own.
 
     Raises:
         ConfigError: there is no tokenizer that can be read.

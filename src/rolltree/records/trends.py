@@ -1,4 +1,4 @@
-"""Where a share or a level changes over the steps of a run, and whether a reward rises."""
+"""Finds where a share or a level changes over the steps of a run, and whether a reward rises."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from rolltree.estimate import CONFIDENCE, Estimate, estimate, student_t
 Trend: TypeAlias = Literal["rises", "falls", "is flat"]
 _CLEAR_RATIO = 6.0
 LEAST_STEPS = 8
-"""Steps from which on quarters of a run are compared, and halves of a shorter one."""
+"""The number of steps from which quarters of a run are compared, instead of halves."""
 
 
 def since(pairs: Sequence[tuple[int, int]]) -> int:
-    """Return from which index on a share is clearly another one; 0 if it is the same throughout.
+    """Return the index from which a share is clearly different; 0 if it is the same throughout.
 
-    `pairs` has hits and trials. It is the split with the greatest log-likelihood ratio, if that is
-    over 6 nats.
+    `pairs` has hits and trials. The index is the split with the greatest log-likelihood ratio, if
+    that is over 6 nats.
     """
     whole = _likelihood(sum(hits for hits, _ in pairs), sum(trials for _, trials in pairs))
     total_hits, total = sum(hits for hits, _ in pairs), sum(trials for _, trials in pairs)
-    # Many splits are tried, and the best of them looks good by chance: 6 nats, not the 2 of a
-    # single test at 95 %.
+    # Many splits are tried, and the best of them looks good by chance; hence 6 nats instead of the
+    # 2 of a single test at 95 %.
     best, at, hits, trials = _CLEAR_RATIO, 0, 0, 0
     for index, (more_hits, more) in enumerate(pairs[:-1]):
         hits, trials = hits + more_hits, trials + more
@@ -50,7 +50,7 @@ def ratio_of(pairs: Sequence[tuple[int, int]]) -> float:
 
 
 def jump(values: Sequence[float]) -> int:
-    """Return the split (0: none) that leaves the least squares around the means of both sides."""
+    """Return the split (0: none) that minimizes the squares around the means of both sides."""
     total, size = math.fsum(values), len(values)
     best, at, done = 0.0, 0, 0.0
     for index in range(1, size):
@@ -78,9 +78,9 @@ class Growth(NamedTuple):
 def growth(values: Sequence[float], *, factor: float) -> Growth | None:
     """Return where positive values became at least `factor` times as large, if they stayed so.
 
-    A jump must be six times what values differ by on either side of it; what grows evenly must end
-    above all that it was in its first quarter. All is in logarithms: a growth from 1 to 10 counts
-    as one from 10 to 100.
+    A jump must be six times the spread of the values on both sides; steady growth must end above
+    all values of the first quarter. Everything is in logarithms: growth from 1 to 10 counts like
+    growth from 10 to 100.
     """
     logs, count = [math.log(max(value, 1e-12)) for value in values], len(values)
     at, (size, end) = jump(logs), ends(count)
@@ -92,7 +92,7 @@ def growth(values: Sequence[float], *, factor: float) -> Growth | None:
         )
         if high - low >= max(math.log(factor), 6 * noise):
             return Growth(at, math.exp(low), math.exp(high))
-    # Two of two that are larger are chance; three of three, and by a factor, hardly.
+    # Two larger values of two may be chance; three of three, and by a factor, hardly are.
     if size < 3 or min(logs[end:]) <= max(logs[:size]):
         return None
     few = max(2, count // 8)
@@ -104,7 +104,7 @@ def growth(values: Sequence[float], *, factor: float) -> Growth | None:
 
 
 def ends(count: int) -> tuple[int, int]:
-    """Return how many steps the beginning and the end of a run have: quarters, of few halves."""
+    """Return the size of a run's first part, a quarter or half, and the index of its last part."""
     size = count // (4 if count >= LEAST_STEPS else 2)
     return size, count - size
 
@@ -118,7 +118,7 @@ def level_change(values: Sequence[float]) -> tuple[float, float, tuple[float, fl
 
 
 def consecutive(steps: Sequence[int], known: Sequence[int]) -> list[tuple[int, int]]:
-    """Return runs of steps that follow each other among the known ones, as first and last."""
+    """Return spans of steps that are consecutive among the known ones, as first and last."""
     order = {step: index for index, step in enumerate(sorted(known or steps))}
     spans: list[tuple[int, int]] = []
     for step in sorted(steps):
@@ -155,6 +155,6 @@ def mean_change(
 
 
 def trend(change: tuple[float, float, float]) -> Trend:
-    """Return what a change with its interval says."""
+    """Return the trend that a change with its interval shows."""
     _, low, high = change
     return "rises" if low > 0 else "falls" if high < 0 else "is flat"

@@ -1,4 +1,4 @@
-"""The values of table `rollouts`, from the columns that the store has."""
+"""The values of table `rollouts`, made from the columns of the store."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rolltree.store.filters import METRIC
 
 
 def stored_names(names: Sequence[str]) -> list[str]:
-    """Return the stored columns that columns of `rollouts` are made of."""
+    """Return the stored columns that columns of `rollouts` are made from."""
     return list(dict.fromkeys(_source(name)[0] for name in names))
 
 
@@ -33,7 +33,7 @@ def values_of_rows(names: Sequence[str], rows: Sequence[StoredRollout]) -> dict[
 
 
 def _source(name: str) -> tuple[str, Callable[[Any], Any] | None]:
-    """Return the stored column that a column is made of, and by which function (None: as it is)."""
+    """Return the stored column that a column is made from, and the function (None: unchanged)."""
     if name.startswith(METRIC):
         metric = name.removeprefix(METRIC)
         return "metrics", lambda metrics: number_of(metrics.get(metric))
@@ -41,18 +41,18 @@ def _source(name: str) -> tuple[str, Callable[[Any], Any] | None]:
 
 
 def clean_text(text: str) -> str:
-    """Return a text that has UTF-8: half a surrogate pair, which models do write, is escaped."""
+    """Return a text that UTF-8 can encode: half a surrogate pair, as models write, is escaped."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def json_text(value: Any) -> str:
-    """Return a value as strict JSON that has UTF-8."""
+    """Return a value as strict JSON that UTF-8 can encode."""
     return clean_text(json.dumps(to_plain(value), ensure_ascii=False))
 
 
 def json_bytes(value: object) -> bytes:
     """Return a value as strict JSON in UTF-8; a number that is not finite is null."""
-    # msgspec first: it is many times as fast, and refuses only what no UTF-8 can hold.
+    # msgspec first: it is many times as fast, and rejects only text that UTF-8 cannot encode.
     try:
         return msgspec.json.encode(value, enc_hook=to_plain)
     except UnicodeEncodeError:  # half of a surrogate pair, which a model may well write
@@ -81,12 +81,12 @@ _DERIVED: dict[str, tuple[str, Callable[[Any], Any]]] = {
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a number; True and False are."""
+    """Whether a value is a number; True and False count as numbers."""
     return isinstance(value, bool | int | float)
 
 
 def number_of(value: Any) -> float | None:
-    """Return a number as a finite float, and None for what is none."""
+    """Return a value as a finite float; None if it is not a finite number."""
     if not is_number(value):
         return None
     try:

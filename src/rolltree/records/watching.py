@@ -1,4 +1,4 @@
-"""Whether runs have grown, without opening them: what a page that follows them asks for."""
+"""Detects that runs have grown, without opening them, for pages that follow runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _GROWS = ("run.commits", "run.db")
 
 
 def is_running(folder: Path) -> bool:
-    """Say whether a process writes to the run in `folder`."""
+    """Whether a process writes to the run in `folder`."""
     return WriterLock.holder(folder / "run.lock") is not None
 
 
@@ -23,7 +23,7 @@ def change_mark(folders: Iterable[Path]) -> str:
 
 
 def _written(folder: Path) -> list[tuple[int, int]]:
-    # Two `stat` calls a run instead of opening its database: a page that follows it asks often.
+    # Two `stat` calls a run instead of opening its database, since a page polls this often.
     found = []
     for name in _GROWS:
         try:

@@ -1,1 +1,1 @@
-"""`rolltree audit`: every check of a stored run, without an environment and, but for one, torch."""
+"""The checks of `rolltree audit`; they need neither an environment nor, but for one, torch."""

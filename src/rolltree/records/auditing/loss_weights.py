@@ -1,8 +1,8 @@
-"""Loss weights against masks, the aggregation and the correction, for every trained token.
+"""Compares the loss weight of every trained token with masks, aggregation and correction.
 
 A token's weight is the coefficient that the aggregation gives its call, times the correction of its
-importance ratio. A row tells, for each call, between which bounds that coefficient lies; the step
-tells what it is, by the functions that training used.
+importance ratio. A row gives bounds of that coefficient for each call; the step gives its value,
+by the functions that training used.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from rolltree.training.algorithms import Algorithm
 from rolltree.training.coefficients import coefficients, get_correction
 from rolltree.training.config import TrainConfig
 
-# A finite infinity: JSON, which parts of an audit speak, has no other.
+# Stands for infinity, which JSON, used between the processes of an audit, cannot hold.
 _NO_LIMIT = 3e38
-# Two passes over one model agree on a logprob to about this; a correction reads the first of them.
+# Two forward passes of a model give logprobs that differ by about this; a correction reads those of
+# the first.
 _LOGPROB_NOISE = 1e-3
 _RELATIVE = 1e-4
-# What an environment may put in the place of what was recorded, but for masks.
+# The recorded values, except masks, that an environment may replace.
 _TOKEN_LISTS = frozenset(("prompt_ids", "completion_ids", "completion_logprobs"))
 
 
@@ -34,7 +35,7 @@ _TOKEN_LISTS = frozenset(("prompt_ids", "completion_ids", "completion_logprobs")
 class UsedTokens:
     """Which sampled tokens of a trajectory are in the loss, bool `[_T]`.
 
-    `is_known`: the stored values say it, because masks are 0 or 1.
+    `is_known`: the stored values determine it, which they do only if masks are 0 or 1.
     """
 
     used: NDArray[np.bool_]
@@ -65,7 +66,7 @@ def used_tokens(
                 is_known = False
             else:
                 used[at : at + size] = values != 0
-        if not prompt:  # no token comes before the first one
+        if not prompt:  # the first token has no context to be predicted from
             used[at : at + 1] = False
         if max_seq_len is not None and prompt + size > max_seq_len:
             used[at + max(0, max_seq_len - prompt) : at + size] = False
@@ -94,8 +95,8 @@ def note_weights_of_calls(
     least = most = weight
     if algorithm.correction is not None:
         if engine is None or config.train.minibatches > 1:
-            # Later mini-batches are corrected by logprobs of before the first update, and what is
-            # stored is of after it.
+            # Later mini-batches are corrected by logprobs from before the first update, but the
+            # stored ones are from after it.
             known.is_weighted = False
             return
         low, high = _factors(row, used, engine, algorithm)
@@ -111,7 +112,7 @@ def note_weights_of_calls(
 def _factors(
     row: TrainedRollout, used: NDArray[np.bool_], engine: NDArray[np.float64], algorithm: Algorithm
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the bounds of each token's correction, float64 `[_T]`; 1 for what was not computed."""
+    """Return the bounds of each token's correction, float64 `[_T]`; 1 if it was not computed."""
     assert algorithm.correction is not None
     correction = get_correction(algorithm.correction)
     low, high = np.ones(len(used)), np.ones(len(used))
@@ -131,13 +132,13 @@ def _factors(
 def differing_weights(
     rows: Sequence[TrainedFacts], in_loss: Sequence[bool], config: TrainConfig, algorithm: Algorithm
 ) -> list[tuple[int, int, float]]:
-    """Return which calls of a step were trained with other weights than its rows give.
+    """Return the calls of a step that were trained with other weights than the aggregation's.
 
     Args:
         rows: what the step trained, in its order.
         in_loss: whether the truncation policy leaves each of them in the loss.
         config: the run's settings.
-        algorithm: its parts, filled in.
+        algorithm: the run's algorithm, resolved.
 
     Returns:
         `(row, call, the right coefficient)`, the first call of each row that differs.
@@ -151,7 +152,7 @@ def differing_weights(
     call = np.concatenate([np.arange(len(each)) for each in used]) if used else np.empty(0)
     weight = np.concatenate(used) if used else np.empty(0, np.float32)
     right = np.zeros(len(weight))
-    # The cut into mini-batches is `split_rollouts`': whole rollouts, in their order.
+    # Mini-batches are cut as by `split_rollouts`: whole rollouts, in their order.
     trained = np.unique(place[weight > 0])
     for part in np.array_split(trained, max(1, min(config.train.minibatches, len(trained)))):
         at = np.flatnonzero(np.isin(place, part) & (weight > 0))
@@ -168,7 +169,7 @@ def differing_weights(
         right[at] = found / weight[at]
     least = np.concatenate([row.least for row in rows]) if len(rows) else np.empty(0)
     most = np.concatenate([row.most for row in rows]) if len(rows) else np.empty(0)
-    # A call without used tokens says nothing: that its weights are 0 was checked before.
+    # A call without used tokens sets no bound; its weights were checked to be 0 before.
     most = np.where(weight > 0, most, _NO_LIMIT)
     wrong = (least > right * (1 + _RELATIVE) + 1e-12) | (most < right * (1 - _RELATIVE) - 1e-12)
     first: dict[int, tuple[int, int, float]] = {}

@@ -1,8 +1,8 @@
-"""Engine logprobs against a recomputation with the weights that sampled them; needs torch.
+"""Compares engine logprobs with a recomputation by the weights that sampled them; needs torch.
 
-Weights are those of the run's checkpoints, and of the model that its settings name for version 0.
-Where they differ, simple causes are tried: values shifted by a token, raw instead of at the
-sampling temperature, and the weights of another version.
+The weights come from the run's checkpoints and, for version 0, from the model that its settings
+name. If logprobs differ, simple causes are tried: values shifted by a token, raw ones instead of
+those at the sampling temperature, and the weights of another version.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MOST_TOLERANCE = 0.1
 
 @dataclass(slots=True)
 class _Chosen:
-    """A rollout to recompute: its version, its samples, and what the engine said."""
+    """A rollout to recompute: its version, its samples, and the differences that are found."""
 
     request_id: str
     trajectory_index: int
@@ -49,22 +49,22 @@ class _Chosen:
 
 
 def recompute_logprobs(run: Run, ledger: Ledger, number: int) -> Mapping[str, float]:
-    """Recompute the logprobs of up to `number` rollouts; return how far they are apart.
+    """Recompute the logprobs of up to `number` rollouts; return figures of the differences.
 
     Raises:
-        ConfigError: no weights are here that sampled a stored rollout.
+        ConfigError: no weights are available that sampled a stored rollout.
     """
     weights = VersionedWeights(run)
     chosen = list(_choose(run, weights, number))
     if not chosen:
         there = some(weights.versions) or "none"
         raise ConfigError(
-            f"{run.path} has no rollout that could be recomputed: its weights here are those of "
-            f"version {there}, and no rollout with logprobs was sampled by them alone. Checkpoints "
-            "are kept as checkpoint.keep says; leave --recompute out to check the rest."
+            f"{run.path} has no rollout that can be recomputed: the weights here are of version "
+            f"{there}, and no rollout with logprobs was sampled by one of these alone. The setting "
+            "checkpoint.keep keeps more of them; leave --recompute out to check the rest."
         )
     ledger.skipped.pop("logprobs", None)
-    # Version by version: weights are read once, and one model takes them all.
+    # Version by version, so that each version's weights are read once, into the same model.
     for version in sorted({item.version for item in chosen}):
         compute = weights.at(version)
         for item in chosen:
@@ -94,7 +94,7 @@ def _choose(run: Run, weights: VersionedWeights, number: int) -> Iterator[_Chose
         for request_id, index, low, high in run.columns(names)
         if low is not None and low == high and weights.has(low)
     ]
-    # Evenly, not the first ones: what is wrong may have begun in the middle of the run.
+    # Evenly instead of the first ones: an error may have begun in the middle of the run.
     places = np.unique(np.linspace(0, len(known) - 1, min(number, len(known))).astype(int))
     for request_id, index, version in (known[place] for place in places.tolist()):
         for row in run.rollouts(request_id=request_id, trajectory_index=index):
@@ -110,10 +110,10 @@ def _explain(item: _Chosen, weights: VersionedWeights, limit: float) -> Finding:
     """Return the finding of a rollout that differs, with the cause that would explain it."""
     engine = item.engine
     cause, why = "engine_differs", ""
-    # Causes from the simplest on; the first that makes the numbers fit is named.
+    # Causes are tried from the simplest on; the first that makes the numbers fit is named.
     compute = weights.at(item.version)
     right = compute(item.samples)
-    # Some servers give logprobs before the temperature; trained ones must be of what was sampled.
+    # Some servers return logprobs before the temperature, which are not those of sampling.
     raw = compute([at_temperature(sample, 1.0) for sample in item.samples])
     if len(engine) > 1 and _near(engine[1:], right[:-1], limit):
         cause, why = "shifted", "; they fit when each is moved to the token before"
@@ -136,12 +136,12 @@ def _explain(item: _Chosen, weights: VersionedWeights, limit: float) -> Finding:
 
 
 def _near(one: FloatArray, other: FloatArray, limit: float) -> bool:
-    # The median: a shift leaves out tokens at the edges of calls, whose values are arbitrary.
+    # The median, because after a shift the tokens at the edges of calls have arbitrary values.
     return bool(np.median(np.abs(one - other)) <= limit)
 
 
 def at_temperature(sample: Sample, temperature: float) -> Sample:
-    """Return a sample as if it had been sampled at another temperature."""
+    """Return a sample as if it had been sampled at a different temperature."""
     records = sample.records
     return replace(
         sample,
@@ -150,7 +150,7 @@ def at_temperature(sample: Sample, temperature: float) -> Sample:
 
 
 class VersionedWeights:
-    """The policy versions whose weights are here; one model takes each in turn."""
+    """The policy versions whose weights are available; one model loads each in turn."""
 
     def __init__(self, run: Run) -> None:
         self._config = _settings(run)
@@ -165,7 +165,7 @@ class VersionedWeights:
         if base is None:
             raise ConfigError(
                 f"the model {self._config.model.name!r} of {run.path} is not on this machine, so "
-                "nothing can be recomputed. `rolltree models NAME` makes those that rolltree knows."
+                "nothing can be recomputed. `rolltree models NAME` makes one that rolltree knows."
             )
         self._base = base
         self._model: Any = None
@@ -178,11 +178,11 @@ class VersionedWeights:
         return sorted(self._folders)
 
     def has(self, version: int) -> bool:
-        """Whether the weights of a version are here."""
+        """Whether the weights of a version are available."""
         return version in self._folders
 
     def at(self, version: int) -> Callable[[Sequence[Sample]], FloatArray]:
-        """Return what computes the logprobs of samples under a version's weights."""
+        """Return a function that computes the logprobs of samples with a version's weights."""
         from rolltree.training.checkpoint_formats import read_weights
         from rolltree.training.forward import logprob_reader, sample_logprobs
         from rolltree.training.rank0 import adapt
@@ -191,7 +191,7 @@ class VersionedWeights:
         if self._model is None or (folder is None and self._now != version):
             self._model, _ = load_model(str(self._base), "float32")
             adapt(self._model, self._config)
-            # Probing takes longer than a rollout, and other weights do not change its answer.
+            # Probing takes longer than a rollout, and its result does not depend on the weights.
             self._reader = logprob_reader(self._model)
             self._now = 0
         if folder is not None and self._now != version:
@@ -204,11 +204,11 @@ class VersionedWeights:
 
 
 def _settings(run: Run) -> TrainConfig:
-    """Return the settings of a run as far as they name its weights."""
+    """Return the settings of a run that determine its weights."""
     config = run.config
     if run.meta["kind"] == "train":
         return load_train_config({name: config.get(name, {}) for name in ("run", "model")})
     name = config.get("model")
     if not isinstance(name, str):
-        raise ConfigError(f"{run.path} does not say which model it is of; nothing to recompute.")
+        raise ConfigError(f"{run.path} does not name its model, so nothing can be recomputed.")
     return load_train_config({"model": {"name": name}})

@@ -1,4 +1,4 @@
-"""What an audit found: checks with their counts, and findings that name the cause and the place."""
+"""The results of an audit: checks with counts, and findings that name the cause and the place."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CHECKS: dict[str, str] = {
 Place: TypeAlias = tuple[str | None, int]
 """A rollout: the name of its request, and which of its trajectories it is."""
 _RUN: Place = (None, 0)
-# Of each check that a report keeps; `CheckResult.num_problems` counts all.
+# The most findings of a check that a report keeps; `CheckResult.num_problems` counts all.
 MAX_FINDINGS = 100
 
 
@@ -64,13 +64,13 @@ class CheckResult:
     name: str
     num_checked: int
     num_problems: int
-    # Why a check, or a part of it, could not be made; None if it was made.
+    # Why a check, or a part of it, could not run; None if it ran.
     skipped: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """What `rolltree.audit` returns."""
+    """The report that `rolltree.audit` returns."""
 
     run: str
     checks: tuple[CheckResult, ...]
@@ -78,7 +78,7 @@ class AuditReport:
     num_rollouts: int
     num_steps: int
     num_sampled_tokens: int
-    # Broken prefixes by cause; they are facts, not faults.
+    # Broken prefixes by cause; they do not count as problems.
     breaks: Mapping[str, int] = field(default_factory=dict)
     # The figures of `recompute`: `num_tokens`, the mean and the largest absolute difference.
     recomputed: Mapping[str, float] = field(default_factory=dict)
@@ -131,11 +131,11 @@ class Ledger:
             self.findings.append(finding)
 
     def skip(self, check: str, why: str) -> None:
-        """Note why a check was not made; the first reason stays."""
+        """Note why a check could not run; the first reason is kept."""
         self.skipped.setdefault(check, why)
 
     def add(self, other: Ledger) -> None:
-        """Take in what another ledger collected."""
+        """Add the counts and findings of another ledger."""
         self.checked.update(other.checked)
         self.breaks.update(other.breaks)
         self.num_sampled_tokens += other.num_sampled_tokens
@@ -161,10 +161,10 @@ class Ledger:
 
 
 def tolerance(sizes: Iterable[float], most: float) -> tuple[float, float]:
-    """Return how far logprobs of two sources are apart in most rollouts, and how far they may be.
+    """Return the usual distance between logprobs of two sources, and the largest allowed one.
 
     How much 16-bit engines differ depends on model and length. Most rollouts of a run are sound, so
-    20 times their median is the measure, between 0.001 and `most`.
+    the limit is 20 times their median, but at least 0.001 and at most `most`.
     """
     noise = median(sizes)
     return noise, min(max(1e-3, 20.0 * noise), most)

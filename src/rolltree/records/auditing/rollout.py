@@ -33,8 +33,8 @@ from rolltree.training.plan import group_seed
 from rolltree.training.sampled import not_the_models_own
 from rolltree.types import RolloutRequest, State
 
-# The columns that the record determines. Secrets are cut out of both sides, and a cut in a label
-# need not be a cut in the record: what was cut is not compared.
+# The columns that follow from the record. Secrets are cut out of both, but a cut in a label need
+# not be one in the record, so labels with a cut are not compared.
 _LABELS = ("agent", "task", "finish_reason", "error_type", "error_phase", "input")
 _COMPARED = (
     *("request_id", "group_id", "index_in_group", "phase", "train_step", "env_id"),
@@ -51,10 +51,10 @@ _compared_of = attrgetter(*_COMPARED)
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a run says about its rollouts."""
+    """The values of a run that its rollouts are checked against."""
 
     versions: Mapping[str, int] = field(default_factory=dict)  # by phase
-    run_seed: int | None = None  # None: seeds are not known to be derived from it
+    run_seed: int | None = None  # None: the seeds need not be derived from one
     is_training: bool = False  # whether rollouts of the phase `train` are trained by their own step
     is_async: bool = False
     end_ids: frozenset[int] = frozenset()
@@ -73,7 +73,7 @@ class Call:
 
     @property
     def num_sampled(self) -> int:
-        """How many tokens it sampled."""
+        """How many tokens the call sampled."""
         return self.tokens.tree.num_sampled(self.handle)
 
     @property
@@ -83,7 +83,7 @@ class Call:
 
     @property
     def answer(self) -> Mapping[str, Any]:
-        """When it was sent, and how long it took, in seconds of the rollout."""
+        """The fields of the response; `sent_s`: when it was sent, seconds into the rollout."""
         record = self.response_record
         return (
             record if isinstance(record, Mapping) else {"sent_s": getattr(record, "sent_s", None)}
@@ -91,25 +91,25 @@ class Call:
 
     @property
     def response_record(self) -> Any:
-        """The response; a recorded one without its arrays, which the tree has."""
+        """The response; if it was recorded, without the arrays, which the tree holds."""
         if isinstance(self.step, RecordedStep):
             return self.step.response_record
         return peek(self.step, "response")
 
     def value_range(self, name: str) -> tuple[Any, Any] | None:
-        """Return the smallest and the largest of its values of one name; None if it has none."""
+        """Return the smallest and the largest value of a field of its tokens, None without any."""
         return self.tokens.tree.value_range(name, self.handle)
 
 
 @dataclass(slots=True)
 class TrainedFacts:
-    """What the table `trained` says of one rollout in one step."""
+    """What the table `trained` holds about one rollout in one step."""
 
     step: int
     advantages: list[float | None]  # one per call, None for a call without sampled tokens
     mismatch: float | None = None  # mean distance of the engine's logprobs from the trainer's
-    # Of each call with sampled tokens: how many of them are in the loss, and between which bounds
-    # the aggregation's coefficient of its tokens is; `loss_weights` fills them in.
+    # For each call with sampled tokens: how many of them are in the loss, and the bounds of their
+    # coefficient in the aggregation. `loss_weights` fills them in.
     used: list[int] = field(default_factory=list)
     least: list[float] = field(default_factory=list)
     most: list[float] = field(default_factory=list)
@@ -125,7 +125,7 @@ class TrainedFacts:
 
 @dataclass(slots=True, kw_only=True)
 class RolloutFacts:
-    """What is left of a rollout when it was checked: enough for credit and for counting."""
+    """What is kept of a rollout after its own checks: enough for credit and for counting."""
 
     request_id: str
     trajectory_index: int
@@ -149,7 +149,7 @@ class RolloutFacts:
     generation_ms: float
     scoring_ms: float
     num_sampled: int = 0
-    # A digest of the row's question and answer, and one of the ids of its first prompt.
+    # Digests of the dataset row's question and answer, and of the first prompt's ids.
     asked: int | None = None
     first_prompt: int | None = None
     # Whether the completion has the answers of all calls; None if that is not known.
@@ -159,7 +159,7 @@ class RolloutFacts:
     metrics: dict[str, float] = field(default_factory=dict)  # of rollouts that are trained
     advantage: float | None = None  # the rubric's; None if credit replaced it
     fingerprint: tuple[Any, ...] | None = None  # equal for two rows only if one is a copy
-    state: dict[str, Any] | None = None  # what credit reads; None if nothing trains it
+    state: dict[str, Any] | None = None  # what credit reads; None if it is not trained
     trained: list[TrainedFacts] = field(default_factory=list)
 
     @property
@@ -194,13 +194,13 @@ class RolloutAudit:
         self.ledger.find(check, cause, message, self.facts.place, self.row.train_step)
 
     def run(self) -> None:
-        """Check the row; `facts` has what the checks of the whole run need then."""
+        """Check the row; afterwards `facts` holds what the checks of the whole run need."""
         try:
             self._check()
         except RolltreeError as error:
             self.find("tokens", "unreadable", str(error))
         except UNREADABLE as error:
-            # The row's checksum holds, so its writer meant these bytes: say so and go on.
+            # The row's checksum is right, so it was written like this: report it and go on.
             what = f"its record or its tokens cannot be read ({type(error).__name__}: {error})"
             self.find("tokens", "unreadable", what)
 
@@ -213,8 +213,8 @@ class RolloutAudit:
         state = result.states[0] if result.states else None
         if state is not None:
             self._calls(state["trajectory"])
-        # Encoding the decoded result says what every column should hold: one rule for writer and
-        # auditor, which cannot drift apart.
+        # Encoding the decoded result gives what every column should hold, by the writer's own code,
+        # so writer and audit cannot drift apart.
         self._columns(encode_result(result, blobs=False)[0])
         self._failure()
         self._asked(result.request, state)
@@ -256,9 +256,9 @@ class RolloutAudit:
             )
 
     def _asked(self, request: RolloutRequest, state: State | None) -> None:
-        """Keep digests of what the rollout was asked, and of what its first call was given."""
+        """Keep digests of the rollout's question and answer, and of its first prompt."""
         asked, facts = request.input, self.facts
-        # The columns of a row that an environment may change while it plays are left out.
+        # Columns that an environment may change during the rollout are left out.
         question = [asked.get(name) for name in ("example_id", "task", "prompt", "answer")]
         facts.asked = crc32(_digestible(question))
         facts.has_answers = None if state is None else _has_answers(state)
@@ -274,7 +274,7 @@ class RolloutAudit:
         if told[0] != told[1] and REDACTED not in str(told):
             self.find(
                 *("columns", "column_differs"),
-                f"the column errors says {told[0]!r} and the rollout's own record {told[1]!r}",
+                f"the column errors is {told[0]!r}, but the rollout's own record says {told[1]!r}",
             )
         values = _compared_of(self.row), _compared_of(again)
         if values[0] == values[1]:
@@ -292,7 +292,7 @@ class RolloutAudit:
                 column, stored = column.get(wrong[0]), stored[wrong[0]]
             self.find(
                 *("columns", "column_differs"),
-                f"the column {name} is {column!r} and the rollout's own record says {stored!r}",
+                f"the column {name} is {column!r}, but the rollout's own record says {stored!r}",
             )
 
     def _failure(self) -> None:
@@ -300,8 +300,8 @@ class RolloutAudit:
         if row.status == "error" and row.parent_rollout is None and row.reward is not None:
             self.find(
                 *("rewards", "reward_of_failure"),
-                f"it failed with {row.error_type} and has the reward {row.reward:g}; a failure "
-                "has none, or it would count in the means",
+                f"it failed with {row.error_type} but has the reward {row.reward:g}; a failure "
+                "must have none, or it would count in the means",
             )
         if row.reward is not None and not math.isfinite(row.reward):
             self.find("rewards", "not_finite", f"its reward is {row.reward}")
@@ -315,18 +315,18 @@ class RolloutAudit:
         if own and not _same(sum(rewards), reward):
             self.find(
                 *("rewards", "step_rewards"),
-                f"its steps earned {sum(rewards):g} together and its reward is {reward:g}",
+                f"its steps earned {sum(rewards):g} together, but its reward is {reward:g}",
             )
         if own is False and not all(_same(value, reward) for value in rewards):
             self.find(
                 *("rewards", "step_rewards"),
-                f"its reward is {reward:g} and a step says {rewards[0]:g}",
+                f"its reward is {reward:g}, but a step has {rewards[0]:g}",
             )
 
     # -- calls and their tokens ------------------------------------------------------------------
 
     def _calls(self, steps: Sequence[Any]) -> None:
-        """Collect the calls that have tokens, and check that none of them is there twice."""
+        """Collect the calls that have tokens, and check that none of them occurs twice."""
         names: list[Any] = []
         for index, step in enumerate(steps):
             extras, tokens = peek(step, "extras") or {}, peek(step, "tokens")
@@ -335,9 +335,9 @@ class RolloutAudit:
                 if not 0 <= tokens.call < tokens.tree.num_calls:
                     raise ValueError(f"a step names call {tokens.call} of {tokens.tree.num_calls}")
                 self.calls.append(Call(index, tokens.call, tokens, step, extras))
-            elif tokens is not None:  # lists of its own, which fit no token tree
+            elif tokens is not None:  # the step's own lists, which match no token tree
                 self.is_contradictory = True
-                what = "a step's token lists contradict themselves"
+                what = "a step's token lists contradict each other"
                 self.find("alignment", "contradiction", what)
         for name in ("tokens", "spans"):
             self.ledger.count(name, len(self.calls))
@@ -366,7 +366,7 @@ class RolloutAudit:
             if extras.get(name, size) != size:
                 self.find(
                     *("alignment", "count_differs"),
-                    f"call {handle} says {name} = {extras[name]} and has {size}",
+                    f"call {handle} says {name} = {extras[name]} but has {size}",
                 )
         if call.tokens.assigned:
             self._assigned(call)
@@ -374,8 +374,8 @@ class RolloutAudit:
             marked = int((tree.prompt_mask(handle) != 0).sum())
             self.find(
                 *("alignment", "prompt_marked"),
-                f"call {handle} marks {marked} tokens of its prompt as sampled; nobody sampled "
-                "them",
+                f"call {handle} marks {marked} tokens of its prompt as sampled, but prompts are "
+                "not sampled",
             )
         if (
             self.is_trained
@@ -385,7 +385,7 @@ class RolloutAudit:
         ):
             self.find(
                 *("alignment", "no_logprobs"),
-                f"call {handle} sampled {sampled} tokens and has no logprobs, so it cannot be "
+                f"call {handle} sampled {sampled} tokens but has no logprobs, so it cannot be "
                 "trained",
             )
         if sampled:
@@ -395,7 +395,7 @@ class RolloutAudit:
             self._ending(call, None if is_free or extras.get("agent") else own.max_tokens)
 
     def _assigned(self, call: Call) -> None:
-        """Check what was put over a recorded call: a mask may change, what was sampled may not."""
+        """Check what replaced recorded values of a call: only masks may change."""
         tree, handle = call.tokens.tree, call.handle
         given: dict[str, Any] = {name: call.tokens[name] for name in call.tokens.assigned}
         recorded = {
@@ -412,7 +412,7 @@ class RolloutAudit:
                     f"{name} of call {handle} were replaced after the engine had answered; what is "
                     "trained would not be what was sampled",
                 )
-        # What is given per token; an environment may put flags beside it.
+        # Only values per token; an environment may assign flags, too.
         lengths = {name: len(value) for name, value in given.items() if hasattr(value, "__len__")}
         sampled = lengths.get("completion_ids", tree.num_sampled(handle))
         prompt = lengths.get("prompt_ids", tree.prompt_len(handle))
@@ -428,12 +428,12 @@ class RolloutAudit:
         handle, extras = call.handle, call.extras
         said, recorded = extras.get("temperature"), call.value_range("temperature")
         assert recorded is not None
-        # Trees hold float32: 0.7 of the request is another number there.
+        # Trees hold float32, in which the request's 0.7 is a slightly different number.
         if said is not None and recorded != (np.float32(said), np.float32(said)):
             wrong = next(value for value in recorded if value != np.float32(said))
             self.find(
                 *("sampler", "temperature"),
-                f"call {handle} says temperature {said:g} and its tokens {wrong:g}",
+                f"call {handle} says temperature {said:g}, but its tokens say {wrong:g}",
             )
         changes = not_the_models_own(float(recorded[0]), extras.get("sampling") or {})
         if changes and self.is_trained:
@@ -445,8 +445,7 @@ class RolloutAudit:
         if limit is not None and call.num_sampled > limit and not extras.get("agent"):
             self.find(
                 *("sampler", "too_long"),
-                f"call {handle} has {call.num_sampled} sampled tokens and was to have {limit} at "
-                "most",
+                f"call {handle} has {call.num_sampled} sampled tokens, but its limit was {limit}",
             )
 
     def _ending(self, call: Call, limit: int | None) -> None:
@@ -464,13 +463,13 @@ class RolloutAudit:
         elif at is None and sampled == limit and call.extras.get("finish_reason") == "stop":
             self.find(
                 *("sampler", "finish_reason"),
-                f"call {handle} has as many tokens as it may have, none of them an end token, and "
-                "says that it stopped by itself",
+                f"call {handle} reached its token limit without an end token, but says that it "
+                "stopped by itself",
             )
         elif at is not None and call.extras.get("finish_reason") == "length":
             self.find(
                 *("sampler", "finish_reason"),
-                f"call {handle} ends with its end token and says that it was cut by length",
+                f"call {handle} ends with its end token, but says that it was cut by length",
             )
 
     def _versions(self) -> None:
@@ -484,7 +483,7 @@ class RolloutAudit:
         if low != high and any((np.diff(call.versions) < 0).any() for call in self.calls):
             self.find(
                 *("versions", "went_back"),
-                "the policy version falls inside a call, and versions only rise",
+                "the policy version decreases inside a call, but versions only increase",
             )
         wanted = self.expected.versions.get(row.phase)
         if self.is_trained and not self.expected.is_async:
@@ -519,7 +518,7 @@ class RolloutAudit:
 
 @lru_cache(maxsize=64)  # the members of a group follow each other
 def _group_seeds(seed: int, step: int, group: str) -> tuple[int, int]:
-    """Return the world's seed of a group, and the one that its members' sampling comes from."""
+    """Return a group's world seed, and the seed that its members' sampling seeds derive from."""
     world = group_seed(seed, step, group)
     return world, derive_seed(world, "sampling")
 
@@ -532,7 +531,7 @@ def _digestible(value: Any) -> bytes:
 
 
 def _has_answers(state: State) -> bool | None:
-    """Whether the completion has what each call answered, in order; None without messages."""
+    """Whether the completion has every call's answer, in order; None if that is not known."""
     completion, steps = state.get("completion"), state["trajectory"]
     if not isinstance(completion, list) or not steps or state.get("error") is not None:
         return None
@@ -560,7 +559,7 @@ def _repeated(values: Sequence[Any]) -> list[Any]:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two values are equal, numbers but for the rounding of a sum in another order."""
+    """Whether two values are equal; numbers may differ by the rounding of a sum."""
     if isinstance(one, int | float) and isinstance(other, int | float):
         return math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-9)
     return bool(one == other)

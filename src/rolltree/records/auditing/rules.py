@@ -1,7 +1,7 @@
-"""What else of a stored run can be compared: a table of rules, for one rollout and for a run.
+"""Further consistency rules of an audit, as two tables: for one rollout, and for a whole run.
 
-A row says what is compared, in which words a finding is told, and its cause. A rule's function
-yields the words' values for each thing that is wrong.
+A row says what is compared, the cause of a finding, and its sentence. For each problem, the rule's
+function yields the values that the sentence is formatted with.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 Words: TypeAlias = Mapping[str, object]
 _TIMES = ("started_at", "created_at", "generation_ms", "scoring_ms", "total_ms")
 _SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "stop", "stop_token_ids", "seed")
-# Clocks of two machines, or of one that was set, may be this far apart.
+# Clocks of two machines may differ by this much, and so may a clock that was set in between.
 CLOCK_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedSettings:
-    """What a run says about its rollouts before any was played."""
+    """The settings of a run's rollouts that are stored before any of them is played."""
 
     evaluations: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by phase
     sampling: Mapping[str, Any] = field(default_factory=dict)  # of training rollouts
@@ -58,7 +58,7 @@ class RolloutRule:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The words of a finding of a run's rule, and what it is about."""
+    """A problem that a rule of the run found: the values of its sentence, rollout and step."""
 
     words: Words
     place: Place = (None, 0)
@@ -78,7 +78,7 @@ class RunRule:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A run whose rollouts were read; `config` is None if it trained nothing."""
+    """A run whose rollouts were read; `config` is None without readable training settings."""
 
     run: Run
     settings: PlannedSettings
@@ -87,7 +87,7 @@ class Stored:
 
     @property
     def first(self) -> int:
-        """The step after which it began: 0, or that of the checkpoint that was forked."""
+        """The step after which the run began: 0, or the step of the forked checkpoint."""
         return int((self.run.meta.get("forked_from") or {}).get("step", 0))
 
 
@@ -109,25 +109,25 @@ def _backward_times(audit: RolloutAudit, request: RolloutRequest) -> Iterator[Wo
 
 def _long_times(audit: RolloutAudit, request: RolloutRequest) -> Iterator[Words]:
     row, clock_ms = audit.row, 1e3 * CLOCK_S
-    # Who scores nothing, or by code of its own, need not fill in the total.
+    # Environments that score nothing, or by their own code, may leave the total at 0.
     if 0 < row.total_ms < row.generation_ms - 1:
         yield {
             "name": "total_ms",
             "value": row.total_ms,
             "other": row.generation_ms,
-            "of": "engine",
+            "of": "engine time is",
         }
     if row.started_at is None:
         return
     there_ms = 1e3 * (row.created_at - row.started_at)
     if 0 <= there_ms < row.generation_ms - clock_ms:
         words = {"name": "time until it was stored", "value": there_ms}
-        yield {**words, "other": row.generation_ms, "of": "engine"}
+        yield {**words, "other": row.generation_ms, "of": "engine time is"}
     sent = [number_of(call.answer.get("sent_s")) for call in audit.calls]
     latest_ms = 1e3 * max((value for value in sent if value is not None), default=0.0)
     if there_ms >= 0 and latest_ms > there_ms + clock_ms:
         words = {"name": "time until it was stored", "value": there_ms}
-        yield {**words, "other": latest_ms, "of": "last call"}
+        yield {**words, "other": latest_ms, "of": "last call was sent after"}
 
 
 def _weighted_sum(audit: RolloutAudit, request: RolloutRequest) -> Iterator[Words]:
@@ -142,7 +142,7 @@ def _weighted_sum(audit: RolloutAudit, request: RolloutRequest) -> Iterator[Word
         created_at=row.created_at,
     )
     paid = {} if part is None or not part.is_sum else {n: w for n, w in part.functions if w}
-    # A delegated rollout that no rubric scored has none of the functions.
+    # A delegated rollout that no rubric scored has no values of these functions.
     if not paid or not paid.keys() <= row.metrics.keys():
         return
     values = {name: number_of(row.metrics[name]) for name in paid}
@@ -215,27 +215,27 @@ def _labels(audit: RolloutAudit, request: RolloutRequest) -> Iterator[Words]:
 ROLLOUT_RULES: tuple[RolloutRule, ...] = (
     RolloutRule(
         *("times", "negative_time", "times and durations with 0"),
-        "its {name} is {value:g}, and no time is negative",
+        "its {name} is {value:g}; times must be finite and not negative",
         _negative_times,
     ),
     RolloutRule(
-        *("times", "backward_time", "the time when it was stored with that of its start"),
+        *("times", "backward_time", "the time of storing with the time of the start"),
         "it began {late_s:.0f} s after it was stored",
         _backward_times,
     ),
     RolloutRule(
         *("times", "longer_than_its_whole", "times of the engine and of calls with the rollout's"),
-        "its {name} is {value:.0f} ms, and that of its {of} {other:.0f} ms",
+        "its {name} is {value:.0f} ms, but its {of} {other:.0f} ms",
         _long_times,
     ),
     RolloutRule(
         *("rewards", "not_the_sum", "the reward with its functions' values and weights"),
-        "its reward is {reward:g}, and its functions give {right:g} ({said})",
+        "its reward is {reward:g}, but its functions give {right:g} ({said})",
         _weighted_sum,
     ),
     RolloutRule(
         *("sampler", "other_settings", "the request's sampling with the settings of its phase"),
-        "it was requested with {name} = {given!r}, and {phase} is sampled with {wanted!r}",
+        "it was requested with {name} = {given!r}, but {phase} is sampled with {wanted!r}",
         _planned_sampling,
     ),
     RolloutRule(
@@ -246,12 +246,12 @@ ROLLOUT_RULES: tuple[RolloutRule, ...] = (
     ),
     RolloutRule(
         *("groups", "foreign_environment", "the environment of an evaluation with its settings"),
-        "it is of the environment {found!r}, and its evaluation of {wanted!r}",
+        "its environment is {found!r}, but its evaluation's is {wanted!r}",
         _other_environment,
     ),
     RolloutRule(
         *("tokens", "label_differs", "agent, turn and versions of a call with its tokens"),
-        "the {name} of call {call} is {said!r} in its record and {label} in its tokens",
+        "the {name} of call {call} is {said!r} in its record, but {label} in its tokens",
         _labels,
     ),
 )
@@ -261,7 +261,7 @@ ROLLOUT_RULES: tuple[RolloutRule, ...] = (
 
 
 def _by_group(stored: Stored) -> Iterator[list[RolloutFacts]]:
-    """Yield the requests of each group that a plan made; the first trajectory of each."""
+    """Yield the members of each planned group, each by its first trajectory."""
     groups: defaultdict[tuple[str, str], list[RolloutFacts]] = defaultdict(list)
     for item in stored.facts:
         is_planned = item.phase in stored.settings.evaluations or (
@@ -294,8 +294,8 @@ def _foreign_answers(stored: Stored) -> Iterator[Found]:
         if len(known) < 3 or len(prompts) < 2:
             continue
         usual, number = prompts.most_common(1)[0]
-        # The members face one world, so they begin alike; one whose world draws numbers of its own
-        # differs, too, but then it shows its own question.
+        # The members share a world, so their first prompts are equal. If a world draws its own
+        # random numbers, a prompt may differ, but then it shows the question of its row.
         if number == len(known) - 1 and all(
             item.is_as_asked == (item.first_prompt == usual) for item in known
         ):
@@ -323,14 +323,14 @@ def _changed_examples(stored: Stored) -> Iterator[Found]:
 
 
 def _unusual_completions(stored: Stored) -> Iterator[Found]:
-    """Find completions that lack what a call answered, if those of the others have it."""
+    """Find completions that lack a call's answer, if most others of the phase are complete."""
     by_phase: defaultdict[str, list[RolloutFacts]] = defaultdict(list)
     for item in stored.facts:
         if item.has_answers is not None:
             by_phase[item.phase].append(item)
     for phase, items in by_phase.items():
         wrong = [item for item in items if not item.has_answers]
-        # An environment may write completions of its own, but it does so always.
+        # An environment may write its own completions, but then it does so in every rollout.
         if len(items) >= _LEAST_USUAL and len(wrong) <= len(items) * _MOST_UNUSUAL:
             for item in wrong:
                 yield Found({"num": len(items) - len(wrong), "phase": phase}, item.place)
@@ -396,7 +396,7 @@ def _missing_evaluations(stored: Stored) -> Iterator[Found]:
     owed = [
         (step, f"eval/{step:06d}")
         for step in range(first + 1, last)
-        # The current step may be evaluated right now; the last one is the end's.
+        # Without the last step: its evaluation may be in progress, or is `eval_after`.
         if section.every and step % section.every == 0 and step not in done
     ]
     if section.before and last > first and not phases & {"eval_before"}:
@@ -404,7 +404,7 @@ def _missing_evaluations(stored: Stored) -> Iterator[Found]:
     if section.after and run.events("finished") and last not in done:
         owed.append((last, "eval_after"))
     for step, phase in owed:
-        there = "its rollouts are there" if phase in played else "no rollout of it is there"
+        there = "its rollouts are stored" if phase in played else "no rollout of it is stored"
         yield Found({"phase": phase, "number": step, "there": there}, step=step)
 
 
@@ -436,11 +436,11 @@ _SETTINGS = ("confidence", "pass_threshold")
 
 
 def _other_numbers(told: Mapping[str, Any], right: Mapping[str, Any]) -> Iterator[Words]:
-    """Yield the numbers of a report that its rollouts do not give: counts, means, intervals."""
+    """Yield the counts, means and intervals of a report that differ from its rollouts'."""
     said, found = _numbers(told), _numbers(right)
     for name in sorted(said.keys() | found.keys()):
-        # Another version of rolltree may report less or more. A kind of failure that only one side
-        # knows is a difference.
+        # Another version of rolltree may report fewer or more families of numbers. In a family of
+        # counts, a kind of failure that only one side has is a difference.
         family = name.partition(".")[0]
         if family not in told or family not in right:
             continue
@@ -455,13 +455,13 @@ _COUNTED = ("failures", "truncations", "stops")
 
 def _numbers(report: Mapping[str, Any]) -> dict[str, float]:
     flat = numbers({name: report[name] for name in report if name not in _OWN})
-    # The interval of pass@1 counted examples before it counted rollouts.
+    # Older versions computed the interval of pass@1 over examples instead of rollouts.
     named = {name.replace("/", "."): value for name, value in flat.items()}
     is_old = re.compile(r"pass_at\.1\.(?!mean)").match
     return {name: value for name, value in named.items() if not is_old(name)}
 
 
-# What belongs to a start of the evaluation and not to its rollouts.
+# Values of one start of the evaluation, which do not follow from its rollouts.
 _OWN = (*_SETTINGS, "elapsed_s", "num_resumed", "advice", "scoring_errors", "failure_messages")
 
 
@@ -520,54 +520,54 @@ RUN_RULES: tuple[RunRule, ...] = (
     ),
     RunRule(
         *("groups", "changed_example", "question and answer of an example in all evaluations"),
-        "its question or its answer differs from that in {other}, the same example",
+        "its question or its answer differs from that of {other}, which has the same example",
         _changed_examples,
     ),
     RunRule(
         *("spans", "completion_differs", "the completion with what the calls answered"),
-        "its completion is not what its calls answered, as those of {num} others of {phase} are",
+        "its completion lacks an answer of its calls; {num} others of {phase} have all of them",
         _unusual_completions,
     ),
     RunRule(
         *("groups", "foreign_environment", "the environment of all training rollouts"),
-        "it is of the environment {found!r}, and the run trains on {usual!r}",
+        "its environment is {found!r}, but the run trains on {usual!r}",
         _foreign_environments,
     ),
     RunRule(
         *("groups", "wrong_parent", "depth and step of a delegation with the parent"),
-        "its {name} is {value}, and its parent has {other}",
+        "its {name} is {value}, but its parent has {other}",
         _parents,
     ),
     RunRule(
         *("counted_once", "trained_on_test", "trained rollouts with their phase"),
-        "step {step} trained it, and it is a rollout of {phase}: a test was trained on",
+        "step {step} trained it, but it is a rollout of {phase}: test data was trained on",
         _trained_on_test,
     ),
     RunRule(
         *("counted_once", "missing_evaluation", "evaluations with `eval.every` and the phases"),
-        "the settings ask for {phase} after step {number}, and its result is gone; {there}",
+        "the settings ask for {phase} after step {number}, but its result is missing; {there}",
         _missing_evaluations,
     ),
     RunRule(
         *("rewards", "evaluation_differs", "counts and means of an evaluation with its rollouts"),
-        "the evaluation {phase} reported {name} = {said:g}, and its rollouts give {right:g}: one "
-        "of them was changed",
+        "the evaluation {phase} reported {name} = {said:g}, but its rollouts give {right:g}: one "
+        "of the two was changed",
         _evaluation_numbers,
     ),
     RunRule(
         *("rewards", "report_differs", "the kept report of a phase with its rollouts"),
-        "the report of {phase} says {name} = {said:g}, and its rollouts give {right:g}: one of "
-        "them was changed",
+        "the report of {phase} says {name} = {said:g}, but its rollouts give {right:g}: one of "
+        "the two was changed",
         _kept_reports,
     ),
     RunRule(
         *("versions", "future_version", "policy versions with the steps of the run"),
-        "its tokens say that version {version} sampled them, and the run has {most} at most",
+        "its tokens say that version {version} sampled them, but the run's versions end at {most}",
         _future_versions,
     ),
     RunRule(
-        *("times", "before_the_run", "the time when it was stored with that of the run"),
-        "it began or was stored {early_s:.0f} s before the run began, so it is another run's",
+        *("times", "before_the_run", "the time of storing with the start of the run"),
+        "it began or was stored {early_s:.0f} s before the run began, so it is from another run",
         _before_the_run,
     ),
     RunRule(

@@ -1,4 +1,4 @@
-"""`audit`: opens a run for reading, sends its rows through the checks, and makes the report."""
+"""The function `audit`: opens a run for reading, checks its rows, and builds the report."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from rolltree.training.config import load_train_config
 from rolltree.training.plan import PHASE
 from rolltree.workers import WorkerCallError, WorkerPool
 
-# Rollouts that are worth another process: about 2 s of work, and half a second to start it.
+# The rollouts that justify another process: about 2 s of work, and half a second to start it.
 LEAST_PART = 2_500
 _PAGE_ROWS = 64
 MAX_PROCESSES = 16
@@ -52,18 +52,18 @@ def audit(
     tokenizer: str | Path | None = None,
     num_processes: int | None = None,
 ) -> AuditReport:
-    """Check everything that a stored run says against everything else that it says.
+    """Check a stored run for consistency: each thing that it stores against the others.
 
-    It reads the run only: no environment is loaded and no code of the run's maker is run, so runs
-    of others can be audited. Another process may be writing the run; what is finished is checked.
+    It only reads the run: no environment is loaded and no code of the run is executed, so runs from
+    untrusted sources can be audited. In a run that is in progress, finished parts are checked.
 
     Args:
         path: the run's directory.
-        recompute: on how many rollouts the engine's logprobs are compared with those that a
-            checkpoint's weights give; needs torch, and a checkpoint (or the model that training
-            began with) of a version that sampled them. 0: none.
-        tokenizer: a folder with `tokenizer.json`, to compare text with ids; None looks into the
-            run and for the model that its settings name, and asks no hub.
+        recompute: the number of rollouts whose engine logprobs are compared with a recomputation;
+            needs torch, and the weights that sampled them: a checkpoint, or the model that
+            training began with.
+        tokenizer: a folder with `tokenizer.json`, to compare text with ids; None looks in the run
+            and for the model that its settings name, but downloads nothing.
         num_processes: how many processes share the rollouts; None: one per core if there are many.
 
     Raises:
@@ -85,7 +85,7 @@ def audit(
 
                 recomputed = recompute_logprobs(run, ledger, recompute)
         except StoreError as error:
-            # Without the whole file nothing else can be believed, what was found so far included.
+            # In a damaged file nothing else can be trusted, including what was found so far.
             ledger.find("storage", "damaged", str(error))
             for name in CHECKS:
                 ledger.skip(name, "the file is damaged")
@@ -110,7 +110,7 @@ def processes_for(num_rollouts: int) -> int:
 
 @dataclass(slots=True)
 class _Part:
-    """What the pass over some rollouts of a run found."""
+    """What the checks of some rollouts of a run found."""
 
     ledger: Ledger = field(default_factory=Ledger)
     facts: list[RolloutFacts] = field(default_factory=list)
@@ -127,15 +127,15 @@ def check_part(request: Mapping[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    return len(value) if isinstance(value, range) else value.item()  # else numpy's
+    return len(value) if isinstance(value, range) else value.item()  # else a numpy scalar
 
 
 def _counter(kind: type, value: dict[str, int]) -> Counter[str]:
-    return Counter(value)  # msgspec knows no other dict than dict
+    return Counter(value)  # msgspec decodes mappings to plain dicts only
 
 
 def _with_tokens(facts: RolloutFacts) -> RolloutFacts:
-    """Give the steps of a rollout the ranges that JSON has as numbers."""
+    """Turn the token counts of a rollout's steps, as they come from JSON, back into ranges."""
     for step in (facts.state or {}).get("trajectory", ()):
         if step["tokens"] is not None:
             step["tokens"] = {name: range(size) for name, size in step["tokens"].items()}
@@ -143,9 +143,9 @@ def _with_tokens(facts: RolloutFacts) -> RolloutFacts:
 
 
 def _most_entropy(model: Path | None) -> float:
-    """Return the largest entropy of a token of a model: the logarithm of its vocabulary, nats."""
+    """Return the largest possible entropy of a token, in nats: the log of the vocabulary size."""
     try:
-        # Bytes that were read with a limit: the folder may have come with the run.
+        # Read with a size limit: the folder may have come with the run.
         data = json.loads(read_regular(Path(model or "") / "config.json", 2**20, follow=True))
         size = data.get("vocab_size") or data["text_config"]["vocab_size"]
         return math.log(size) if size > 1 else MOST_ENTROPY
@@ -174,7 +174,7 @@ class _Audit:
             self._skip_training("the run trained nothing")
             return None
         known = meta.get("config") or {}
-        try:  # only what decides what is trained; a newer rolltree may refuse other settings
+        try:  # only sections that affect training; a newer rolltree may reject other settings
             config = load_train_config({name: known.get(name, {}) for name in _SECTIONS})
         except ConfigError as error:
             self._skip_training(f"this rolltree cannot read the run's settings: {error}")
@@ -248,7 +248,7 @@ class _Audit:
             self._check_in_parts(size, num)
 
     def check_some(self, offset: int = 0, limit: int | None = None) -> None:
-        """Check `limit` rollouts from the `offset`th on."""
+        """Check `limit` rollouts, beginning with number `offset`, counted from 0."""
         rows = self.run.rollouts(offset=offset, limit=limit)
         while page := list(islice(rows, _PAGE_ROWS)):
             trained = self._trained(page)
@@ -261,10 +261,10 @@ class _Audit:
                 self.facts.append(one.facts)
 
     def _trained(self, page: Sequence[StoredRollout]) -> dict[Place, list[Any]]:
-        """Return what the table `trained` has of some rollouts."""
+        """Return the rows of the table `trained` that belong to some rollouts."""
         found: dict[Place, list[Any]] = {}
         if self.training is not None and self.training.records_tokens:
-            # One query for a page: a query for each rollout took a tenth of an audit.
+            # One query for a page: a query for each rollout took a tenth of an audit's time.
             named = dict.fromkeys(row.request_id for row in page if row.phase == PHASE)
             for row in self.run.trained(request_id=list(named)):
                 found.setdefault((row.request_id, row.trajectory_index), []).append(row)
@@ -283,7 +283,7 @@ class _Audit:
             with ThreadPoolExecutor(num) as threads:
                 found = list(threads.map(pool.call, requests))
         except WorkerCallError as error:
-            # Frames hold the name of an exception only; damage is a finding, all else a mistake.
+            # A worker sends only the exception's name. Damage is a finding, all else a bug.
             if error.kind != StoreError.__name__:
                 raise
             raise StoreError(str(error)) from error
@@ -295,7 +295,7 @@ class _Audit:
     # -- the run -----------------------------------------------------------------------------------
 
     def check_run(self) -> None:
-        """Check what rollouts say together."""
+        """Check rollouts, steps and events against each other."""
         self._sums()
         self._trajectories()
         self._copies()
@@ -318,12 +318,12 @@ class _Audit:
                 if not math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-6):
                     self.ledger.find(
                         *("storage", "sums_differ"),
-                        f"the sums of phase {stored.phase} say {name} = {one:g}, and its "
+                        f"the sums of phase {stored.phase} say {name} = {one:g}, but its "
                         f"rollouts give {other:g}",
                     )
 
     def _trajectories(self) -> None:
-        """Check that each request has all of its trajectories, and that parents are there."""
+        """Check that each request has all of its trajectories, and that their parents exist."""
         by_request: dict[str, list[RolloutFacts]] = {}
         for item in self.facts:
             by_request.setdefault(item.request_id, []).append(item)
@@ -353,7 +353,7 @@ class _Audit:
         for item in self.facts:
             if item.fingerprint is None:
                 continue
-            # Trajectories of one request share a clock; another request never does.
+            # Trajectories of one request share their times; those of two requests never do.
             first = known.setdefault(item.fingerprint, item)
             if first is not item and first.request_id != item.request_id:
                 self.ledger.find(
@@ -373,7 +373,7 @@ class _Audit:
             self.ledger.count("advantages", len(items))
             rewards = [item.reward for item in items if item.reward is not None]
             agents = Counter(item.parent_rollout for item in items)
-            # Agents are compared among themselves, by rules of the environment's own.
+            # Advantages of several agents follow the environment's own rules.
             if len(agents) > 1:
                 continue
             mean = fmean(rewards)
@@ -384,7 +384,7 @@ class _Audit:
                 ):
                     self.ledger.find(
                         *("advantages", "advantage_differs"),
-                        f"its advantage is {item.advantage:g}, and its reward minus the mean of "
+                        f"its advantage is {item.advantage:g}, but its reward minus the mean of "
                         f"its group is {right:g}",
                         item.place,
                     )

@@ -1,6 +1,6 @@
-"""The metrics of a step as its rollouts and its trained tokens give them.
+"""The metrics of a step, computed again from its rollouts and its trained tokens.
 
-One row per family of metrics; a family gives no numbers if what it needs was not stored.
+One row per family of metrics; a family gives no numbers if its input was not stored.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Numbers: TypeAlias = Mapping[str, float]
 class FromRollouts:
     """Metrics of all rollouts that a step sampled.
 
-    `names` are prefixes of metrics that are present only if `compute` gives them: one that it does
-    not give belongs to no rollout.
+    `names` are prefixes of metrics that a step may have only if `compute` returns them; any other
+    metric with such a prefix belongs to no rollout.
     """
 
     compute: Callable[[Sequence[RolloutFacts]], Numbers]
@@ -110,7 +110,7 @@ FROM_ROLLOUTS = (
     FromRollouts(_lengths),
 )
 FROM_REQUESTS = (FromRollouts(_errors, ("error/",)),)
-"""Those that count requests without a trajectory too."""
+"""Metrics that also count requests without a trajectory."""
 
 
 def _records(rows: Sequence[TrainedFacts]) -> Numbers:
@@ -134,7 +134,7 @@ def _entropy(rows: Sequence[TrainedFacts]) -> Numbers:
 def _mismatch(rows: Sequence[TrainedFacts]) -> Numbers:
     number = sum(row.num_fresh for row in rows)
     total = sum(row.mismatch * row.num_fresh for row in rows if row.mismatch is not None)
-    # Metrics of several updates are of the first one alone.
+    # A step of several updates has the metric of the first one only.
     return {"train/sampling/sampling_logp_difference/mean": total / number} if number else {}
 
 
@@ -156,9 +156,9 @@ FROM_TOKENS = (
     FromTokens(_skipped),
     # Stored as float16.
     FromTokens(_entropy, 2e-3),
-    # Logprobs are stored as float32, and what they differ by is little.
+    # Logprobs are stored as float32, and their differences are small.
     FromTokens(_mismatch, 1e-2),
     FromTokens(_lag),
-    # A mean in float32.
+    # The step computed this mean in float32.
     FromTokens(_engine_entropy, 1e-4),
 )

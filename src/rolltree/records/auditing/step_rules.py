@@ -1,4 +1,4 @@
-"""The rules of steps, settings and events: what each says of the others."""
+"""The rules that compare steps, settings and events with each other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rolltree.records.values import number_of
 from rolltree.training.plan import PHASE
 
 _MOST_BYTES = 2**24
-# What the name of a metric begins or ends with, and the least and the largest that it can be.
+# Prefixes and suffixes of metric names, and the smallest and largest value that these can have.
 _RANGES: tuple[tuple[tuple[str, ...], tuple[str, ...], float, float], ...] = (
     (("time/", "error/", "train/num_", "mismatch_kl/", "train/grad_norm"), (), 0.0, math.inf),
     ((), ("_ms", "_bytes", "_tokens", "_length", "/std", "difference/max"), 0.0, math.inf),
@@ -41,7 +41,7 @@ def _impossible_metrics(stored: Stored) -> Iterator[Found]:
 
 
 def _differing_settings(stored: Stored) -> Iterator[Found]:
-    """Compare steps and plans with the settings, unless these have changed on the way."""
+    """Compare steps and plans with the settings, unless these changed during the run."""
     run, config = stored.run, stored.config
     if config is None or any(event.data.get("changed") for event in run.events("resumed")):
         return
@@ -49,7 +49,7 @@ def _differing_settings(stored: Stored) -> Iterator[Found]:
     train, optim = config.train, config.optim
     last = max((row.step for row in steps), default=0)
     if last > train.num_steps:
-        yield _differs("there are steps", last, "train.num_steps", train.num_steps, last)
+        yield _differs("the last step is", last, "train.num_steps", train.num_steps, last)
     for row in steps:
         rate = number_of(row.metrics.get("train/learning_rate"))
         is_full = optim.schedule == "constant" and row.step > optim.warmup_steps
@@ -64,7 +64,7 @@ def _differing_settings(stored: Stored) -> Iterator[Found]:
     most = config.algorithm.groups_per_step
     for step, labels in sorted(groups.items()):
         if len(labels) > most:
-            yield _differs("it has groups", len(labels), "algorithm.groups_per_step", most, step)
+            yield _differs("its groups are", len(labels), "algorithm.groups_per_step", most, step)
     planned: Mapping[str, Any] = run.meta.get("planned") or {}
     if planned.get("steps", train.num_steps) != train.num_steps:
         yield _differs("planned steps are", planned["steps"], "train.num_steps", train.num_steps)
@@ -72,7 +72,7 @@ def _differing_settings(stored: Stored) -> Iterator[Found]:
     for done in run.evaluations():
         number = planned.get(f"phase/{done.phase}", 0)
         if 0 < size < number:
-            yield _differs(f"{done.phase} plans", number, "the settings of eval", size, done.step)
+            yield _differs(f"{done.phase} plans", number, "the size set in eval", size, done.step)
 
 
 def _differs(what: str, said: object, name: str, wanted: object, step: int | None = None) -> Found:
@@ -108,7 +108,7 @@ def _settings_for_people(stored: Stored) -> Iterator[Found]:
     text = config_text(stored.run.config).encode()
     try:
         read = read_regular(stored.run.path / "config.json", _MOST_BYTES)
-    except (OSError, StoreError):  # a copy without it is whole
+    except (OSError, StoreError):  # a copy of a run may lack it
         return
     if read != text:
         yield Found({})
@@ -117,17 +117,17 @@ def _settings_for_people(stored: Stored) -> Iterator[Found]:
 STEP_RULES: tuple[RunRule, ...] = (
     RunRule(
         *("steps", "impossible_metric", "metrics of a step with what they can be"),
-        "{name} is {value:g}, and it can be {span}",
+        "{name} is {value:g}, but it can only be {span}",
         _impossible_metrics,
     ),
     RunRule(
         *("steps", "settings_differ", "steps, rates, groups and plans with the settings"),
-        "{what} {said}, and {name} is {wanted}",
+        "{what} {said}, but {name} is {wanted}",
         _differing_settings,
     ),
     RunRule(
         *("steps", "missing_checkpoint", "checkpoints with `checkpoint.every`"),
-        "a checkpoint is saved every {every} steps, and the one of this step was not noted",
+        "a checkpoint is saved every {every} steps, but the events have none for this step",
         _missing_checkpoints,
     ),
     RunRule(
@@ -137,7 +137,7 @@ STEP_RULES: tuple[RunRule, ...] = (
     ),
     RunRule(
         *("storage", "settings_file_differs", "`config.json` with the stored settings"),
-        "config.json does not say what the run's stored settings say; those are what it ran with",
+        "config.json differs from the run's stored settings, which are what it ran with",
         _settings_for_people,
     ),
 )

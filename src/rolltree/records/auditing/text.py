@@ -1,4 +1,4 @@
-"""Text against ids: what was sampled must read as the answer, and prompts as their messages."""
+"""Compares text with ids: sampled ids must decode to the answer, and prompts to their messages."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _CUT = 160
 
 
 class TextCheck:
-    """Compares calls with their messages, by what a tokenizer decodes."""
+    """Compares the decoded ids of calls with their messages."""
 
     def __init__(self, tokenizer: RunTokenizer) -> None:
         self.tokenizer = tokenizer
         self.folder, self.end_ids = tokenizer.folder, tokenizer.end_ids
-        # Later calls of a group repeat the same prompt, and decoding it is what takes the time.
+        # The calls of a group repeat prompts, and decoding them takes most of the time.
         self._prompt_text = lru_cache(_REMEMBERED)(self._decoded)
 
     def _decoded(self, ids: bytes) -> str:
@@ -55,12 +55,12 @@ class TextCheck:
             ids = ids[:-1]
         sampled = _squeezed(self.tokenizer.decode(ids.tolist()))
         said = _squeezed(text)
-        # Engines leave out of the text the stop sequence that they sampled, and what follows.
+        # Engines cut the sampled stop sequence, and what follows it, off the text.
         cut = bool(stop) and sampled.startswith(said)
         if sampled != said and not cut and said != self._without_special(ids):
             audit.find(
                 *("text", "answer_differs"),
-                f"call {call.index} sampled ids that read {_short(sampled)} and its answer says "
+                f"call {call.index} sampled ids that read {_short(sampled)}, but its answer says "
                 f"{_short(said)}",
             )
             return
@@ -79,7 +79,7 @@ class TextCheck:
     def _prompt(self, audit: RolloutAudit, call: Call) -> None:
         shown = self._prompt_text(call.tokens.tree.prompt_ids(call.handle).tobytes())
         prompt = peek(call.step, "prompt")
-        # Templates may drop or rewrite what the assistant said, never what others did.
+        # Templates may drop or rewrite the assistant's messages, but not the others.
         parts = (
             [prompt]
             if isinstance(prompt, str)
@@ -95,19 +95,19 @@ class TextCheck:
         for part in parts:
             wanted = _squeezed(part)
             found = shown.find(wanted, at)
-            # Templates move system messages to the front: what is there at all is there.
+            # Templates move system messages to the front, so an earlier place counts, too.
             if found < 0 and wanted not in shown:
                 audit.find(
                     *("text", "prompt_differs"),
-                    f"the prompt of call {call.index} has the message {_short(wanted)}, and the "
-                    "ids that the engine was given do not say it",
+                    f"the prompt of call {call.index} has the message {_short(wanted)}, but the "
+                    "ids that the engine got do not contain it",
                 )
                 return
             at = max(at, found + len(wanted)) if found >= 0 else at
 
 
 def _squeezed(text: str) -> str:
-    """Return a text without spaces and without what decoders put for torn characters."""
+    """Return a text without whitespace and U+FFFD, which decoders put for torn characters."""
     return "".join(text.split()).replace("\ufffd", "")
 
 

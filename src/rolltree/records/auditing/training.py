@@ -1,4 +1,4 @@
-"""The checks of training steps: what was trained, once, with the advantages that rewards give."""
+"""The checks of training steps: each token trained once, with the advantage that rewards give."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from rolltree.training.config import TrainConfig
 from rolltree.training.plan import group_name
 from rolltree.types import RolloutResult
 
-# The kind of event in which asynchronous training keeps which groups a step takes.
+# The kind of event that notes which groups a step of asynchronous training takes.
 LEDGER = "batch"
 _AVERAGE = "credit/average/"
 _OF_FIRST_UPDATE = ("train/entropy", "train/sampling/sampling_logp_difference/mean")
-# Of a model with a vocabulary of a million tokens, where the run's own is not known.
+# The entropy limit if the run's vocabulary is not known: that of a million tokens.
 MOST_ENTROPY = math.log(2**20)
 # A softmax in 16 bits may leave [0, 1] by this much.
 _ROUNDING = 1e-2
@@ -68,7 +68,7 @@ class TrainingAudit:
     def check_trained(
         self, facts: RolloutFacts, calls: Sequence[Call], rows: Iterable[TrainedRollout]
     ) -> None:
-        """Compare the trained tokens of one trajectory with those that were sampled."""
+        """Compare the trained tokens of one trajectory with its sampled tokens."""
         sizes = [call.num_sampled for call in calls]
         calls = [call for call in calls if call.num_sampled]
         for row in rows:
@@ -79,7 +79,7 @@ class TrainingAudit:
             if [n for n in row.num_sampled.tolist() if n] != [n for n in sizes if n]:
                 self.ledger.find(
                     *("advantages", "tokens_differ"),
-                    f"step {row.step} trained {row.num_tokens} tokens of its calls and they "
+                    f"step {row.step} trained {row.num_tokens} tokens of its calls, but they "
                     f"sampled {sum(sizes)}",
                     *where,
                 )
@@ -105,13 +105,13 @@ class TrainingAudit:
                 self.ledger.find(
                     *("advantages", "advantage_differs"),
                     f"the tokens of call {index} were trained with advantages from "
-                    f"{part.min():g} to {part.max():g}; credit gives a call one",
+                    f"{part.min():g} to {part.max():g}; credit gives a call only one",
                     *where,
                 )
         return advantages
 
     def _impossible(self, row: TrainedRollout, where: _Where) -> None:
-        """Check that what the trainer said of tokens can be said of a distribution."""
+        """Check that the trainer's values of tokens are possible for a distribution."""
         for name, low, high in (
             ("logprob", -math.inf, _ROUNDING),
             ("reference", -math.inf, _ROUNDING),
@@ -120,7 +120,7 @@ class TrainingAudit:
             ("weight", 0.0, math.inf),
         ):
             values = getattr(row, name)
-            # Almost every row is right, and comparing its two ends costs the least.
+            # Almost every row is right, and comparing minimum and maximum costs the least.
             if values is None or (values.min() >= low and values.max() <= high):
                 continue
             wrong = (values < low) | (values > high)
@@ -160,8 +160,8 @@ class TrainingAudit:
         if tokens.is_known and not masked and (wrong := ~tokens.used & (row.weight != 0)).any():
             self.ledger.find(
                 *("alignment", "unused_token_trained"),
-                f"{int(wrong.sum())} tokens are older or further back than the run's settings "
-                "train, and were trained",
+                f"{int(wrong.sum())} tokens were trained that are older than train.max_lag or "
+                "beyond train.max_seq_len",
                 *where,
             )
         note_weights_of_calls(known, row, tokens, engine, self.config, self.algorithm)
@@ -175,7 +175,7 @@ class TrainingAudit:
         if wrong.any():
             self.ledger.find(
                 *("alignment", "masked_token_trained"),
-                f"{int(wrong.sum())} tokens have mask 0 and were trained",
+                f"{int(wrong.sum())} tokens have mask 0 but were trained",
                 *where,
             )
         return bool(wrong.any())
@@ -183,7 +183,7 @@ class TrainingAudit:
     def _lag(
         self, row: TrainedRollout, calls: Sequence[Call], where: _Where
     ) -> NDArray[np.int64] | None:
-        """Return how many versions old each token was, int64 `[_T]`; None: none was."""
+        """Return each token's age in versions, int64 `[_T]`; None if all of them are 0."""
         # The weights before step n are version n - 1: a token of version v has the lag n - 1 - v.
         ranges = [call.value_range("version") for call in calls]
         if all(each in (None, (row.step - 1, row.step - 1)) for each in ranges):
@@ -194,7 +194,7 @@ class TrainingAudit:
             self.ledger.find(
                 *("versions", "too_new"),
                 f"step {row.step} trained tokens that say version {int(versions.max())} sampled "
-                f"them, and there were {row.step - 1} then",
+                f"them, but the newest version then was {row.step - 1}",
                 *where,
             )
         if (used & (lag > staleness_limit(self.config))).any() and self.config.train.async_steps:
@@ -212,8 +212,8 @@ class TrainingAudit:
         lag: NDArray[np.int64] | None,
         engine: NDArray[np.float64] | None,
     ) -> tuple[float | None, int]:
-        """Return how far the engine's logprobs are from the trainer's, and of how many tokens."""
-        # Only tokens of the version that trained them: older weights gave other logprobs rightly.
+        """Return the mean distance of engine and trainer logprobs, and the number of tokens."""
+        # Only tokens of the version that the step began with: older ones rightly differ.
         known = np.isfinite(row.logprob) if lag is None else np.isfinite(row.logprob) & (lag == 0)
         if engine is None or not known.any():
             return None, 0
@@ -224,7 +224,7 @@ class TrainingAudit:
     # -- all rollouts of a step -----------------------------------------------------
 
     def check_steps(self, facts: Sequence[RolloutFacts]) -> None:
-        """Check every step, once all rollouts were read."""
+        """Check every step, after all rollouts were read."""
         steps = self.run.steps()
         self._contiguous(steps)
         by_step: dict[int, list[RolloutFacts]] = {}
@@ -233,8 +233,8 @@ class TrainingAudit:
             by_group.setdefault(item.group_id, []).append(item)
             if item.train_step is not None:
                 by_step.setdefault(item.train_step, []).append(item)
-        # The baseline of a step is the average that the step before left, so steps are checked in
-        # their order; those before a fork are in the run that it was forked from.
+        # The baseline of a step is the average that the previous step left, so steps are checked in
+        # order; those before a fork are in the run that was forked.
         averages: dict[str, float] = {}
         for row in steps:
             if row.step > self.first:
@@ -307,7 +307,7 @@ class TrainingAudit:
             for request_id in sorted(there - planned):
                 self.ledger.find(
                     *("counted_once", "unplanned_rollout"),
-                    f"group {name} has {size} members, and this is not one of them",
+                    f"group {name} has {size} members, but this is not one of them",
                     (request_id, 0),
                     step,
                 )
@@ -322,7 +322,7 @@ class TrainingAudit:
     ) -> None:
         """Compare a step with the credit of its groups.
 
-        Dynamic sampling trains `num_trained` of them: those with a signal, then the last others.
+        Dynamic sampling trains `num_trained` groups: those with a signal, then the last others.
         """
         section = self.config.algorithm
         policy, credit = section.policy(self.config.train.max_seq_len), section.resolve().credit
@@ -350,7 +350,7 @@ class TrainingAudit:
             rows = [known for known in item.trained if known.step == row.step]
             where = item.place, row.step
             if not rows and item.num_sampled:
-                said = f"step {row.step} was to train it, and no token of it was"
+                said = f"step {row.step} was to train it, but trained none of its tokens"
                 self.ledger.find("counted_once", "not_trained", said, *where)
             for known in rows:
                 self._compare(known, chosen[id(item.state)], where)
@@ -361,7 +361,7 @@ class TrainingAudit:
             if got is not None and not math.isclose(got, right, rel_tol=1e-4, abs_tol=1e-6):
                 self.ledger.find(
                     *("advantages", "advantage_differs"),
-                    f"call {index} was trained with the advantage {got:g}, and the group's "
+                    f"call {index} was trained with the advantage {got:g}, but the group's "
                     f"rewards give {right:g}",
                     *where,
                 )
@@ -385,8 +385,8 @@ class TrainingAudit:
             if name.startswith(tuple(prefixes)) and name not in right:
                 self.ledger.find(
                     *("steps", "metrics_differ"),
-                    f"{name} of step {row.step} is {row.metrics[name]}, and no rollout of it has "
-                    "such a value: one of them was changed",
+                    f"{name} of step {row.step} is {row.metrics[name]}, but none of its rollouts "
+                    "has this metric: one of the two was changed",
                     step=row.step,
                 )
 
@@ -395,7 +395,7 @@ class TrainingAudit:
         if stored is None:
             return
         self.ledger.count("steps")
-        # An older rolltree did not cut intervals of shares at 0 and 1.
+        # Older versions of rolltree did not cut intervals of shares at 0 and 1.
         if name in ("reward/low", "reward/high") and value in (0.0, 1.0):
             stored = min(1.0, max(0.0, float(stored)))
         if not math.isclose(
@@ -403,8 +403,8 @@ class TrainingAudit:
         ):
             self.ledger.find(
                 *("steps", "metrics_differ"),
-                f"{name} of step {row.step} is {stored:g}, and its rollouts give {value:g}: "
-                "one of them was changed",
+                f"{name} of step {row.step} is {stored:g}, but its rollouts give {value:g}: "
+                "one of the two was changed",
                 step=row.step,
             )
 
@@ -418,14 +418,14 @@ class TrainingAudit:
             item = by_state[id(state)]
             known = [each for each in item.trained if each.step == row.step]
             if len(known) != 1:
-                return  # what is missing or there twice is found elsewhere
+                return  # missing and duplicate rows are found elsewhere
             known[0].num_counted = sum(known[0].used) * effect.in_loss
             found.append((item, known[0], effect.in_loss))
         rows = [known for _, known, _ in found]
         section = self.config.train
         for family in FROM_TOKENS:
             for name, value in family.compute(rows).items():
-                # Metrics of the first update alone, and of what was not cut.
+                # These metrics cover only the first update, or only tokens that were not cut.
                 is_part = name in _OF_FIRST_UPDATE and section.minibatches > 1
                 is_cut = name == "rollout/entropy" and section.max_seq_len is not None
                 if not (is_part or is_cut):
@@ -437,11 +437,11 @@ class TrainingAudit:
             self.ledger.find(
                 *("alignment", "weight_differs"),
                 f"call {call} was trained with loss weights of {mine.least[call]:.4g} or more, "
-                f"and the aggregation {self.algorithm.aggregation!r} of the step's tokens gives "
+                f"but the aggregation {self.algorithm.aggregation!r} of the step's tokens gives "
                 f"{right:.4g}"
                 if mine.least[call] > right
                 else f"a token of call {call} was trained with a loss weight of at most "
-                f"{mine.most[call]:.4g}, and the aggregation {self.algorithm.aggregation!r} of "
+                f"{mine.most[call]:.4g}, but the aggregation {self.algorithm.aggregation!r} of "
                 f"the step's tokens gives {right:.4g}",
                 item.place,
                 row.step,
@@ -468,13 +468,13 @@ class TrainingAudit:
                 )
 
     def _check_taken(self, facts: Sequence[RolloutFacts]) -> None:
-        """Check that nothing was trained by two steps, and nothing that is missing."""
+        """Check that nothing was trained by two steps, and that no trained rollout is missing."""
         for item in facts:
             taken = sorted({known.step for known in item.trained})
             if len(taken) > 1:
                 self.ledger.find(
                     *("counted_once", "trained_twice"),
-                    f"it was trained by the steps {some(taken)}",
+                    f"it was trained by several steps: {some(taken)}",
                     item.place,
                 )
         steps_of: dict[str, list[int]] = {}
@@ -483,7 +483,7 @@ class TrainingAudit:
                 steps_of.setdefault(name, []).append(step)
         for name, taken in steps_of.items():
             if len(taken) > 1:
-                said = f"group {name} was trained by the steps {some(sorted(taken))}"
+                said = f"group {name} was trained by several steps: {some(sorted(taken))}"
                 self.ledger.find("counted_once", "trained_twice", said, step=max(taken))
         if not self.records_tokens:
             return
@@ -497,7 +497,7 @@ class TrainingAudit:
 
 
 def _engine_logprobs(calls: Sequence[Call]) -> NDArray[np.float64] | None:
-    """Return the engine's logprobs of all sampled tokens, float64 `[_T]`; None if one has none."""
+    """Return the engine's logprobs of sampled tokens, float64 `[_T]`; None if a call lacks them."""
     logprobs: list[Any] = [call.tokens.tree.logprobs(call.handle) for call in calls]
     if any(each is None for each in logprobs):
         return None
