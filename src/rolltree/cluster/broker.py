@@ -420,7 +420,7 @@ class Broker:
         except StoreError as error:
             return _Arrival(_NOTHING, None, status="refused", why=f"{error}")
         if self._leases.is_claimed(done.item_id):
-            # A duplicate if the result that is being stored succeeds, and needed if that fails.
+            # This result is a duplicate if the one being stored succeeds, and needed if that fails.
             return _Arrival(done, None, status="later")
         return _Arrival(done, self._leases.claim(done.item_id))
 

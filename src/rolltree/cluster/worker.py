@@ -108,7 +108,7 @@ class HeadClient:
         """
         url = self._beats.answer.get("head")
         if url is None or self._http is None:
-            raise HeadLost("the driver knows of no head")
+            raise HeadLost("the driver does not know the head's address yet")
         method = "GET" if message is None else "POST"
         # aiohttp sends a file in parts, without holding the event loop.
         body = None if message is None else BytesIO(message.to_bytes())

@@ -62,10 +62,8 @@ FIELDS: dict[str, Field] = {
 }
 # The fields of nested objects. A thinking budget is a target in Anthropic's API, not a limit.
 _THINKING: dict[str, Field] = {
-    "type": only(
-        "enabled", "adaptive", "disabled", why="when the model thinks is its own decision"
-    ),
-    "display": only("summarized", "omitted", why="thinking is shown as it was sampled, or not"),
+    "type": only("enabled", "adaptive", "disabled", why="the model itself decides when it thinks"),
+    "display": only("summarized", "omitted", why="thinking is shown as sampled, or not at all"),
     **each("budget_tokens block_binding", NO_EFFECT),
 }
 _OUTPUT: dict[str, Field] = {

@@ -64,9 +64,9 @@ CHAT_FIELDS: dict[str, Field] = {
 TEXT_FIELDS: dict[str, Field] = {
     **_COMMON,
     "prompt": READ,
-    "echo": only(False, why="an answer has what was sampled"),
-    "best_of": only(1, why="every sample is a call of its own"),
-    "suffix": only("", why="text is continued at its end"),
+    "echo": only(False, why="an answer has only what was sampled"),
+    "best_of": only(1, why="every sample is a separate call"),
+    "suffix": only("", why="text can only be continued at its end"),
 }
 
 

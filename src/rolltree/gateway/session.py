@@ -324,7 +324,7 @@ class GatewaySession:
         step = self.trajectory[self._step_of(answer_id)]
         said = [*peek(step, "prompt"), *peek(step, "completion")]
         if not all(isinstance(message, dict) for message in said):
-            raise RequestError(f"{answer_id} is the answer to a text, not a conversation.")
+            raise RequestError(f"{answer_id} answers a text prompt, not a conversation.")
         return said
 
     def answer(self, answer_id: str) -> AgentAnswer:

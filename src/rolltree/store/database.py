@@ -142,7 +142,7 @@ class Database:
             raise StoreError(
                 f"{self.path} lacks the last {missing} batches that were stored in it: its log "
                 f"{self.path.name}-wal is damaged or was not copied with it, or an older copy was "
-                "put in its place. Restore the whole directory from one copy; or, to go on "
+                "put in its place. Restore the whole directory from one copy; or, to continue "
                 f"without these batches, delete {self._note.path}."
             )
 
@@ -187,8 +187,8 @@ class Database:
         if _identity(self._place) != self._file:
             raise StoreError(
                 f"{self.path} was removed, moved or replaced while it was being written, so what "
-                "is stored from now on would be lost. If the run directory was moved, go on there "
-                "with the same command; otherwise restore it from a copy, or start again."
+                "is stored from now on would be lost. If the run directory was moved, continue "
+                "there with the same command; otherwise restore it from a copy, or start again."
             )
 
     @contextlib.contextmanager
@@ -434,10 +434,10 @@ def check_files(folder: Path, *, writes: bool) -> None:
                 kind = "a journal that names another file to delete"
             if kind is not None:
                 raise StoreError(
-                    f"{folder / name} is {kind}, not a regular file of its own. rolltree makes no "
-                    "such run, and using it could wait forever or change other files. If you "
+                    f"{folder / name} is {kind}, not a regular file of its own. rolltree does not "
+                    "make such runs, and using it could wait forever or change other files. If you "
                     "trust the run, copy its folder (`cp -rL`) and use the copy; otherwise ask "
-                    "for it where it is from."
+                    "whoever gave it to you for a new copy."
                 )
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
@@ -481,8 +481,8 @@ def _unreadable(path: Path, error: Exception) -> StoreError:
             "directory to a disk that can be written and open the copy."
         )
     return StoreError(
-        f"{path} cannot be read as a run database ({error}). It may be another program's file, "
-        "closed, or damaged; choose another run directory, or restore it from a copy."
+        f"{path} cannot be read as a run database ({error}). It may be closed, damaged, or another "
+        "program's file; choose another run directory, or restore it from a copy."
     )
 
 

@@ -63,7 +63,7 @@ def export_rows(
     raise StoreError(
         f"{number} rollouts are in {path}, and these could not be read: "
         f"{'; '.join(lost[:MAX_TOLD])}{more}. Something changed {database.path} after "
-        "rolltree wrote it; restore it from a copy to have them."
+        "rolltree wrote it; restore it from a copy to get them."
     ) from cause
 
 

@@ -209,6 +209,6 @@ def damaged(path: Path, what: str) -> StoreError:
     """Return the error for a damaged database: the damage found, and what to do."""
     return StoreError(
         f"{path} is damaged: {what}. Something changed the file after rolltree wrote it (a failing "
-        "disk, a broken copy, another program), and its numbers would be wrong. Restore it from a "
-        f"copy; `rolltree export {path.parent} FILE` saves every rollout that is whole."
+        "disk, a broken copy, another program), so its numbers would be wrong. Restore it from a "
+        f"copy; `rolltree export {path.parent} FILE` saves every rollout that is intact."
     )

@@ -103,8 +103,8 @@ def check_schema(connection: sqlite3.Connection, path: Path) -> None:
             is_virtual = sql.upper().startswith("CREATE VIRTUAL")
             kind = "virtual table" if is_virtual else f"{kind} with rules of its own"
         raise StoreError(
-            f"{path} has a {kind}, {name!r}, which rolltree never makes and which could act on "
-            "what is read or written, so the file is not used. Ask for the run where it is from."
+            f"{path} has a {kind}, {name!r}, which rolltree never makes and which could change "
+            "what is read or written, so the file is not used. Ask its source for a clean copy."
         )
     if version != SCHEMA_VERSION:
         newer = version > SCHEMA_VERSION
