@@ -296,7 +296,7 @@ class Broker:
                 self._changed()
 
     def _end_with(self, task: asyncio.Task[None]) -> None:
-        """Pass the error that ended a task to all who wait for results: they would wait forever."""
+        """Pass the error that ended a task to the callers of all offers, which wait for results."""
         error = None if task.cancelled() else task.exception()
         if isinstance(error, Exception):
             with self._lock:
@@ -308,7 +308,7 @@ class Broker:
         self._news.set()
 
     async def _give_up(self, offer: Offer) -> None:
-        """Store rollouts as failed that may be what kills their workers."""
+        """Store an offer's rollouts as failed, since they may be what kills their workers."""
         error = WorkerLost(
             "every worker that played this rollout was lost before its end, so it is not tried "
             "again. Does it use up the memory of its worker? See the workers' logs."

@@ -362,7 +362,7 @@ def read_state(run_dir: Path) -> dict[str, Any] | None:
 async def end_leftovers(
     run_dir: Path, orphan_s: float, say: Callable[[str], None], here: Set[str]
 ) -> None:
-    """End the roles that a killed driver left; wait until those on hosts not in `here` ended."""
+    """End a killed driver's roles on this machine; wait for the end of those not `here`."""
     state = read_state(run_dir)
     if state is None:
         return
@@ -406,7 +406,7 @@ def _this_process() -> dict[str, Any]:
 
 
 def _write_secret(path: Path, text: str) -> None:
-    """Write a file that at no time anyone but this user can read."""
+    """Write a file that only this user can read at any time."""
     path.unlink(missing_ok=True)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     with open(fd, "w", encoding="utf-8") as file:

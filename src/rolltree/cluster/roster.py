@@ -103,7 +103,7 @@ class Roster:
         """Note that a role's process has ended: its address is not given out any more."""
         role = self.roles[name]
         role.registration = role.beat = role.stall = None
-        # So that the time until its restart does not count as a slow start.
+        # The time until its restart must not count as a slow start.
         role.started_at = self._clock()
         if role.kind == "trainer":
             # Its other ranks end with it.

@@ -2,7 +2,7 @@
 
 A field is read by its protocol, is a sampling setting, is passed on to the model's server (which
 obeys it or refuses it by name), does not affect the answer, or must have one of the values that ask
-for the default behavior. Anything else is an error: nothing is dropped.
+for the default. Anything else is an error: nothing is dropped.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class HarborProgramEnv(HarborWorlds, ProgramEnv):
         settings: passed to `ProgramEnv`.
 
     Raises:
-        ConfigError: a task requires something that is not supported; the error names both.
+        ConfigError: a task, which is named, requires something that is not supported.
     """
 
     def __init__(

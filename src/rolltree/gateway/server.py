@@ -73,7 +73,7 @@ class Gateway:
             `gateway/` in its folder.
         host, port: where to listen; port 0 takes a free one.
         allow_remote: allow an address that is not loopback.
-        admin_key: the key that requests which open and close sessions carry; None generates one.
+        admin_key: the key for requests that open and close sessions; None generates one.
         unix_socket: a path to listen on as well, for programs without network access.
         allowed_hosts: further names under which the gateway is reached, such as
             `host.containers.internal:8000`.

@@ -125,8 +125,9 @@ class Run(StoredRun):
         Settings are fixed when the first rollout or step is stored; until then, new ones replace
         them. `may_change` names dotted keys (or their parents), such as `"max_concurrent"`, in
         which a continued run may differ from its first start; their new values are stored, and the
-        event `resumed` has the old ones. A setting that is newer than the run has its value of
-        `defaults`, which is stored. `advice` is appended to the message about different settings.
+        event `resumed` has the old ones. A setting that the run lacks, because it is newer, is
+        compared as if the run had its value in `defaults`, and is stored. `advice` is appended to
+        the message about different settings.
 
         Raises:
             ConfigError: the run was started with different settings.
