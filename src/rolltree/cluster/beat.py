@@ -1,7 +1,7 @@
-"""A role's side of the control server: where it finds the others, and says that it lives.
+"""A role's client of the control server: it registers, sends beats, and learns addresses.
 
-The beat runs on a thread of its own, so a busy loop still beats; `advance` is called by the loop
-that does the work, so the driver tells a busy process from a stuck one.
+A separate thread sends the beats, so they continue while the main loop is busy. The main loop calls
+`advance`, so that the driver can tell a busy process from a stuck one.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from rolltree.errors import ClusterError, ConfigError
 from rolltree.redact import remember
 
 ENDED = 75
-"""The exit status of a role that was told to end, or that nobody drives any more."""
+"""The exit status of a role that was told to end, or whose driver is gone."""
 _BEAT_S = 2.0
 _TIMEOUT_S = 10.0
 _LAST_S = 60.0
-"""How long a role that was told to end may take to save what it has."""
+"""Seconds that a role which was told to end may take to save its state."""
 
 
 class Link:
-    """The way to the control server, from the environment that the driver gives.
+    """The connection to the control server, from the variables that the driver sets.
 
     Raises:
         ConfigError: a variable is missing.
@@ -52,15 +52,15 @@ class Link:
 
     @property
     def headers(self) -> dict[str, str]:
-        """What every request between roles carries."""
+        """The headers of every request between roles."""
         return {"Authorization": f"Bearer {self.token}"}
 
     def ask(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the answer to a GET, or with a body to a POST.
 
         Raises:
-            ClusterError: the control server refuses it.
-            OSError: it cannot be reached.
+            ClusterError: the control server refuses the request.
+            OSError: the control server cannot be reached.
         """
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, self.headers)
@@ -74,7 +74,7 @@ class Link:
         return found
 
     def config(self) -> dict[str, Any]:
-        """Return the settings of the run, waiting for a driver that is not there yet."""
+        """Return the settings of the run; wait if the driver does not answer yet."""
         end = time.monotonic() + _LAST_S
         while True:
             try:
@@ -93,21 +93,21 @@ class Link:
         try:
             self.ask("/fail", body)
         except (OSError, ClusterError) as unheard:
-            print(f"the driver did not hear of it: {unheard}", file=sys.stderr)
+            print(f"the driver could not be told of this error: {unheard}", file=sys.stderr)
 
 
 class Beats:
     """Registers a role and beats until the process ends.
 
     Args:
-        link: the way to the driver.
+        link: the connection to the driver.
         kind: `engine`, `worker`, `trainer` or `rank`.
-        url: where the role is called, None if nobody calls it.
-        orphan_s: the role ends when no beat was heard for that long.
+        url: the role's URL; None if nobody calls it.
+        orphan_s: seconds without an answer to a beat after which the role ends.
         has_loop: whether a loop calls `advance`.
-        on_notice: gets what the driver has to say to the head.
+        on_notice: gets the driver's notices, in the head.
 
-    `state`, `waits_for` and `metrics` are what the next beat says; `answer` is the last answer.
+    `state`, `waits_for` and `metrics` go into the next beat; `answer` is the last answer.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Beats:
         self.advance()
 
     def advance(self) -> None:
-        """Note that the loop that does the work goes on."""
+        """Note that the main loop advances."""
         self._advanced_at = time.monotonic()
 
     def hurry(self) -> None:
@@ -163,7 +163,7 @@ class Beats:
                 if answer.get("stop"):
                     self._end("the driver stops this role")
             except ClusterError:
-                # It has forgotten this role: it was taken for dead, or the driver is a new one.
+                # The driver has forgotten this role, which it took for dead, or is a new one.
                 is_registered = False
             except (OSError, ValueError):
                 if time.monotonic() - heard_at > self._orphan_s:
@@ -182,7 +182,7 @@ class Beats:
         }
 
     def _end(self, why: str) -> None:
-        """End the process: SIGTERM, so that it saves what it has, and later without asking."""
+        """End the process: with SIGTERM, so that it saves its state, and later by force."""
         if self.is_ending:
             return
         self.is_ending = True

@@ -1,8 +1,8 @@
-"""The head's server for rollout workers: hands out work, stores results, says which engines work.
+"""The head's server for rollout workers: hands out work, stores results, reports ready engines.
 
-It has a thread and an event loop of its own, since a synchronous training step holds the main one.
-A result is acknowledged when it is stored: what a worker was not told of, it sends again, and a
-second result is answered with "known".
+It has its own thread and event loop, since a synchronous training step blocks the main one. A
+result is acknowledged after it is stored; a worker sends results again that were not acknowledged,
+and a duplicate is answered with "known".
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from rolltree.store import Run
 from rolltree.types import RolloutRequest, RolloutResult
 
 SILENT_S = 30.0
-"""A worker that has not polled for that long is taken for dead."""
+"""Seconds without a poll after which a worker is taken for dead."""
 _MAX_WAIT_S = 10.0
 _MAX_POLL_BYTES = 2**22
 _MAX_LATE = 1000
@@ -53,7 +53,7 @@ _TICK_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ItemOutcome:
-    """What became of an offer: its stored results, or why there are none."""
+    """The outcome of an offer: its stored results, or the error that prevented them."""
 
     item_id: str
     stored: Sequence[Stored]
@@ -62,9 +62,10 @@ class ItemOutcome:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Offer:
-    """Requests that are wanted, and who is told of their results (in the broker's thread).
+    """Requests to be played, and the callback for their results (in the broker's thread).
 
-    `encoded` is what workers get of them. `replace_failed` and `replaced` are `Run.add_rollouts`'.
+    `encoded` has the requests as workers get them. `replace_failed` and `replaced` are arguments of
+    `Run.add_rollouts`.
     """
 
     item_id: str
@@ -77,16 +78,16 @@ class Offer:
 
 @dataclass(slots=True, eq=False)
 class _Arrival:
-    """A result that waits to be stored. `offer` is None if nobody has asked for it now."""
+    """A result that waits to be stored. `offer` is None if there is no open offer for it."""
 
     given: WorkDone
     offer: Offer | None
     stored: Sequence[Stored] = ()
     status: str = ""
-    """What its worker is told; empty until that is known."""
+    """The answer to its worker; empty until it is known."""
     why: str = ""
     error: Exception | None = None
-    """Why the store took nothing: the run cannot go on."""
+    """The error of the store, with which the run cannot continue."""
 
 
 @dataclass(slots=True, eq=False)
@@ -103,7 +104,7 @@ class WorkerLost(RolltreeError):
 
 @dataclass(slots=True)
 class Head:
-    """What the broker needs of the head, once it is there."""
+    """The parts of the head that the broker uses, once the head is ready."""
 
     run: Run
     env_id: str
@@ -114,7 +115,7 @@ class Head:
 
 @dataclass(slots=True)
 class BrokerCounts:
-    """What was done since the start, for `rolltree cluster status`."""
+    """Counts of results since the start, for `rolltree cluster status`."""
 
     stored: int = 0
     known: int = 0
@@ -128,10 +129,10 @@ class Broker:
 
     Args:
         host: the address to listen on.
-        token: what every request carries.
-        queue_bytes: results that may wait to be stored; workers keep the others.
-        there: the names of the workers that the driver sees, None if it is not known.
-        silent_s: a worker that has not polled for that long has lost its items.
+        token: the token that every request must carry.
+        queue_bytes: the size of results that may wait to be stored; workers keep the others.
+        there: returns the names of the workers that the driver sees; None if they are not known.
+        silent_s: seconds without a poll after which a worker loses its items.
     """
 
     def __init__(
@@ -144,16 +145,16 @@ class Broker:
         silent_s: float = SILENT_S,
     ) -> None:
         self.url = ""
-        """Where it is; empty until it is started."""
+        """The server's URL; empty until it is started."""
         self.life = secrets.token_hex(8)
         self.counts = BrokerCounts()
         self._host, self._token = host, token
         self._queue_bytes, self._there = queue_bytes, there
         self._leases: Leases[Offer] = Leases(silent_s, time.monotonic)
         self._head: Head | None = None
-        # Results that came before somebody asked for them, until somebody does.
+        # Stored results that came without an open offer, kept for a later one.
         self._late: OrderedDict[str, Sequence[Stored]] = OrderedDict()
-        self._lock = threading.Lock()  # of `_leases` and `_late`
+        self._lock = threading.Lock()  # guards `_leases` and `_late`
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name="rolltree-broker", daemon=True)
         self._is_up = threading.Event()
@@ -163,7 +164,7 @@ class Broker:
         """Listen on a free port.
 
         Raises:
-            ClusterError: the address cannot be listened on.
+            ClusterError: it cannot listen on the address.
         """
         self._thread.start()
         self._is_up.wait()
@@ -174,11 +175,11 @@ class Broker:
             )
 
     def attach(self, head: Head) -> None:
-        """Begin to take results: the store is open."""
+        """Begin to answer workers, now that the store is open."""
         self._head = head
 
     def close(self) -> None:
-        """Stop listening. What is being stored is stored first, so the store may be closed."""
+        """Stop listening, after pending results are stored; then the store may be closed."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stopping.set)
             self._thread.join()
@@ -186,12 +187,15 @@ class Broker:
     # -- the head's side -----------------------------------------------------------------------
 
     def offer(self, offers: Iterable[Offer]) -> None:
-        """Have requests played; `done` is called once for each, in the broker's thread."""
+        """Have requests played. Each offer's outcome is passed to its `done` once.
+
+        That happens in the broker's thread, or in this call if the results are stored already.
+        """
         found = list[tuple[Offer, Sequence[Stored]]]()
         with self._lock:
             for offer in offers:
                 late = self._late.pop(offer.item_id, None)
-                # What is played again on purpose is not what came late.
+                # A late result is not used for requests that are played again on purpose.
                 if late is None or {r.request_id for r in offer.requests} & offer.replaced:
                     self._leases.offer(offer.item_id, offer, len(offer.requests))
                 else:
@@ -201,18 +205,18 @@ class Broker:
         self._loop.call_soon_threadsafe(self._changed)
 
     def withdraw(self, item_ids: Iterable[str]) -> None:
-        """Do without the results of these items; one that is being stored is stored."""
+        """Withdraw items; a result that is already being stored is stored anyway."""
         with self._lock:
             self._leases.withdraw(item_ids)
 
     @property
     def num_slots(self) -> int:
-        """How many rollouts the workers that are there can play at a time."""
+        """How many rollouts the known workers can play at a time."""
         with self._lock:
             return self._leases.num_slots
 
     def metrics(self) -> dict[str, Any]:
-        """Return what `rolltree cluster status` shows of the queues."""
+        """Return the queue metrics that `rolltree cluster status` shows."""
         with self._lock:
             leases = self._leases
             return {
@@ -233,7 +237,7 @@ class Broker:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_until_complete(self._run())
-            # Connections that were open.
+            # The tasks of open connections.
             left = asyncio.all_tasks(self._loop)
             for task in left:
                 task.cancel()
@@ -244,7 +248,7 @@ class Broker:
     async def _run(self) -> None:
         self._stopping, self._news = asyncio.Event(), asyncio.Event()
         self._arrivals: asyncio.Queue[_Arrivals] = asyncio.Queue()
-        # `_body` looks at sizes.
+        # No size limit here, because `_body` checks sizes.
         guards = [token_guard(self._token), self._when_ready]
         app = web.Application(middlewares=guards, client_max_size=0)
         app.add_routes(
@@ -270,7 +274,7 @@ class Broker:
             await self._stopping.wait()
         finally:
             await runner.cleanup()
-            # The storer ends between two batches: half a batch would be told to nobody.
+            # `_store_all` ends between two batches: nobody would hear of half a batch.
             tasks[1].cancel()
             self._arrivals.put_nowait(_END)
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -292,7 +296,7 @@ class Broker:
                 self._changed()
 
     def _end_with(self, task: asyncio.Task[None]) -> None:
-        """Give whoever waits for results the error that ended a task: it would wait forever."""
+        """Pass the error that ended a task to the callers of all offers, which wait for results."""
         error = None if task.cancelled() else task.exception()
         if isinstance(error, Exception):
             with self._lock:
@@ -304,7 +308,7 @@ class Broker:
         self._news.set()
 
     async def _give_up(self, offer: Offer) -> None:
-        """Store the failure of rollouts that may be what ends their workers."""
+        """Store an offer's rollouts as failed, since they may be what kills their workers."""
         error = WorkerLost(
             "every worker that played this rollout was lost before its end, so it is not tried "
             "again. Does it use up the memory of its worker? See the workers' logs."
@@ -338,7 +342,7 @@ class Broker:
 
     @property
     def _there_is(self) -> Head:
-        assert self._head is not None  # `_when_ready` has looked
+        assert self._head is not None  # checked by `_when_ready`
         return self._head
 
     async def _work(self, request: web.Request) -> web.Response:
@@ -358,7 +362,7 @@ class Broker:
             except TimeoutError:
                 break
             with self._lock:
-                # A newer poll, or life, of this worker may have come meanwhile.
+                # A new process of this worker may have polled meanwhile.
                 if not self._leases.is_current(poll.worker, poll.life):
                     break
                 leased = self._leases.take(poll.worker, poll.free)
@@ -388,16 +392,16 @@ class Broker:
     async def _body(self, request: web.Request, most: float = _MAX_POLL_BYTES) -> bytes:
         size = request.content_length
         if size is None:
-            raise web.HTTPLengthRequired(text="a message says how long it is")
+            raise web.HTTPLengthRequired(text="the request has no Content-Length")
         if size > most:
             raise web.HTTPRequestEntityTooLarge(max_size=int(most), actual_size=size)
         return await request.read()
 
     async def _results(self, request: web.Request) -> web.Response:
         size = request.content_length or 0
-        # One that is larger than the whole queue gets in alone.
+        # A delivery that is larger than the whole queue is accepted while no other waits.
         if self.counts.waiting_bytes and self.counts.waiting_bytes + size > self._queue_bytes:
-            return refusal(503, "results wait to be stored; send them again")
+            return refusal(503, "too many results wait to be stored; send these again later")
         self.counts.waiting_bytes += size
         try:
             delivery = read_message(Delivery, await self._body(request, math.inf))
@@ -416,14 +420,14 @@ class Broker:
         except StoreError as error:
             return _Arrival(_NOTHING, None, status="refused", why=f"{error}")
         if self._leases.is_claimed(done.item_id):
-            # It is known once the other one is stored, and may be wanted if that fails.
+            # This result is a duplicate if the one being stored succeeds, and needed if that fails.
             return _Arrival(done, None, status="later")
         return _Arrival(done, self._leases.claim(done.item_id))
 
     # -- results -------------------------------------------------------------------------------
 
     async def _store_all(self) -> None:
-        """Store what arrives, in one transaction what arrived meanwhile."""
+        """Store results; those that arrive during a transaction share the next one."""
         is_last = False
         while not is_last:
             batch = [await self._arrivals.get()]
@@ -453,19 +457,19 @@ class Broker:
             done(outcomes)
 
     def _find_offer(self, arrival: _Arrival) -> tuple[Offer, ItemOutcome] | None:
-        """Look again who wants a result: since it arrived, it may have been asked for, or come."""
+        """Look for a result's offer again, which may be new, or served by a late result now."""
         offer, item_id = arrival.offer, arrival.given.item_id
         if offer is None:
             arrival.offer = self._leases.claim(item_id)
         elif (stored := self._late.pop(item_id, None)) is not None:
-            # The store has that one, so it is what trains.
+            # The late result is in the store, so it is the one that trains.
             self._leases.settle(item_id, True)
             arrival.offer, arrival.status = None, "known"
             return offer, ItemOutcome(item_id, stored)
         return None
 
     def _store(self, batch: Sequence[_Arrival]) -> None:
-        """Check and store results, and note in each what became of it."""
+        """Check and store results, and set the status of each."""
         run = self._there_is.run
         kept: dict[bool, list[_Arrival]] = {False: [], True: []}
         for arrival in batch:
@@ -493,7 +497,7 @@ class Broker:
                 self.counts.stored += sum(len(arrival.stored) for arrival in arrivals)
 
     def _read(self, arrival: _Arrival) -> Sequence[Stored]:
-        """Return the results of an arrival, none if they are known.
+        """Return the results of an arrival; none if they are known or will not be needed.
 
         Raises:
             StoreError: they are not results of these requests.
@@ -503,16 +507,16 @@ class Broker:
             found = [result_from_rows(rows) for rows in given.results]
             return found if all(map(self._is_wanted, found)) else ()
         if len(given.results) != len(offer.requests) or given.asked != digest(offer.encoded):
-            raise StoreError(f"this is a result of other requests than those of {given.item_id!r}.")
+            raise StoreError(f"these are results of requests that {given.item_id!r} does not have.")
         return [
             result_from_rows(rows, request)
             for rows, request in zip(given.results, offer.requests, strict=True)
         ]
 
     def _is_wanted(self, found: Stored) -> bool:
-        """Whether a result that nobody asks for now is one that this run will ask for."""
+        """Whether this run will ask for a result for which there is no offer now."""
         head, row = self._there_is, found[1][0]
-        # An evaluation asks for its rollouts again. A failure may be that of the head's own end.
+        # An evaluation asks for its rollouts again. A failure may be due to the last head's end.
         return (
             row.phase == "train"
             and row.env_id == head.env_id
@@ -521,13 +525,13 @@ class Broker:
         )
 
     def _settle(self, arrival: _Arrival) -> tuple[Offer, ItemOutcome] | None:
-        """Close a result's item, or put it back; return who waits for it and what is to be said."""
+        """Close a result's item, or put it back; return the offer and its outcome, if any."""
         offer, item_id, is_stored = arrival.offer, arrival.given.item_id, bool(arrival.stored)
         if offer is not None:
             self._leases.settle(item_id, is_stored)
         elif is_stored:
             self.counts.late += 1
-            # It may have been asked for while it was stored.
+            # It may have been offered while it was stored.
             offer = self._leases.claim(item_id)
             if offer is not None:
                 self._leases.settle(item_id, True)

@@ -1,7 +1,7 @@
-"""The driver's control server: roles register and beat here, `rolltree cluster` asks and scales.
+"""The driver's control server, for the beats of roles and for `rolltree cluster`.
 
-JSON over HTTP; every request carries the run's token. It listens on loopback, or with a launcher
-of several machines on this one's address.
+It speaks JSON over HTTP, and every request carries the run's token. It listens on loopback or, with
+a launcher for several machines, on the address of this machine.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from rolltree.cluster.roster import Beat, Registration, Roster
 from rolltree.errors import ClusterError, ConfigError
 
 _MAX_BODY_BYTES = 16 * 2**20
-"""Progress of a long run has the metrics of all its steps."""
+"""Large, because the progress of a long run has the metrics of all its steps."""
 
 Answer = Mapping[str, Any]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class RoleFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What `POST /fail` takes: why it would be useless to start the role again."""
+    """The body of `POST /fail`: why it would be useless to start the role again."""
 
     name: str
     error: str
@@ -32,14 +32,14 @@ class RoleFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Progress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What `POST /progress` takes: a callback of `Reporter`, and its arguments by name."""
+    """The body of `POST /progress`: a callback of `Reporter`, and its arguments by name."""
 
     call: str
     values: dict[str, Any]
 
 
 class Scale(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What `POST /scale` takes; what is left out stays."""
+    """The body of `POST /scale`; a number that is left out does not change."""
 
     rollout_workers: int | None = None
     engines: int | None = None
@@ -49,13 +49,13 @@ class ControlServer:
     """Serves a roster, in the running event loop.
 
     Args:
-        roster: what roles say goes there.
-        token: what every request carries.
+        roster: records what roles report.
+        token: the token that every request must carry.
         config: the settings of the run, which roles read from `GET /config`.
         host: the address to listen on.
-        on_scale, on_fail, on_progress: what the driver does with these requests. `on_scale` returns
-            how many there are to be of each kind.
-        describe: more for `GET /status`.
+        on_scale, on_fail, on_progress: the driver's handlers of these requests. `on_scale` returns
+            the wanted number of roles of each kind.
+        describe: returns more fields for `GET /status`.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class ControlServer:
         describe: Callable[[], Answer],
     ) -> None:
         self.url = ""
-        """Where it is; empty until it is started."""
+        """The server's URL; empty until it is started."""
         self._roster, self._config, self._host = roster, config, host
         self._token = token
         self._on_scale, self._on_fail, self._on_progress = on_scale, on_fail, on_progress
@@ -82,7 +82,7 @@ class ControlServer:
         """Listen on a free port.
 
         Raises:
-            ClusterError: the address cannot be listened on.
+            ClusterError: it cannot listen on the address.
         """
         guard = token_guard(self._token)
         app = web.Application(middlewares=[guard], client_max_size=_MAX_BODY_BYTES)
@@ -101,7 +101,7 @@ class ControlServer:
             self._runner, self.url = await serve_at(app, self._host)
         except OSError as error:
             raise ClusterError(
-                f"the control server cannot listen on {self._host} ({error}), and roles could not "
+                f"the control server cannot listen on {self._host} ({error}), so roles could not "
                 "reach it. Check the address of this machine."
             ) from error
 
@@ -154,7 +154,7 @@ def _json(value: Answer, status: int = 200) -> web.Response:
 
 
 def refusal(status: int, message: str) -> web.Response:
-    """Return an answer that says what is wrong."""
+    """Return an error response with a message."""
     return _json({"error": message}, status)
 
 
@@ -166,17 +166,17 @@ def token_guard(token: str) -> Any:
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
         if not hmac.compare_digest(given, bearer):
-            return refusal(401, "this server takes requests with the run's token only")
+            return refusal(401, "this server accepts only requests with the run's token")
         return await handler(request)
 
     return guard
 
 
 async def serve_at(app: web.Application, host: str) -> tuple[web.AppRunner, str]:
-    """Serve on a free port; return what ends it, and the address.
+    """Serve on a free port; return the runner, to be cleaned up at the end, and the URL.
 
     Raises:
-        OSError: the host is not one of this machine.
+        OSError: the host is not an address of this machine.
     """
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
     await runner.setup()

@@ -1,4 +1,4 @@
-"""The driver of a run on several processes: starts the roles, keeps them, names what stalls.
+"""The driver of a run on several processes: starts and restarts the roles, and reports stalls.
 
 It opens no store and runs no model, so it may be killed at any time: roles end by themselves when
 they cannot reach it, and the same command starts them again and continues the run.
@@ -43,23 +43,23 @@ TOKEN_FILE = "cluster.token"
 _POLL_S = 0.25
 _LONGEST_DELAY_S = 30.0
 _GRACE_S = {"trainer": 40.0}
-"""How long a role may take to end when it is asked to; the trainer saves a checkpoint."""
+"""Seconds that a role may take to end after SIGTERM; the trainer saves a checkpoint."""
 _DEFAULT_GRACE_S = 5.0
 _DRAIN_S = 60.0
 _SLOW_START_S = 120.0
 _NAMES = {"worker": "rollout_workers", "engine": "engines"}
-"""The kinds that may occur any number of times, and their names in requests to scale."""
+"""The kinds of role whose number can be scaled, and their names in these requests."""
 
 
 class Driver:
-    """Keeps the roles of one run.
+    """Keeps the roles of one run running.
 
     Args:
         run_dir: the run directory.
-        settings: how many of which roles, and the limits.
-        config: what roles read from `GET /config`.
+        settings: the number of roles of each kind, and the limits.
+        config: the settings that roles read from `GET /config`.
         launcher: starts and ends processes.
-        argv: the command of a role, by its kind.
+        argv: the command of each kind of role.
         reporter: gets the notices, and the progress that the head sends.
     """
 
@@ -88,17 +88,17 @@ class Driver:
             describe=self._describe,
         )
         self.wanted = {"worker": settings.rollout_workers, "engine": settings.engines.count}
-        """How many there are to be of each kind."""
+        """The wanted number of roles of each kind."""
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._drains: set[asyncio.Task[None]] = set()
         self._done: asyncio.Future[None] | None = None
         self._state_text = ""
 
     async def run(self) -> None:
-        """Run the roles until the trainer has done its work, or this is cancelled.
+        """Run the roles until the trainer has finished, or this task is cancelled.
 
         Raises:
-            ClusterError: a role does not stay alive, or says that it cannot work.
+            ClusterError: a role does not stay alive, or reports that it cannot work.
         """
         self._done = asyncio.get_running_loop().create_future()
         with _alone(self.run_dir):
@@ -122,22 +122,22 @@ class Driver:
                 await run_shielded(self._stop_all(watching))
 
     def notice(self, message: str) -> None:
-        """Say something that a person should know: on the terminal, in the log, and to the head."""
+        """Report a message to the user: on the terminal, in the log, and through the head."""
         self.roster.notice(message)
         self._reporter.on_notice(message)
         with contextlib.suppress(OSError), open(self._log("driver"), "a", encoding="utf-8") as log:
             log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n")
 
     def scale(self, to: Scale) -> Mapping[str, Any]:
-        """Change how many workers and engines there are.
+        """Change the numbers of workers and engines.
 
         Raises:
-            ConfigError: the number cannot be used.
+            ConfigError: a number is below 1.
         """
         for name in _NAMES.values():
             number = getattr(to, name)
             if number is not None and number < 1:
-                raise ConfigError(f"{name} is {number}, and a run needs at least 1.")
+                raise ConfigError(f"{name} is {number}, but a run needs at least 1.")
         for kind, name in _NAMES.items():
             number = getattr(to, name)
             if number is None or number == self.wanted[kind]:
@@ -177,7 +177,7 @@ class Driver:
         return self.run_dir / "logs" / f"{name}.log"
 
     def _keep(self, name: str) -> None:
-        """Have a role run from now on."""
+        """Start a role, and keep it running from now on."""
         old = self._keepers.get(name)
         task = asyncio.ensure_future(self._keep_alive(name, after=old))
         self._keepers[name] = task
@@ -199,9 +199,9 @@ class Driver:
         return kind == "trainer" or int(index) < self.wanted[kind]
 
     async def _keep_alive(self, name: str, after: asyncio.Task[None] | None) -> None:
-        """Start a role, and again whenever it ends, as long as it is wanted."""
+        """Start a role, and start it again whenever it ends, while it is wanted."""
         if after is not None:
-            # It drains, and must be gone before another of its name comes.
+            # The old role of this name drains, and must be gone before the new one starts.
             await asyncio.wait([after])
         num_failures, progress = 0, self.roster.progress
         while self._is_wanted(name):
@@ -229,7 +229,7 @@ class Driver:
         self._write_state()
 
     async def _live(self, name: str) -> int:
-        """Start a role and return its exit status when it has ended with all that it started."""
+        """Start a role; return its exit status after all of its processes have ended."""
         spec = self._spec(name)
         role = self.roster.started(name, spec.kind)
         await self._launcher.start(spec)
@@ -238,12 +238,12 @@ class Driver:
         self._write_state()
         while (status := await self._launcher.alive(name)) is None:  # noqa: ASYNC110  no event
             await asyncio.sleep(_POLL_S)
-        # What its root left behind would hold the run's lock, or a port.
+        # Processes that its root left behind would hold the run's lock, or a port.
         await self._launcher.stop(name, 0)
         return status
 
     async def _drain(self, name: str) -> None:
-        """Let a role finish what it does, and end it."""
+        """Let a role finish its work, and end it."""
         role = self.roster.roles.get(name)
         if role is None:
             return
@@ -251,27 +251,27 @@ class Driver:
         end = time.monotonic() + _DRAIN_S
         while self.roster.roles.get(name) is role and time.monotonic() < end:
             if role.registration is None or (
-                # A worker ends by itself; an engine does not know who may still ask it.
+                # A worker ends by itself; an engine cannot know if more requests will come.
                 role.kind == "engine"
                 and role.beat is not None
                 and not role.beat.metrics.get("active")
             ):
                 break
             await asyncio.sleep(_POLL_S)
-        # Another of its name may run by now.
+        # A new role of this name may run by now.
         if self.roster.roles.get(name) is role:
             await self._launcher.stop(name, _DEFAULT_GRACE_S)
 
     # -- all ---------------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        """Name what stalls."""
+        """Report roles that stall or do not register."""
         warned: dict[str, float] = {}
         last = time.monotonic()
         while True:
             await asyncio.sleep(_POLL_S)
             now = time.monotonic()
-            # This process was stopped, or the machine slept: nobody else is to blame.
+            # This process was stopped, or the machine slept: the roles are not to blame.
             if now - last > 4.0:
                 self.roster.forgive(now - last)
             last = now
@@ -290,13 +290,13 @@ class Driver:
                     )
 
     async def _stop_all(self, watching: asyncio.Task[None] | None) -> None:
-        """End everything: the trainer first, which saves while the others still answer."""
+        """End all roles: the trainer first, which saves while the others still answer."""
         tasks = [*self._keepers.values(), *self._drains, *([watching] if watching else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._stop(["trainer"])
-        # Told only now: an engine that ends first is named as away while the trainer saves.
+        # Set only now: the saving trainer would report engines that end before it as away.
         self.roster.is_stopping = True
         await self._stop([name for name in self._keepers if name != "trainer"])
         await self._launcher.aclose()
@@ -332,7 +332,7 @@ class Driver:
         }
 
     def _write_state(self) -> None:
-        """Keep what a new driver, or `rolltree cluster`, must know if this one is killed."""
+        """Write what `rolltree cluster`, and a new driver if this one is killed, need to know."""
         roles = {name: role.place for name, role in self.roster.roles.items() if role.is_kept}
         state = {
             "control": self.control.url,
@@ -344,7 +344,7 @@ class Driver:
 
 
 def read_state(run_dir: Path) -> dict[str, Any] | None:
-    """Return what the driver of a run has written, None if none has, or the last one ended."""
+    """Return the state that a run's driver wrote; None if there was none, or it has ended."""
     try:
         state = json.loads((run_dir / STATE_FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -353,8 +353,8 @@ def read_state(run_dir: Path) -> dict[str, Any] | None:
         state = None
     if not isinstance(state, dict) or not isinstance(state.get("launch_id"), str):
         raise ClusterError(
-            f"{run_dir / STATE_FILE} is not what the driver of a run writes, so what runs is not "
-            "known. Remove the file once no process of the run is left."
+            f"{run_dir / STATE_FILE} does not have the state of a driver, so it is not known which "
+            "roles run. Remove the file after you have ended all processes of the run."
         )
     return state
 
@@ -362,7 +362,7 @@ def read_state(run_dir: Path) -> dict[str, Any] | None:
 async def end_leftovers(
     run_dir: Path, orphan_s: float, say: Callable[[str], None], here: Set[str]
 ) -> None:
-    """End the roles of a driver that was killed; those not `here` end by themselves."""
+    """End a killed driver's roles on this machine; wait for the end of those not `here`."""
     state = read_state(run_dir)
     if state is None:
         return
@@ -381,7 +381,7 @@ def _alone(run_dir: Path) -> Any:
     """Hold the lock of the run's driver.
 
     Raises:
-        ClusterError: another driver has it.
+        ClusterError: another driver holds it.
     """
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     fd = open_regular(run_dir / "cluster.lock", os.O_RDWR | os.O_CREAT)
@@ -406,7 +406,7 @@ def _this_process() -> dict[str, Any]:
 
 
 def _write_secret(path: Path, text: str) -> None:
-    """Write a file that only this user can read, from its first moment."""
+    """Write a file that only this user can read at any time."""
     path.unlink(missing_ok=True)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     with open(fd, "w", encoding="utf-8") as file:
@@ -431,7 +431,7 @@ def _tail(log: Path, num_lines: int = 12) -> str:
 
 
 def role_commands(num_ranks: int) -> dict[str, list[str]]:
-    """Return the command of each kind of role, as a person would type it too."""
+    """Return the command of each kind of role, which also starts one by hand."""
     python = sys.executable
     ranks = ["--nnodes", "1", "--nproc-per-node", str(num_ranks), "--standalone"]
     return {
@@ -458,7 +458,7 @@ def make_launcher(settings: ClusterSection) -> Launcher:
 
 
 async def run_cluster(config: TrainConfig, *, reporter: Reporter) -> TrainReport:
-    """Train as `[cluster]` says, and return the report of the run.
+    """Train on the roles that `[cluster]` describes, and return the report of the run.
 
     Raises:
         ConfigError: the config has no `[cluster]`.
@@ -467,7 +467,7 @@ async def run_cluster(config: TrainConfig, *, reporter: Reporter) -> TrainReport
     settings = config.cluster
     if settings is None:
         raise ConfigError("the config has no [cluster], so there is nothing to start. Add it.")
-    # Refused here, before a process is started that would end with it.
+    # Checked here, before processes are started that would fail with it.
     check_loadable(config.model.name, device=config.model.device)
     run_dir = Path(config.run.dir)
     driver = Driver(
@@ -486,7 +486,7 @@ async def run_cluster(config: TrainConfig, *, reporter: Reporter) -> TrainReport
 
 
 def train_on_cluster(config: TrainConfig, *, num_transcripts: int, command: Sequence[str]) -> None:
-    """Do what `rolltree train` does: show progress on stderr, and the results on stdout.
+    """Run `rolltree train` on a cluster: show progress on stderr, and the results on stdout.
 
     Raises:
         ClusterError: a role does not stay alive.

@@ -1,7 +1,7 @@
 """An engine: `python -m rolltree.cluster.engine`.
 
-It starts `rolltree serve`, or vLLM, as a process of its own, registers its address, and beats as
-long as that answers. The token is in its environment, so it is in no list of processes.
+It starts `rolltree serve` or vLLM as a child process, registers its address, and reports progress
+while the server answers. The token is passed in the environment, so process lists do not show it.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ def serve_command(config: TrainConfig, host: str, port: int) -> list[str]:
         "--allow-remote": not host.startswith("127."),
     }
     for flag, value in given.items():
-        # A flag without a value, or an option with one.
+        # True gives a flag without a value; False and None leave the option out.
         words += [flag] * (value is True) if isinstance(value, bool | None) else [flag, str(value)]
     return words
 
 
 def vllm_command(config: TrainConfig, host: str, port: int) -> list[str]:
-    """Return the command of vLLM, with the extension that renews every weight.
+    """Return the command of vLLM, with the extension that reloads every weight.
 
     Raises:
-        ConfigError: a setting of the engine is not vLLM's.
+        ConfigError: a setting of the engine does not exist in vLLM.
     """
     section = config.engine
     if section.batch_invariant:
         raise ConfigError(
-            "engine.batch_invariant is set, and cluster.engines.kind = 'vllm' has no such mode. "
+            "engine.batch_invariant is set, but cluster.engines.kind = 'vllm' has no such mode. "
             "Leave it out, or use cluster.engines.kind = 'serve'."
         )
     from rolltree.models import resolve_model
@@ -73,7 +73,7 @@ def vllm_command(config: TrainConfig, host: str, port: int) -> list[str]:
         *("--weight-transfer-config", '{"backend": "rolltree"}'),
     ]
     if config.model.device == "cpu":
-        # vLLM on a CPU dies of a seeded request whose prompt it cuts (docs/inference.md, vLLM).
+        # vLLM on a CPU crashes on a seeded request with chunked prefill (docs/inference.md, vLLM).
         longest = str(max(8192, section.max_context or 0))
         words += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", longest]
         words += ["--dtype", "float32", "--enforce-eager"]
@@ -93,15 +93,15 @@ def _run(link: Link) -> int:
 
     Raises:
         ConfigError: the settings cannot be used.
-        ClusterError: it does not answer.
+        ClusterError: the server does not answer.
     """
     config = load_train_config(link.config())
     if config.cluster is None:
         raise ConfigError("the driver's config has no [cluster].")
-    # A new port in every life: nobody takes an engine for the one that was there before.
+    # A new port at every start, so that an engine is not taken for its predecessor.
     port = _free_port(link.host)
     command = _COMMANDS[config.cluster.engines.kind](config, link.host, port)
-    # vLLM reads its keys from its own variable, and serves weight updates in this mode only.
+    # vLLM reads its key from its own variable, and accepts weight updates only in dev mode.
     environment = os.environ | {"VLLM_API_KEY": link.token, "VLLM_SERVER_DEV_MODE": "1"}
     print("starting", *command, flush=True)
     process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
@@ -119,7 +119,7 @@ def _run(link: Link) -> int:
     beats.say("serving")
     beats.start()
     while (status := process.poll()) is None:
-        # A process that is stopped does not answer, and the driver names it.
+        # A stopped server does not answer, and the driver reports that the loop does not advance.
         if _is_healthy(url):
             beats.advance()
         time.sleep(_LOOK_S)

@@ -1,8 +1,8 @@
-"""Starts roles as processes of this machine, and ends them with all that they started.
+"""Starts roles as processes on this machine, and ends them with all that they started.
 
-A role is the leader of its own session, so Ctrl-C in a terminal reaches the driver alone. Whatever
-it starts inherits a mark in its environment, by which the whole tree is found also when its root
-is gone (torchrun's ranks have sessions of their own, and outlive a killed torchrun).
+A role is the leader of its own session, so Ctrl-C in a terminal reaches only the driver. All
+processes that it starts inherit a mark in their environment, by which they are found even if the
+root is gone (torchrun's ranks have sessions of their own, and outlive a killed torchrun).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _PROC = Path("/proc")
 
 
 def marked_processes(launch_id: str, name: str | None = None) -> list[int]:
-    """Return the processes of this user that a launcher, or one role of it, has left or runs."""
+    """Return the ids of this user's processes of a launcher, or of one of its roles."""
     marks = [f"{LAUNCH}={launch_id}".encode(), *([f"{ROLE}={name}".encode()] if name else [])]
     found = []
     for folder in _PROC.glob("[0-9]*"):
-        # It may have ended, or be somebody else's.
+        # The process may have ended, or belong to another user.
         with contextlib.suppress(OSError):
             variables = (folder / "environ").read_bytes().split(b"\0")
             if int(folder.name) != os.getpid() and all(mark in variables for mark in marks):
@@ -40,14 +40,14 @@ def marked_processes(launch_id: str, name: str | None = None) -> list[int]:
 
 
 def kill_marked(launch_id: str, name: str | None = None) -> int:
-    """Kill what a launcher, or one role of it, runs on this machine; return how many there were.
+    """Kill a launcher's processes, or one role's, on this machine; return how many there were.
 
     Raises:
-        ClusterError: some do not end.
+        ClusterError: some processes do not end.
     """
     killed: set[int] = set()
     end = time.monotonic() + _KILL_LIMIT_S
-    # Again until there is none: one may start another just before it dies.
+    # Repeated until none is left: a process may start another just before it dies.
     while found := marked_processes(launch_id, name):
         for pid in found:
             with contextlib.suppress(ProcessLookupError):
@@ -56,8 +56,8 @@ def kill_marked(launch_id: str, name: str | None = None) -> int:
         if time.monotonic() > end:
             raise ClusterError(
                 f"processes of {name or 'an earlier driver'} do not end although they were killed "
-                f"({', '.join(map(str, found))}), and two of a role must not run at once. End "
-                "them, and run the command again."
+                f"({', '.join(map(str, found))}), and a role must not run twice. End them, and "
+                "run the command again."
             )
         time.sleep(_POLL_S)
     return len(killed)
@@ -75,7 +75,7 @@ class RoleProcess:
         env = {**os.environ, **spec.env, ROLE: spec.name, LAUNCH: launch_id, HOST: host}
         try:
             spec.log.parent.mkdir(parents=True, exist_ok=True)
-            # Appended: the log tells all lives of a role.
+            # Appended, so that the log has all starts of a role.
             with open(spec.log, "ab") as log:
                 self._process = subprocess.Popen(
                     spec.argv,
@@ -97,7 +97,7 @@ class RoleProcess:
         return self._process.poll()
 
     def end(self, grace_s: float) -> None:
-        """End it with all that it started; blocks until then."""
+        """End the process and all that it started; block until they have ended."""
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGTERM)
@@ -110,7 +110,7 @@ class RoleProcess:
 
 
 class LocalLauncher(Launcher):
-    """Roles are processes of this machine. They outlive a killed driver until they notice it."""
+    """Runs roles as processes on this machine, which outlive a killed driver for a while."""
 
     def __init__(self) -> None:
         self.launch_id = secrets.token_hex(8)
@@ -118,7 +118,7 @@ class LocalLauncher(Launcher):
         self._processes: dict[str, RoleProcess] = {}
 
     async def prepare(self, specs: Sequence[RoleSpec]) -> None:
-        """Do nothing: processes of one machine share what it has."""
+        """Do nothing: processes on one machine share its resources."""
 
     async def start(self, spec: RoleSpec) -> None:
         """Start the process."""

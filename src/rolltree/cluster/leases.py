@@ -1,9 +1,9 @@
-"""Which worker plays what: a table of work items, without I/O.
+"""The table of work items and of the workers that play them, without I/O.
 
-An item waits in the queue, is leased to one life of one worker, or is being stored. A worker says
-at every poll which items it has; what it was given and does not have, or what a worker had that is
-gone, goes back to the front of the queue, the same requests with the same seeds. The first result
-of an item counts, whoever it comes from.
+An item waits in the queue, is leased to one process of a worker, or is being stored. A worker
+reports in its polls which items it has. Items that it was given and does not have, and the items of
+lost workers, go back to the front of the queue, with the same requests and seeds. The first result
+of an item counts, whichever worker it comes from.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 MAX_ATTEMPTS = 10
-"""An item whose workers were lost so often is given up: it may be what ends them."""
+"""How often an item is handed out before it is given up: it may be what kills its workers."""
 
 
 @dataclass(slots=True)
@@ -24,7 +24,7 @@ class _Item(Generic[T]):
     cost: int
     content: T
     attempt: int = 0
-    worker: str | None = None  # who has it; None while it is in the queue
+    worker: str | None = None  # the worker that has it; None while it is in the queue
     is_claimed: bool = False  # a result is being stored
 
 
@@ -49,8 +49,8 @@ class Leases(Generic[T]):
     """The items of one head.
 
     Args:
-        silent_s: a worker that has not polled for that long has lost its items.
-        clock: seconds, monotonic.
+        silent_s: seconds without a poll after which a worker loses its items.
+        clock: returns monotonic seconds.
     """
 
     def __init__(self, silent_s: float, clock: Callable[[], float]) -> None:
@@ -65,17 +65,17 @@ class Leases(Generic[T]):
         return len(self._items)
 
     def contents(self) -> list[T]:
-        """Return what the open items are about."""
+        """Return the contents of all open items."""
         return [item.content for item in self._items.values()]
 
     @property
     def num_queued(self) -> int:
-        """How many items nobody has."""
+        """How many items wait in the queue."""
         return len(self._queue)
 
     @property
     def num_slots(self) -> int:
-        """How many rollouts the workers that are heard of can play at a time."""
+        """How many rollouts the known workers can play at a time."""
         return sum(worker.slots for worker in self._workers.values())
 
     def offer(self, item_id: str, content: T, cost: int = 1) -> None:
@@ -86,15 +86,15 @@ class Leases(Generic[T]):
         self._queue[item_id] = None
 
     def withdraw(self, item_ids: Iterable[str]) -> None:
-        """Forget items; workers hear at their next poll that nobody wants them."""
+        """Forget items; workers are told to drop them when they next list their items."""
         for item_id in item_ids:
             self._close(item_id)
 
     def hear(self, worker: str, life: str, slots: int, have: Collection[str] | None) -> list[str]:
-        """Note a poll and return what the worker has and need not play any more.
+        """Note a poll, and return the items that the worker has and need not play any more.
 
-        `life` names its process, `slots` is how many rollouts it can play at a time. A poll need
-        not say what the worker has.
+        `life` identifies its process, `slots` is how many rollouts it can play at a time. `have` is
+        None if the poll does not list the worker's items.
         """
         known = self._workers.get(worker)
         if known is None or known.life != life:
@@ -103,21 +103,21 @@ class Leases(Generic[T]):
         known.heard_at, known.slots = self._clock(), slots
         if have is None:
             return []
-        # It was given them and never got the answer.
+        # The worker never got the answers with these items.
         self._requeue(known.items.difference(have))
         return [item_id for item_id in have if item_id not in known.items]
 
     def is_current(self, worker: str, life: str) -> bool:
-        """Whether this life of a worker is the last that was heard of."""
+        """Whether `life` is the last known process of a worker."""
         known = self._workers.get(worker)
         return known is not None and known.life == life
 
     def take(self, worker: str, free: int) -> list[Lease[T]]:
-        """Lease what fits into `free` slots to a worker that has just polled."""
+        """Lease the items that fit into `free` slots to a worker that has just polled."""
         known, found = self._workers[worker], list[Lease[T]]()
         while self._queue:
             item = self._items[next(iter(self._queue))]
-            # A group that is larger than a worker is played by one that has nothing else.
+            # A group that needs more slots goes to a worker that has nothing else.
             if item.cost > free and (found or known.items):
                 break
             if free <= 0:
@@ -130,9 +130,9 @@ class Leases(Generic[T]):
         return found
 
     def claim(self, item_id: str) -> T | None:
-        """Return the content of an item whose result is here, and let no other result in.
+        """Return the content of an item whose result has come, and accept no other result.
 
-        None if the item is not open, or another result is being stored.
+        Return None if the item is not open, or another result is being stored.
         """
         item = self._items.get(item_id)
         if item is None or item.is_claimed:
@@ -159,10 +159,10 @@ class Leases(Generic[T]):
             self._requeue([item_id])
 
     def expire(self, there: Collection[str] | None = None) -> list[str]:
-        """Take the items of lost workers back, and return those that are given up.
+        """Take back the items of lost workers, and return the ids of items that are given up.
 
-        `there` names the workers that the driver sees, if that is known; a worker that it does not
-        see is lost at once.
+        `there` names the workers that the driver sees, if known; a worker that it does not see is
+        lost after a tenth of `silent_s`.
         """
         now = self._clock()
         for name, worker in list(self._workers.items()):

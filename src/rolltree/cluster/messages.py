@@ -1,4 +1,4 @@
-"""What workers and the head say to each other, as MessagePack; nothing is pickled."""
+"""The messages between workers and the head, as MessagePack; nothing is pickled."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ class RoleMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Base of the messages."""
 
     def to_bytes(self) -> bytes:
-        """Return it as bytes for `read_message`."""
+        """Return the message as bytes for `read_message`."""
         return _encode(self)
 
 
 def read_message(kind: type[T], data: bytes) -> T:
-    """Return the message.
+    """Return the message that the bytes encode.
 
     Raises:
-        msgspec.DecodeError: these are not the bytes of such a message.
+        msgspec.DecodeError: the bytes do not encode a message of this kind.
     """
     return msgspec.msgpack.decode(data, type=kind)
 
 
 class EngineState(RoleMessage, frozen=True):
-    """One engine. It is `is_ready` while it has the published weights and passed the probe."""
+    """The state of an engine, which is ready if it has the published weights and passed a probe."""
 
     url: str
     is_ready: bool
@@ -41,7 +41,7 @@ class EngineState(RoleMessage, frozen=True):
 
 
 class FleetState(RoleMessage, frozen=True):
-    """The engines that workers may ask, and the labels that their weights may have."""
+    """The engines that workers may call, and the labels that their weights may have."""
 
     version: int
     labels: tuple[str, ...]
@@ -49,7 +49,7 @@ class FleetState(RoleMessage, frozen=True):
 
 
 class Served(RoleMessage, frozen=True):
-    """What workers must know of the model to render prompts and read answers as the head does."""
+    """The facts about the model that workers need to render prompts and parse answers."""
 
     model: str
     end_ids: tuple[int, ...]
@@ -57,11 +57,11 @@ class Served(RoleMessage, frozen=True):
 
 
 class Poll(RoleMessage, frozen=True):
-    """A worker asks for work.
+    """A worker's request for work.
 
-    `life` is a name of its process, `slots` how many rollouts it plays at a time, `free` how many
-    more it can begin, `have` the items that it has, None to leave that for a later poll. The answer
-    may take `wait_s`.
+    `life` identifies its process, `slots` is how many rollouts it plays at a time, `free` how many
+    more it can begin. `have` lists the items that it has; None leaves that to a later poll. The
+    answer may take `wait_s`.
     """
 
     worker: str
@@ -81,9 +81,9 @@ class Item(RoleMessage, frozen=True):
 
 
 class Work(RoleMessage, frozen=True):
-    """The answer to a poll: new items, what need not be played any more, and the engines.
+    """The answer to a poll: new items, items that need not be played any more, and the engines.
 
-    `head` names the head's life. Another one does not know what was played for the last.
+    `head` identifies the head's process. A new head does not know the items of the last one.
     """
 
     head: str
@@ -104,15 +104,15 @@ class WorkDone(RoleMessage, frozen=True):
 
 
 class Delivery(RoleMessage, frozen=True):
-    """The bytes of several `WorkDone`, each with its CRC-32: a bad one leaves the others."""
+    """The bytes of several `WorkDone`, each with its CRC-32, which are checked one by one."""
 
     items: tuple[tuple[int, bytes], ...]
 
 
 class Receipt(RoleMessage, frozen=True):
-    """What became of the items of a delivery, in its order: a status, and why if it is refused.
+    """The status of each item of a delivery, in its order, and the reason if it is refused.
 
-    They are `stored`, `known` if they were stored before, `refused`, or to be sent again `later`.
+    A status is `stored`, `known` (it was stored before), `refused`, or `later` (send it again).
     """
 
     items: tuple[tuple[str, str], ...]
@@ -127,7 +127,7 @@ def read_item(given: tuple[int, bytes]) -> WorkDone:
     """Return an item of a delivery.
 
     Raises:
-        StoreError: these are not the bytes that were sent, or not those of a result.
+        StoreError: the bytes were changed on the way, or do not encode a result.
     """
     checksum, data = given
     if zlib.crc32(data) != checksum:
@@ -139,6 +139,6 @@ def read_item(given: tuple[int, bytes]) -> WorkDone:
 
 
 class Suspect(RoleMessage, frozen=True):
-    """A call to an engine failed; the head looks at it before it is asked again."""
+    """A report that a call to an engine failed; the head checks the engine before more calls."""
 
     url: str

@@ -1,8 +1,8 @@
-"""Starts roles on the machines of a Ray cluster: placement, names and lost machines are Ray's.
+"""Starts roles on the machines of a Ray cluster, which places them and notices lost machines.
 
-Each role is one named actor that starts the role's command as a process of its machine, with the
-GPUs that Ray gave the actor; the actor does nothing else. Ray's own transport between driver and
-actors pickles (the fields of a `RoleSpec`); work, results and weights never travel on it.
+Each role is one named actor that starts the role's command as a process on its machine, with the
+GPUs that Ray gave the actor; the actor does nothing else. Ray pickles what passes between driver
+and actors (the fields of a `RoleSpec`); work, results and weights never pass through it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rolltree.errors import ClusterError
 
 _START_LIMIT_S = 60.0
 _CONNECT_S = 10.0
-# Has the kernel end a process when its actor is gone, killed or not; then it becomes the role.
+# Makes the kernel end the process when its actor is gone, and then runs the role in its place.
 _WITH_ACTOR = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execvp(sys.argv[1], sys.argv[1:])"
 )
@@ -41,15 +41,15 @@ class RoleActor:
         self._process: RoleProcess | None = None
 
     def start(self, log: str, launch_id: str, host: str) -> tuple[str, int, str]:
-        """Start the process; return the machine's address, the process and Ray's id of the node."""
+        """Start the process; return the machine's address, the process id and Ray's node id."""
         import ray
 
         name, kind, argv, env = self._spec
         host = host or ray.util.get_node_ip_address()
-        # Ray makes its workers nice, and they cannot always undo it.
+        # Ray raises the niceness of its workers, which may not be allowed to lower it again.
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, 0, 0)
-        # The driver's interpreter may be elsewhere on this machine.
+        # The driver's interpreter may have a different path on this machine.
         own = [sys.executable, *argv[1:]]
         command = (sys.executable, "-c", _WITH_ACTOR, *own)
         spec = RoleSpec(name, kind, command, env, 0.0, 0.0, Path(log))
@@ -68,7 +68,7 @@ class RoleActor:
 
 
 class RayLauncher(Launcher):
-    """Roles are processes on the machines of a Ray cluster.
+    """Runs roles as processes on the machines of a Ray cluster.
 
     Args:
         address: the cluster to join, such as `auto`; "" starts one on this machine.
@@ -99,7 +99,7 @@ class RayLauncher(Launcher):
                 # Ray's own handler would print native stacks and end this process unsaved.
                 signal.signal(signal.SIGTERM, on_sigterm)
                 signal.siginterrupt(signal.SIGTERM, False)  # as asyncio sets it
-        except Exception as error:  # Ray raises plain ones
+        except Exception as error:  # Ray raises built-in exceptions here, too
             self._ray.shutdown()
             raise ClusterError(
                 f"the Ray cluster {address or 'of this machine'} cannot be joined ({error}). Check "
@@ -112,7 +112,7 @@ class RayLauncher(Launcher):
         self._bundles: dict[str, int] = {}
 
     async def prepare(self, specs: Sequence[RoleSpec]) -> None:
-        """Reserve the GPUs of engines and trainer together, so that no half of a run starts."""
+        """Reserve the GPUs of engines and trainer together, so that never only some start."""
         needy = [spec for spec in specs if spec.gpus]
         if not needy:
             return
@@ -121,12 +121,12 @@ class RayLauncher(Launcher):
         self._bundles = {spec.name: index for index, spec in enumerate(needy)}
 
     async def start(self, spec: RoleSpec) -> None:
-        """Start an actor where there is room, and the process in it; waits for room."""
-        # What an actor of this name left goes first: Ray refuses a second one.
+        """Start an actor on a machine with room, for which it waits, and the process in it."""
+        # The last actor of this name is removed first: Ray refuses a second one.
         await self._drop(spec.name)
         options: dict[str, Any] = {
             "name": spec.name,
-            # A cluster of one machine is shared by what runs on it, as without Ray.
+            # On a cluster that was started here, roles share the CPUs, as without Ray.
             "num_cpus": spec.cpus if self._is_joined else 0,
             "num_gpus": spec.gpus,
             "max_restarts": 0,
@@ -142,7 +142,7 @@ class RayLauncher(Launcher):
         except self._ray.exceptions.RayTaskError as error:
             raise ClusterError(f"{spec.name} cannot be started: {error.cause}") from None
         except self._ray.exceptions.RayError:
-            # As if the process had been lost at once: the driver tries again.
+            # Treated like a process that was lost at once: the driver tries again.
             self._places.pop(spec.name, None)
             return
         self._places[spec.name] = RolePlace(host, pid, node)
@@ -162,7 +162,7 @@ class RayLauncher(Launcher):
         if actor is None:
             return
         with contextlib.suppress(self._ray.exceptions.RayError, asyncio.TimeoutError):
-            # Its machine may be gone without a word.
+            # Its machine may have disappeared, so that nothing answers.
             await asyncio.wait_for(_result(actor.end.remote(grace_s)), grace_s + _START_LIMIT_S)
         await self._drop(name)
 
@@ -183,7 +183,7 @@ class RayLauncher(Launcher):
             time.sleep(0.05)
 
     async def alive(self, name: str) -> int | None:
-        """Return None while the process runs, else its exit status; `LOST` without its machine."""
+        """Return None while the process runs, else its exit status; `LOST` if the actor is gone."""
         actor = self._actors.get(name)
         if actor is None or name not in self._places:
             return LOST
@@ -199,7 +199,7 @@ class RayLauncher(Launcher):
         return self._places.get(name)
 
     async def aclose(self) -> None:
-        """Leave the cluster; one that was started here ends."""
+        """Leave the cluster; a cluster that was started here ends."""
         for name in list(self._actors):
             await self._drop(name)
         if self._group is not None:
@@ -208,7 +208,7 @@ class RayLauncher(Launcher):
 
 
 def _check_reachable(address: str) -> None:
-    """Ray itself tries for minutes.
+    """Check that a cluster answers, since Ray itself would try for minutes.
 
     Raises:
         OSError: nothing answers at `host:port`.
@@ -227,7 +227,7 @@ def _import_ray() -> Any:
         import ray
     except ModuleNotFoundError:
         raise ClusterError(
-            "cluster.launcher is 'ray', and Ray is not installed. Install it (pip install "
+            "cluster.launcher is 'ray', but Ray is not installed. Install it (pip install "
             "'rolltree[ray]'), or use cluster.launcher = 'local' on one machine."
         ) from None
     return ray

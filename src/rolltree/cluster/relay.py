@@ -1,4 +1,4 @@
-"""Progress from the head to the driver's terminal: a `Reporter` whose calls travel as JSON."""
+"""Progress from the head to the driver's terminal: a `Reporter` that sends callbacks as JSON."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _CALLS = ("on_start", "on_rollouts", "on_step", "on_eval_progress", "on_eval", "
 class RelayReporter(Reporter):
     """Sends callbacks to the driver's control server.
 
-    From a thread, because training does not wait for a terminal; what cannot be sent is dropped,
-    because it only shows progress.
+    A thread sends them, because training must not wait for a terminal; those that cannot be sent
+    are dropped, because they only show progress.
     """
 
     def __init__(self, url: str, token: str) -> None:
@@ -34,29 +34,29 @@ class RelayReporter(Reporter):
         threading.Thread(target=self._send, name="rolltree-relay", daemon=True).start()
 
     def on_start(self, start: TrainStart) -> None:
-        """Send it."""
+        """Send the callback."""
         self._put("on_start", start=asdict(start))
 
     def on_rollouts(self, step: int, num_done: int, num_total: int) -> None:
-        """Send it, unless others wait: the next one says more."""
+        """Send the callback, unless others wait: the next one will be more recent."""
         if self._bodies.empty():
             self._put("on_rollouts", step=step, num_done=num_done, num_total=num_total)
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Send it."""
+        """Send the callback."""
         self._put("on_step", step=step, metrics=metrics)
 
     def on_eval_progress(self, phase: str, num_done: int, num_total: int) -> None:
-        """Send it, unless others wait: the next one says more."""
+        """Send the callback, unless others wait: the next one will be more recent."""
         if self._bodies.empty():
             self._put("on_eval_progress", phase=phase, num_done=num_done, num_total=num_total)
 
     def on_eval(self, phase: str, step: int, metrics: Mapping[str, Any], stored: bool) -> None:
-        """Send it."""
+        """Send the callback."""
         self._put("on_eval", phase=phase, step=step, metrics=metrics, stored=stored)
 
     def on_notice(self, message: str) -> None:
-        """Send it."""
+        """Send the callback."""
         self._put("on_notice", message=message)
 
     def _put(self, call: str, **values: Any) -> None:
@@ -77,10 +77,10 @@ class RelayReporter(Reporter):
 
 
 def relayed(reporter: Reporter, call: str, values: Mapping[str, Any]) -> None:
-    """Make a callback that was sent.
+    """Call the method of `reporter` that a received callback names.
 
     Raises:
-        ConfigError: there is no such callback, or it takes other values.
+        ConfigError: there is no such callback, or its arguments differ.
     """
     if call not in _CALLS:
         raise ConfigError(f"a reporter has no callback {call!r}.{did_you_mean(call, _CALLS)}")
@@ -93,4 +93,4 @@ def relayed(reporter: Reporter, call: str, values: Mapping[str, Any]) -> None:
         else:
             getattr(reporter, call)(**values)
     except (KeyError, TypeError, msgspec.ValidationError) as error:
-        raise ConfigError(f"{call} takes other values ({error}).") from error
+        raise ConfigError(f"{call} takes other arguments ({error}).") from error

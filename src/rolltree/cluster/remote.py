@@ -19,14 +19,14 @@ from rolltree.types import RolloutRequest, RolloutResult
 
 
 class RemoteRollouts(RolloutEngine):
-    """Stands in for a `RolloutEngine`: the broker hands the requests out, and stores the results.
+    """Takes the place of a `RolloutEngine`: the broker hands out requests and stores results.
 
     Args:
-        source: the environment, as the workers have it too.
-        client: the head's own client of the engines, for what is not a rollout.
+        source: the environment, which the workers load, too.
+        client: the head's own client of the engines, for calls outside of rollouts.
         broker: serves the workers.
-        run: where results are stored; the only run that requests can be of.
-        max_concurrent: rollouts in flight while no worker has said how many it can play.
+        run: the run that stores the results; requests cannot belong to a different one.
+        max_concurrent: rollouts in flight at least, until workers report how many they can play.
     """
 
     def __init__(
@@ -57,20 +57,20 @@ class RemoteRollouts(RolloutEngine):
         replace_failed: bool = False,
         replaced: Collection[str] = (),
     ) -> AsyncGenerator[list[Stored], None]:
-        """Yield results, as they come, once they are stored; with their rows without blobs.
+        """Yield results with their rows (without blobs), as soon as they are stored.
 
         Raises:
-            ConfigError: a request cannot leave this process, or the results belong elsewhere.
+            ConfigError: a request cannot leave this process, or `run` is a different run.
         """
         if run is not self._run:
             raise ConfigError(
-                "rollout workers store what they play in the run that they work for, and another "
-                "one was given. Evaluate without [cluster]."
+                "rollout workers store their results in the run that they work for, but a "
+                "different run was given. Evaluate without [cluster]."
             )
         loop, arrived = asyncio.get_running_loop(), asyncio.Queue[Sequence[ItemOutcome]]()
 
         def done(outcomes: Sequence[ItemOutcome]) -> None:
-            # The loop is closed once nobody wants the result any more.
+            # The loop may be closed if the result is not needed any more.
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(arrived.put_nowait, outcomes)
 
@@ -78,7 +78,7 @@ class RemoteRollouts(RolloutEngine):
         again, encode = frozenset(replaced), request_encoder()
         try:
             while True:
-                # As many as workers can play, and as many again, so that none has to wait.
+                # Twice as many as workers can play, so that no worker has to wait.
                 window = max(self.max_concurrent, 2 * self._broker.num_slots)
                 offers = list[Offer]()
                 while num_open < window and (members := next(items, None)) is not None:
@@ -102,7 +102,7 @@ class RemoteRollouts(RolloutEngine):
             self._broker.withdraw(is_open)
 
     def _items(self, requests: Iterable[RolloutRequest]) -> Iterator[tuple[RolloutRequest, ...]]:
-        """Yield what one worker plays: a request, or a group if its members are compared."""
+        """Yield the requests of each item: a single one, or a group if its members are compared."""
         source: Any = self.source
         if isinstance(source, GroupScorer) and source.has_group_rewards:
             listed = sorted(requests, key=lambda request: request.group_id)

@@ -1,4 +1,4 @@
-"""What a person asks of a run that is driven: its roles, and how many there are to be."""
+"""Requests of a user to a run's driver: the status of its roles, and scaling them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHOWN_NOTICES = 5
 def ask_driver(
     run_dir: str | Path, path: str, body: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return what the driver of a run answers.
+    """Return the answer of a run's driver.
 
     Raises:
         ClusterError: no driver runs, or it refuses.
@@ -43,10 +43,10 @@ def ask_driver(
 
 
 def scale(run_dir: str | Path, settings: Sequence[str]) -> dict[str, Any]:
-    """Have a run that is driven use other numbers of roles: `["rollout_workers=16"]`.
+    """Change the numbers of roles of a run that has a driver: `["rollout_workers=16"]`.
 
     Raises:
-        ConfigError: a setting is none of `rollout_workers` and `engines`, or no whole number.
+        ConfigError: a setting is not `rollout_workers` or `engines`, or not a whole number above 0.
         ClusterError: no driver runs, or it refuses.
     """
     numbers = {}
@@ -54,10 +54,10 @@ def scale(run_dir: str | Path, settings: Sequence[str]) -> dict[str, Any]:
         name, equals, number = setting.partition("=")
         if name not in Scale.__struct_fields__:
             hint = did_you_mean(name, Scale.__struct_fields__)
-            raise ConfigError(f"{name!r} cannot be scaled while a run is driven.{hint}")
+            raise ConfigError(f"{name!r} is not a number of roles that can be scaled.{hint}")
         if not equals or not number.isdigit() or int(number) < 1:
             raise ConfigError(
-                f"{setting!r} sets no number of roles. Write {name}=N, with N at least 1."
+                f"{setting!r} does not set a number of roles. Write {name}=N, with N at least 1."
             )
         numbers[name] = int(number)
     if not numbers:
@@ -72,7 +72,7 @@ def status_lines(status: Mapping[str, Any]) -> list[str]:
     wanted = ", ".join(f"{number} {name}" for name, number in status["wanted"].items())
     heads = ("role", "where", "up", "restarts", "state", "metrics")
     rows = [heads, *(_cells(role) for role in status["roles"])]
-    # The last column may be long, and nothing stands after it.
+    # The last column is not padded: it may be long.
     widths = [max(len(row[i]) for row in rows) for i in range(len(heads) - 1)]
     table = [
         "  ".join(

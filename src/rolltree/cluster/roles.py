@@ -1,4 +1,4 @@
-"""Roles: how one is started, where it runs, and what it finds in its environment."""
+"""Roles: how they are started, where they run, and their environment variables."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ RUN_DIR = "ROLLTREE_RUN"
 HOST = "ROLLTREE_HOST"
 """The variable with the address that the role listens on, and under which others reach it."""
 LAUNCH = "ROLLTREE_LAUNCH"
-"""The variable that marks what one driver started, with all that those processes started."""
+"""The variable that marks the processes that a driver started, and all their children."""
 
 LOST = 1000
-"""The exit status of a role whose machine is gone: nobody can ask for the real one."""
+"""The exit status of a role whose machine is gone, and with it the real status."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoleSpec:
     """How one role is started.
 
-    `kind` is `engine`, `worker` or `trainer`. `cpus` and `gpus` are what it needs of a machine;
-    only a launcher that chooses machines reads them. `log` gets standard output and error.
+    `kind` is `engine`, `worker` or `trainer`. `cpus` and `gpus` are the numbers that it needs; only
+    a launcher that chooses machines reads them. `log` gets standard output and error.
     """
 
     name: str
@@ -82,16 +82,16 @@ class Launcher(Protocol):
         """Return None while the role runs, else its exit status, negative for a signal."""
 
     async def where(self, name: str) -> RolePlace | None:
-        """Return where the role runs, None if nothing is known of it."""
+        """Return where the role runs; None if that is not known."""
 
     async def aclose(self) -> None:
-        """Give back what the launcher holds; the roles have ended."""
+        """Release the launcher's resources, after the roles have ended."""
 
 
 def with_engines(config: TrainConfig, urls: list[str]) -> TrainConfig:
     """Return the config of a process that reaches the engines at these addresses."""
     given = config.engine
-    # With the rest of the section each engine was started.
+    # The other settings of the section were used to start the engines.
     kept = ("probe_tolerance", "max_concurrent", "time_limit_s", "deadline_s", "retries")
     section = EngineSection(
         kind="servers",

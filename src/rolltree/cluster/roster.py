@@ -1,6 +1,7 @@
-"""What the driver knows of every role: who registered, what each last said, and who stalls.
+"""The driver's record of every role: its registration, its last beat, and whether it stalls.
 
-No I/O: the control server feeds it, the driver asks it. Times are seconds of one monotonic clock.
+It does no I/O: the control server updates it, and the driver reads it. Times are seconds of one
+monotonic clock.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from rolltree.errors import ClusterError
 Kind = Literal["engine", "worker", "trainer", "rank"]
 
 _STEADY_S = 30.0
-"""A role that beats for that long has made progress, if none of the run is known."""
+"""Seconds of beats that count as progress, while the run's progress is not known."""
 _KEPT_NOTICES = 200
 
 
 class Registration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What `POST /register` takes. Workers have no `url`: nobody calls them."""
+    """The body of `POST /register`. `url` is None for roles that nobody calls, such as workers."""
 
     name: str
     kind: Kind
@@ -31,11 +32,11 @@ class Registration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Beat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What `POST /beat` takes.
+    """The body of `POST /beat`.
 
-    `state` says in words what the role does, `waits_for` is the kind of role that it waits for.
-    `busy_since_s`: seconds since its main loop advanced. A `pid` and `host` other than those that
-    registered are of an older process of that name, which is told to stop.
+    `state` describes what the role does; `waits_for` is the kind of role that it waits for.
+    `busy_since_s`: seconds since its main loop advanced. A `pid` and `host` that differ from the
+    registered ones belong to an older process of that name, which is told to stop.
     """
 
     name: str
@@ -49,7 +50,7 @@ class Beat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(slots=True)
 class Role:
-    """A role that the driver starts and keeps, or (not `is_kept`) one that came by itself."""
+    """A role that the driver keeps running, or (not `is_kept`) one that was started by hand."""
 
     name: str
     kind: str
@@ -68,7 +69,7 @@ class Role:
 
     @property
     def url(self) -> str | None:
-        """Where it can be called, None until it has registered."""
+        """The role's URL; None until it has registered, or if nobody calls it."""
         return None if self.registration is None else self.registration.url
 
 
@@ -76,16 +77,16 @@ class Roster:
     """The roles of a run.
 
     Args:
-        stall_s: a role that says nothing for that long, or whose loop stands still, stalls.
+        stall_s: seconds without a beat, or without progress of its loop, until a role stalls.
         clock: seconds, monotonic.
     """
 
     def __init__(self, stall_s: float, clock: Callable[[], float]) -> None:
         self.roles: dict[str, Role] = {}
         self.notices: list[str] = []
-        """What a person should know, in order; the oldest are dropped."""
+        """Messages for the user, in order; the oldest are dropped."""
         self.progress = 0.0
-        """How far the run is: a number that grows, in the head's own unit."""
+        """The progress of the run: a growing number, in the head's own unit."""
         self.is_stopping = False
         self._stall_s, self._clock = stall_s, clock
         self._num_dropped = self._num_handed = 0
@@ -99,21 +100,21 @@ class Roster:
         return role
 
     def ended(self, name: str) -> None:
-        """Note that a role's process has ended: nobody is sent to it any more."""
+        """Note that a role's process has ended: its address is not given out any more."""
         role = self.roles[name]
         role.registration = role.beat = role.stall = None
-        # Until it is started again, it is not one that does not come up.
+        # The time until its restart must not count as a slow start.
         role.started_at = self._clock()
         if role.kind == "trainer":
             # Its other ranks end with it.
             self.roles = {n: r for n, r in self.roles.items() if r.kind != "rank"}
 
     def removed(self, name: str) -> None:
-        """Forget a role that is not to be started again."""
+        """Forget a role that will not be started again."""
         self.roles.pop(name, None)
 
     def register(self, given: Registration) -> None:
-        """Take a role's address. One that the driver did not start is known from now on."""
+        """Note a role's address; a role that the driver did not start is added."""
         role = self.roles.get(given.name)
         if role is None or role.kind != given.kind:
             role = self.started(given.name, given.kind)
@@ -122,7 +123,7 @@ class Roster:
         role.registered_at = role.heard_at = self._clock()
 
     def hear(self, beat: Beat) -> dict[str, Any]:
-        """Take a beat and return its answer.
+        """Note a beat and return its answer.
 
         Raises:
             ClusterError: no such role has registered.
@@ -130,10 +131,11 @@ class Roster:
         role = self.roles.get(beat.name)
         if role is None or role.registration is None:
             raise ClusterError(
-                f"{beat.name} has not registered, so nobody would find it. POST /register first."
+                f"{beat.name} has not registered, so other roles cannot find it. POST /register "
+                "first."
             )
         known = role.registration
-        # A newer process has the name: its machine was taken for lost, or somebody started another.
+        # A newer process has the name, since this one was taken for lost or a user started another.
         if beat.pid is not None and (beat.pid, beat.host) != (known.pid, known.host):
             return {**self._answer(role), "stop": True}
         if role.beat is not None and beat.busy_since_s < role.beat.busy_since_s:
@@ -145,7 +147,7 @@ class Roster:
                 self.progress = max(self.progress, progress)
         answer = self._answer(role)
         if role.kind == "trainer":
-            # The head is the one that can store them.
+            # Only the head can store them.
             answer["notices"] = self.notices[max(0, self._num_handed - self._num_dropped) :]
             self._num_handed = self._num_dropped + len(self.notices)
         return answer
@@ -165,9 +167,9 @@ class Roster:
         }
 
     def steady(self, name: str, since: float) -> bool:
-        """Whether the role worked, and the run got on since `since` progress.
+        """Whether the role worked, and the run's progress is above `since`.
 
-        If nothing is known of the run, it has to have worked for a while.
+        If the run's progress is not known, the role must have worked for a while.
         """
         role = self.roles[name]
         if role.beat is None:
@@ -184,17 +186,17 @@ class Roster:
             self._num_dropped += 1
 
     def forgive(self, gap_s: float) -> None:
-        """Forget a time in which the driver itself stood still and could hear nobody."""
+        """Do not count a time in which the driver itself was stopped and could not hear beats."""
         for role in self.roles.values():
             role.heard_at += gap_s
             role.started_at += gap_s
 
     def look(self) -> list[str]:
-        """Return what there is to say: who stalls now, and who goes on."""
+        """Return new notices: which roles stall now, and which work again."""
         now, said = self._clock(), []
         for role in list(self.roles.values()):
             if not role.is_kept and now - role.heard_at > 2 * self._stall_s:
-                # Nobody watches the process of a role that was started by hand.
+                # The process of a role that was started by hand is not watched.
                 self.removed(role.name)
                 said.append(f"{role.name}, which was started by hand, is gone")
                 continue
@@ -219,7 +221,7 @@ class Roster:
         if role.beat is None:
             return None
         busy_s = role.beat.busy_since_s
-        # Steps of one run take about as long as each other, and a long one is not a stall.
+        # Steps of one run take about equally long, so one like the longest so far is not a stall.
         if busy_s > max(self._stall_s, 2 * role.longest_busy_s):
             return (
                 f"{role.name} answers, but its loop has not advanced for {busy_s:.0f} s "
@@ -239,7 +241,7 @@ class Roster:
         return f"; {listed} {'waits' if len(names) == 1 else 'wait'} for it"
 
     def status(self) -> dict[str, Any]:
-        """Return everything as plain data; times are seconds ago."""
+        """Return everything as plain data; times are in seconds before now."""
         now = self._clock()
         roles = []
         for role in self.roles.values():

@@ -37,10 +37,10 @@ _TICK_S = 0.5
 
 
 class HeadProcess:
-    """What the head has outside of itself, as `rolltree.launch.Outside`.
+    """The head's engines and workers, as `rolltree.launch.Outside`.
 
     Args:
-        link: the way to the driver.
+        link: the connection to the driver.
         settings: the `cluster` section.
     """
 
@@ -65,7 +65,7 @@ class HeadProcess:
         self._early: list[str] = []
 
     async def engines(self, config: TrainConfig) -> TrainConfig:
-        """Wait for an engine, and return the config with the addresses of all that are there."""
+        """Wait for an engine, and return the config with the addresses of all known engines."""
         self.beats.say("waiting for engines", "engine")
         while not (urls := self._urls()):
             await asyncio.sleep(_TICK_S / 5)
@@ -82,7 +82,7 @@ class HeadProcess:
     async def rollouts(
         self, config: TrainConfig, source: RolloutSource, parts: TrainParts, run: Run
     ) -> AsyncIterator[RolloutEngine]:
-        """Serve rollout workers; the value runs the rollouts of `run`."""
+        """Serve rollout workers; the yielded engine runs the rollouts of `run`."""
         servers: Any = parts.engine
         pool: EndpointPool = parts.client
         loop = asyncio.get_running_loop()
@@ -113,7 +113,7 @@ class HeadProcess:
             max_concurrent=settings.rollout_workers * settings.slots_per_worker,
         )
         ticking = asyncio.create_task(self._tick(servers, pool, vocab_size, run.num_rollouts()))
-        # Without it the run would wait forever for engines that nobody adds.
+        # If it failed unnoticed, the run would wait forever for engines that are never added.
         ticking.add_done_callback(partial(_end_with, servers))
         try:
             yield rollouts
@@ -126,37 +126,37 @@ class HeadProcess:
     async def _tick(
         self, servers: Any, pool: EndpointPool, vocab_size: int, num_before: int
     ) -> None:
-        """Say that the loop goes on, and follow the engines that come and go."""
+        """Report that the loop advances, and add and remove engines as they come and go."""
         config = self._config
         assert config is not None
         known = set[str]()
         while True:
             self.beats.advance()
             self.beats.metrics = {
-                # Of the whole run, so that the driver sees whether a restarted head makes progress.
+                # For the whole run, so that the driver sees whether a restarted head progresses.
                 "progress": num_before + self.broker.counts.stored,
                 "version": servers.version,
                 **self.broker.metrics(),
             }
             urls = {f"{url}/v1" for url in self._urls()}
             clients = {client.server.base_url: client for client in pool.clients}
-            # One that refused the weights was left out by `servers`; the driver may still name it.
+            # `servers` removed an engine that refused the weights; the driver may still list it.
             known = (known | clients.keys()) & urls
             for url in sorted(urls - known):
                 renderer = pool.clients[0].renderer
                 servers.add(server_client(TrainedServer, config, url, renderer, vocab_size))
-            # The head makes no calls, which bring engines back elsewhere: one that missed a publish
-            # or failed outside of a worker's call would be out forever.
+            # Elsewhere, calls bring engines back, but the head makes none: an engine that missed a
+            # publish, or failed outside of a worker's call, would stay out forever.
             for client in pool.clients:
                 if client.is_suspect or client.needs_weights:
                     _revive(servers, client)
-            # An empty list says that the driver knows of none yet, not that all are gone.
+            # An empty list means that the driver knows no engines yet, not that all are gone.
             for url in sorted(clients.keys() - urls) if urls else ():
                 servers.remove(clients[url])
             await asyncio.sleep(_TICK_S)
 
     def _note(self, message: str) -> None:
-        """Store what the driver has said; it has shown it."""
+        """Store a notice of the driver, which has shown it."""
         run = self._run
         if run is None:
             self._early.append(message)
@@ -166,19 +166,19 @@ class HeadProcess:
 
 
 class HeadReporter(RelayReporter):
-    """Sends progress to the driver's terminal, and says in the beats what the head does."""
+    """Sends progress to the driver's terminal, and reports in the beats what the head does."""
 
     def __init__(self, link: Link, beats: Beats) -> None:
         super().__init__(link.url, link.token)
         self._beats = beats
 
     def on_start(self, start: TrainStart) -> None:
-        """Say it."""
+        """Send the callback, and report the new state."""
         super().on_start(start)
         self._beats.say("starting to train")
 
     def on_rollouts(self, step: int, num_done: int, num_total: int) -> None:
-        """Say it."""
+        """Send the callback, and report the new state."""
         super().on_rollouts(step, num_done, num_total)
         if num_done < num_total:
             wait = f"waiting for {num_total - num_done} of {num_total} rollouts of step {step}"
@@ -187,13 +187,13 @@ class HeadReporter(RelayReporter):
             self._beats.say(f"training step {step}")
 
     def on_eval_progress(self, phase: str, num_done: int, num_total: int) -> None:
-        """Say it."""
+        """Send the callback, and report the new state."""
         super().on_eval_progress(phase, num_done, num_total)
         self._beats.say(f"evaluating {phase}: {num_done} of {num_total}", "worker")
 
 
 def _fleet(servers: Servers, pool: EndpointPool) -> FleetState:
-    """Return what workers must know of the engines; called from the broker's thread."""
+    """Return the state of the engines for workers; called from the broker's thread."""
     engines = [
         EngineState(
             url=client.server.base_url,
@@ -209,7 +209,7 @@ def _fleet(servers: Servers, pool: EndpointPool) -> FleetState:
 
 
 def _revive(servers: Servers, client: TrainedServer) -> None:
-    # It may have been taken out meanwhile.
+    # The client may have been removed meanwhile.
     with suppress(RolltreeError):
         servers.revive(client)
 
@@ -238,7 +238,7 @@ async def _follow(link: Link, config: TrainConfig, settings: ClusterSection) -> 
 
 
 _NOBODY: Any = object()
-"""What a rank that follows has outside of itself: it never asks."""
+"""Stands for the `Outside` of a rank that follows, which never uses it."""
 
 
 def main() -> int:
@@ -258,7 +258,7 @@ def main() -> int:
         print(error, file=sys.stderr)
         return ENDED
     except RankLost as error:
-        # They start again together.
+        # The driver starts all ranks again together.
         print(error, file=sys.stderr)
         return 1
     except RolltreeError as error:

@@ -1,8 +1,8 @@
 """A rollout worker: `python -m rolltree.cluster.worker`.
 
-It asks the head for as many requests as it has free slots, plays them with its own environment on
-the engines that the head says are ready, and sends each result until the head has stored it. It
-listens nowhere, and takes work only from the head that the driver names.
+It asks the head for as many requests as it has free slots, plays them in its own environment on
+the engines that the head reports as ready, and sends each result until the head has stored it. It
+opens no port, and takes work only from the head that the driver names.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from rolltree.types import RolloutResult
 T = TypeVar("T", bound=RoleMessage)
 _POLL_S = 10.0
 _RENEW_S = 5.0
-"""How often a worker without a free slot says that it still has its items."""
+"""Seconds after which a worker lists its items again, so that it keeps them."""
 _RETRY_S = 0.3
 _GATHER_S = 0.05
 _MAX_DELIVERY_BYTES = 2**23
@@ -72,15 +72,15 @@ _RATE_S = 30.0
 
 
 class HeadLost(ClusterError):
-    """The head does not answer; the driver starts another one."""
+    """The head does not answer; the driver starts it again."""
 
 
 class HeadClient:
-    """The head's server, wherever it is now.
+    """A client of the head's server at its current address.
 
     Args:
-        link: the way to the driver, with the token.
-        beats: know where the head is.
+        link: the connection to the driver, with the token.
+        beats: has the head's current address.
     """
 
     def __init__(self, link: Link, beats: Beats) -> None:
@@ -104,11 +104,11 @@ class HeadClient:
 
         Raises:
             HeadLost: it does not answer, or is not ready.
-            ClusterError: it runs another version of rolltree.
+            ClusterError: it runs a different version of rolltree.
         """
         url = self._beats.answer.get("head")
         if url is None or self._http is None:
-            raise HeadLost("the driver knows of no head")
+            raise HeadLost("the driver does not know the head's address yet")
         method = "GET" if message is None else "POST"
         # aiohttp sends a file in parts, without holding the event loop.
         body = None if message is None else BytesIO(message.to_bytes())
@@ -126,10 +126,10 @@ class HeadClient:
 
 
 class Engines:
-    """The engines as the head sees them; stands in for `Servers` where a call is made.
+    """The engines as the head sees them; takes the place of `Servers` when a call is made.
 
-    A call is made only on an engine that the head says is ready, and counts only if the engine has
-    published weights after it.
+    A call is made only on an engine that the head reports as ready, and counts only if the engine
+    has published weights afterwards.
     """
 
     def __init__(self, head: HeadClient, first: FleetState) -> None:
@@ -140,7 +140,7 @@ class Engines:
 
     @property
     def version(self) -> int:
-        """The version that was published last."""
+        """The last published version."""
         return self._state.version
 
     @property
@@ -159,12 +159,12 @@ class Engines:
         return any(engine.is_ready for engine in self._state.engines)
 
     def take(self, state: FleetState) -> None:
-        """Take what the head says."""
+        """Use the state that the head has sent."""
         self._state = state
         self._by_url = {engine.url: engine for engine in state.engines}
 
     async def refresh(self) -> None:
-        """Ask the head; callers that ask at the same time share the answer."""
+        """Get the state from the head; concurrent callers share one request."""
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._refresh())
         await asyncio.shield(self._asking)
@@ -174,10 +174,10 @@ class Engines:
             self.take(await self._head.ask(FleetState, "/fleet"))
 
     async def ready(self, server: RoutedServer) -> float:
-        """Wait until an engine can be asked; return how long.
+        """Wait until an engine can be called; return the seconds waited.
 
         Raises:
-            ConnectionFailed: another one can be asked instead.
+            ConnectionFailed: another engine can be called instead.
         """
         began, url = time.monotonic(), server.server.base_url
         if server.is_suspect:
@@ -189,13 +189,13 @@ class Engines:
         while server.is_suspect or not self._is_ready(url):
             if any(engine.is_ready and engine.url != url for engine in self._state.engines):
                 raise ConnectionFailed(
-                    f"{url} is away, or has not got the run's weights yet. The call is made on "
+                    f"{url} is away, or does not have the run's weights yet. The call is made on "
                     "another engine."
                 )
             with nullcontext() if episode is None else episode.clock.postponed():
                 await asyncio.sleep(_RETRY_S)
                 await self.refresh()
-            # A head that has just begun has not heard of it, and looks at every engine anyway.
+            # A new head was not told of the suspicion, but checks every engine anyway.
             server.is_suspect = False
         known = self._by_url[url]
         server.version, server.epoch = known.version, known.epoch
@@ -208,7 +208,7 @@ class Engines:
     async def confirm(self, server: RoutedServer, epoch: int, label: str) -> None:
         """Raise `BadResponse` unless an answer came from published weights."""
         if label not in self.labels:
-            # The head may have published since it was asked last.
+            # The head may have published since the last refresh.
             await self.refresh()
         known = self._by_url.get(server.server.base_url)
         if known is None or known.epoch != epoch or label not in self.labels:
@@ -218,7 +218,7 @@ class Engines:
             )
 
     def revive(self, server: RoutedServer) -> None:
-        """Leave it to the next call, which tells the head."""
+        """Do nothing: the next call reports the engine to the head."""
 
 
 class RoutedServer(TrainedServer):
@@ -231,7 +231,7 @@ class RoutedServer(TrainedServer):
 
 @dataclass(slots=True, eq=False)
 class _Finished:
-    """The result of an item as bytes; `is_taken` is set once the head has answered."""
+    """The results of an item as bytes; `is_taken` is set when the head has settled them."""
 
     item_id: str
     checksum: int
@@ -240,13 +240,13 @@ class _Finished:
 
 
 class Worker:
-    """Plays what the head hands out.
+    """Plays the rollouts that the head hands out.
 
     Args:
-        link: the way to the driver.
+        link: the connection to the driver.
         config: the settings of the run.
-        beats: say what it does.
-        head: the head's server.
+        beats: report the worker's state to the driver.
+        head: the client of the head's server.
     """
 
     def __init__(self, link: Link, config: TrainConfig, beats: Beats, head: HeadClient) -> None:
@@ -330,7 +330,7 @@ class Worker:
         free = self._slots - sum(self._costs.values())
         if self._beats.answer.get("drain"):
             free = 0
-        # The list is long while many are played, and changes nothing while all goes well.
+        # Not in every poll: the list may be long, and matters only if a message was lost.
         is_due = time.monotonic() >= self._renew_at
         poll = Poll(
             worker=self._name,
@@ -352,7 +352,7 @@ class Worker:
             self._renew_at = time.monotonic() + _RENEW_S
         self._take(work, pool)
         if work.drop and not work.items:
-            # What is being sent to another head is nothing that this one waits for.
+            # The head answers at once while it lists items, such as an earlier head's, to drop.
             await asyncio.sleep(_RETRY_S)
         elif self._tasks and free <= len(work.items):
             with suppress(TimeoutError):
@@ -360,14 +360,14 @@ class Worker:
                     await self._ended.wait()
 
     def _take(self, work: Work, pool: EndpointPool) -> None:
-        """Begin what is new, and end what nobody wants."""
+        """Begin new items, and cancel those that are not needed any more."""
         assert self._engines is not None
         self._engines.take(work.fleet)
         self._follow(pool)
         dropped = set(work.drop)
         if work.head != self._head_life:
-            # Another head: its engines have other weights, so what is half played is begun again.
-            # What is finished is sent; it belongs to the run.
+            # A new head: its engines have other weights, so unfinished items are dropped, and the
+            # head offers them again. Finished results are sent, since they belong to the run.
             self._head_life = work.head
             dropped = set(self._playing)
         for item_id in dropped & self._playing.keys():
@@ -384,7 +384,7 @@ class Worker:
             self._beats.say("waiting for rollouts to play", "trainer")
 
     def _follow(self, pool: EndpointPool) -> None:
-        """Ask the engines that the head has, and no others."""
+        """Make the pool use the head's engines, and no others."""
         assert self._engines is not None
         urls = self._engines.urls
         if not urls:
@@ -395,7 +395,7 @@ class Worker:
                 pool.add(self._client(url))
         for url, client in known.items():
             if url not in urls:
-                pool.remove(client)  # rollouts that are at home there move on
+                pool.remove(client)  # its rollouts move to other engines
 
     async def _finish(self, item: Item, old: asyncio.Task[None] | None) -> None:
         """Play an item and send its results."""
@@ -412,7 +412,8 @@ class Worker:
             self._finished.put_nowait(finished)
             await finished.is_taken
         except RolltreeError as error:
-            # The head hears nothing of it, takes it back at the next poll, and gives up in the end.
+            # The head is not told: it requeues the item after a poll that does not list it, and
+            # gives up after several attempts.
             print(f"{item.item_id}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         finally:
             playing.cancel()
@@ -442,12 +443,12 @@ class Worker:
         return _Finished(item.item_id, checksum, data, taken)
 
     async def _deliver(self) -> None:
-        """Send results, as many at once as there are, until a head has stored them."""
+        """Send results in batches, and send each again until a head has stored it."""
         waiting, sent_at = list[_Finished](), 0.0
         while True:
             if not waiting:
                 waiting.append(await self._finished.get())
-            # A lone result goes at once; where many come, a request carries them together.
+            # A single result is sent at once; if many come, a request carries several.
             await asyncio.sleep(max(0.0, sent_at + _GATHER_S - time.monotonic()))
             sent_at = time.monotonic()
             while not self._finished.empty():
@@ -492,7 +493,7 @@ class Worker:
 def _encoded(
     item: Item, results: Sequence[RolloutResult], config_secrets: Sequence[str]
 ) -> tuple[int, bytes]:
-    # The environment may have loaded its keys only now; the head need not know them.
+    # Collected here, since the environment may have loaded keys that the head does not know.
     secrets = known_secrets((*config_secrets, *environment_secrets()))
     rows = tuple(result_to_rows(result, secrets) for result in results)
     done = WorkDone(item_id=item.item_id, asked=digest(item.requests), results=rows)

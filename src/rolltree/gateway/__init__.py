@@ -37,7 +37,7 @@ def __dir__() -> list[str]:
 
 
 class _Room(ModuleType):
-    """`rolltree.gateway` is this room, and `rt.gateway(client)` makes a gateway."""
+    """`rolltree.gateway` is this package, and `rt.gateway(client)` makes a gateway."""
 
     def __call__(self, client: object, **options: Any) -> Gateway:
         from rolltree.gateway.server import Gateway

@@ -1,7 +1,7 @@
 """Anthropic's `messages` and `messages/count_tokens`.
 
-Thinking is shown only to agents that ask for it, as Anthropic does; the record has it anyway. That
-a tool failed (`is_error`) is told by the text of its result, since chat templates know text only.
+Thinking is sent only to agents that ask for it, as Anthropic does, but always recorded. Chat
+templates know text only, so a failed tool (`is_error`) without a text becomes the text "error".
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from rolltree.types import ChatMessage, FinishReason, SamplingParams, ToolSchema
 from rolltree.untrusted import encode_json, read_json
 
 _OWN_MODEL = "every call is answered by the session's model alone"
-_WHOLE_HISTORY = "the model reads the history that the request has, all of it"
+_WHOLE_HISTORY = "the model reads the whole history of the request"
 _NEEDS_CONSTRAINTS = "it needs constrained decoding"
-_ASKED_BY_AGENT = "tools are run by the agent, and the model is told of all of them"
+_ASKED_BY_AGENT = "tools are run by the agent, and all of them are offered to the model"
 
 FIELDS: dict[str, Field] = {
     **each("model messages system tools tool_choice thinking stream", READ),
@@ -60,12 +60,10 @@ FIELDS: dict[str, Field] = {
     "thread": only(why=_WHOLE_HISTORY),
     "compaction": only(why=_WHOLE_HISTORY),
 }
-# The fields of what is nested. A budget of thinking is a target in Anthropic's API, not a limit.
+# The fields of nested objects. A thinking budget is a target in Anthropic's API, not a limit.
 _THINKING: dict[str, Field] = {
-    "type": only(
-        "enabled", "adaptive", "disabled", why="when the model thinks is its own decision"
-    ),
-    "display": only("summarized", "omitted", why="thinking is shown as it was sampled, or not"),
+    "type": only("enabled", "adaptive", "disabled", why="the model itself decides when it thinks"),
+    "display": only("summarized", "omitted", why="thinking is shown as sampled, or not at all"),
     **each("budget_tokens block_binding", NO_EFFECT),
 }
 _OUTPUT: dict[str, Field] = {
@@ -74,7 +72,7 @@ _OUTPUT: dict[str, Field] = {
     "task_budget": only(why="the model is not told how many tokens are left"),
 }
 _CONTEXT: dict[str, Field] = {"edits": READ}
-# The edits that leave everything as it is; without `keep`, earlier thinking would be cleared.
+# The edits that change nothing; without `keep`, earlier thinking would be cleared.
 _NO_EDITS = [{"type": "clear_thinking_20251015", "keep": keep} for keep in ("all", {"type": "all"})]
 _CHOICE: dict[str, Field] = each("type name disable_parallel_tool_use", READ)
 _TOOL: dict[str, Field] = {
@@ -98,7 +96,7 @@ _USER_BLOCKS: dict[str, dict[str, Field]] = {
 _ASSISTANT_BLOCKS: dict[str, dict[str, Field]] = {
     "text": _TEXT,
     "thinking": {**each("type thinking", READ), **each("signature cache_control", NO_EFFECT)},
-    # Another model's, which only that model could read.
+    # From a model of Anthropic's, which alone could read it.
     "redacted_thinking": {"type": READ, **each("data cache_control", NO_EFFECT)},
     "tool_use": {
         **each("type id name input", READ),
@@ -106,10 +104,10 @@ _ASSISTANT_BLOCKS: dict[str, dict[str, Field]] = {
         "caller": only({"type": "direct"}, why=_ASKED_BY_AGENT),
     },
 }
-# Claude Code begins its system prompt with such a line, another one in every request.
+# Claude Code begins its system prompt with such a line, which differs in every request.
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
 _INVALID_JSON = "INVALID_JSON"
-"""The key under which Anthropic's documentation puts arguments that are not a JSON object."""
+"""The key for arguments that are not a JSON object, from Anthropic's documentation."""
 _CALL_ID = re.compile(r"toolu_[0-9a-f]{24}_(.+)", re.DOTALL)
 _STOP_REASONS = {
     FinishReason.LENGTH: "max_tokens",
@@ -159,7 +157,7 @@ async def count_tokens(
 def _read_part(
     part: object, fields: Mapping[str, Field], where: str
 ) -> tuple[dict[str, Any], SamplingParams]:
-    """Return what `read_fields` finds in an object inside the body; errors say where it is."""
+    """Return the result of `read_fields` for an object inside the body; errors say where it is."""
     if not isinstance(part, Mapping):
         raise RequestError(f"{where} is {shown(part)}, not an object.", param=where)
     try:
@@ -196,7 +194,7 @@ def _output(given: Mapping[str, Any]) -> SamplingParams:
 
 
 def _check_context(value: object) -> None:
-    """Raise unless `context_management` asks for what happens anyway: nothing is cleared."""
+    """Raise an error if `context_management` asks for anything to be cleared."""
     where = "context_management.edits"
     edits = _read_part(value, _CONTEXT, "context_management")[0].get("edits", [])
     if not isinstance(edits, list):
@@ -209,7 +207,7 @@ def _check_context(value: object) -> None:
 def _tools_and_choice(
     given: Mapping[str, Any],
 ) -> tuple[tuple[ToolSchema, ...], dict[str, Any]]:
-    """Return the tools that the model is told of, and the settings with a forced choice, if any."""
+    """Return the tools that the prompt offers, and the settings of a forced choice, if any."""
     found = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools_in(given))]
     choice, _ = _read_part(given.get("tool_choice", {"type": "auto"}), _CHOICE, "tool_choice")
     kind, forced = choice.get("type"), dict[str, Any]()
@@ -272,7 +270,7 @@ def _history(value: object) -> list[ChatMessage]:
             )
     if said[-1]["role"] == "assistant":
         raise RequestError(
-            f"{where} is the assistant's: answers are sampled from their beginning on, so one "
+            f"{where} is an assistant's message, but answers are sampled from their start, so it "
             "cannot be continued (prefill). End with a user's message.",
             param=where,
         )
@@ -280,7 +278,7 @@ def _history(value: object) -> list[ChatMessage]:
 
 
 def _user_turn(content: object, where: str) -> Iterable[ChatMessage]:
-    """Yield a message for each result of a tool, and one for the text between them."""
+    """Yield a message for each tool result, and one for each run of text between them."""
     texts: list[str] = []
     blocks = list(_blocks(content, _USER_BLOCKS, where))
     for index, (kind, block) in enumerate(blocks):
@@ -302,7 +300,7 @@ def _user_turn(content: object, where: str) -> Iterable[ChatMessage]:
 
 
 def _add_assistant(said: list[ChatMessage], content: object, where: str) -> None:
-    """Append the assistant's turn; what follows another one continues it."""
+    """Append an assistant's turn, or continue the last message if it is the assistant's."""
     before = said.pop() if said and said[-1]["role"] == "assistant" else assistant("")
     texts = {"text": [before["content"]], "thinking": [before.get("reasoning_content", "")]}
     calls = list(before.get("tool_calls", ()))
@@ -320,7 +318,7 @@ def _add_assistant(said: list[ChatMessage], content: object, where: str) -> None
 def _blocks(
     content: object, known: Mapping[str, Mapping[str, Field]], where: str
 ) -> Iterable[tuple[str, dict[str, Any]]]:
-    """Yield type and fields of each block; a string is one block of text."""
+    """Yield the type and the fields of each block; a string is one block of text."""
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
     if not isinstance(content, list):
@@ -336,7 +334,7 @@ def _blocks(
 
 
 def write_message(call: AgentCall, answers: Sequence[AgentAnswer]) -> dict[str, Any]:
-    """Return the body for an answer."""
+    """Return the response body for an answer."""
     answer = answers[0]
     thinking, content = call.options["thinking"], []
     if answer.reasoning and thinking != "hidden":
@@ -348,7 +346,7 @@ def write_message(call: AgentCall, answers: Sequence[AgentAnswer]) -> dict[str, 
     content += [_tool_use(answer.head, each) for each in answer.tool_calls]
     return {
         **_head(answer.head),
-        # Agents take the first block of an answer without looking whether there is one.
+        # Agents take the first block of an answer without checking that it has one.
         "content": content or [{"type": "text", "text": ""}],
         **_ending(call, answer),
         "usage": _usage(answer),
@@ -368,8 +366,8 @@ def _head(head: AnswerHead) -> dict[str, Any]:
 
 
 def _signature(head: AnswerHead) -> str:
-    # It says nothing here, but agents take thinking without one for another provider's, and send
-    # it back as text.
+    # It is not checked, but agents take thinking without a signature for another provider's, and
+    # send it back as text.
     return head.id
 
 
@@ -377,7 +375,7 @@ def _tool_use(head: AnswerHead, call: ChatMessage) -> dict[str, Any]:
     function = call["function"]
     return {
         "type": "tool_use",
-        # Agents keep results by id, and what a model writes or repeats need not be unique.
+        # Agents keep results by id, and the ids in a model's text need not be unique.
         "id": f"toolu_{head.id}_{call['id']}",
         "name": function["name"],
         "input": _input(function["arguments"]),
@@ -385,13 +383,13 @@ def _tool_use(head: AnswerHead, call: ChatMessage) -> dict[str, Any]:
 
 
 def _own_id(call_id: str) -> str:
-    """Return a call's id as the model's template knows it."""
+    """Return a tool call's id without the prefix that `_tool_use` adds."""
     found = _CALL_ID.fullmatch(call_id)
     return found[1] if found else call_id
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Return arguments as an object; those that are not one are wrapped."""
+    """Return the arguments as an object; text that is not a JSON object is wrapped in one."""
     if not arguments:
         return {}
     with suppress(ValueError):
@@ -411,14 +409,14 @@ def _arguments(value: object, where: str) -> object:
 
 def _ending(call: AgentCall, answer: AgentAnswer) -> dict[str, Any]:
     reason = _STOP_REASONS.get(answer.finish_reason)
-    # The session's own stop strings are not the agent's to know.
+    # The session's own stop strings are not shown to the agent.
     if reason is None and answer.stop in call.sampling.stop:
         return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop}
     return {"stop_reason": reason or "end_turn", "stop_sequence": None}
 
 
 def _usage(answer: AgentAnswer | None) -> dict[str, Any]:
-    """Count the tokens; those of the prompt are the ones that were read anew and the cached."""
+    """Return the token counts; cached prompt tokens are counted apart from the others."""
     num_cached = 0 if answer is None else answer.num_cached_tokens
     return {
         "input_tokens": 0 if answer is None else answer.num_prompt_tokens - num_cached,
@@ -429,11 +427,11 @@ def _usage(answer: AgentAnswer | None) -> dict[str, Any]:
 
 
 def anthropic_error(failure: Failure) -> dict[str, Any]:
-    """Return a failure as Anthropic says it."""
+    """Return the body of a failure in Anthropic's format."""
     other = "invalid_request_error" if failure.status < 500 else "api_error"
     message, details = failure.message, {"error_code": failure.code}
     if failure.code == "context_length_exceeded":
-        # By these words agents know that they must shorten their history.
+        # Agents recognize these words and shorten their history.
         message = f"prompt is too long: {message}"
     if failure.param is not None:
         details["param"] = failure.param
@@ -450,12 +448,12 @@ class MessageEvents:
         self._num_blocks, self._open = 0, ""
 
     def begin(self, head: AnswerHead) -> Iterable[bytes]:
-        """Return the event with the message, empty as yet."""
+        """Return the event with the message, which is still empty."""
         self._head = head
         return [_event("message_start", message=_head(head) | {"usage": _usage(None)})]
 
     def delta(self, delta: AnswerDelta) -> Iterable[bytes]:
-        """Yield the events of the blocks that begin, go on and end."""
+        """Yield the events of blocks that begin, continue or end."""
         if delta.reasoning and self._thinking != "hidden":
             yield from self._enter("thinking", thinking="", signature="")
             if self._thinking == "shown":
@@ -471,7 +469,7 @@ class MessageEvents:
             yield self._delta("input_json_delta", partial_json=arguments)
 
     def end(self, answer: AgentAnswer) -> Iterable[bytes]:
-        """Yield the end of the last block, why the answer ended, and what it used."""
+        """Yield the end of the last block, the stop reason, and the usage."""
         if not self._num_blocks:
             yield from self._enter("text", text="")
         yield from self._leave()

@@ -1,11 +1,11 @@
-"""The gateway's application: who may ask, what answers, streams, and sessions over HTTP.
+"""The gateway's ASGI application: access, routes, streams, and sessions over HTTP.
 
     /s/ID/v1/...               a session's agent, with the session's secret
     /s/ID/agents/NAME/v1/...   the same for one of several agents of the session
     /sessions, /sessions/ID    opens, shows and closes sessions, with the admin key
     /health
 
-What is wrong with a request is said in the words of its protocol.
+Errors have the shape that the request's protocol defines.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("rolltree.gateway")
 PING_S = 15.0
-"""A stream in which nothing was said for that long gets an event that says nothing."""
+"""Seconds without an event after which a stream gets a ping, to keep the connection open."""
 _SESSION = "rolltree.session"
 _AGENT_PATH = re.compile(r"/s/([^/]+)(?:/agents/([^/]+))?/v1(/.+)|/s/([^/]+)/.*", re.DOTALL)
 _STATUS_OF_MODEL = (
@@ -64,9 +64,9 @@ _STATUS_OF_MODEL = (
 
 
 class Paths:
-    """Which handler answers which request. `{name}` in a path is a part of it, `{name:path}` all.
+    """The handlers by method and path. `{name}` matches one segment, `{name:path}` the rest.
 
-    A dictionary and not a router's list: every call passes here.
+    A dictionary instead of a router's list, since every call is looked up here.
     """
 
     def __init__(self, routes: Iterable[tuple[str, str, Handler]]) -> None:
@@ -84,7 +84,7 @@ class Paths:
         """Return the handler of a request, and the named parts of its path.
 
         Raises:
-            RequestError: nothing is served there, or not by this method.
+            RequestError: nothing is served at this path, or not for this method.
         """
         method = "GET" if method == "HEAD" else method
         known = self._exact.get(path, {})
@@ -103,9 +103,9 @@ class Paths:
 class GatewayApp:
     """The ASGI application; `hosts` are the `Host` headers that are answered.
 
-    It refuses what has no business here before anything of the body is read. A foreign `Host` is
-    answered 421, an `Origin` 403. An unknown session and a wrong secret are the same 401: nobody
-    learns which sessions there are.
+    Requests are refused before their body is read: a foreign `Host` with 421, an `Origin` with 403.
+    An unknown session and a wrong secret give the same 401, which does not reveal what sessions
+    exist.
     """
 
     def __init__(self, gateway: Gateway, hosts: Collection[str]) -> None:
@@ -142,9 +142,9 @@ class GatewayApp:
         await response(scope, receive, send)
 
     def _admitted(self, scope: Scope) -> Handler:
-        """Return what answers a request, or raise `RequestError`."""
+        """Return the handler of a request, or raise `RequestError`."""
         headers, path = Headers(scope=scope), scope["path"]
-        # A socket of the file system has no name to be rebound.
+        # A Unix socket has no host name, so DNS rebinding cannot reach it.
         if scope.get("server", (None, None))[1] is not None:
             refusal = foreign_request(headers, self._hosts, frozenset())
             if refusal is not None:
@@ -214,7 +214,7 @@ async def _answers(
 ) -> list[AgentAnswer]:
     if call.n == 1:
         return [await session.complete(call, origin)]
-    # Each is a call of its own, and a repeated request finds each of them again.
+    # Each answer is a separate call, and a repeated request finds each of them again.
     origins = [
         CallOrigin(
             origin.agent,
@@ -247,7 +247,7 @@ def _origin(request: Request, protocol: WireProtocol, content: bytes) -> CallOri
 
 
 class AnswerResponse(Response):
-    """Answers in one piece; they count as delivered when all of it was sent."""
+    """The answers to a request as one JSON body; they count as delivered when all of it is sent."""
 
     def __init__(
         self, request: Request, body: Any, session: GatewaySession, answers: list[AgentAnswer]
@@ -257,7 +257,7 @@ class AnswerResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send them, unless the client has left."""
-        # Asked before: of a response that is complete, uvicorn always says that the client left.
+        # Checked first: after a complete response, uvicorn always reports that the client left.
         if has_left(receive):
             return
         async with asyncio.timeout(self._request.app.state.write_timeout_s):
@@ -269,8 +269,8 @@ class AnswerResponse(Response):
 class EventStream(Response):
     """An answer as server-sent events, as it is sampled.
 
-    What goes wrong before anything was sampled is an answer of its own with an error status. A
-    client that hangs up, or does not read for `write_timeout_s`, ends its sampling.
+    A failure before the first event is a plain response with an error status. A client that hangs
+    up, or does not read for `write_timeout_s`, ends its sampling.
     """
 
     media_type = "text/event-stream"
@@ -384,8 +384,8 @@ async def _model(request: Request) -> Response:
 
 
 def _model_card(session: GatewaySession, name: str | None) -> dict[str, Any]:
-    # Every name is answered by the session's model, so every name is known. OpenAI's fields, then
-    # Anthropic's: their paths are the same.
+    # The session's model answers to every name, so every name is known. Both APIs have this path,
+    # so the card has OpenAI's fields and Anthropic's.
     created = int(session.opened_s)
     return {
         "id": name or session.model_name,
@@ -420,24 +420,24 @@ class SessionHandlers:
         return json_response({**session.summary(), "api_key": session.api_key}, 201)
 
     async def list(self, request: Request) -> Response:
-        """`GET /sessions`: the ids of those that are open."""
+        """`GET /sessions`: the ids of the open sessions."""
         return json_response({"sessions": sorted(self._gateway.sessions)})
 
     async def show(self, request: Request) -> Response:
-        """`GET /sessions/ID`: what it did so far."""
+        """`GET /sessions/ID`: the session's summary."""
         return json_response(self._session(request).summary())
 
     async def drop(self, request: Request) -> Response:
-        """`DELETE /sessions/ID`: ends it and forgets its calls."""
+        """`DELETE /sessions/ID`: closes the session and deletes its calls."""
         session = self._session(request)
         await session.aclose()
         session.release()
         return json_response(session.summary())
 
     async def close(self, request: Request) -> Response:
-        """`POST /sessions/ID/close`: its `reward` and `metrics`. It is stored if there is a run.
+        """`POST /sessions/ID/close`: closes it with its `reward` and `metrics`; a run stores it.
 
-        Asked again after it was stored, it answers 404.
+        The same request again, after it was stored, gets a 404.
         """
         session = self._session(request)
         content = await request_body(request)
@@ -455,7 +455,7 @@ class SessionHandlers:
 
 
 def failure_of_gateway(error: Exception) -> Failure:
-    """Return what an agent is told of an exception."""
+    """Return the failure that an agent gets for an exception."""
     if isinstance(error, BaseExceptionGroup) and isinstance(error.exceptions[0], Exception):
         return failure_of_gateway(error.exceptions[0])
     found = failure_of_request(error)
@@ -464,7 +464,7 @@ def failure_of_gateway(error: Exception) -> Failure:
         if isinstance(error, kind):
             return Failure(status, code, message)
     if isinstance(error, ServerError):
-        # A refused key is the gateway's, so it must not look like one of the agent's.
+        # A refused key is the gateway's, so the error must not blame the agent's.
         is_agents = not error.retryable and error.status not in (401, 403)
         code = "invalid_request" if is_agents else "upstream_unavailable"
         return Failure(400 if is_agents else 502, code, message)
@@ -481,7 +481,7 @@ def _failed(
     response = json_response(body, failure.status)
     response.headers.update(headers or {})
     if failure.status in (401, 408, 413, 421):
-        # Some of the body may not have been read, and would be taken for the next request.
+        # A part of the body may be unread, and would be taken for the next request.
         response.headers["Connection"] = "close"
     if failure.status < 500:
         response.headers["x-should-retry"] = "false"
@@ -494,7 +494,7 @@ def _log_failure(request: Request, error: Exception) -> None:
 
 
 def _answering(handler: Handler, protocol: WireProtocol | None = None) -> Handler:
-    """Turn what a handler raises into an answer."""
+    """Wrap a handler so that its exceptions become responses."""
 
     async def run(request: Request) -> Response:
         try:

@@ -1,7 +1,7 @@
 """One request and one answer inside the gateway, whatever protocol the agent speaks.
 
-A protocol turns a body into an `AgentCall`, and an `AgentAnswer` (whole, or as an `AnswerHead` and
-`AnswerDelta`s before it) into what it sends. Messages have OpenAI's shape, with text as their
+A protocol turns a request body into an `AgentCall`, and an `AgentAnswer` (whole, or preceded by an
+`AnswerHead` and `AnswerDelta`s) into a response. Messages have OpenAI's shape, with text as their
 content (`rolltree.gateway.messages`).
 """
 
@@ -26,30 +26,30 @@ from rolltree.types import (
 
 @dataclass(frozen=True, slots=True)
 class AgentCall:
-    """What an agent asks for.
+    """A request of an agent.
 
     `prompt` is a list of messages (chat), a string, or ids int32 `[_P]` (completion). `options` are
-    the protocol's own: what its writer needs to know of the request.
+    the protocol's own: the parts of the request that its writer needs.
     """
 
     prompt: Messages | IntArray
     sampling: SamplingParams = DEFAULT_SAMPLING
-    # As the agent names it; every name is answered by the session's model.
+    # The name that the agent uses; the session's model answers to every name.
     model: str = ""
     tools: tuple[ToolSchema, ...] = ()
     message_type: MessageType = "chat"
     stream: bool = False
-    # How many answers: each is a call of its own.
+    # The number of answers, each of which is a separate call.
     n: int = 1
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class CallOrigin:
-    """Who makes a call, and whether it was made before.
+    """The agent that makes a call, and what tells whether the call is repeated.
 
-    `attempt` is how often the client says that it tried before (0: this is the first time); None if
-    it says nothing. `digest` stands for the content of the request.
+    `key` is the idempotency key. `attempt` is the number of earlier attempts that the client
+    reports (0: this is the first); None if it reports none. `digest` is that of the request.
     """
 
     agent: str = ""
@@ -60,7 +60,7 @@ class CallOrigin:
 
 @dataclass(frozen=True, slots=True)
 class AnswerHead:
-    """What is known of an answer before it is sampled. Protocols put a prefix before `id`."""
+    """The part of an answer that is known before sampling. Protocols put a prefix before `id`."""
 
     id: str
     model: str
@@ -69,9 +69,9 @@ class AnswerHead:
 
 @dataclass(frozen=True, slots=True)
 class AnswerDelta:
-    """What is new in an answer. The deltas of an answer add up to its message.
+    """A new part of an answer. The deltas of an answer add up to its message.
 
-    Reasoning comes before content, tool calls come last, each as a whole in OpenAI's shape.
+    Reasoning comes before content; tool calls come last, each one whole and in OpenAI's shape.
     """
 
     reasoning: str = ""
@@ -83,10 +83,10 @@ class AnswerDelta:
 class AgentAnswer:
     """A finished answer.
 
-    `message` has `content` (text or None), `reasoning_content` where the model reasoned, and
+    `message` has `content` (text or None), `reasoning_content` if the model reasoned, and
     `tool_calls` if it called any. `stop` is the stop string that ended it. `response` has ids and
-    logprobs; `decode` turns ids into text where the tokenizer is known. `options` are those of the
-    call, also when the answer is looked up later.
+    logprobs; `decode` turns ids into text if the tokenizer is known. `options` are those of the
+    call, even if the answer is looked up later.
     """
 
     head: AnswerHead

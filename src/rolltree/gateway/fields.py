@@ -1,8 +1,8 @@
-"""The fields of a request: what becomes of each, as a table, and what is refused by name.
+"""How the gateway uses each field of a request, as tables; all other fields are refused by name.
 
 A field is read by its protocol, is a sampling setting, is passed on to the model's server (which
 obeys it or refuses it by name), does not affect the answer, or must have one of the values that ask
-for what happens anyway. Anything else is an error: nothing is dropped.
+for the default. Anything else is an error: nothing is dropped.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from rolltree.types import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """What becomes of one field.
+    """How one field is used.
 
-    `name` is a sampling setting's name in OpenAI's API (or vLLM's). `values` are those that ask for
-    nothing (of a field that is passed on), or the only ones that are taken; `why` says what any
-    other would need.
+    `name` is a sampling setting's name in OpenAI's API (or vLLM's). `values` are those with which a
+    field is not passed on, or the only ones that are accepted; `why` says why others are refused.
     """
 
     use: Literal["read", "sampling", "passed", "no_effect", "only"]
@@ -36,12 +35,12 @@ NO_EFFECT = Field("no_effect")
 
 
 def each(names: str, field: Field) -> dict[str, Field]:
-    """Return the table in which all of `names`, with spaces between them, are `field`."""
+    """Return a table in which every name in `names`, separated by spaces, has `field`."""
     return dict.fromkeys(names.split(), field)
 
 
 def settings(names: str) -> dict[str, Field]:
-    """Return the table of sampling settings that have OpenAI's names."""
+    """Return a table of sampling settings with OpenAI's names."""
     return each(names, Field("sampling"))
 
 
@@ -56,16 +55,16 @@ def passed(*neutral: object, name: str = "") -> Field:
 
 
 def only(*values: object, why: str) -> Field:
-    """Return a field that is taken with these values only."""
+    """Return a field that is accepted with these values only."""
     return Field("only", "", values, why)
 
 
 def read_fields(
     body: Mapping[str, Any], fields: Mapping[str, Field]
 ) -> tuple[dict[str, Any], SamplingParams]:
-    """Return the fields that the protocol reads itself, and what to sample with.
+    """Return the fields that the protocol reads itself, and the sampling settings.
 
-    Fields that are null count as not given.
+    A field that is null counts as missing.
 
     Raises:
         RequestError: a field is unknown, or has a value that would not be obeyed.
@@ -95,7 +94,7 @@ def disobeyed(name: str, value: object, why: str) -> RequestError:
 
 
 def model_in(given: Mapping[str, Any]) -> str:
-    """Return the name of the model that is asked; empty if none is named."""
+    """Return the name of the requested model; empty if none is named."""
     model = given.get("model", "")
     if not isinstance(model, str):
         raise RequestError("model is not a name.", param="model")

@@ -2,7 +2,7 @@
 
     env = rt.HarborProgramEnv(["python3", "{folder}/agent.py"], "tasks/", files={"agent.py": path})
 
-A command runs in the task's world itself and reaches its model and nothing else. A function runs in
+A command runs inside the task's world and can reach its model and nothing else. A function runs in
 this process and works in the world through `env.shell_of(state)`.
 """
 
@@ -33,7 +33,7 @@ from rolltree.types import State
 
 
 class AgentShell:
-    """How a function works in its task's world. It is over when the function is."""
+    """Runs a function's shell commands in its task's world, until the function ends."""
 
     def __init__(self, world: HarborWorld, task: HarborTask) -> None:
         self._world, self.task = world, task
@@ -48,8 +48,8 @@ class AgentShell:
         """
         if self._is_over:
             raise SandboxError(
-                "the agent's time is over, and the task's tests judge what it left. End the "
-                "function when its time limit ends it."
+                "the agent's time is over, and the task's tests judge the world as it is. Let the "
+                "function end when it is cancelled."
             )
         task = self.task
         run = self._world.run(
@@ -61,7 +61,7 @@ class AgentShell:
         return await running
 
     async def end(self) -> None:
-        """End what it runs. A function that does not end in time cannot touch the world again."""
+        """End its commands, and refuse more: a late function must not touch the world again."""
         self._is_over = True
         running = list(self._running)
         for each in running:
@@ -70,21 +70,21 @@ class AgentShell:
 
 
 class HarborProgramEnv(HarborWorlds, ProgramEnv):
-    """Harbor tasks, played by a program; `HarborEnv` says how they are judged.
+    """Harbor tasks that a program solves; they are judged as in `HarborEnv`.
 
     Args:
-        program: a command, which runs in the task's sandbox and begins in the task's folder
-            (`{folder}` is where `files` lie), or `async def agent(session, state)`.
+        program: a command, which runs in the task's sandbox and starts in the task's folder
+            (`{folder}` is the folder of `files`), or `async def agent(session, state)`.
         tasks: a folder of tasks, a task, or several.
         eval_tasks: the same, for evaluation.
         world: "sandbox", or for functions also "docker" and "auto".
-        limits: what a world may use, unless the task says otherwise.
-        reward_key: which value of a reward.json is the reward.
-        time_limit_s: a limit beside the tasks' own.
-        settings: `ProgramEnv`'s.
+        limits: the limits of a world, unless the task sets its own.
+        reward_key: the key of the reward in a reward.json.
+        time_limit_s: a limit in addition to the tasks' own; the smaller one applies.
+        settings: passed to `ProgramEnv`.
 
     Raises:
-        ConfigError: a task asks for what cannot be had; it is named.
+        ConfigError: a task, which is named, requires something that is not supported.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class HarborProgramEnv(HarborWorlds, ProgramEnv):
         kind = world or ("sandbox" if is_command else "auto")
         if is_command and kind != "sandbox":
             raise ConfigError(
-                f"world is {kind!r}, and a command cannot reach its model from a container. Leave "
+                f"world is {kind!r}, but a command cannot reach its model from a container. Leave "
                 "it out for the sandbox, or write the agent as a function."
             )
         self.harbor, data = tasks_of(tasks, eval_tasks, kind, limits or PROGRAM_LIMITS, reward_key)
@@ -121,10 +121,10 @@ class HarborProgramEnv(HarborWorlds, ProgramEnv):
         )
 
     def shell_of(self, state: State) -> AgentShell:
-        """Return how a function works in its rollout's world.
+        """Return the shell through which a function works in its rollout's world.
 
         Raises:
-            SandboxError: the rollout has no world (any more).
+            SandboxError: the rollout has no world, or no longer has one.
         """
         shell = self._shells.get(state.get("harbor_world") or "")
         if shell is None:
@@ -132,12 +132,12 @@ class HarborProgramEnv(HarborWorlds, ProgramEnv):
         return shell
 
     def time_limit_of(self, state: State) -> float | None:
-        """Return the smaller one of the task's limit and the environment's."""
+        """Return the smaller of the task's limit and the environment's, in seconds."""
         limits = (self.time_limit_s, self.harbor.of(state).agent_limit_s)
         return min((limit for limit in limits if limit is not None), default=None)
 
     async def setup_state(self, state: State) -> State:
-        """Make the world of a function; a command's is its folder."""
+        """Create a function's world; a command's world is its folder."""
         state = await super().setup_state(state)
         if self.function is not None:
             task = self.harbor.of(state)
@@ -157,7 +157,7 @@ class HarborProgramEnv(HarborWorlds, ProgramEnv):
         return world.sandbox
 
     def command_line(self, values: Any, state: State) -> list[str]:
-        """Return the command, begun in the task's folder."""
+        """Return the command, wrapped to start in the task's folder."""
         world = self.harbor.of(state).world
         assert world is not None
         enter = 'cd "$0" && exec "$@"'
@@ -177,7 +177,7 @@ class HarborProgramEnv(HarborWorlds, ProgramEnv):
 
     @cleanup(priority=-100)
     async def close_world(self, state: State) -> None:
-        """Delete the world of a function; a command's goes with its folder."""
+        """Delete a function's world; a command's is deleted with its folder."""
         name = state.get("harbor_world") or ""
         world = self._worlds.pop(name, None)
         await self._end_agent(name)

@@ -1,9 +1,9 @@
 """The calls of open sessions on disk: one append-only file per session.
 
-A frame is written, and synced, before the answer that it holds is sent in full, so a gateway that
-is killed knows every call that an agent has seen. Frames have lengths and checksums; one that was
-being written is cut off when the file is read. A session costs O(unique tokens): a frame has the
-new messages and what its call added to the token tree.
+A frame is written and synced before the answer that it holds is sent in full, so a restarted
+gateway has every call that an agent has seen. Frames have lengths and checksums; a frame that was
+not written to its end is dropped when the file is read. A file's size is O(unique tokens): a frame
+has only the new messages and the tokens that its call added to the tree.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _Write: TypeAlias = "tuple[JournalFile, bytes, asyncio.Future[None]]"
 
 @dataclass(frozen=True, slots=True)
 class KeptCall:
-    """What is kept of a call beside its step."""
+    """The data of a call that is kept in addition to its step."""
 
     head: AnswerHead
     agent: str = ""
@@ -53,7 +53,7 @@ class KeptCall:
 
 @dataclass(slots=True)
 class KeptSession:
-    """What a file has: the session's settings, its calls, and which answers were delivered."""
+    """The contents of a file: the session's settings, calls, and which answers were delivered."""
 
     settings: Mapping[str, Any]
     calls: list[tuple[KeptCall, TrajectoryStep]] = field(default_factory=list)
@@ -73,7 +73,7 @@ class Journal:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
             raise _unwritable(folder, error) from error
-        # Several: the files of sessions are synced at the same time.
+        # Several threads, so that the files of different sessions are synced concurrently.
         self._pool = ThreadPoolExecutor(_NUM_THREADS, "rolltree-journal")
         self._waiting: list[_Write] = []
         self._writing: asyncio.Task[None] | None = None
@@ -91,10 +91,10 @@ class Journal:
         return JournalFile(self.path(session_id), settings, self)
 
     def write(self, file: JournalFile, frame: bytes) -> asyncio.Future[None]:
-        """Write and sync a frame in a thread; the result comes once it is on disk.
+        """Write and sync a frame in a thread; the future is done when it is on disk.
 
-        Frames are written in turns, those that came meanwhile together: a thread that is asked for
-        each would cost as much as what it does.
+        Frames that come during a write are written together in the next one: handing each to a
+        thread would cost as much as writing it.
         """
         done = asyncio.get_running_loop().create_future()
         self._waiting.append((file, frame, done))
@@ -137,7 +137,7 @@ class Journal:
                 yield path.name.removesuffix(_SUFFIX), found
 
     def close(self) -> None:
-        """Wait for what is being written."""
+        """Wait for writes in progress."""
         self._pool.shutdown()
 
 
@@ -150,10 +150,10 @@ class JournalFile:
         self._table, self._prompts = MessageTable(), dict[int, Reference]()
         self._num_calls = 0
         self._tools: list[tuple[ToolSchema, ...]] = []
-        # Values of options by id, which a session keeps once each, and their numbers.
+        # The number of each option value, by the object's id: a session keeps equal values once.
         self._values: dict[int, tuple[int, Any]] = {}
         self._delivered: list[int] = []
-        # Written beside the old one, which is replaced when the new one has all of it.
+        # Written beside the old file, which it replaces when it is complete.
         self._building = path.with_suffix(".new")
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
         try:
@@ -182,7 +182,7 @@ class JournalFile:
             raise _unwritable(self._path, error) from error
 
     def append_now(self, trajectory: Trajectory, index: int, kept: KeptCall) -> None:
-        """Write a call of a restored session, which is synced with the rest of them."""
+        """Write a call of a restored session; it is synced with the next call."""
         self.write(self._call_frame(trajectory, index, kept), sync=False)
 
     def note_delivered(self, step: int) -> None:
@@ -212,7 +212,7 @@ class JournalFile:
         tree, tokens = trajectory.tree, b""
         call = trajectory.call_of(index)
         if call is not None and call < self._num_calls:
-            # A call that overlapped has brought its tokens, before its agent and turn were known.
+            # An earlier frame has this call's tokens, but was written before its agent and turn.
             data["label"] = [call, tree.agent(call), tree.turn(call)]
         if tree.num_calls > self._num_calls:
             tokens, self._num_calls = tree.to_bytes(since=self._num_calls), tree.num_calls
@@ -239,7 +239,7 @@ class JournalFile:
         return _frame(data, tokens, f'"table":{self._table.to_json(size)},')
 
     def write(self, frame: bytes, sync: bool = True) -> None:
-        """Write a frame, and wait until the disk has it."""
+        """Write a frame; with `sync`, wait until it is on disk."""
         view = memoryview(frame)
         while view:
             view = view[os.write(self._file, view) :]
@@ -262,7 +262,7 @@ def _write_part(part: list[_Write]) -> list[tuple[asyncio.Future[None], OSError 
 
 
 def read_session(path: Path) -> KeptSession | None:
-    """Return what a file has; None if the session was never opened to its end.
+    """Return the session of a file; None if not even its settings were written.
 
     Raises:
         StoreError: the file is damaged before its last frame.
@@ -319,7 +319,7 @@ def _frame(data: Mapping[str, Any], tokens: bytes = b"", more: str = "") -> byte
 
 
 def _frames(data: bytes) -> list[tuple[bytes, bytes]]:
-    """Return the frames of a file; one that is cut off at its end was not answered."""
+    """Return the frames of a file, without an incomplete last one: its call was not answered."""
     found, at = list[tuple[bytes, bytes]](), 0
     while at + _HEAD.size <= len(data):
         magic, num_text, num_tokens, check = _HEAD.unpack_from(data, at)
@@ -331,9 +331,9 @@ def _frames(data: bytes) -> list[tuple[bytes, bytes]]:
             break
         text, tokens = data[begin:middle], data[middle:end]
         if zlib.crc32(tokens, zlib.crc32(text)) != check:
-            if end == len(data):  # the last one, some pages of it not written
+            if end == len(data):  # the last frame; some of its pages were not written
                 break
-            raise ValueError(f"the frame at byte {at} has another checksum")
+            raise ValueError(f"the frame at byte {at} has a wrong checksum")
         found.append((text, tokens))
         at = end
     return found

@@ -1,7 +1,8 @@
-"""Messages in the one form that the gateway keeps: OpenAI's, with plain text as their content.
+"""Messages in the form that the gateway keeps: OpenAI's, with plain text as their content.
 
-Agents send the same history in many forms: text as one block or as several, empty fields or none.
-In one form, equal histories are equal, so that a prompt is found to continue an earlier call.
+Agents send the same history in many forms: with text in one block or in several, with empty fields
+or without. Converted to one form, equal histories compare equal, so that the gateway finds the
+earlier call that a prompt continues.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from rolltree.types import ChatMessage
 from rolltree.untrusted import encode_json
 
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""Kinds of content parts that are text, and the field that has it."""
+"""The types of content parts that are text, and the field that has the text."""
 _ROLES = {name: name for name in ("system", "user", "assistant", "tool")} | {"developer": "system"}
 _READ = frozenset(
     ["role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning"]
 )
-# What servers and frameworks add to an assistant's message; the prompt has what was sampled.
+# Fields that servers and frameworks add to an assistant's message; prompts do not need them.
 _OF_ANSWERS = frozenset(
     [
         "annotations",
@@ -36,7 +37,7 @@ _OF_ANSWERS = frozenset(
 
 
 def joined_text(content: object, where: str) -> str:
-    """Return the text of a content: a string, null, or a list of text parts, joined.
+    """Return the text of a content, which is a string, null, or a list of text parts to join.
 
     Raises:
         RequestError: a part is not text; the error names it.
@@ -60,7 +61,7 @@ def joined_text(content: object, where: str) -> str:
 def unsupported_part(kind: object, where: str) -> RequestError:
     """Return the error for a content part that is not text."""
     return RequestError(
-        f"{where} is a part of type {shown(kind)}, and only text can be recorded as the tokens "
+        f"{where} is a part of type {shown(kind)}, but only text can be recorded as the tokens "
         "that the model saw. Send text.",
         param=where,
     )
@@ -90,7 +91,7 @@ def chat_messages(value: object, where: str = "messages") -> list[ChatMessage]:
     """Return OpenAI's chat messages in the gateway's form.
 
     Raises:
-        RequestError: they are not messages, or hold what cannot be sent on; it says where.
+        RequestError: they are not messages, or have a part that cannot be passed on; it is named.
     """
     if not isinstance(value, list) or not value:
         raise RequestError(f"{where} is not a list of at least one message.", param=where)
@@ -140,7 +141,7 @@ def _call(value: object, where: str) -> ChatMessage:
 
 
 def text_at(value: object, where: str) -> str:
-    """Return a text of the request; raises `RequestError` for anything else."""
+    """Return a value of the request that must be text; raise `RequestError` if it is not."""
     if not isinstance(value, str):
-        raise RequestError(f"{where} has {shown(value)} where text belongs.", param=where)
+        raise RequestError(f"{where} has {shown(value)} instead of text.", param=where)
     return value

@@ -1,7 +1,7 @@
 """OpenAI's `chat/completions` and `completions`.
 
-Logprobs of sampled tokens can be asked for; in a stream they come with the last chunk. A text
-completion takes one prompt, a string or ids.
+Logprobs of sampled tokens are available; in a stream they come with the last chunk. A text
+completion takes one prompt, as a string or as ids.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ CHAT_FIELDS: dict[str, Field] = {
 TEXT_FIELDS: dict[str, Field] = {
     **_COMMON,
     "prompt": READ,
-    "echo": only(False, why="an answer has what was sampled"),
-    "best_of": only(1, why="every sample is a call of its own"),
-    "suffix": only("", why="text is continued at its end"),
+    "echo": only(False, why="an answer has only what was sampled"),
+    "best_of": only(1, why="every sample is a separate call"),
+    "suffix": only("", why="text can only be continued at its end"),
 }
 
 
@@ -88,7 +88,7 @@ def read_text(body: Mapping[str, Any], session: SessionView) -> AgentCall:
     given, asked = read_fields(body, TEXT_FIELDS)
     if given.get("logprobs", 0) not in (0, 1):
         raise RequestError(f"{_ONE_OF_SAMPLED}: logprobs is 0 or 1.", param="logprobs")
-    # Null asks for no limit, leaving it out for OpenAI's default.
+    # Null asks for no limit; a missing field, for OpenAI's default.
     if not {"max_tokens", "max_completion_tokens"} & body.keys():
         asked = replace(asked, max_tokens=TEXT_MAX_TOKENS)
     prompt: str | IntArray
@@ -100,7 +100,7 @@ def read_text(body: Mapping[str, Any], session: SessionView) -> AgentCall:
         case _:
             raise RequestError(
                 "prompt is neither one string nor one list of token ids. Send several prompts in "
-                "several requests: each is a call of its own.",
+                "several requests: each is a separate call.",
                 param="prompt",
             )
     return _call(given, AgentCall(prompt, asked, message_type="completion"))
@@ -126,12 +126,12 @@ def _call(given: Mapping[str, Any], call: AgentCall) -> AgentCall:
 def tools_and_choice(
     given: Mapping[str, Any], asked: SamplingParams
 ) -> tuple[tuple[ToolSchema, ...], SamplingParams]:
-    """Return the tools that the model is told of, and the settings with a forced choice, if any.
+    """Return the tools that the prompt offers, and the settings with a forced choice, if any.
 
-    A choice other than "auto" and "none" is the model server's to obey or refuse.
+    A choice other than "auto" and "none" is left to the model's server to obey or refuse.
 
     Raises:
-        RequestError: they are not a list of function tools; it names the first that is not.
+        RequestError: `tools` is not a list of function tools; it names the first that is not one.
     """
     tools, choice = tools_in(given), given.get("tool_choice", "auto")
     for index, tool in enumerate(tools):
@@ -151,7 +151,7 @@ def tools_and_choice(
 
 
 def write_chat(call: AgentCall, answers: Sequence[AgentAnswer]) -> dict[str, Any]:
-    """Return the body for the answers to a chat."""
+    """Return the response body for the answers to a chat."""
     choices = [
         {
             "index": index,
@@ -168,7 +168,7 @@ def write_chat(call: AgentCall, answers: Sequence[AgentAnswer]) -> dict[str, Any
 
 
 def write_text(call: AgentCall, answers: Sequence[AgentAnswer]) -> dict[str, Any]:
-    """Return the body for the answers to a text."""
+    """Return the response body for the completions of a text."""
     choices = [
         {
             "index": index,
@@ -185,7 +185,7 @@ def write_text(call: AgentCall, answers: Sequence[AgentAnswer]) -> dict[str, Any
 
 
 def chat_usage(answers: Sequence[AgentAnswer]) -> dict[str, Any]:
-    """Count the tokens read and sampled; a prompt counts once for all its answers."""
+    """Return the counts of prompt and sampled tokens; the prompt of several answers counts once."""
     num_prompt = answers[0].num_prompt_tokens
     num_sampled = sum(answer.num_completion_tokens for answer in answers)
     return {
@@ -229,12 +229,12 @@ class ChatEvents:
         self._base: dict[str, Any] = {}
 
     def begin(self, head: AnswerHead) -> Iterable[bytes]:
-        """Return the chunk that says who speaks; a text has none."""
+        """Return the chunk with the role; a text completion has none."""
         self._base = _head(head, "chat.completion.chunk" if self._is_chat else "text_completion")
         return [self._chunk({"role": "assistant", "content": ""})] if self._is_chat else []
 
     def delta(self, delta: AnswerDelta) -> Iterable[bytes]:
-        """Return a chunk with what is new."""
+        """Return the chunk of a delta."""
         if not self._is_chat:
             return [self._text_chunk(delta.content)]
         new: dict[str, Any] = {}
@@ -247,7 +247,7 @@ class ChatEvents:
         return [self._chunk(new)]
 
     def end(self, answer: AgentAnswer) -> Iterable[bytes]:
-        """Return the chunk with the finish reason, the usage if it was asked for, and the end."""
+        """Return the chunk with the finish reason, the usage if requested, and the end."""
         reason, logprobs = answer.finish_reason.value, _logprobs(self._call, answer)
         last = (
             self._chunk({}, reason, logprobs)

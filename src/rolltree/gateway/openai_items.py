@@ -1,6 +1,6 @@
-"""The items of OpenAI's `responses`: those of a request become messages, an answer becomes items.
+"""The items of OpenAI's `responses`: a request's items become messages, an answer becomes items.
 
-The items of one assistant turn (reasoning, text, function calls) are one message.
+The items of one assistant turn (reasoning, text, function calls) become one message.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from rolltree.inference.server.requests import RequestError, unknown_field
 from rolltree.types import ChatMessage, FinishReason
 
 ENCRYPTED = "reasoning.encrypted_content"
-"""What `include` names to get reasoning in a form that only the gateway reads."""
-# An answer's id has 24 digits; other servers' ids are longer.
+"""The entry of `include` that requests reasoning in a form that only the gateway can read."""
+# The ids of this gateway's answers have 24 digits; other servers' ids are longer.
 _ITEM_ID = re.compile(r"(?:msg|rs|fc)_([0-9a-f]{24})(?:_[0-9]+)?")
 
 
@@ -31,14 +31,14 @@ ITEM_DEFAULTS: dict[str, tuple[object, ...]] = {
     "caller": ({"type": "direct"},),
     "defer_loading": (False,),
 }
-"""Fields of tools and items that are taken with the value that asks for what happens anyway."""
-# What servers note on every item, and clients add when they parse one.
+"""Fields of tools and items that are accepted with the value that asks for the default."""
+# Fields that servers put on every item, or that clients add when they parse one.
 _NOTED = frozenset(["id", "type", "status", "phase", "created_by", "parsed_arguments"])
 
 
 @dataclass(slots=True)
 class _Turn:
-    """The items of one assistant turn. `answer_id` is known if its items have the gateway's ids."""
+    """The items of an assistant turn. `answer_id` is known if the items have the gateway's ids."""
 
     answer_id: str | None
     text: str | None = None
@@ -47,17 +47,17 @@ class _Turn:
 
 
 class ItemHistory:
-    """Turns items into messages, each turn of the assistant into one."""
+    """Turns items into messages, with one message for each turn of the assistant."""
 
     def __init__(self, session: SessionView, earlier: list[ChatMessage]) -> None:
         self._session = session
         self._parts: list[ChatMessage | _Turn] = list(earlier)
-        # The turn that further items may belong to, and whether a call of it was answered.
+        # The turn that further items may belong to, and whether a call of it has an output.
         self._turn: _Turn | None = None
         self._has_output = False
 
     def messages(self) -> list[ChatMessage]:
-        """Return all of them."""
+        """Return the messages so far."""
         return [
             assistant(part.text or "", part.calls, part.reasoning)
             if isinstance(part, _Turn)
@@ -77,7 +77,7 @@ class ItemHistory:
             self.add(item, f"input[{index}]")
 
     def add(self, item: object, where: str) -> None:
-        """Add one item; `where` it stands in the request."""
+        """Add one item; `where` is its place in the request, for errors."""
         if not isinstance(item, Mapping):
             raise RequestError(f"{where} is not an item.", param=where)
         kind = item.get("type") or ("message" if "role" in item else "item_reference")
@@ -142,18 +142,18 @@ class ItemHistory:
                     self.add(known, where)
                     return
         raise RequestError(
-            f"{where} refers to {shown(item_id)}, an item that this session did not give. Send the "
-            "item itself.",
+            f"{where} refers to {shown(item_id)}, an item that this session did not produce. Send "
+            "the item itself.",
             status=404,
             param=where,
         )
 
     def _turn_of(self, item: Mapping[str, Any], kind: str) -> _Turn:
-        """Return the turn that an item belongs to, which may be a new one."""
+        """Return the turn that an item belongs to, or begin a new turn for it."""
         answer_id, turn = _answer_id(item.get("id")), self._turn
         if turn is not None:
             if answer_id is not None and turn.answer_id is not None:
-                # Also behind an output: some agents put each output behind its own call.
+                # Even after an output, since some agents put each output after its own call.
                 joins = answer_id == turn.answer_id
             elif self._has_output:
                 joins = False
@@ -187,7 +187,7 @@ _ITEMS: dict[str, tuple[frozenset[str], Any]] = {
     "function_call_output": (frozenset(["call_id", "output", "name"]), ItemHistory._add_output),
     "item_reference": (frozenset(), ItemHistory._add_reference),
 }
-"""The types of items that are taken: their fields, and what adds one."""
+"""The accepted types of items: their fields, and the method that adds one."""
 
 
 def _answer_id(value: object) -> str | None:
@@ -211,7 +211,7 @@ def _spelled(parts: object, kind: str, where: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TextItem:
-    """An item with text: the type of its part, and how the events of both are called."""
+    """A kind of item with text: the type of its part, and the names of their events."""
 
     part_type: str
     text_event: str
@@ -219,14 +219,14 @@ class TextItem:
     index: str = "content_index"
 
     def part(self, text: str) -> dict[str, Any]:
-        """Return its one part."""
+        """Return the item's only part."""
         more: dict[str, Any] = {"annotations": [], "logprobs": []} if self is MESSAGE_ITEM else {}
         return {"type": self.part_type, "text": text, **more}
 
     def item(
         self, answer_id: str, options: Mapping[str, Any], parts: list[dict[str, Any]], status: str
     ) -> dict[str, Any]:
-        """Return the item with its part, or with none if nothing was said yet."""
+        """Return the item; `parts` has its part, or is empty while it has no text."""
         if self is MESSAGE_ITEM:
             item = {"id": f"msg_{answer_id}", "type": "message", "status": status}
             return {**item, "role": "assistant", "content": parts}
@@ -234,7 +234,7 @@ class TextItem:
         item = {"id": item_id, "type": "reasoning", "status": status}
         said = {"summary": parts} if self is SUMMARY_ITEM else {"summary": [], "content": parts}
         if ENCRYPTED in options["include"]:
-            # Stands for the reasoning, which the session keeps.
+            # Only a reference: the session keeps the reasoning itself.
             item["encrypted_content"] = item_id
         return {**item, **said}
 
@@ -250,7 +250,7 @@ SUMMARY_ITEM = TextItem(
 
 
 def reasoning_item_kind(options: Mapping[str, Any]) -> TextItem:
-    """Return which item the reasoning is: a summary, if the request asks for one."""
+    """Return the kind of the reasoning's item: a summary, if the request asks for one."""
     asked = options["reasoning"]
     return SUMMARY_ITEM if asked.get("summary") or asked.get("generate_summary") else REASONING_ITEM
 
@@ -268,7 +268,7 @@ def call_item(answer_id: str, index: int, call: ChatMessage, status: str) -> dic
 
 
 def input_items(messages: Sequence[ChatMessage], answer_id: str) -> list[dict[str, Any]]:
-    """Return the items of the messages before an answer, with ids that no other item has."""
+    """Return the items of the messages before an answer, with unique ids."""
     items: list[dict[str, Any]] = []
 
     def add(prefix: str, kind: str, **values: Any) -> None:
@@ -300,7 +300,7 @@ CUT_REASONS = {
     FinishReason.CONTENT_FILTER: "content_filter",
     FinishReason.ABORT: None,
 }
-"""Finish reasons of an answer that is not complete, as the protocol names them."""
+"""The finish reasons of incomplete answers, with the protocol's names for them."""
 
 
 def last_status(answer: AgentAnswer) -> str:
@@ -314,7 +314,7 @@ def output_items(answer: AgentAnswer, options: Mapping[str, Any]) -> list[dict[s
     if answer.reasoning:
         parts = [kind.part(answer.reasoning)]
         items.append(kind.item(answer_id, options, parts, "completed"))
-    # An empty answer is an item too: without one the turn would be missing from the next input.
+    # An empty answer is an item, too: without it, the turn would be missing from the next input.
     if answer.text or not answer.tool_calls:
         parts = [MESSAGE_ITEM.part(answer.text)]
         items.append(MESSAGE_ITEM.item(answer_id, options, parts, "completed"))

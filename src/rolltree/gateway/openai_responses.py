@@ -1,7 +1,7 @@
 """OpenAI's `responses`: input and output are items, and a response can continue an earlier one.
 
 Every response is kept with its session, whatever `store` says. Reasoning is sent as
-`reasoning_text`, or as a summary that leaves nothing out if the request asks for one.
+`reasoning_text`; if the request asks for a summary, the whole reasoning is sent as one.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ RESPONSE_FIELDS: dict[str, Field] = {
     "image": only({}, why="only text can be recorded as tokens"),
     "access_programs": only({}, why="there are none here"),
 }
-# Details of items that hosted tools and images bring, which never occur here.
+# Fields of items from hosted tools and images, which never occur here; and the encrypted reasoning.
 _INCLUDABLE = (
     ENCRYPTED,
     "code_interpreter_call.outputs",
@@ -91,7 +91,7 @@ _REPEATED: dict[str, Any] = {
     "store": True,
     "include": [],
 }
-"""What a response has of its request, and what stands there if nothing was asked."""
+"""The request's fields that a response repeats, with their values if the request has none."""
 _TOOL_FIELDS = ("name", "description", "parameters", "strict")
 _CACHE_FIELDS = ("mode", "ttl", "prewarm")
 _TEXT_FIELDS = ("format", "verbosity")
@@ -122,7 +122,7 @@ def read_responses(body: Mapping[str, Any], session: SessionView) -> AgentCall:
 
 
 def _options(body: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the response repeats of its request, and `include`."""
+    """Return the fields that the response repeats from its request, and `include`."""
     repeated = {name: body.get(name) for name in _REPEATED}
     return {
         "object": "response",
@@ -173,7 +173,7 @@ def _read_text(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _chat_tools(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `tools` and `tool_choice` as chat completions have them."""
+    """Return `tools` and `tool_choice` in the form of chat completions."""
     choice = given.get("tool_choice", "auto")
     match choice:
         case "auto" | "none" | "required":
@@ -203,7 +203,7 @@ def _unknown_choice(choice: object) -> RequestError:
 
 def _chat_tool(tool: object, where: str) -> object:
     if not isinstance(tool, Mapping) or tool.get("type") != "function":
-        return tool  # refused by its type, as any other tool is
+        return tool  # `tools_and_choice` refuses it by its type
     for name, value in tool.items():
         is_default = value is None or value in ITEM_DEFAULTS.get(name, ())
         if name not in (*_TOOL_FIELDS, "type") and not is_default:
@@ -213,11 +213,11 @@ def _chat_tool(tool: object, where: str) -> object:
 
 
 def _check_rest(given: Mapping[str, Any]) -> None:
-    """Refuse what the fields that change nothing here would ask for."""
+    """Check the fields that change nothing here: values that ask for more are refused."""
     _object(given, "stream_options", ("include_obfuscation",))
     cache = _object(given, "prompt_cache_options", _CACHE_FIELDS)
     if cache.get("prewarm"):
-        why = "a request is answered; nothing is read ahead of it"
+        why = "every request samples an answer; prompts are not read in advance"
         raise disobeyed("prompt_cache_options.prewarm", True, why)
     include = given.get("include", [])
     for name in include if isinstance(include, list) else [include]:
@@ -247,12 +247,12 @@ def _object(
 
 
 def _earlier(given: Mapping[str, Any], session: SessionView) -> list[ChatMessage]:
-    """Return the messages before the input: the instructions, and the response continued."""
+    """Return the messages before the input: the instructions, and the continued conversation."""
     instructions, found = given.get("instructions"), list[ChatMessage]()
     if "previous_response_id" in given:
         answer = _earlier_answer(session, given["previous_response_id"], "previous_response_id")
         found = session.conversation(answer.head.id)
-        # As OpenAI has it: instructions are those of their own response only.
+        # As in OpenAI's API, instructions apply only to their own response.
         if answer.options["instructions"] is not None:
             found = found[1:]
     if instructions is None:
@@ -274,7 +274,7 @@ def _earlier_answer(session: SessionView, response_id: object, param: str) -> Ag
 
 
 def write_responses(call: AgentCall, answers: Sequence[AgentAnswer]) -> dict[str, Any]:
-    """Return the body for an answer."""
+    """Return the response body for an answer."""
     return _finished(answers[0], call.options)
 
 
@@ -311,15 +311,15 @@ def _response(
 
 
 def _num_reasoning_tokens(answer: AgentAnswer) -> int:
-    """Return how many tokens spell the reasoning and what comes before it; 0 if it is unknown."""
+    """Return the number of tokens up to the end of the reasoning; 0 if it is unknown."""
     ids, decode = answer.response.completion_ids, answer.decode
     if not answer.reasoning or ids is None or decode is None:
         return 0
     tokens = ids.tolist()
     at = decode(tokens).find(answer.reasoning)
-    if at < 0:  # several parts, between which others were spoken
+    if at < 0:  # the reasoning has several parts, with other text between them
         return 0
-    # By halves, each decoded once: decoding every prefix would take quadratic time.
+    # Binary search that decodes only halves: decoding every prefix would take quadratic time.
     left, begin, end = at + len(answer.reasoning), 0, len(tokens)
     while end - begin > 1:
         middle = (begin + end) // 2
@@ -338,7 +338,7 @@ class ResponseEvents:
         self._options = call.options
         self._head = AnswerHead("", "", 0)
         self._num_events = 0
-        # Items that are done, and the one that is being said: of text, or a call.
+        # Finished items, and the current one, which is text or a tool call.
         self._done: list[dict[str, Any]] = []
         self._kind: TextItem | None = None
         self._item_id = ""
@@ -346,14 +346,14 @@ class ResponseEvents:
         self._call: dict[str, Any] | None = None
 
     def begin(self, head: AnswerHead) -> Iterable[bytes]:
-        """Return that the response was created and is in progress."""
+        """Return the events that the response was created and is in progress."""
         self._head = head
         response = _response(head, self._options, "in_progress", [])
         yield self._event("response.created", response=response)
         yield self._event("response.in_progress", response=response)
 
     def delta(self, delta: AnswerDelta) -> Iterable[bytes]:
-        """Return the events for what is new."""
+        """Return the events for a delta."""
         if delta.reasoning:
             yield from self._say(reasoning_item_kind(self._options), delta.reasoning)
         if delta.content:
@@ -369,7 +369,7 @@ class ResponseEvents:
                 yield self._of_part(name, delta=self._call["arguments"])
 
     def end(self, answer: AgentAnswer) -> Iterable[bytes]:
-        """Return the end of the last item, and the response."""
+        """Return the events that end the last item, and the whole response."""
         if self._call is None and self._kind is not MESSAGE_ITEM:
             yield from self._open(MESSAGE_ITEM)
         yield from self._close(last_status(answer))
@@ -377,7 +377,7 @@ class ResponseEvents:
         yield self._event(f"response.{response['status']}", response=response)
 
     def fail(self, failure: Failure) -> Iterable[bytes]:
-        """Return the error, and the response as far as it came."""
+        """Return the error, and the response with the items so far."""
         told = {"code": failure.code, "message": failure.message, "param": failure.param}
         yield self._event("error", **told)
         unfinished = self._item("incomplete")
@@ -402,7 +402,7 @@ class ResponseEvents:
         yield self._of_part(f"{kind.part_event}.added", part=kind.part(""))
 
     def _close(self, status: str = "completed") -> Iterator[bytes]:
-        """End the item that is being said."""
+        """End the current item."""
         item, kind, text = self._item(status), self._kind, "".join(self._said)
         if item is None:
             return
@@ -417,7 +417,7 @@ class ResponseEvents:
         self._kind, self._call, self._said = None, None, []
 
     def _item(self, status: str) -> dict[str, Any] | None:
-        """Return the item that is being said, as far as it came."""
+        """Return the current item with its text so far; None if there is none."""
         if self._kind is not None:
             parts = [self._kind.part("".join(self._said))]
             return self._kind.item(self._head.id, self._options, parts, status)
@@ -449,7 +449,7 @@ async def retrieve_response(
     """Return an earlier response."""
     for name in params.keys() - {"session", "agent", "id", "include_obfuscation"}:
         if (name, params[name]) != ("stream", "false"):
-            raise disobeyed(name, params[name], "a response is given whole, as it was created")
+            raise disobeyed(name, params[name], "a response is returned whole, as it was created")
     answer = _earlier_answer(session, params["id"], "id")
     return _finished(answer, answer.options)
 
@@ -457,7 +457,7 @@ async def retrieve_response(
 async def list_input_items(
     session: SessionView, body: Mapping[str, Any], params: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return the input of an earlier response, with what it continued, a page of it at a time."""
+    """Return a page of the input of an earlier response, with the conversation it continued."""
     answer = _earlier_answer(session, params["id"], "id")
     _check_page(params)
     *said, _ = session.conversation(answer.head.id)
@@ -523,7 +523,7 @@ RESPONSES = WireProtocol(
             "a response is a recorded call of the session and is deleted with it, not alone."
         ),
         ("POST", "/responses/{id}/cancel"): _refusing(
-            "only responses in the background are cancelled so; hang up to cancel this one."
+            "only background responses can be cancelled this way; hang up to cancel this one."
         ),
         ("POST", "/responses/compact"): _refusing(
             "the gateway compacts nothing. Ask the model for a summary, and send that."

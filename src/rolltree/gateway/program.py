@@ -1,4 +1,4 @@
-"""How a program is started: its arguments and files as templates, its variables, how it ended."""
+"""A program's arguments and files as templates, its environment variables, and its outcome."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from rolltree.errors import ConfigError, did_you_mean
 from rolltree.types import ErrorRecord, State
 
 PASSED = ("PATH", "LANG")
-"""What a program is given of this process's environment, unless it asks for more."""
+"""The variables of this process that a program without a sandbox always gets."""
 NAMES = ("prompt", "row", "seed", "folder", "base_url", "root_url", "api_key", "model")
-"""What a template can name beside the columns of the row."""
+"""The names that a template can use in addition to the row's columns."""
 _FIELD = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
 
 
@@ -29,7 +29,7 @@ class Template:
     `{{` and `}}` are braces.
 
     Raises:
-        ConfigError: it has something else in braces.
+        ConfigError: the text has something else in braces.
     """
 
     text: str
@@ -42,7 +42,7 @@ class Template:
             raise self._refused(str(error)) from error
         for _, name, spec, conversion in parsed:
             if name is not None and (spec or conversion or not _FIELD.fullmatch(name)):
-                raise self._refused(f"{{{name}}} does not name anything")
+                raise self._refused(f"{{{name}}} is not a name")
         parts = tuple((literal, name) for literal, name, _, _ in parsed)
         object.__setattr__(self, "parts", parts)
 
@@ -54,11 +54,11 @@ class Template:
 
     @property
     def names(self) -> list[str]:
-        """What it names."""
+        """The names in the text, in their order."""
         return [name for _, name in self.parts if name is not None]
 
     def fill(self, values: Mapping[str, Any]) -> str:
-        """Return the text with its names replaced; what is not text is written as JSON.
+        """Return the text with its names replaced by values; non-strings are written as JSON.
 
         Raises:
             ConfigError: the row has no such column.
@@ -78,7 +78,7 @@ def _look_up(values: Mapping[str, Any], name: str) -> Any:
         if not isinstance(value, Mapping) or part not in value:
             known = value if isinstance(value, Mapping) else ()
             raise ConfigError(
-                f"the program is to be given {{{name}}}, which this row does not have."
+                f"the program's template names {{{name}}}, which this row does not have."
                 f"{did_you_mean(part, map(str, known))}"
             )
         value = value[part]
@@ -90,7 +90,7 @@ def _as_json(value: Any) -> str:
 
 
 def template_values(state: State) -> dict[str, Any]:
-    """Return what templates can name of a rollout's row.
+    """Return the values that templates can take from a rollout's row, by name.
 
     `prompt` is the text of the last message of the row's prompt; `row` is the row as JSON, without
     the answer.
@@ -106,7 +106,7 @@ def template_values(state: State) -> dict[str, Any]:
 def environment_of_program(
     passed: Sequence[str], own: Mapping[str, str], *, root_url: str, api_key: str
 ) -> dict[str, str]:
-    """Return the variables of a program: where its model is, what it may see of ours, its own."""
+    """Return a program's variables: its model's URLs and key, those passed on, and its own."""
     return {
         **{name: os.environ[name] for name in passed if name in os.environ},
         "OPENAI_BASE_URL": f"{root_url}/v1",
@@ -119,7 +119,7 @@ def environment_of_program(
 
 
 def found_program(name: str, path: str) -> str | None:
-    """Return where a command's program is; None if there is none. A path stays as it is."""
+    """Return the path of a command's program; None if not found. A path is returned as it is."""
     return name if "/" in name else shutil.which(name, path=path)
 
 
@@ -128,9 +128,9 @@ class ProgramOutcome:
     """How a program ended; as plain data it is `state["program"]`.
 
     `ended` is "exit", "signal", "time" (the time limit), "output" (it printed too much), a limit of
-    its sandbox, "lost" (what watched it was killed), or "closed": the rollout failed or was
-    cancelled before it ended. A function that raised has exit status 1
-    and the exception as its `error`.
+    its sandbox, "lost" (its supervisor was killed), or "closed": the rollout failed or was
+    cancelled before it ended. A function that raised has exit status 1 and the exception as its
+    `error`.
     """
 
     ended: str = "closed"
@@ -138,9 +138,9 @@ class ProgramOutcome:
     signal: int | None = None
     stdout: str = ""
     stderr: str = ""
-    # Where its files are until it is scored; None for a function, and afterwards.
+    # The folder of its files until it is scored; None afterwards, and for a function.
     folder: str | None = None
-    # The files that were collected: their text, or None if one is too large or no regular file.
+    # The texts of the collected files; None for one that is too large or not a regular file.
     files: dict[str, str | None] = field(default_factory=dict)
     wall_s: float = 0.0
     cpu_s: float = 0.0
@@ -150,7 +150,7 @@ class ProgramOutcome:
     error: ErrorRecord | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as plain data."""
+        """Return the outcome as plain data."""
         found = dataclasses.asdict(self)
         found["error"] = None if self.error is None else self.error.as_dict()
         return found

@@ -3,10 +3,10 @@
     env = rt.ProgramEnv(["python", "agent.py", "{question}"], dataset=rows, rubric=rubric)
 
 The program is a command or an asynchronous function. Its model calls go through a gateway in this
-process and become the rollout's trajectory. What a model can bring about (a program that fails,
-hangs, prints without end or uses up a limit) is scored by the rubric; what it cannot is a failed
-rollout (docs/gateway.md). It is long because starting, watching and ending a program are one
-subject.
+process and become the rollout's trajectory. Outcomes that a model can cause (a program that fails,
+hangs, prints without end or uses up a limit) are scored by the rubric; any other failure is a
+failed rollout (docs/gateway.md). The module is long because starting, watching and ending a program
+are one subject.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ PROGRAM_LIMITS = Limits(
     max_files=65_536,
     disk_bytes=512 * 2**20,
 )
-"""What a program in a sandbox may use unless told otherwise; its time limit is apart."""
+"""The default limits of a program in a sandbox; `time_limit_s` is separate."""
 _MOST_FILES = 100
 _FUNCTION_GRACE_S = 5.0
 
@@ -91,30 +91,30 @@ class ProgramEnv(Environment):
 
     Args:
         program: a command as a list of arguments, or `async def agent(session, state)`, which is
-            given its `GatewaySession` and the rollout's state. In arguments `{question}` is a
-            column of the row, `{info.repo}` a part of one; `{prompt}`, `{row}` (as JSON, without
-            the answer), `{seed}`, `{folder}`, `{base_url}`, `{root_url}`, `{api_key}` and `{model}`
-            are known too.
-        files: what lies in the program's folder when it begins, by name: a text with such names in
-            it, or a `Path` that is copied.
-        stdin: what the command reads, a text with such names.
-        env: more environment variables of the command, texts with such names.
-        pass_env: names of this process's variables that the command gets, too. Without it these are
-            PATH and LANG.
-        time_limit_s: seconds after which the program is ended, waiting for the server excluded.
-        max_calls, max_tokens: after so many model calls, or sampled tokens, calls are refused.
-        sandbox: "local" or a `LocalBackend`: the command reaches the gateway and nothing else. None
-            runs it as the user of this process.
-        sandbox_limits: what it may use there.
-        collect: names or patterns of files that `state["program"]["files"]` has at the end.
+            called with its `GatewaySession` and the rollout's state. In arguments, `{question}` is
+            a column of the row and `{info.repo}` a field of a column; `{prompt}`, `{row}` (as JSON,
+            without the answer), `{seed}`, `{folder}`, `{base_url}`, `{root_url}`, `{api_key}` and
+            `{model}` are known too.
+        files: the files in the program's folder at the start, by name: a text in which the same
+            names are filled in, or a `Path` to copy.
+        stdin: the command's standard input, a text with the same names.
+        env: additional environment variables of the command, texts with the same names.
+        pass_env: names of more variables of this process that the command gets. Without a sandbox
+            it always gets PATH and LANG.
+        time_limit_s: seconds after which the program is ended, not counting waits for the server.
+        max_calls, max_tokens: the model calls, or sampled tokens, after which calls are refused.
+        sandbox: "local" or a `LocalBackend`: the command can reach the gateway and nothing else.
+            None runs it as the user of this process.
+        sandbox_limits: the command's limits in the sandbox.
+        collect: names or patterns of files whose texts `state["program"]["files"]` has at the end.
         max_file_bytes: the largest file that is collected.
-        tail_bytes: how much of the end of standard output and error is kept, each.
+        tail_bytes: how many bytes of the end of standard output, and of standard error, are kept.
         max_output_bytes: a program that prints more is ended.
-        settings: `Environment`'s.
+        settings: passed to `Environment`.
 
     Raises:
-        ConfigError: a setting would have no effect, or a template names what rows do not have.
-        SandboxUnavailable: later, this machine cannot isolate the program.
+        ConfigError: a setting would have no effect, or a template names a column that rows lack.
+        SandboxUnavailable: in a rollout: this machine cannot isolate the program.
     """
 
     def __init__(
@@ -142,9 +142,9 @@ class ProgramEnv(Environment):
         if callable(program):
             if not inspect.iscoroutinefunction(program):
                 raise ConfigError(
-                    "the agent is a function that is not asynchronous; it would hold the event "
-                    "loop that has to answer its model calls. Write async def agent(session, state)"
-                    ", or run it as a command."
+                    "the agent is a synchronous function; it would block the event loop that has "
+                    "to answer its model calls. Write async def agent(session, state), or run it "
+                    "as a command."
                 )
             ours: dict[str, Any] = {
                 "files": files,
@@ -162,7 +162,7 @@ class ProgramEnv(Environment):
             self.function = program
         elif isinstance(program, str) or not program:
             raise ConfigError(
-                f"the command is {program!r}, and has to be a list of arguments, such as "
+                f"the command is {program!r}, but has to be a list of arguments, such as "
                 '["python", "agent.py", "{question}"]. For a shell: ["sh", "-c", "..."].'
             )
         else:
@@ -173,7 +173,7 @@ class ProgramEnv(Environment):
         }
         for path in self.files.values():
             if isinstance(path, Path) and not path.is_file():
-                raise ConfigError(f"there is no file {path}, which the program is to be given.")
+                raise ConfigError(f"there is no file {path}, so the program would not get it.")
         self.stdin = Template(stdin)
         self.env = {name: Template(value) for name, value in (env or {}).items()}
         self.pass_env = tuple(pass_env)
@@ -191,7 +191,7 @@ class ProgramEnv(Environment):
         self.collect = tuple(collect)
         self.max_file_bytes, self.tail_bytes = max_file_bytes, tail_bytes
         self.max_output_bytes = max_output_bytes
-        # By the id that is in the state: a state is stored, and a folder is not.
+        # By the id that is in the state, since a state is stored and a folder cannot be.
         self._folders: dict[str, FolderSandbox] = {}
         self._scored_later: set[str] = set()
         self._gateways: weakref.WeakKeyDictionary[
@@ -210,7 +210,7 @@ class ProgramEnv(Environment):
         if ignored:
             raise ConfigError(
                 f"{ignored[0]!r} has no effect in a {type(self).__name__}: the program decides "
-                "what it asks, with which tools, and when it ends. Give it to the program."
+                "on its prompts, its tools and its end. Pass it to the program instead."
             )
 
     def _check_names(self) -> None:
@@ -220,8 +220,8 @@ class ProgramEnv(Environment):
         rows = self.dataset if self.dataset is not None else self.eval_dataset
         if rows is not None and "program" in rows[0]:
             raise ConfigError(
-                "rows have a column 'program', and state['program'] says what became of the one "
-                "that was run, so reward functions could not see the column. Rename it."
+                "rows have a column 'program', but state['program'] holds the outcome of the "
+                "program that ran, so reward functions could not see the column. Rename it."
             )
         if names and rows is not None:
             values = dict.fromkeys(NAMES, "") | dict(rows[0])
@@ -239,7 +239,7 @@ class ProgramEnv(Environment):
     ) -> State:
         """Run the program once and return the rollout's state.
 
-        A failure is in `state["error"]`; what became of the program is in `state["program"]`.
+        A failure is in `state["error"]`; the program's outcome is in `state["program"]`.
         """
         state = await self.init_state(
             input, client=client, model=model, sampling_args=sampling_args
@@ -247,7 +247,7 @@ class ProgramEnv(Environment):
         watch = _Watch(self._clock(self.time_limit_of(state)), self.max_seq_len)
         outcome = ProgramOutcome()
         try:
-            # The time limit is the program's, and not that of what is made ready for it.
+            # The time limit covers the program, not its setup.
             with in_phase("setup"), watch.clock.excluded():
                 state = await self._set_up(state)
                 session = await self._open_session(state, client, model, sampling_args, watch)
@@ -256,14 +256,14 @@ class ProgramEnv(Environment):
                 self._settle(state, session, watch, outcome)
             finally:
                 if state.trajectory:
-                    # What the program said first, not the row's prompt, is what the model went on.
+                    # The model continued the program's first prompt, not the row's.
                     state.prompt = peek(state.trajectory[0], "prompt")
                 await run_shielded(session.aclose())
         except Exception as error:  # noqa: BLE001  a failed rollout is data
             self.record_failure(state, error)
         finally:
             state["program"] = to_plain(outcome.as_dict())
-            # What the agent offered its model, if that was always the same.
+            # The tools that the agent offered its model, if they were always the same.
             state.oai_tools = watch.tools
             if state.error is not None:
                 state.is_completed, state.terminated = False, False
@@ -274,11 +274,11 @@ class ProgramEnv(Environment):
         return state
 
     def time_limit_of(self, state: State) -> float | None:
-        """Return how many seconds a rollout's program has."""
+        """Return the time limit of a rollout's program in seconds; None if it has none."""
         return self.time_limit_s
 
     def _clock(self, limit_s: float | None) -> Clock:
-        """Return the program's clock, which ends with the episode's at the latest."""
+        """Return the program's clock, which ends no later than the episode's."""
         limits = [limit_s]
         episode = current_episode()
         if episode is not None and episode.clock.limit_s is not None:
@@ -309,7 +309,7 @@ class ProgramEnv(Environment):
     async def _run(
         self, session: GatewaySession, state: State, watch: _Watch, outcome: ProgramOutcome
     ) -> None:
-        """Run the program to its end, and write into `outcome` how that was."""
+        """Run the program to its end, and write into `outcome` how it ended."""
         if self.function is None:
             await self._run_command(session, state, watch, outcome)
             return
@@ -370,7 +370,7 @@ class ProgramEnv(Environment):
             else:
                 outcome.ended, outcome.wall_s = "time", watch.clock.spent_s
         finally:
-            # Also of a program that was cut off.
+            # Even if this rollout is cancelled.
             clean = partial(redact_text, secrets=(api_key,))
             outcome.stdout, outcome.stderr = tail.text(1, clean), tail.text(2, clean)
         outcome.files = await self._collected(folder, api_key)
@@ -407,7 +407,7 @@ class ProgramEnv(Environment):
         return folder
 
     async def _collected(self, folder: FolderSandbox, secret: str) -> dict[str, str | None]:
-        """Return the text of the files that were asked for."""
+        """Return the texts of the files that `collect` names, by name."""
         names = [name for name in self.collect if not _is_pattern(name)]
         patterns = [name for name in self.collect if _is_pattern(name)]
         if patterns:
@@ -418,7 +418,7 @@ class ProgramEnv(Environment):
             try:
                 data = await folder.read_file(name, max_bytes=self.max_file_bytes)
             except SandboxFileError:
-                # The program may have made it a link, a folder or larger than is kept.
+                # The program may have made it a link, a folder or larger than `max_file_bytes`.
                 found[name] = None
             else:
                 found[name] = redact_text(data.decode(errors="replace"), (secret,))
@@ -430,8 +430,8 @@ class ProgramEnv(Environment):
         """Write how the rollout ended into its state.
 
         Raises:
-            ModelError: the model's server failed, and nothing was answered after that.
-            ProgramError: the program ended without asking its model.
+            ModelError: the model's server failed, and no later call was answered.
+            ProgramError: the program ended without calling its model.
         """
         failure = watch.failure
         if watch.num_asked == 0 and not watch.refused:
@@ -449,7 +449,7 @@ class ProgramEnv(Environment):
         state.stop_condition = state.truncation_reason or f"program_{outcome.ended}"
 
     def _cut(self, state: State, reason: TruncationReason) -> None:
-        # A limit of the session came first, and what the program did then followed from it.
+        # If a limit of the session was reached first, how the program ended followed from it.
         if not state.truncated:
             state.truncated, state.truncation_reason = True, reason.value
 
@@ -500,7 +500,7 @@ class ProgramEnv(Environment):
             assert client is not None
             starting = loop.create_task(_open_gateway(client, with_socket=self.backend is not None))
             self._gateways[loop] = starting
-        # A rollout that is cancelled must not take it from the others.
+        # A cancelled rollout must not cancel the start, for which others may wait.
         return await asyncio.shield(starting)
 
     @teardown
@@ -508,7 +508,7 @@ class ProgramEnv(Environment):
         """Close the gateways, and delete the folders of rollouts that were never scored."""
         here = asyncio.get_running_loop()
         for loop, starting in list(self._gateways.items()):
-            # Of a loop that has ended nothing is left to close.
+            # A loop that has ended has left nothing to close.
             if loop is here and not starting.cancelled():
                 await (await starting).aclose()
             elif loop.is_running() and starting.done() and _is_open(starting):
@@ -520,7 +520,7 @@ class ProgramEnv(Environment):
 
 @dataclass(slots=True)
 class _OpenGateway:
-    """A gateway, and the socket by which programs in a sandbox reach it."""
+    """A gateway, and the socket through which programs in a sandbox reach it."""
 
     gateway: Gateway
     folder: PrivateFolder | None = None
@@ -538,7 +538,7 @@ async def _open_gateway(client: ModelClient, *, with_socket: bool) -> _OpenGatew
     gateway = Gateway(client, unix_socket=socket)
     await gateway.start()
     if socket is not None:
-        # The programs may run as another user; nobody else gets into the folder.
+        # The programs may run as a different user; the private folder keeps all others out.
         socket.chmod(0o666)
     return _OpenGateway(gateway, folder, socket)
 
@@ -551,16 +551,16 @@ def _is_open(starting: asyncio.Task[_OpenGateway]) -> bool:
 
 @dataclass(slots=True, eq=False)
 class _Watch:
-    """What a program's calls tell about it: its time, its last failure, what it asked."""
+    """The state of a running program: its time, its last failed call, its tools."""
 
     clock: Clock
     max_seq_len: int | None
     num_asked: int = 0
-    # Whether a call was refused before the model was asked: `max_seq_len` was reached.
+    # Whether a call was refused because `max_seq_len` was reached, without calling the model.
     refused: bool = False
-    # Of the last call that ended; None if it was answered.
+    # The error of the last call that ended; None if it was answered.
     failure: Exception | None = None
-    # What ends the rollout from within a call: a replay that is over.
+    # Ends the rollout from within a call, when a replay is over.
     ending: asyncio.Future[None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -571,20 +571,20 @@ class _Watch:
 
     @property
     def tools(self) -> list[ToolSchema] | None:
-        """The tools of the calls; None if they were not always the same."""
+        """The tools that the calls offered; None if they were not always the same."""
         return (self._tools or []) if self._has_one_set else None
 
     def begins(self, call: ModelCall) -> None:
         """Note a call.
 
         Raises:
-            PromptTooLong: an earlier one reached `max_seq_len`.
+            PromptTooLong: an earlier call reached `max_seq_len`.
         """
         if self.max_seq_len is not None and self._num_tokens >= self.max_seq_len:
             self.refused = True
             self.failure = PromptTooLong(
-                f"an earlier call had max_seq_len = {self.max_seq_len} tokens or more, so no other "
-                "begins."
+                f"an earlier call had max_seq_len = {self.max_seq_len} tokens or more, so no "
+                "further call is made."
             )
             raise self.failure
         self.num_asked += 1
@@ -602,14 +602,14 @@ class _Watch:
         )
 
     def call_ended(self) -> None:
-        """End the program if its time is over, also while other calls of it are in flight."""
+        """End the program if its time is over, even while other calls of it are in flight."""
         if self._scope is not None and self.clock.expired and not self._scope.expired():
             self._scope.reschedule(asyncio.get_running_loop().time())
 
     async def wait_for(self, work: asyncio.Future[Any], grace_s: float | None) -> bool:
-        """Wait until the program has ended, or end it when its time is over; True if it ended.
+        """Wait for the program's end, or end it when its time is over; return if it ended in time.
 
-        `grace_s` is how long it may take to end when it is cancelled; None: as long as it takes.
+        `grace_s` is how many seconds it may take to end when it is cancelled; None: no limit.
 
         Raises:
             asyncio.CancelledError: a replay is over, or this task was cancelled.
@@ -636,11 +636,11 @@ class _Watch:
 async def _ended(work: asyncio.Future[Any], grace_s: float | None) -> None:
     await asyncio.wait((work,), timeout=grace_s)
     if work.done() and not work.cancelled():
-        work.exception()  # it was late anyhow
+        work.exception()  # too late to count, but asyncio logs errors that are not retrieved
 
 
 class _ProgramClient(DelegatingClient):
-    """The client of a program's session, which tells `_Watch` of its calls."""
+    """The client of a program's session, which records its calls in a `_Watch`."""
 
     def __init__(self, inner: ModelClient, watch: _Watch) -> None:
         super().__init__(inner)
@@ -652,11 +652,11 @@ class _ProgramClient(DelegatingClient):
         watch.begins(call)
         try:
             response = await call.to(self._inner)
-        except Exception as error:  # any failure ends the program
+        except Exception as error:  # `_settle` judges it if no later call is answered
             watch.failure = error
             raise
         except asyncio.CancelledError as error:
-            # Not the program hanging up, or a limit: what answers the calls is over.
+            # The program did not hang up and no limit was reached: the client itself has ended.
             if not being_cancelled() and not watch.ending.done():
                 watch.ending.set_exception(error)
             raise
@@ -672,8 +672,8 @@ def _local_backend(sandbox: str | LocalBackend | None) -> LocalBackend | None:
     backend = backend_of(sandbox)
     if not isinstance(backend, LocalBackend):
         raise ConfigError(
-            f"a program cannot run in {type(backend).__name__}: it would not reach the gateway and "
-            "nothing else there. Use sandbox='local', which needs bubblewrap."
+            f"a program cannot run in {type(backend).__name__}, which cannot limit it to the "
+            "gateway. Use sandbox='local', which needs bubblewrap."
         )
     return backend
 
@@ -683,9 +683,9 @@ def _is_pattern(name: str) -> bool:
 
 
 def _says_nothing(failure: Exception, *, has_steps: bool) -> bool:
-    """Whether a failed call says nothing about the program: it is the server's, or the harness's.
+    """Whether the server or the harness is to blame for a failed call, and not the program.
 
-    A prompt that is too long can be the model's doing, and so can a request that is refused after
+    A prompt that is too long can be the model's fault, and so can a request that is refused after
     others were answered: it may quote what the model wrote.
     """
     if isinstance(failure, PromptTooLong):

@@ -1,6 +1,6 @@
-"""What a protocol is: a table of fields, pure functions between bodies and calls, and its events.
+"""The interface of a protocol: its fields, functions between bodies and calls, and its events.
 
-`rolltree.gateway.registry` lists the protocols. A protocol knows nothing of sessions, trees and
+`rolltree.gateway.registry` lists the protocols. A protocol knows nothing about sessions, trees and
 connections.
 """
 
@@ -19,7 +19,7 @@ from rolltree.types import ChatMessage
 
 
 class SessionView(Protocol):
-    """What a protocol may ask of the session that a request belongs to."""
+    """The part of a request's session that protocols may use."""
 
     @property
     def model_name(self) -> str:
@@ -46,7 +46,7 @@ class SessionView(Protocol):
         """Return how many tokens the prompt of a call would have.
 
         Raises:
-            RequestError: the model's server renders prompts, so it is not known here.
+            RequestError: the model's server renders prompts, so the number is not known here.
         """
         ...
 
@@ -55,19 +55,19 @@ class EventWriter(Protocol):
     """Writes the events of one streamed answer; each item is the bytes of one event."""
 
     def begin(self, head: AnswerHead) -> Iterable[bytes]:
-        """Return what comes first, before anything is sampled."""
+        """Return the first events, before anything is sampled."""
         ...
 
     def delta(self, delta: AnswerDelta) -> Iterable[bytes]:
-        """Return the events for what is new."""
+        """Return the events for a delta."""
         ...
 
     def end(self, answer: AgentAnswer) -> Iterable[bytes]:
-        """Return the last events. All deltas have come."""
+        """Return the last events, after all deltas."""
         ...
 
     def fail(self, failure: Failure) -> Iterable[bytes]:
-        """Return the events that say that no more will come, and why."""
+        """Return the events that end the stream with an error."""
         ...
 
 
@@ -79,16 +79,16 @@ SideHandler: TypeAlias = Callable[
 
 @dataclass(frozen=True, slots=True)
 class WireProtocol:
-    """One way to ask for an answer.
+    """One HTTP API through which agents call the model.
 
     Args:
         name: for logs and errors.
-        path: where calls are posted, below the session's `/v1`.
-        fields: what becomes of each field.
-        read: the body (without fields that are null) and the session to the call.
-        write: the call and its `n` answers to the body of the response.
-        events: the writer of a streamed answer.
-        error: a failure to the body of an error response.
+        path: the path to which calls are posted, below the session's `/v1`.
+        fields: how each field is used.
+        read: turns a request body and the session into a call.
+        write: turns the call and its `n` answers into the body of the response.
+        events: returns the writer of a streamed answer.
+        error: turns a failure into the body of an error response.
         sides: further paths, by method and path (`("POST", "/messages/count_tokens")`).
         ping: an event that keeps a stream alive while nothing is sampled yet.
     """
@@ -105,7 +105,7 @@ class WireProtocol:
 
 
 def data_event(value: object, name: str | None = None) -> bytes:
-    """Return a server-sent event with JSON as its data, and a name if the protocol has them.
+    """Return a server-sent event with JSON as its data, and a name if the protocol uses names.
 
     >>> data_event({"a": 1}, "ping")
     b'event: ping\\ndata: {"a":1}\\n\\n'

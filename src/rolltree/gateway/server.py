@@ -1,4 +1,4 @@
-"""`Gateway`: sessions, and the server in front of any model client that they are reached by."""
+"""`Gateway`: the sessions of agent programs, and the HTTP server through which they are reached."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 
 class SessionSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What `POST /sessions` takes."""
+    """The body of `POST /sessions`."""
 
     id: str | None = None
     sampling: dict[str, Any] = {}
@@ -51,7 +51,7 @@ class SessionSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SessionOutcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What `POST /sessions/ID/close` takes."""
+    """The body of `POST /sessions/ID/close`."""
 
     reward: float | None = None
     metrics: dict[str, float | None] = {}
@@ -66,21 +66,21 @@ class Gateway:
             s.state["trajectory"].tree
 
     Args:
-        client: a `ModelClient`, or what `as_client` accepts. It stays the caller's to close.
-        directory: where finished calls of open sessions are kept; a gateway that is started on it
-            again serves the same sessions. Without one (and without a run) they are in memory only.
-        run: where sessions that are closed over HTTP are stored; `directory` is then `gateway/` in
-            its folder, unless given.
+        client: a `ModelClient`, or what `as_client` accepts. The caller closes it.
+        directory: the folder for finished calls of open sessions; a gateway that is started on it
+            again serves the same sessions. Without it (and without a run) they are in memory only.
+        run: the run that stores sessions that are closed over HTTP; `directory` defaults to
+            `gateway/` in its folder.
         host, port: where to listen; port 0 takes a free one.
-        allow_remote: take another than a loopback address.
-        admin_key: what requests that open and close sessions carry; None generates one.
-        unix_socket: a path to listen on as well, for programs that have no network.
+        allow_remote: allow an address that is not loopback.
+        admin_key: the key for requests that open and close sessions; None generates one.
+        unix_socket: a path to listen on as well, for programs without network access.
         allowed_hosts: further names under which the gateway is reached, such as
             `host.containers.internal:8000`.
-        limits: of sessions that bring none.
+        limits: the limits of sessions that set none.
         read_timeout_s, write_timeout_s: how long a request may take to arrive, and how long a
             client may take to read a part of its answer.
-        max_sessions: the most that are open at a time.
+        max_sessions: the most sessions that may be open at a time.
 
     Raises:
         ConfigError: the address is not loopback and `allow_remote` or `admin_key` are missing.
@@ -109,11 +109,11 @@ class Gateway:
         self.client = as_client(client)
         self.admin_key = admin_key or secrets.token_urlsafe(24)
         self.sessions: dict[str, GatewaySession] = {}
-        """Those that are open, by id."""
+        """The open sessions, by id."""
         self.limits, self.max_sessions = limits, max_sessions
         self.read_timeout_s, self.write_timeout_s = read_timeout_s, write_timeout_s
         self.url = ""
-        """Where it is, without a path; empty until it is started."""
+        """The gateway's URL, without a path; empty until it is started."""
         self._run, self._allowed_hosts = run, tuple(allowed_hosts)
         if directory is None and run is not None:
             directory = run.path / "gateway"
@@ -121,7 +121,7 @@ class Gateway:
         self._journal: Journal | None = None
         self._socket = None if unix_socket is None else Path(unix_socket)
         self.listener: socket.socket | None = None
-        """Where it listens on the network, once it is started."""
+        """The TCP socket on which it listens, once it is started."""
         self._server: _QuietServer | None = None
         self._serving: asyncio.Task[None] | None = None
         self._collections: ShortCollections | None = None
@@ -134,10 +134,10 @@ class Gateway:
         await self.aclose()
 
     async def start(self) -> None:
-        """Listen, and open the sessions that an earlier gateway left.
+        """Listen, and restore the sessions that an earlier gateway left open.
 
         Raises:
-            ConfigError: the address cannot be listened on.
+            ConfigError: it cannot listen on the address.
             StoreError: the directory cannot be used.
         """
         allow_open_files()
@@ -178,7 +178,7 @@ class Gateway:
         try:
             await server.serve(listeners)
         finally:
-            # An event loop that ends without `aclose` cancels this; the port must be free then.
+            # An event loop that ends without `aclose` cancels this; it must free the port, too.
             for each in (*getattr(server, "servers", ()), *listeners):
                 each.close()
 
@@ -188,7 +188,7 @@ class Gateway:
         return self._serving is not None and not self._serving.done()
 
     async def aclose(self) -> None:
-        """Stop listening. Sessions that are open stay on disk; their calls in flight are cut."""
+        """Stop listening. Open sessions stay on disk; their calls in flight are cancelled."""
         if self._server is not None and self._serving is not None:
             self._server.should_exit = True
             await asyncio.wait((self._serving,))
@@ -213,10 +213,10 @@ class Gateway:
     ) -> GatewaySession:
         """Open a session; `async with` closes it. The arguments are `GatewaySession`'s.
 
-        `client` is a different one from the gateway's, such as an episode's.
+        `client` replaces the gateway's client, for example with an episode's.
 
         Raises:
-            ConfigError: the id is taken or no id, a setting cannot be used, or too many sessions
+            ConfigError: the id is taken or invalid, a setting cannot be used, or too many sessions
                 are open.
         """
         refuse_unknown("session", unknown, Gateway.session)
@@ -252,7 +252,7 @@ class Gateway:
             made.journal = self._journal.create(session_id, made.settings())
         self.sessions[session_id] = made
         if self._collections is None and len(self.sessions) >= ShortCollections.FEW:
-            # Full collections look at all that sessions keep: an eighth of a call's time.
+            # Full garbage collections scan all that sessions keep: an eighth of a call's time.
             self._collections = ShortCollections(len(self.sessions)).__enter__()
         return made
 
@@ -281,7 +281,7 @@ class Gateway:
         """Open a session with the settings of a request.
 
         Raises:
-            RequestError: one is unknown or cannot be used.
+            RequestError: a setting is unknown or cannot be used.
         """
         given = _converted(body, SessionSettings)
         limits = SessionLimits(
@@ -340,12 +340,12 @@ def _unix_listener(path: Path) -> socket.socket:
         path.chmod(0o600)
     except OSError as error:
         listener.close()
-        raise ConfigError(f"{path} cannot be listened on ({error}).") from error
+        raise ConfigError(f"the gateway cannot listen on the socket {path} ({error}).") from error
     return listener
 
 
 class _QuietServer(AnnouncingServer):
-    """A server in somebody else's event loop, whose signals stay theirs."""
+    """A server in the caller's event loop, which leaves signals to the caller."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -1,9 +1,9 @@
 """A session: the calls of one agent program, which become one trajectory.
 
-Calls may overlap. Each enters the token tree by its longest exact prefix, and is on disk, where the
-session has a journal, before the answer's last byte is sent. A request that is repeated is answered
-once; one that nobody waits for any more is cancelled (design/0027-gateway.md). It is long because
-one call's way, from its request to the disk, shares its state at every step.
+Calls may overlap. Each enters the token tree at its longest exact prefix and, if the session has a
+journal, is on disk before the answer's last byte is sent. A repeated request is sampled once, and a
+call is cancelled when no client waits for it any more (design/0027-gateway.md). The module is long
+because the steps of a call, from its request to the disk, share their state.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ from rolltree.types import (
 class SessionLimits:
     """The most that one session may use; None: no limit.
 
-    Sampled tokens are counted when a call ends, so calls that overlap may pass `max_tokens` by what
-    they sample together. `time_limit_s` counts from when the session was opened.
+    Sampled tokens are counted when a call ends, so overlapping calls may together exceed
+    `max_tokens`. `time_limit_s` counts from when the session was opened.
 
     Raises:
         ConfigError: a limit is not above 0.
@@ -76,7 +76,7 @@ NO_LIMITS = SessionLimits()
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """One call, from its request until it is answered, and what was made of it then."""
+    """One call, from its request to its answer, and how far it was recorded and delivered."""
 
     head: AnswerHead
     origin: CallOrigin
@@ -86,10 +86,10 @@ class _Flight:
     news: asyncio.Event = field(default_factory=asyncio.Event)
     num_waiting: int = 0
     is_sampled: bool = False
-    # Its step in the trajectory, when it has been recorded; `is_kept` when it is on disk, too.
+    # The index of its step in the trajectory, once recorded; `is_kept`: it is on disk, too.
     step: int | None = None
     is_kept: bool = False
-    # Whether somebody was sent all of the answer.
+    # Whether a client was sent the whole answer.
     is_delivered: bool = False
 
 
@@ -98,18 +98,20 @@ class GatewaySession:
 
     Args:
         session_id: its name, which is part of its URL.
-        client: answers the calls, with a session of its own.
-        base_url: where the gateway is, without a path.
-        api_key: the secret that requests must carry; None generates one. It is not kept.
-        key_digest: of the secret of a session that is restored.
-        state: whose trajectory takes the calls; None makes one.
-        sampling: settings that override those that the agent asks for, field by field; of two
-            `max_tokens` the smaller one holds.
-        seed: gives every call a seed of its own, unless the agent asks for one.
+        client: answers the calls, in a separate session of the client.
+        base_url: the gateway's URL, without a path.
+        api_key: the secret that requests must carry; None generates one. It is not stored.
+        key_digest: the digest of a restored session's secret.
+        state: the state whose trajectory records the calls; None creates one.
+        sampling: settings that override the agent's, field by field; the smaller of two
+            `max_tokens` applies.
+        seed: the seed from which every call's is derived; a seed that the agent asks for is mixed
+            with it.
         limits: the most that it may use.
         info: anything that belongs to the session, as JSON.
         opened_s: when it was opened, in seconds since the epoch.
-        journal: where finished calls are kept.
+        journal: the file that finished calls are written to.
+        on_close: is called with the session when it is closed.
     """
 
     def __init__(
@@ -131,7 +133,7 @@ class GatewaySession:
     ) -> None:
         self.id, self.limits, self.info = session_id, limits, dict(info or {})
         self.root_url = f"{base_url}/s/{session_id}"
-        """What Anthropic's clients take: they add `/v1` themselves."""
+        """The base URL for Anthropic's clients, which add `/v1` themselves."""
         self.base_url = f"{self.root_url}/v1"
         self.api_key = None
         if key_digest is None:
@@ -158,14 +160,14 @@ class GatewaySession:
         self.journal, self._on_close = journal, on_close
         self._messages: dict[bytes, ChatMessage] = {}
         self._last_prompt: list[ChatMessage] = []
-        # Which answer has a tool call of this id.
+        # The id of the first answer that has a tool call, by the tool call's id.
         self._tool_calls: dict[str, str] = {}
         self._options: dict[bytes, Any] = {}
         self._flights: dict[str, _Flight] = {}
         self._by_key: dict[str, _Flight] = {}
         self._by_content: dict[bytes, _Flight] = {}
         self._num_begun = 0
-        # Of the caller that opened it: the client of an episode tells its clock by the context.
+        # Its opener's context, through which an episode's client finds its clock.
         self._context = contextvars.copy_context()
         renderer = renderer_of(self._root)
         self._decode = None if renderer is None else renderer.decode
@@ -182,7 +184,7 @@ class GatewaySession:
     def __repr__(self) -> str:
         return f"GatewaySession({self.id!r}, {len(self.trajectory)} calls)"
 
-    # -- what it is ------------------------------------------------------------------------------
+    # -- properties ------------------------------------------------------------------------------
 
     @property
     def model_name(self) -> str:
@@ -196,14 +198,14 @@ class GatewaySession:
 
     @property
     def breaks(self) -> tuple[Break, ...]:
-        """Where a prompt did not continue what came before, and why."""
+        """The places at which a prompt did not continue an earlier call, and why."""
         return build_samples([self.state], decode=self._decode).breaks
 
     @property
     def changed_sampling(self) -> dict[int, dict[str, Any]]:
-        """The calls that asked for another distribution than the model's, by step, and the fields.
+        """The fields of calls that asked for a distribution other than the model's, by step.
 
-        Training refuses such calls (docs/inference.md).
+        Training refuses these calls (docs/inference.md).
         """
         found = {}
         for index, step in enumerate(self.trajectory):
@@ -222,7 +224,7 @@ class GatewaySession:
         return hmac.compare_digest(digest_of(given), self.key_digest)
 
     def settings(self) -> dict[str, Any]:
-        """Return what a gateway that is started again makes the session of."""
+        """Return the settings from which a restarted gateway rebuilds the session."""
         return {
             "key_digest": self.key_digest,
             "sampling": self.sampling,
@@ -233,7 +235,7 @@ class GatewaySession:
         }
 
     def summary(self) -> dict[str, Any]:
-        """Return what the session is and did so far, as JSON."""
+        """Return the session's address, status and progress, as JSON."""
         return {
             "id": self.id,
             "base_url": self.base_url,
@@ -253,7 +255,7 @@ class GatewaySession:
             "info": self.info,
         }
 
-    # -- asking ----------------------------------------------------------------------------------
+    # -- calls -----------------------------------------------------------------------------------
 
     async def complete(self, call: AgentCall, origin: CallOrigin | None = None) -> AgentAnswer:
         """Answer a call.
@@ -263,7 +265,7 @@ class GatewaySession:
         Raises:
             RequestError: the session is closed, a limit is reached, or the request contradicts an
                 earlier one with its idempotency key.
-            ModelError: as the client raises.
+            ModelError: the client raised it.
         """
         flight = self._begin(call, origin or CallOrigin())
         with self._waiting(flight):
@@ -272,13 +274,13 @@ class GatewaySession:
     async def stream(
         self, call: AgentCall, origin: CallOrigin | None = None
     ) -> AsyncGenerator[AnswerHead | AnswerDelta | AgentAnswer, None]:
-        """Yield the head of the answer, what is new in it as it is sampled, and the whole.
+        """Yield the head of the answer, its deltas as they are sampled, and the whole answer.
 
-        The deltas add up to the message. A client that does not see tokens while they are sampled
-        gives all of it at the end. Closing the generator cancels the sampling, as in `complete`.
+        The deltas add up to the message. If the client does not stream, a single delta has all of
+        it. Closing the generator cancels the sampling, as in `complete`.
 
         Raises:
-            RequestError, ModelError: as `complete`.
+            RequestError, ModelError: as in `complete`.
         """
         flight = self._begin(call, origin or CallOrigin())
         reasoning, content = TextDeltas(), TextDeltas()
@@ -308,21 +310,21 @@ class GatewaySession:
             yield answer
 
     def delivered(self, answer: AgentAnswer) -> None:
-        """Note that all of an answer was sent: the same request later is another call."""
+        """Note that an answer was sent in full, so that an equal request is a new call."""
         flight = self._flights.get(answer.head.id)
         if flight is not None and not flight.is_delivered:
             flight.is_delivered = True
             if self.journal is not None and flight.step is not None:
                 self.journal.note_delivered(flight.step)
 
-    # -- what protocols ask (`SessionView`) ------------------------------------------------------
+    # -- for protocols (`SessionView`) -----------------------------------------------------------
 
     def conversation(self, answer_id: str) -> list[ChatMessage]:
         """Return the messages of an earlier call and its answer."""
         step = self.trajectory[self._step_of(answer_id)]
         said = [*peek(step, "prompt"), *peek(step, "completion")]
         if not all(isinstance(message, dict) for message in said):
-            raise RequestError(f"{answer_id} is the answer to a text, not a conversation.")
+            raise RequestError(f"{answer_id} answers a text prompt, not a conversation.")
         return said
 
     def answer(self, answer_id: str) -> AgentAnswer:
@@ -341,7 +343,7 @@ class GatewaySession:
             )
         if isinstance(call.prompt, np.ndarray):
             return len(call.prompt)
-        # A session of its own: counting must not change what later prompts continue.
+        # In a separate session, since counting must not change what later prompts continue.
         prompt = TokenSession(renderer).prepare(
             call.prompt, call.tools or None, message_type=call.message_type
         )
@@ -353,12 +355,12 @@ class GatewaySession:
             raise RequestError(f"this session gave no answer {answer_id!r}.", status=404)
         return flight.step
 
-    # -- one call --------------------------------------------------------------------------------
+    # -- the steps of a call ---------------------------------------------------------------------
 
     def _begin(self, call: AgentCall, origin: CallOrigin) -> _Flight:
-        """Return the flight of a call: the one of the request that it repeats, or a new one."""
+        """Return the flight of the request that this one repeats, or a new flight."""
         if self.is_closed:
-            raise RequestError("the session is closed; nothing more is answered.", status=403)
+            raise RequestError("the session is closed and answers no more calls.", status=403)
         repeated = self._repeated(origin)
         if repeated is not None:
             return repeated
@@ -385,14 +387,14 @@ class GatewaySession:
             known = self._by_key.get(origin.key)
             if known is not None and known.origin.digest != origin.digest:
                 raise RequestError(
-                    "the idempotency key was used with another request, so it is unclear which of "
-                    "the two is meant. Use a new key.",
+                    "the idempotency key was used with a different request, so it is unclear which "
+                    "of the two is meant. Use a new key.",
                     status=422,
                 )
             return known
         known = self._by_content.get(origin.digest) if origin.digest else None
-        # A client that counts its attempts says whether it repeats; two equal first attempts are
-        # two samples.
+        # A client that counts its attempts marks its retries; two equal first attempts are two
+        # samples.
         if known is None or origin.attempt == 0:
             return None
         is_lost = known.step is None or not known.is_delivered
@@ -432,16 +434,16 @@ class GatewaySession:
             self._cancel(flight)
 
     def _cancel(self, flight: _Flight) -> None:
-        """End the sampling of a call; one that was sampled is recorded all the same."""
+        """End the sampling of a call; a call that has been sampled is recorded all the same."""
         if flight.task is None or flight.is_sampled:
             return
-        # A repeated request that comes now must not join what is being cancelled.
+        # A repeated request that comes now must not join the cancelled call.
         self._forget(flight)
         flight.task.cancel()
 
     @contextlib.contextmanager
     def _waiting(self, flight: _Flight) -> Iterator[None]:
-        """Count who waits for a flight; when the last one leaves, its sampling is cancelled."""
+        """Count a caller that waits for a flight; when the last leaves, cancel the sampling."""
         flight.num_waiting += 1
         try:
             yield
@@ -465,7 +467,7 @@ class GatewaySession:
             if flight.task is not None and flight.task.cancelled() and self.ended is not None:
                 raise self._limit_error() from None
             if flight.task is not None and flight.task.cancelled() and self.is_closed:
-                raise RequestError("the session was closed meanwhile.", status=403) from None
+                raise RequestError("the session was closed during this call.", status=403) from None
             raise
 
     def _done(self, flight: _Flight, task: asyncio.Task[AgentAnswer]) -> None:
@@ -478,11 +480,11 @@ class GatewaySession:
             self._release(flight)
 
     def _release(self, flight: _Flight) -> None:
-        """Let go of what the trajectory has: the task would keep the answer's arrays."""
+        """Drop what the trajectory has, too: the task would keep the answer's arrays alive."""
         flight.task, flight.deltas = None, []
 
     def _forget(self, flight: _Flight) -> None:
-        """Let the same request, made again, be a new call."""
+        """Forget a call that was not recorded, so that the same request starts a new one."""
         if flight.step is not None:
             return
         self._flights.pop(flight.head.id, None)
@@ -514,12 +516,12 @@ class GatewaySession:
             on_delta=listen if call.stream else None,
         )
         response = self._with_own_ids(await asked.to(self._client), flight.head.id)
-        # From here on it cannot be cancelled: what was sampled is recorded, whoever still waits.
+        # From here on it cannot be cancelled: sampled tokens are recorded, even if no caller waits.
         flight.is_sampled = True
         return await self._keep(flight, call, prompt, response)
 
     def _sampling_of(self, asked: SamplingParams) -> SamplingParams:
-        """Return the agent's settings with the session's own on top, and a seed."""
+        """Return the agent's settings, overridden by the session's, with a seed."""
         merged = merge_sampling(asked, self.sampling) if self.sampling else asked
         limits = [asked.max_tokens, merged.max_tokens]
         if self.limits.max_tokens is not None:
@@ -527,16 +529,16 @@ class GatewaySession:
         known = [limit for limit in limits if limit is not None]
         seed = merged.seed
         if self._seeds is not None and self.seed is not None:
-            # An agent that always asks with one seed must not make the members of a group equal.
+            # An agent that always asks for the same seed must not make a group's rollouts equal.
             mixed = None if asked.seed is None else derive_seed(self.seed, "asked", asked.seed)
             seed = self._seeds.next(mixed)
         return replace(merged, max_tokens=min(known, default=None), seed=seed)
 
     def _with_own_ids(self, response: ModelResponse, answer_id: str) -> ModelResponse:
-        """Return a response whose tool calls have ids that no earlier answer's have.
+        """Return a response whose tool calls have ids that no earlier answer uses.
 
-        Two equal calls that a model sampled get equal ids from its text, and agents could not tell
-        whose output is whose.
+        Ids are derived from the sampled text, so equal tool calls would share one, and agents could
+        not tell their outputs apart.
         """
         calls = response.message.get("tool_calls") or ()
         if not any(self._tool_calls.get(call["id"], answer_id) != answer_id for call in calls):
@@ -557,9 +559,9 @@ class GatewaySession:
             self._tool_calls.setdefault(call["id"], answer_id)
 
     def _interned(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-        """Return the messages, those that were seen before as the same objects."""
-        # Agents send their whole history with every call, and it must not be kept every time. Most
-        # of it is that of the call before, which is compared faster than digested.
+        """Return the messages; those that were seen before are the same objects."""
+        # Agents send their whole history with every call, and it must be kept only once. Most of it
+        # equals the previous call's, and comparing is faster than computing digests.
         known, before = self._messages, self._last_prompt
         num_same = next(
             (
@@ -574,7 +576,7 @@ class GatewaySession:
         return self._last_prompt
 
     def _interned_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return options whose values, those that were seen before, are the same objects."""
+        """Return the options; values that were seen before are the same objects."""
         known = self._options
         return {
             name: known.setdefault(_content_digest(value), value) for name, value in options.items()
@@ -640,10 +642,10 @@ class GatewaySession:
             decode=self._decode,
         )
 
-    # -- its end, and its beginning after a restart ----------------------------------------------
+    # -- closing, and restoring after a restart --------------------------------------------------
 
     async def aclose(self) -> None:
-        """End the session: calls in flight are cancelled, and the state is complete.
+        """End the session: cancel calls in flight, and complete the state.
 
         The journal's file stays until `release`, so that nothing is lost before the state is
         stored elsewhere. `async with` does both.
@@ -666,7 +668,7 @@ class GatewaySession:
             self._on_close(self)
 
     def release(self) -> None:
-        """Delete the journal: the state is stored elsewhere, or nobody wants it."""
+        """Delete the journal, if the state is stored elsewhere or not needed."""
         if self.journal is not None:
             self.journal.delete()
 
@@ -685,10 +687,10 @@ class GatewaySession:
         steps.trim()
 
     def _completion(self) -> Messages:
-        """Return what was said after the prompt, in the prompt's form: messages or text.
+        """Return the completion in the prompt's form: messages or text.
 
-        A program may use chat and text completions concurrently. Those in the other form stay in
-        the trajectory; they are shown here only if there are none in the prompt's.
+        A program may use chat and text completions concurrently. Calls in the other form stay in
+        the trajectory; they appear here only if no call has the prompt's form.
         """
         prompt, steps = self.state.prompt, self.trajectory
         is_text = isinstance(prompt, str)
@@ -705,7 +707,7 @@ class GatewaySession:
         return [{"role": "assistant", "content": text} for text in answers]
 
     def restore(self, kept_session: KeptSession) -> None:
-        """Take in the calls of a journal; later prompts continue them."""
+        """Restore the calls of a journal; later prompts can continue them."""
         remember = getattr(self._client, "remember", None)
         for kept, step in kept_session.calls:
             prompt, response = peek(step, "prompt"), cast(ModelResponse, peek(step, "response"))
@@ -716,7 +718,7 @@ class GatewaySession:
                 kind: MessageType = "chat" if is_chat else "completion"
                 asked = ModelCall(prompt, tools=kept.tools or None, message_type=kind)
                 known = remember(asked, response)
-                # Without ids it is not this model's any more; what was sampled stays.
+                # Without ids: this model has other ids for the prompt. The sampled ids are kept.
                 response = response if known.completion_ids is None else known
             self._note_calls(response, kept.head.id)
             number = self._record(prompt, is_chat, response, kept.agent)
@@ -741,7 +743,7 @@ class GatewaySession:
 
 
 def digest_of(secret: str) -> str:
-    """Return what is kept of a secret."""
+    """Return the digest that is stored instead of a secret."""
     return hashlib.sha256(secret.encode("utf-8", "replace")).hexdigest()
 
 
@@ -750,7 +752,7 @@ def _content_digest(value: object) -> bytes:
 
 
 def renderer_of(client: object) -> ChatRenderer | None:
-    """Return what renders the prompts of a client, or of one behind it; None: its server does."""
+    """Return the renderer of a client, or of one behind it; None: its server renders prompts."""
     found = getattr(client, "renderer", None)
     if isinstance(found, ChatRenderer):
         return found

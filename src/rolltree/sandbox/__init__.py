@@ -1,7 +1,7 @@
-"""Sandbox: running untrusted code behind one interface.
+"""Sandboxes, which run untrusted code behind one interface.
 
-There are two backends, "local" and "docker". Virtual machines and remote sandboxes are left to
-others: any object with `create` can be a backend.
+There are two backends, "local" and "docker". For virtual machines and remote sandboxes, any object
+with `create` can be a backend.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _BACKENDS: Mapping[str, Callable[..., SandboxBackend]] = {
 
 
 def known_backends() -> tuple[str, ...]:
-    """Return the names that `backend_of` takes."""
+    """Return the names that `backend_of` accepts."""
     return tuple(_BACKENDS)
 
 
@@ -38,7 +38,7 @@ def backend_of(backend: str | SandboxBackend = "local", **settings: Any) -> Sand
 
     Raises:
         UnknownName: no backend has that name.
-        TypeError: it takes no such setting, or settings came with a backend object.
+        TypeError: the backend has no such setting, or settings came with a backend object.
     """
     if not isinstance(backend, str):
         if settings:

@@ -1,9 +1,9 @@
 """The Docker backend: each run is its own container on the sandbox's folder.
 
-The `docker run` command goes to the same supervisor as the local backend's, which removes the
-container in every case. The engine must see this machine's file system, because the folder is
-bind-mounted; for the same reason only polling bounds what code writes there. Tested against a
-stand-in for the `docker` command, not against an engine.
+The same supervisor as in the local backend runs the `docker run` command, and removes the container
+in every case. The engine must see this machine's file system, because the folder is bind-mounted;
+for the same reason, only polling bounds what code writes there. It is tested against a stand-in for
+the `docker` command, not against an engine.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class DockerBackend:
     """Makes sandboxes whose runs are containers.
 
     Args:
-        image: has `sh`; `python` must be its interpreter for Python code.
-        python: the interpreter inside the image.
+        image: the image, which has `sh` and, for Python code, the interpreter `python`.
+        python: the Python interpreter inside the image.
         runtime: an OCI runtime such as "runsc" (gVisor); the engine's default when None.
         cpus: how many CPUs a run may use at once.
         env: environment variables of the code.
         docker: the client's path.
-        base: where the private folders are made.
+        base: the parent of the private folders.
         allow_weaker: run untrusted code although disk use is not bounded: True or `["disk"]`.
 
     Raises:
@@ -116,17 +116,17 @@ class DockerSandbox(FolderSandbox):
         return self._backend.python
 
     def launch(self, command: Sequence[str], limits: Limits) -> Launch:
-        """Return `docker run` for a command, and what removes its container."""
+        """Return the `docker run` of a command, and the command that removes its container."""
         backend = self._backend
         name = f"rolltree-{self.id}-{secrets.token_hex(4)}"
         line = [backend.docker, "run", "--name", name, "--rm", "--interactive", "--init"]
-        # The daemon would write all output to its own disk, and images from a registry need a
-        # network: neither a log nor a pull.
+        # No log, since the daemon would write all output to its own disk, and no pull, since
+        # images from a registry need a network.
         line += ["--network", "none", "--read-only", "--cap-drop", "ALL"]
         line += ["--security-opt", "no-new-privileges", "--ipc", "none", "--log-driver", "none"]
         line += ["--user", f"{self._user}:{self._user}", "--pull", "never"]
         line += ["--pids-limit", str(limits.max_processes), "--cpus", str(backend.cpus)]
-        # Swap of the same size as memory means none.
+        # The limit on memory and swap together equals that on memory, so there is no swap.
         line += ["--memory", str(limits.memory_bytes), "--memory-swap", str(limits.memory_bytes)]
         line += ["--ulimit", f"nofile={limits.max_open_files}", "--ulimit", "core=0"]
         line += ["--ulimit", f"fsize={limits.disk_bytes}"]
@@ -146,7 +146,7 @@ class DockerSandbox(FolderSandbox):
             cwd="/",
             folder=str(self._folder.path),
             level=self.level.name,
-            # The client's threads are not the code's.
+            # The client's threads do not count as the code's.
             trusted_processes=64 + limits.max_processes,
             signals_as_codes=True,
             after=[[backend.docker, "rm", "--force", name]],

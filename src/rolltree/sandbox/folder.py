@@ -1,11 +1,11 @@
-"""The private folder of a sandbox, and sandboxes whose files are in one.
+"""The private folder of a sandbox, and sandboxes whose files are in such a folder.
 
 Untrusted code may have put anything into the folder, so no path is followed out of it: every
 component is opened without following links, and only regular files are read. A folder is
 `BASE/rolltree-sandbox-XXXX/work`, next to a `lock` that its owner holds. Folders with a free lock
-were left by a process that was killed; the next one removes them. A bounded folder has a tmpfs of
-limited size mounted over `work` in its own mount namespace (`mount.py`), which ends with the
-descriptors that hold it.
+were left by a killed process; the next process removes them. A bounded folder has a tmpfs of
+limited size mounted over `work` in its own mount namespace (`mount.py`), which exists as long as
+its descriptors are open.
 """
 
 from __future__ import annotations
@@ -46,20 +46,21 @@ PREFIX = "rolltree-sandbox-"
 _MOUNT = Path(__file__).with_name("mount.py")
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-# The machine's failures, which code inside cannot cause.
+# Failures of the machine, which code in the sandbox cannot cause.
 _HOST_FAILURES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO)
-# A file in each of 2,000 nested folders can make 500 MB of paths.
+# Files in 2,000 nested folders can have paths of 500 MB in all.
 _MAX_PATH_CHARACTERS = 2**14
 
 
 class PrivateFolder:
-    """One work folder, owned by `uid` when given; gone after `remove` or with the process.
+    """A work folder, owned by `uid` if given; deleted by `remove` or when the process ends.
 
-    With `limits` the kernel bounds all bytes and files in it, unlinked ones too. Then `mount_fd` is
-    the mount namespace in which `path` leads to it, else None. `fd` is the folder itself.
+    With `limits`, the kernel bounds all bytes and files in it, including unlinked ones. Then
+    `mount_fd` is a descriptor of the mount namespace in which `path` is the folder; else it is
+    None. `fd` is a descriptor of the folder itself.
 
     Raises:
-        SandboxError: this machine does not let this user mount a bounded folder.
+        SandboxError: this user cannot mount a bounded folder on this machine.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class PrivateFolder:
             sweep(parent)
         self.outer = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
         self._lock_fd = os.open(self.outer / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        # The kernel frees the lock however this process dies, so a free lock marks what may be
+        # The kernel frees the lock however this process dies, so a folder with a free lock may be
         # swept.
         fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self.uid = uid
@@ -79,7 +80,7 @@ class PrivateFolder:
         self.path.mkdir(mode=0o700)
         if uid is not None:
             os.chown(self.path, uid, uid)
-            # The sandbox's user must get through, and nobody may list what is next to it.
+            # The sandbox's user must get through, but must not list the outer folder.
             self.outer.chmod(0o711)
         try:
             self.mount_fd: int | None = None
@@ -114,9 +115,9 @@ class PrivateFolder:
             with contextlib.ExitStack() as opened:
                 try:
                     fds = []
-                    # Through /proc: the mount exists in the namespace of that process only. The two
-                    # descriptors keep it alive when `mount.py` has ended, and free it when they
-                    # close, also after a `kill -9` (design/0019).
+                    # Through /proc, since the mount exists only in that process's namespace. The
+                    # two descriptors keep it after `mount.py` has ended, and free it when they
+                    # close, even after a `kill -9` (design/0019).
                     for path in ("ns/mnt", f"root{self.path}"):
                         fds.append(
                             os.open(f"/proc/{process.pid}/{path}", os.O_RDONLY | os.O_CLOEXEC)
@@ -135,13 +136,13 @@ class PrivateFolder:
         self._finalizer()
 
     def reset(self) -> None:
-        """Undo what code did to the folder itself: `chmod 0 .` locks out whoever is not root.
+        """Undo changes by code to the folder itself: `chmod 0 .` locks out all users but root.
 
-        Where files are not protected, code can also have moved or deleted it; then another is made.
+        If files are not protected, code may also have moved or deleted it; then it is made again.
         """
-        # If this fails, so does what is tried next, and that is explained.
+        # If this fails, so does the caller's next step, whose error is explained.
         with contextlib.suppress(OSError):
-            # At a level that does not protect files, code can have moved or deleted the folder.
+            # At a level that does not protect files, code may have moved or deleted the folder.
             if self.mount_fd is None and not _is_at(self.path, self.fd):
                 with contextlib.suppress(OSError):
                     os.unlink(self.path)
@@ -154,7 +155,7 @@ class PrivateFolder:
             os.fchmod(self.fd, 0o700)
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a file, making folders on its way.
+        """Write a file, and create the folders on its path.
 
         Raises:
             SandboxFileError: the path leaves the folder, or goes through a link or a file.
@@ -163,13 +164,13 @@ class PrivateFolder:
         with self._enter(parts[:-1], name, create=True) as parent, _explained(name):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(parts[-1], dir_fd=parent)
-            # A new file each time: what code left under the name may be a link, a pipe or open
+            # Always a new file: an existing one, from code, may be a link, a pipe, or open
             # elsewhere.
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             fd = os.open(parts[-1], flags, 0o600, dir_fd=parent)
             try:
                 with open(fd, "wb") as file:
-                    # A default access list that code set on the folder may have taken it away.
+                    # A default access list that code set on the folder may have removed rights.
                     os.fchmod(fd, 0o600)
                     if self.uid is not None:
                         os.fchown(fd, self.uid, self.uid)
@@ -192,7 +193,7 @@ class PrivateFolder:
         """
         parts = _parts(name)
         with self._enter(parts[:-1], name, create=False) as parent, _explained(name):
-            # Without waiting: opening a named pipe blocks until somebody writes.
+            # Nonblocking, since opening a named pipe would block until it has a writer.
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             fd = os.open(parts[-1], flags, dir_fd=parent)
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -202,7 +203,7 @@ class PrivateFolder:
                 "the host. Have the code write a plain file."
             )
         with open(fd, "rb") as file:
-            # Not by its size, which code can change after it was asked for.
+            # Not limited by the file's size, which code can change after it is queried.
             data = file.read(max_bytes + 1)
         if len(data) > max_bytes:
             raise SandboxFileError(
@@ -212,14 +213,14 @@ class PrivateFolder:
         return data
 
     def names(self) -> list[str]:
-        """Return the paths of the regular files, sorted; links and other things are left out.
+        """Return the paths of the regular files, sorted, without links and other entries.
 
-        So are names that are not UTF-8, files in folders that code locked or moves about
+        Also left out are names that are not UTF-8, files in folders that code has locked or moves
         meanwhile, and files below paths of more than 16,384 characters.
         """
         self.reset()
         found: list[str] = []
-        # Code that still runs may lock what is being looked at.
+        # Code that still runs may lock folders during the walk.
         with contextlib.suppress(OSError):
             for way, files in _walk(self.fd):
                 found += ["/".join([*way, name]) for name in files]
@@ -227,7 +228,7 @@ class PrivateFolder:
 
     @contextmanager
     def _enter(self, parts: list[str], name: str, *, create: bool) -> Iterator[int]:
-        """Give a descriptor of a folder below, reached without following any link."""
+        """Yield a descriptor of a folder below, opened without following any link."""
         self.reset()
         with _explained(name):
             fd = os.open(".", _FOLDER_FLAGS, dir_fd=self.fd)
@@ -248,9 +249,9 @@ class PrivateFolder:
 
 
 def _walk(top: int) -> Iterator[tuple[list[str], list[str]]]:
-    """Yield the way to each folder (one list, changed later) and the names of its files."""
-    # Each is entered from the one above it, and left by "..": from the top, 2,000 nested folders
-    # took 28 s, and with a descriptor each they take too many.
+    """Yield the path to each folder (always the same list, changed later) and its files' names."""
+    # Each folder is entered from its parent and left by "..": opening from the top took 28 s for
+    # 2,000 nested folders, and a descriptor for each would take too many.
     here, way = os.open(".", _FOLDER_FLAGS, dir_fd=top), list[str]()
     try:
         folders, files = _entries(here)
@@ -264,7 +265,7 @@ def _walk(top: int) -> Iterator[tuple[list[str], list[str]]]:
                 try:
                     deeper = os.open(way[-1], _FOLDER_FLAGS, dir_fd=here)
                 except OSError:
-                    # It is gone, or code locked it.
+                    # Code has deleted or locked the folder.
                     way.pop()
                     continue
                 # ".." of a folder without this right cannot be opened.
@@ -316,11 +317,11 @@ _swept: set[Path] = set()
 
 
 def sweep(parent: Path) -> int:
-    """Remove the folders in `parent` whose owner is dead; return how many."""
+    """Remove the folders in `parent` whose owner is dead; return their number."""
     removed = 0
     for outer in parent.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
-            # Somebody else may have made a folder of that name in a shared temporary folder.
+            # Another user may have made a folder of that name in a shared temporary folder.
             if outer.is_symlink() or outer.stat().st_uid != os.getuid():
                 continue
             fd = os.open(outer / "lock", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -335,12 +336,12 @@ def sweep(parent: Path) -> int:
 
 
 def _remove(outer: Path, lock_fd: int, *fds: int) -> None:
-    """Delete a folder of any depth and any modes, then let go of its lock."""
+    """Delete a folder of any depth and any modes, then release its lock."""
     for fd in fds:
         with contextlib.suppress(OSError):
             os.close(fd)
     with contextlib.suppress(OSError):
-        # Without protection of files, code can have put a link to elsewhere in its place.
+        # If files are not protected, code may have put a link to elsewhere in its place.
         outer.unlink()
     _empty(outer)
     shutil.rmtree(outer, ignore_errors=True)
@@ -349,7 +350,7 @@ def _remove(outer: Path, lock_fd: int, *fds: int) -> None:
 
 
 def _empty(outer: Path) -> None:
-    """Empty a folder without recursion: folders move up to the top before their turn comes."""
+    """Empty a folder without recursion: nested folders are first moved to the top."""
     pending = [outer]
     while pending:
         folder = pending.pop()
@@ -358,12 +359,12 @@ def _empty(outer: Path) -> None:
             for entry in list(os.scandir(folder)):
                 with contextlib.suppress(OSError):
                     if entry.is_dir(follow_symlinks=False):
-                        # 2,000 nested folders are deeper than recursion and than the longest path.
+                        # 2,000 nested folders exceed the recursion limit and the longest path.
                         moved = outer / f"old-{secrets.token_hex(8)}"
                         os.chmod(entry.path, 0o700)
                         os.rename(entry.path, moved)
                         pending.append(moved)
-                    # The lock stays until the end: without it another process would clean up too.
+                    # The lock stays until the end: without it, another process would clean up, too.
                     elif folder != outer:
                         os.unlink(entry.path)
             if folder != outer:
@@ -371,7 +372,7 @@ def _empty(outer: Path) -> None:
 
 
 def _is_text(name: str) -> bool:
-    """Whether a name can be written as UTF-8; others are bytes that Python wraps in surrogates."""
+    """Whether a name can be encoded as UTF-8; Python decodes other bytes to surrogates."""
     return not any("\ud800" <= char <= "\udfff" for char in name)
 
 
@@ -397,7 +398,7 @@ def _starting(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        # EAGAIN is the limit on processes here. Of a file it may be a lease that code holds.
+        # Here, EAGAIN is the limit on processes. For a file, it may be a lease that code holds.
         if error.errno not in (*_HOST_FAILURES, errno.EAGAIN):
             raise
         raise _host_failure(f"{what} could not be started", error) from error
@@ -434,7 +435,7 @@ class FolderSandbox(ABC):
         self.level = level
         self.limits = limits
         self.env: dict[str, str] = {}
-        """Environment variables of its commands, beside the backend's."""
+        """Environment variables of its commands, in addition to the backend's."""
         self._folder = folder
         self._running: set[asyncio.Task[RunResult]] = set()
         self._sessions: list[SupervisedSession] = []
@@ -443,7 +444,7 @@ class FolderSandbox(ABC):
 
     @property
     def path(self) -> Path:
-        """Where the folder is on the host. A bounded one is in a mount namespace of its own."""
+        """The folder's path on the host; a bounded folder is in its own mount namespace."""
         return self._folder.path
 
     @property
@@ -453,7 +454,7 @@ class FolderSandbox(ABC):
 
     @abstractmethod
     def launch(self, command: Sequence[str], limits: Limits) -> Launch:
-        """Wrap a command in everything that isolates it."""
+        """Return the command wrapped in everything that isolates it."""
 
     @property
     @abstractmethod
@@ -470,8 +471,8 @@ class FolderSandbox(ABC):
     ) -> RunResult:
         """Run a command in the folder until it ends, with all processes it started.
 
-        With `tail` the output goes there and not into the result, also when the run is cancelled.
-        A command that no system could start (a NUL character, too long) ends with exit code 126.
+        With `tail`, the output goes there and not into the result, even if the run is cancelled.
+        A command that no system could start (with a NUL character, or too long) has exit code 126.
 
         Raises:
             SandboxError: the sandbox is closed, or could not be set up.
@@ -503,15 +504,15 @@ class FolderSandbox(ABC):
     ) -> RunResult:
         """Run Python code as a separate program; files next to it can be imported.
 
-        The program's file is gone afterwards. Without space for it the run is over with "disk"; if
-        code has put something else in its place, with exit code 126.
+        The program's file is deleted afterwards. If there is no space for it, the run ends with
+        "disk"; if code has put something else in its place, with exit code 126.
         """
         name = f".program-{next(self._programs)}.py"
         try:
             await self.write_file(name, code)
         except SandboxFileError as error:
-            # Neither is a failure of the sandbox: a failed rollout has no reward, and a model could
-            # learn to fail by filling its folder or taking the name (design/0019).
+            # Neither counts as a failure of the sandbox: a failed rollout has no reward, so a model
+            # could learn to fail by filling its folder or taking the name (design/0019).
             if not isinstance(error.__cause__, OSError) or error.__cause__.errno not in _FULL:
                 return self._not_started(str(error))
             message = "the folder is full; delete files in it first\n"
@@ -561,7 +562,7 @@ class FolderSandbox(ABC):
         return await asyncio.to_thread(self._folder.names)
 
     async def close(self) -> None:
-        """Kill what runs and delete the folder. Doing it twice does nothing."""
+        """Kill all processes and delete the folder. Doing it twice does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -587,7 +588,7 @@ class FolderSandbox(ABC):
         return replace(self.launch(command, limits), alone=alone)
 
     def _not_started(self, why: str) -> RunResult:
-        # As a shell answers: the model wrote the command, so the failure is its own.
+        # As in a shell: the model wrote the command, so the failure is its own.
 
         return RunResult("", f"{why}\n", "exit", 126, level=self.level.name)
 
@@ -599,5 +600,5 @@ class FolderSandbox(ABC):
 
 
 def _bytes_of(text: str | bytes) -> bytes:
-    """Return UTF-8; a lone surrogate, which JSON of a model can have, becomes a question mark."""
+    """Return UTF-8; a lone surrogate, as in a model's JSON, becomes a question mark."""
     return text.encode(errors="replace") if isinstance(text, str) else text

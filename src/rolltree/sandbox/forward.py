@@ -1,8 +1,8 @@
-"""Lead TCP connections to a unix socket and become the command: the only way out of a sandbox.
+"""Forward TCP connections to a Unix socket and become the command: the only way out of a sandbox.
 
 `python -I -S -c SOURCE`, with a call of `main` appended by `local`. It runs confined, in a network
-namespace without any other network, and uses the standard library only. A program in the sandbox
-that takes the place of this one reaches what it reaches anyway.
+namespace without any other network, and uses only the standard library. A program in the sandbox
+that replaces this one cannot reach anything more.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _MOST_BYTES = 2**18
 
 
 def main(target: str, port: int, command: list[str]) -> NoReturn:
-    """Listen, lead connections on in a process of its own, and execute the command."""
+    """Listen, forward connections in a child process, and execute the command."""
     try:
-        # Before the command begins: its first request must find somebody.
+        # Before the command starts, since its first request must find a listener.
         listener = socket.create_server(("127.0.0.1", port), backlog=128)
         if os.fork() == 0:
-            # The pipes of the command are not this process's to hold open.
+            # This process must not hold the command's pipes open.
             null = os.open("/dev/null", os.O_RDWR)
             for standard in (0, 1, 2):
                 os.dup2(null, standard)
@@ -41,18 +41,18 @@ def main(target: str, port: int, command: list[str]) -> NoReturn:
 
 
 class Forwarder:
-    """Pairs of connections, each with what it has not been sent yet."""
+    """Pairs of connections, each with the bytes that have not been sent to it yet."""
 
     def __init__(self, listener: socket.socket, target: str) -> None:
         self._listener, self._target = listener, target
         self._selector = selectors.DefaultSelector()
         self._other: dict[socket.socket, socket.socket] = {}
         self._unsent: dict[socket.socket, bytearray] = {}
-        # Connections that have said all that they say.
+        # Connections whose peer has sent everything.
         self._ended: set[socket.socket] = set()
 
     def run(self) -> NoReturn:
-        """Lead bytes on until the process is killed."""
+        """Forward bytes until the process is killed."""
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ)
         while True:
@@ -72,7 +72,7 @@ class Forwarder:
         try:
             far.connect(self._target)
         except OSError:
-            # As if nobody listened there.
+            # As if the address had no listener.
             near.close()
             far.close()
             return
@@ -116,7 +116,7 @@ class Forwarder:
             one.shutdown(socket.SHUT_WR)
 
     def _watch(self, one: socket.socket) -> None:
-        """Wait for what can go on: reading stops while the other side does not take it."""
+        """Select the events to wait for: reading stops while the other side is too slow."""
         events = selectors.EVENT_WRITE if self._unsent[one] else 0
         if one not in self._ended and len(self._unsent[self._other[one]]) < _MOST_BYTES:
             events |= selectors.EVENT_READ

@@ -1,7 +1,7 @@
 """The interface of sandboxes: limits, isolation levels, results and methods.
 
-Units are in the names: `_s` seconds, `_bytes` bytes, `num_` and `max_` counts. A backend makes
-sandboxes; a sandbox is one private folder in which commands run, each under limits, until it is
+Names have the units: `_s` seconds, `_bytes` bytes, `num_` and `max_` counts. A backend makes
+sandboxes; a sandbox is a private folder in which commands run, each under limits, until it is
 closed.
 """
 
@@ -18,12 +18,12 @@ from rolltree.errors import ConfigError
 Ended: TypeAlias = Literal[
     "exit", "signal", "wall", "cpu", "memory", "processes", "disk", "output", "closed", "lost"
 ]
-"""Why a run is over: it ended by itself (`exit`, `signal`), a limit, `close()`, or its supervisor
-died (`lost`)."""
+"""Why a run ended: by itself (`exit`, `signal`), at a limit, by `close()`, or by the death of its
+supervisor (`lost`)."""
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What one run may use; beyond it the whole process tree is killed.
+    """The limits of one run, beyond which its whole process tree is killed.
 
     Raises:
         ConfigError: a limit is not positive.
@@ -32,7 +32,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     wall_s: float = 10.0
     # The sum over all processes.
     cpu_s: float = 10.0
-    # It holds twice: each process can map that much address space (more is a `MemoryError` in the
+    # It applies twice: each process can map that much address space (more is a `MemoryError` in the
     # code), and all processes together may have that much resident (more kills them).
     memory_bytes: int = 512 * 2**20
     max_processes: int = 32
@@ -55,17 +55,17 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 @dataclass(frozen=True, slots=True)
 class SandboxLevel:
-    """How well code is isolated, and by what."""
+    """How well code is isolated, and by which mechanisms."""
 
     # "bubblewrap", "landlock", "rlimits" or "docker".
     name: str
-    # By what files, network, processes, signals, memory and so on are protected.
+    # The mechanism that protects files, network, processes, signals, memory and so on.
     protections: Mapping[str, str] = field(default_factory=dict)
-    # The protections that this machine lacks; untrusted code is refused unless it is empty.
+    # The protections that are missing; if any is, untrusted code is refused by default.
     missing: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON values, as it is recorded in a rollout."""
+        """Return the level as JSON values, as a rollout records it."""
         return {
             "name": self.name,
             "protections": dict(self.protections),
@@ -77,7 +77,7 @@ class SandboxLevel:
 class RunResult:
     """Output and end of one run."""
 
-    # Cut at `Limits.output_bytes` together; bytes that are not UTF-8 are replaced.
+    # Together cut at `Limits.output_bytes`; bytes that are not UTF-8 are replaced.
     stdout: str
     stderr: str
     ended: Ended
@@ -91,11 +91,11 @@ class RunResult:
 
     @property
     def ok(self) -> bool:
-        """Whether it exited with code 0, not killed."""
+        """Whether it exited with code 0 and was not killed."""
         return self.ended == "exit" and self.exit_code == 0
 
     def text(self) -> str:
-        """Return output, errors and the reason of the end, as a model reads them."""
+        """Return output, errors and the reason for the end, as a model reads them."""
         parts = [self.stdout, self.stderr, self._ending()]
         return "\n".join(part.rstrip("\n") for part in parts if part)
 
@@ -125,7 +125,7 @@ class PythonSession(Protocol):
     async def run(self, code: str) -> RunResult:
         """Run a piece of code and return its output, with errors and the last value.
 
-        A limit kills the process; the next piece starts with no variables.
+        A limit kills the process; the next piece starts without variables.
         """
         ...
 
@@ -139,12 +139,12 @@ class Sandbox(Protocol):
 
     @property
     def id(self) -> str:
-        """A name that no other sandbox has."""
+        """A unique name."""
         ...
 
     @property
     def level(self) -> SandboxLevel:
-        """How well it isolates."""
+        """How well it isolates code."""
         ...
 
     async def run(
@@ -168,7 +168,7 @@ class Sandbox(Protocol):
         ...
 
     async def read_file(self, name: str, *, max_bytes: int = 2**20) -> bytes:
-        """Return a file of the folder; no link is followed."""
+        """Return the content of a file of the folder; links are not followed."""
         ...
 
     async def list_files(self) -> list[str]:
@@ -176,7 +176,7 @@ class Sandbox(Protocol):
         ...
 
     async def close(self) -> None:
-        """Kill what runs and delete the folder. Doing it twice does nothing."""
+        """Kill all processes and delete the folder. Doing it twice does nothing."""
         ...
 
 
@@ -184,9 +184,9 @@ class SandboxBackend(Protocol):
     """Makes sandboxes of one kind."""
 
     async def create(self, *, limits: Limits | None = None) -> Sandbox:
-        """Return a new sandbox; `limits` apply to its runs unless a run names others.
+        """Return a new sandbox; `limits` apply to its runs unless a run has its own.
 
         Raises:
-            SandboxUnavailable: it cannot isolate code here as well as was asked for.
+            SandboxUnavailable: it cannot isolate code on this machine as well as required.
         """
         ...

@@ -1,8 +1,8 @@
-"""The local backend: code on this machine, without Docker and without being root.
+"""The local backend: code on this machine, without Docker and without root.
 
-A command runs inside `confine`, and that inside bubblewrap if it is installed. The level is chosen
-once per process by trying: a small program must run, and must fail to read `/etc/passwd` and to
-open a socket.
+A command runs inside `confine`, which runs inside bubblewrap if that is installed. The level is
+chosen once per process by a test: a small program must run, and must fail to read `/etc/passwd` and
+to open a socket.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from rolltree.sandbox.seccomp import build_filter
 # The work folder as the code sees it under bubblewrap.
 WORK = "/sandbox"
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
-# Without a mount namespace: shared mappings of /dev/zero are memory that no limit sees.
+# For levels without a mount namespace: shared mappings of /dev/zero are memory that no limit sees.
 _NO_ZERO = tuple(device for device in DEVICES if device != "/dev/zero")
 # bwrap's monitor and its process 1.
 TRUSTED_PROCESSES = 2
 _CONFINE = Path(__file__).with_name("confine.py")
 _FORWARD = Path(__file__).with_name("forward.py")
-# Where code finds the socket that it may reach, and the port that leads there.
+# The path of the socket that code may reach, as code sees it, and the address that leads there.
 _SOCKET = "/reachable.sock"
 REACHED_AT = ("127.0.0.1", 9917)
 # A kernel version or an installed file does not show whether a container's policy allows a
-# namespace, so each level has to prove itself (design/0005).
+# namespace, so each level is tested (design/0005).
 _SELF_TEST = """
 import socket
 def refused(function, *arguments):
@@ -61,7 +61,7 @@ open("probe", "w").close()
 files = refused(open, "/etc/passwd")
 print("files" * files, "network" * refused(socket.socket))
 """
-# 192.0.2.1 belongs to nobody; where a network is, connecting there fails otherwise, and late.
+# 192.0.2.1 is reserved; if there is a network, connecting there fails later and differently.
 _REACH_TEST = f"""
 import errno, socket
 socket.create_connection({REACHED_AT}, 10).close()
@@ -88,14 +88,14 @@ class LocalBackend:
 
     Args:
         level: "auto" for the best that works, or "bubblewrap", "landlock", "rlimits".
-        allow_weaker: run untrusted code also when a protection is missing: True for any, or the
-            names of those that may be (`["disk"]`).
-        read_only: more files and folders that code may read.
-        env: environment variables of the code; nothing is taken from this process's own.
-        python: the interpreter; this process's base one when None.
-        base: where the private folders are made; the system's temporary folder when None.
-        reach: a unix socket of this machine that code reaches as TCP at `REACHED_AT`, and nothing
-            else. Level "bubblewrap" only: the others have no network of their own to shut it in.
+        allow_weaker: run untrusted code even if a protection is missing: True for any, or the
+            names of those that may be missing (`["disk"]`).
+        read_only: additional files and folders that code may read.
+        env: environment variables of the code, which gets none of this process's own.
+        python: the interpreter; if None, the base interpreter of this process.
+        base: the parent of the private folders; the system's temporary folder if None.
+        reach: a Unix socket of this machine that code reaches by TCP at `REACHED_AT`, and nothing
+            else. Only for the level "bubblewrap", since the others have no network namespace.
 
     Raises:
         ConfigError: a path of `read_only` does not exist or is the whole file system, or
@@ -131,18 +131,18 @@ class LocalBackend:
         self._choosing = asyncio.Lock()
 
     def reaching(self, socket: Path) -> LocalBackend:
-        """Return this backend with a socket that code reaches."""
+        """Return a copy of this backend with a socket that code reaches."""
         other = copy.copy(self)
         other.reach, other._chosen, other._choosing = socket, None, asyncio.Lock()
         return other
 
     @property
     def root_names(self) -> frozenset[str]:
-        """What code sees in `/` of this machine, so no folder of a sandbox can be shown there."""
+        """The names of this machine in `/` that code sees; no folder of a sandbox can have them."""
         return frozenset(Path(place).parts[1] for place in (*self.read_only, *DEVICES, WORK))
 
     async def create(self, *, limits: Limits | None = None) -> LocalSandbox:
-        """Return a new sandbox; the first one of a process tries which level works.
+        """Return a new sandbox; the first one in a process tests which level works.
 
         Raises:
             SandboxUnavailable: no level works, or the best one lacks a protection.
@@ -213,7 +213,7 @@ _DOES_NOT = {
     "processes": "bound processes",
     "disk": "bound disk use",
 }
-# For the whole process: the answer does not change, and finding it out costs a start of Python.
+# For the whole process, since the result does not change, and a test costs a start of Python.
 _tried: dict[tuple[object, ...], str] = {}
 
 
@@ -224,13 +224,13 @@ class LocalSandbox(FolderSandbox):
         self._backend, self._candidate = backend, candidate
         self._uid = acquire_uid(backend.machine.uids) if candidate.own_user else None
         if self._uid is not None:
-            # Also when the sandbox is dropped without `close`.
+            # Even if the sandbox is dropped without `close`.
             self._let_uid_go = weakref.finalize(self, release_uid, self._uid)
         bounds = limits if candidate.bounded else None
         super().__init__(PrivateFolder(backend.base, self._uid, bounds), candidate.level, limits)
         self._is_wrapped = candidate.level.name == "bubblewrap"
         self.at_root: tuple[str, ...] = ()
-        """Folders in it that code also finds in `/`; at the level "bubblewrap" only."""
+        """Its folders that code also finds in `/`; only at the level "bubblewrap"."""
 
     @property
     def inside(self) -> str:
@@ -243,7 +243,7 @@ class LocalSandbox(FolderSandbox):
         return self._backend.runtime.executable
 
     def launch(self, command: Sequence[str], limits: Limits) -> Launch:
-        """Return the command inside `confine`, and that inside bubblewrap at its level."""
+        """Return the command inside `confine` and, at that level, inside bubblewrap."""
         backend, machine = self._backend, self._backend.machine
         resolved = [_find(command[0]), *command[1:]]
         line: list[str] = []
@@ -258,11 +258,11 @@ class LocalSandbox(FolderSandbox):
                 at_root=self.at_root,
             )
         if backend.reach is not None:
-            # It becomes the command when it listens.
+            # `forward` becomes the command after it has begun to listen.
             source = f"{_FORWARD.read_text()}\nmain({_SOCKET!r}, {REACHED_AT[1]}, {resolved!r})\n"
             resolved = [backend.runtime.executable, "-I", "-S", "-c", source]
-        # The source goes along as an argument: the interpreter inside may not see the installed
-        # package.
+        # The source is passed as an argument, since the interpreter inside may not see the
+        # installed package.
         source = f"{_CONFINE.read_text()}\nmain({self._confinement(limits)!r})\n"
         line += [backend.runtime.executable, "-I", "-S", "-c", source, "READY_FD"]
         return Launch(
@@ -282,7 +282,7 @@ class LocalSandbox(FolderSandbox):
         )
 
     def _confinement(self, limits: Limits) -> dict[str, object]:
-        """Return the specification for `confine`: values that `repr` writes as literals."""
+        """Return the specification for `confine`, whose values `repr` writes as literals."""
         backend, candidate, machine = self._backend, self._candidate, self._backend.machine
         program = build_filter(
             machine.machine,
@@ -318,8 +318,8 @@ class LocalSandbox(FolderSandbox):
             "RLIMIT_AS": limits.memory_bytes,
             "RLIMIT_FSIZE": limits.disk_bytes,
             "RLIMIT_NOFILE": limits.max_open_files,
-            # No core dumps: the host writes those, perhaps outside the folder. No locked memory and
-            # no message queues: both belong to the kernel, and no limit above counts them.
+            # No core dumps: the host writes them, perhaps outside the folder. No locked memory and
+            # no message queues: both are kernel memory, which no limit above counts.
             "RLIMIT_CORE": 0,
             "RLIMIT_MEMLOCK": 0,
             "RLIMIT_MSGQUEUE": 0,
@@ -327,17 +327,16 @@ class LocalSandbox(FolderSandbox):
         if self._uid is not None:
             found["RLIMIT_NPROC"] = limits.max_processes
         elif not machine.is_root:
-            # Elsewhere the kernel counts every process of the user, so those that run already are
-            # added.
+            # If the kernel counts all processes of the user, those that run already are added.
             own_count = self._is_wrapped or self._candidate.bounded
-            # bwrap's monitor is in the namespace above, where it counts too.
+            # bwrap's monitor is in the parent namespace, where it counts, too.
             trusted = 1 if self._is_wrapped else 0
             others = trusted if own_count and machine.kernel >= (5, 14) else num_tasks_of_user()
             found["RLIMIT_NPROC"] = limits.max_processes + others
         return found
 
     async def close(self) -> None:
-        """Kill what runs, delete the folder, let another sandbox have the user."""
+        """Kill all processes, delete the folder, and release the user id."""
         await super().close()
         if self._uid is not None:
             self._let_uid_go()
@@ -355,14 +354,13 @@ def bwrap_arguments(
 ) -> list[str]:
     """Return the bubblewrap command that goes in front of the confining program.
 
-    The code sees next to nothing: no /proc, no /dev but five devices, no writable place but the
-    work folder.
+    The code sees no /proc, only five devices in /dev, and no writable place except the work folder.
     """
-    # A new session, because code could type into a terminal that it shares (TIOCSTI).
+    # A new session, because code could type into a shared terminal (TIOCSTI).
     arguments = [bwrap, "--die-with-parent", "--new-session", "--unshare-pid", "--unshare-net"]
     arguments += ["--unshare-ipc", "--unshare-uts", "--hostname", "sandbox"]
     arguments += ["--unshare-cgroup-try", "--cap-drop", "ALL"]
-    # Root without a user namespace, so that `confine` can become a user whose processes the kernel
+    # Root gets no user namespace, so that `confine` can become a user whose processes the kernel
     # counts.
     if not as_root:
         arguments.append("--unshare-user")
@@ -370,13 +368,13 @@ def bwrap_arguments(
         for capability in ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP"):
             arguments += ["--cap-add", capability]
     parents = {str(parent) for place in (*read_only, *DEVICES) for parent in Path(place).parents}
-    # Folders that bwrap makes are private to its owner, and the code may be another user.
+    # Folders that bwrap makes are private to its user, but the code may have a different user.
     for parent in sorted(parents - {"/"}):
         arguments += ["--perms", "0755", "--dir", parent]
     for place in read_only:
         arguments += _shown(place)
     for device in DEVICES:
-        # See `_NO_ZERO`; /dev/full reads alike, and cannot be mapped.
+        # See `_NO_ZERO`; /dev/full reads the same, and cannot be mapped.
         shown = "/dev/full" if device == "/dev/zero" else device
         arguments += ["--dev-bind-try", shown, device]
     arguments += ["--bind", folder, WORK]
@@ -384,22 +382,22 @@ def bwrap_arguments(
         arguments += ["--ro-bind", str(reach), _SOCKET]
     if "/tmp" not in parents and "/tmp" not in read_only:
         arguments += ["--symlink", WORK, "/tmp"]
-    # Links and not mounts: code may put a link in a folder's place, and bwrap would follow it out.
+    # Links, not mounts: code may replace a folder by a link, which bwrap would follow outside.
     for name in at_root:
         arguments += ["--symlink", f"{WORK}/{name}", f"/{name}"]
-    # Last, because all mount points above are made in this root.
+    # Last, because all the mount points above are created in this root.
     return [*arguments, "--remount-ro", "/", "--"]
 
 
 def _shown(place: str) -> list[str]:
-    # On merged systems /bin is a link to /usr/bin: bound as a folder it would be a different one.
+    # On merged systems, /bin is a link to /usr/bin, and must not become a separate folder.
     if os.path.islink(place):
         return ["--symlink", os.readlink(place), place]
     return ["--ro-bind-try", place, place]
 
 
 def _find(program: str) -> str:
-    """Return a program's path inside; a name is looked for where the code's PATH leads."""
+    """Return a program's path inside; a name is looked up in the folders of the code's PATH."""
     if "/" in program:
         return program
     folders = [str(Path(sys.executable).resolve().parent), "/usr/bin", "/bin"]

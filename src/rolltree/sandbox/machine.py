@@ -1,6 +1,6 @@
-"""Detects what this machine offers for isolation, and derives the sandbox levels.
+"""Detects what this machine offers for isolation, and derives candidate levels from it.
 
-Facts about the machine in, candidate levels out, best first. `local` tries the candidates.
+Candidates are ordered from the best to the worst; `local` tests them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rolltree.sandbox.interface import SandboxLevel
 from rolltree.sandbox.seccomp import NUMBERS
 
 PROTECTIONS = ("files", "truncation", "processes", "disk")
-"""What a level can miss."""
+"""The protections that a level may lack."""
 LEVELS = ("bubblewrap", "landlock", "rlimits")
 _LANDLOCK_CREATE_RULESET = 444
 _SYSTEM = ("/usr/bin", "/usr/lib", "/usr/lib32", "/usr/lib64", "/bin", "/lib", "/lib32", "/lib64")
@@ -35,9 +35,9 @@ _FIRST_UID, _NUM_UIDS = 0x50000000, 0x10000000
 
 @dataclass(frozen=True, slots=True)
 class Cgroup:
-    """A cgroup (version 2) in which this process may make one for each run.
+    """A cgroup (version 2) in which this process may make a child for each run.
 
-    Each counts CPU time. Each bounds memory too if the parent gives its children that controller.
+    The children count CPU time, and bound memory if this cgroup gives them that controller.
     """
 
     path: str
@@ -49,12 +49,12 @@ class Machine:
     """Facts about this machine."""
 
     machine: str
-    # 0 without Landlock.
+    # 0 if Landlock is not available.
     landlock_abi: int
     seccomp: bool
     bwrap: str | None
     is_root: bool
-    # User ids that a sandbox may take for itself; empty if this process may not change its user.
+    # User ids that sandboxes may use; empty if this process may not change its user.
     uids: range
     kernel: tuple[int, int]
     cgroup: Cgroup | None = None
@@ -62,7 +62,7 @@ class Machine:
 
 @functools.cache
 def this_machine() -> Machine:
-    """Return the facts, asked once."""
+    """Return the facts about this machine, which are determined once."""
     is_linux = sys.platform == "linux"
     found = re.match(r"(\d+)\.(\d+)", platform.release())
     return Machine(
@@ -79,7 +79,10 @@ def this_machine() -> Machine:
 
 
 def find_cgroup(proc: Path = Path("/proc/self")) -> Cgroup | None:
-    """Find a group to make groups in, preferably one that bounds memory: the own or its parent."""
+    """Return a cgroup to make groups in: this process's own or its parent; None if neither works.
+
+    If both work, one that bounds memory is preferred.
+    """
     try:
         mounts = [line.split() for line in (proc / "mounts").read_text().splitlines()]
         root = next(Path(fields[1]) for fields in mounts if fields[2] == "cgroup2")
@@ -87,8 +90,8 @@ def find_cgroup(proc: Path = Path("/proc/self")) -> Cgroup | None:
         own = next(line[3:] for line in lines if line.startswith("0::"))
     except (OSError, StopIteration):
         return None
-    # A group with processes gives its children no controllers, so the useful one is often the
-    # parent, if a service manager delegated it. Groups further up belong to others (design/0019).
+    # A cgroup with processes gives its children no controllers, so the useful one is often the
+    # parent, if a service manager delegated it. Those further up belong to others (design/0019).
     inside = root / own.lstrip("/")
     found = [
         Cgroup(str(folder), "memory" in (folder / "cgroup.subtree_control").read_text().split())
@@ -99,13 +102,13 @@ def find_cgroup(proc: Path = Path("/proc/self")) -> Cgroup | None:
 
 
 def _takes_groups(folder: Path) -> bool:
-    """Try whether a process can be moved into a group that is made here."""
+    """Test whether a process can be moved into a cgroup that is made here."""
     group = folder / f"rolltree-probe-{os.getpid()}"
     try:
         group.mkdir()
     except OSError:
         return False
-    # Neither ownership nor modes suffice: the kernel also asks who owns the group of the mover.
+    # Ownership and modes do not tell: the kernel also checks the owner of the mover's own cgroup.
     move = ["/bin/sh", "-c", 'echo 0 > "$1"', "sh", str(group / "cgroup.procs")]
     try:
         return subprocess.run(move, stderr=subprocess.DEVNULL, check=False).returncode == 0
@@ -116,7 +119,7 @@ def _takes_groups(folder: Path) -> bool:
 
 def _find_bwrap() -> str | None:
     """Return the system's bubblewrap, which may have its own profile, or the wheel's."""
-    # The system's first: a distribution may let only that one make namespaces.
+    # The system's first, since a distribution may allow only that one to make namespaces.
     found = shutil.which("bwrap", path="/usr/bin:/usr/local/bin:/bin")
     if found is None:
         with suppress(ImportError, RuntimeError, OSError):
@@ -150,7 +153,7 @@ _taken: set[int] = set()
 
 
 def acquire_uid(uids: range) -> int:
-    """Return a user id that no other sandbox of this process has."""
+    """Return a user id that no other sandbox of this process uses."""
     # Random, because other programs on this machine take ids from the same range.
     while (uid := random.SystemRandom().choice(uids)) in _taken:
         pass
@@ -159,7 +162,7 @@ def acquire_uid(uids: range) -> int:
 
 
 def release_uid(uid: int) -> None:
-    """Let another sandbox take it."""
+    """Make a user id available to other sandboxes."""
     _taken.discard(uid)
 
 
@@ -172,8 +175,8 @@ class PythonRuntime:
 
     @classmethod
     def of(cls, executable: str | None = None) -> PythonRuntime:
-        """Describe an interpreter; this process's base one when none is given."""
-        # Not the virtual environment's: its packages and their data are not for untrusted code.
+        """Describe an interpreter; by default, the base interpreter of this process."""
+        # Not the virtual environment's: untrusted code must not see its packages and their data.
         base = executable or getattr(sys, "_base_executable", None) or sys.executable
         real = os.path.realpath(base)
         prefix = os.path.dirname(os.path.dirname(real))
@@ -181,18 +184,18 @@ class PythonRuntime:
 
 
 def system_folders(runtime: PythonRuntime, extra: tuple[str, ...]) -> list[str]:
-    """Return the existing places that sandboxed code may read."""
+    """Return the existing files and folders that sandboxed code may read."""
     places = dict.fromkeys([*_SYSTEM, "/etc/ld.so.cache", *runtime.folders, *extra])
     return [place for place in places if os.path.exists(place)]
 
 
 def is_world_reachable(path: str) -> bool:
-    """Whether an unprivileged user can enter all folders on the way to `path`."""
+    """Whether an unprivileged user can enter all folders above `path`."""
     return all(os.stat(parent).st_mode & stat.S_IXOTH for parent in Path(path).parents)
 
 
 def num_tasks_of_user() -> int:
-    """Count the threads that the user of this process runs now."""
+    """Return the number of threads that this process's user runs now."""
     count = 0
     for entry in os.scandir("/proc"):
         if entry.name.isdigit():
@@ -232,7 +235,7 @@ class Candidate:
     # The work folder is a tmpfs of limited size.
     bounded: bool
     landlock_abi: int
-    # What something else confines, the system call filter need not refuse.
+    # The calls that something else confines, so that the system call filter may allow them.
     signals_confined: bool
     metadata_confined: bool
     attributes_confined: bool
@@ -243,7 +246,7 @@ def candidates(machine: Machine, wanted: str = "auto") -> list[Candidate]:
 
     Raises:
         ConfigError: there is no such level.
-        SandboxUnavailable: nothing of the kind can work here.
+        SandboxUnavailable: no such level can work on this machine.
     """
     if wanted not in ("auto", *LEVELS):
         raise ConfigError(
@@ -261,7 +264,7 @@ def candidates(machine: Machine, wanted: str = "auto") -> list[Candidate]:
         "rlimits": True,
     }
     names = [name for name in LEVELS if possible[name] and wanted in ("auto", name)]
-    # With its own user first: only then the kernel's count of processes is exact.
+    # With a separate user first: only then the kernel's count of processes is exact.
     users = (True, False) if machine.uids else (False,)
     found = [
         _candidate(name, own_user, bounded, machine)
@@ -291,10 +294,10 @@ def _candidate(name: str, own_user: bool, bounded: bool, machine: Machine) -> Ca
     if name == "rlimits":
         missing.append("files")
     elif not wrapped and abi < 3:
-        # Landlock before ABI 3 lets code cut files that it may not write.
+        # Landlock before ABI 3 lets code truncate files that it may not write.
         missing.append("truncation")
     if machine.is_root and not own_user:
-        # The kernel sets root no limit, and polling loses the race against a fork bomb.
+        # The kernel does not limit root, and polling loses the race against a fork bomb.
         missing.append("processes")
     if not bounded:
         # Polling does not see unlinked files (design/0019).

@@ -1,7 +1,7 @@
-"""Mount a tmpfs of limited size where nobody else sees it: `python -I -S mount.py PATH OPTIONS`.
+"""Mount a tmpfs of limited size in a new namespace: `python -I -S mount.py PATH OPTIONS`.
 
 It makes a mount namespace (and, unless it is root, a user namespace, which allows that), mounts the
-file system over PATH, writes "1" and waits for the end of standard input. By then its starter holds
+file system over PATH, writes "1" and waits for the end of standard input. By then its parent holds
 descriptors of the namespace, so it may end (design/0019). An error is written after an "E".
 """
 
@@ -24,33 +24,33 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> NoReturn:
-    """Mount, say so, wait."""
+    """Mount the file system, report it, and wait."""
     path, options = sys.argv[1].encode(), sys.argv[2].encode()
     try:
         if os.geteuid() == 0:
             _check(libc.unshare(_NEW_NAMESPACE), "mount namespace")
         else:
             make_user_namespace()
-        # The host's mounts stay as they are; what the host unmounts later goes from here too.
+        # The host's mounts are not affected; what the host unmounts later is unmounted here, too.
         _check(libc.mount(None, b"/", None, _RECURSIVE | _SLAVE, None), "mount propagation")
         flags = _NO_SUID | _NO_DEVICES
         # A shared mapping of /dev/zero is memory that no limit sees; /dev/full reads the same.
         _check(libc.mount(b"/dev/full", b"/dev/zero", None, _BIND, None), "/dev/zero")
-        # Size and number of inodes are in the options: the kernel refuses what exceeds them, where
-        # polling only sees what has a name, and late.
+        # The options bound size and inodes: the kernel refuses what exceeds them, while polling
+        # would only see files with a name, and too late.
         _check(libc.mount(b"tmpfs", path, b"tmpfs", flags, options), "mount")
     except OSError as error:
         os.write(1, f"E{error.strerror}".encode())
     else:
         os.write(1, b"1")
-        # Until then this process is what keeps the namespace alive.
+        # Until its parent has opened the descriptors, only this process keeps the namespace.
         os.read(0, 1)
-    # A tidy end of the interpreter takes longer.
+    # A regular exit of the interpreter takes longer.
     os._exit(0)
 
 
 def make_user_namespace() -> None:
-    """Enter a user namespace with the same user in it, who may mount there."""
+    """Enter a new user namespace in which the same user may mount."""
     uid, gid = os.geteuid(), os.getegid()
     _check(libc.unshare(_NEW_USER | _NEW_NAMESPACE), "user namespace")
     # The kernel takes an unprivileged `gid_map` only after `setgroups` is denied.

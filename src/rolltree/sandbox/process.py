@@ -1,4 +1,4 @@
-"""Supervised process trees, seen from the event loop: pipes, limits on output, their end.
+"""Supervised process trees in the event loop: their pipes, limits on output, and their end.
 
 A `SupervisedProcess` starts `supervisor.py` and reads its pipes. A `SupervisedSession` is such a
 process that keeps its Python variables.
@@ -27,11 +27,11 @@ from rolltree.tasks import wait_shielded
 
 _SUPERVISOR = Path(__file__).with_name("supervisor.py")
 _REPL = Path(__file__).with_name("repl.py")
-# Output of a session beyond its limit is dropped; this many times the limit kills it.
+# Output of a session beyond its limit is dropped; this many times the limit kills the session.
 _FLOOD = 256
 # How long pipes may stay open after the supervisor has ended.
 _GIVE_UP_S = 1.0
-# The longest secret whose second half is never kept.
+# The longest secret that is always cut out whole, without leaving its second half.
 _SECRET_BYTES = 8192
 _SHARED = (
     *("cwd", "folder", "trusted_processes", "ready_at", "mount_fd", "folder_fd", "cgroup"),
@@ -49,30 +49,30 @@ class Launch:
     cwd: str
     folder: str
     level: str
-    # Processes of the launcher, which do not count towards the limit.
+    # The number of the launcher's own processes, which do not count towards the limit.
     trusted_processes: int = 0
     # Index in `command` where the supervisor puts the number of the pipe through which `confine`
     # reports; None if no such program runs.
     ready_at: int | None = None
-    # Commands that end what lives outside the tree.
+    # Commands that end what is outside the tree, such as a container.
     after: Sequence[Sequence[str]] = ()
     # The launcher reports a death by signal N as exit code 128 + N, as shells do.
     signals_as_codes: bool = False
-    # Those of a `PrivateFolder`: the command starts in that mount namespace.
+    # The descriptors of a `PrivateFolder`: the command starts in that mount namespace.
     mount_fd: int | None = None
     folder_fd: int | None = None
-    # Where the run gets its own cgroup.
+    # The cgroup in which the run gets its own.
     cgroup: str | None = None
-    # If False, code of the same user runs at the same time, and may kill it before it starts.
+    # If False, code of the same user runs concurrently, and may kill this run before it starts.
     alone: bool = True
-    # If False, nothing but the output and the time of its owner limits it.
+    # If False, only its owner limits it, in output and time.
     is_limited: bool = True
     # Whether it has a network namespace in which it may use TCP.
     has_network: bool = False
 
 
 Feed: TypeAlias = Callable[[int, bytes], bool]
-"""Takes bytes of stream 1 or 2; False when it was too much and the tree must die."""
+"""Takes bytes of stream 1 or 2; returns False if they are too many and the tree must die."""
 
 
 class BoundedOutput:
@@ -93,7 +93,7 @@ class BoundedOutput:
 
 
 class OutputTail:
-    """Keeps the last `tail_bytes` of each stream; more than `limit_bytes` in all are too much."""
+    """Keeps the last `tail_bytes` of each stream; more than `limit_bytes` in all are too many."""
 
     def __init__(self, tail_bytes: int, limit_bytes: int) -> None:
         self._kept = {1: bytearray(), 2: bytearray()}
@@ -103,15 +103,15 @@ class OutputTail:
         """Keep the end of what was written so far."""
         kept = self._kept[stream]
         kept += data
-        # Not with every write: moving the rest takes longer than adding to it.
+        # Not at every write, since moving the rest takes longer than appending.
         if len(kept) > 2 * self._tail + _SECRET_BYTES:
             del kept[: -self._tail - _SECRET_BYTES]
         self._left -= len(data)
         return self._left >= 0
 
     def text(self, stream: int, clean: Callable[[str], str] = str) -> str:
-        """Return the end of a stream, without what `clean` takes out."""
-        # Cleaned, then cut: nothing recognises the second half of a secret.
+        """Return the end of a stream, after `clean` has taken out secrets."""
+        # Cleaned before it is cut, since half a secret would not be recognised.
         cleaned = clean(bytes(self._kept[stream]).decode(errors="replace"))
         return cleaned.encode()[-self._tail :].decode(errors="replace")
 
@@ -126,10 +126,10 @@ class SupervisedProcess:
     """A running tree. It must be made in a running event loop.
 
     Args:
-        launch: what to run.
-        limits: what it may use.
-        feed: what takes its output.
-        stdin: what it reads; None leaves the pipe open for `send`.
+        launch: the command, and how it is isolated.
+        limits: the limits of the tree.
+        feed: is called with its output.
+        stdin: its standard input; None leaves the pipe open for `send`.
         windowed: `wall_s` and `cpu_s` count from `begin` to `end`, not from the start.
     """
 
@@ -182,7 +182,7 @@ class SupervisedProcess:
                 pass_fds=(control_read, status_write, *held),
                 env=dict(launch.env),
                 cwd="/",
-                # A Ctrl-C at the terminal is for this process, which ends the tree in its own way.
+                # Ctrl-C at the terminal must reach only this process, which then ends the tree.
                 start_new_session=True,
                 bufsize=0,
             )
@@ -191,7 +191,7 @@ class SupervisedProcess:
             os.close(status_read)
             raise
         finally:
-            # The supervisor has the only other ends: its pipes end with it, and it ends with ours.
+            # Only the supervisor has the other ends, so each process notices the other's death.
             os.close(control_read)
             os.close(status_write)
         stdin_pipe, stdout, stderr = self._popen.stdin, self._popen.stdout, self._popen.stderr
@@ -207,7 +207,7 @@ class SupervisedProcess:
         self._push()
 
     def send(self, data: bytes) -> None:
-        """Write to its standard input, now or when it reads."""
+        """Write to its standard input, now or when the pipe has room."""
         self._unsent += data
         self._push()
 
@@ -226,7 +226,7 @@ class SupervisedProcess:
         self._tell(b"k")
 
     async def stop(self) -> None:
-        """Kill the tree and wait for its end, also while the caller is being cancelled."""
+        """Kill the tree and wait for its end, even if the caller is being cancelled."""
         self.kill()
         cancelled = await wait_shielded(self.finished)
         if cancelled is not None:
@@ -237,9 +237,9 @@ class SupervisedProcess:
         await asyncio.shield(self.finished)
 
     def report(self, output: str) -> dict[str, Any]:
-        """Return the supervisor's report, with `ended` as seen from outside.
+        """Return the supervisor's report, in which `ended` also has the reasons known only here.
 
-        `output` goes into the message if the isolation failed: then it is not the code's.
+        `output` goes into the message if the isolation failed: then it is not from the code.
 
         Raises:
             SandboxError: the isolation could not be set up, so the code did not run.
@@ -247,18 +247,18 @@ class SupervisedProcess:
         try:
             report: dict[str, Any] = json.loads(self._report)
         except ValueError:
-            # The supervisor was killed. Nothing says that the set-up failed, so it is not a
+            # The supervisor was killed, which does not mean that the set-up failed: it is not a
             # `SandboxError`.
             report = {"ended": "lost", "exit_code": None, "signal": None, "setup": "1"}
-        # Output is counted here; the supervisor only heard "kill".
+        # Output is counted here; the supervisor only got the kill command.
         if self._override == "output" or (self._override and report["ended"] == "closed"):
             report.update(ended=self._override, exit_code=None, signal=None)
         code = report["exit_code"]
         if self._launch.signals_as_codes and code is not None and 128 < code <= 192:
             report.update(ended="signal", exit_code=None, signal=code - 128)
         setup = report.pop("setup")
-        # Code of the same sandbox can kill a run before it starts. That is the model's doing, and
-        # must not cost the rollout its reward (design/0019).
+        # Code of the same sandbox can kill a run before it starts. That is the model's fault, and
+        # must not make the rollout fail without a reward (design/0019).
         failures = ("exit", "signal") if self._launch.alone else ("exit",)
         if self._launch.ready_at is not None and setup != "1" and report["ended"] in failures:
             raise SandboxError(
@@ -293,13 +293,13 @@ class SupervisedProcess:
         self._open.discard(fd)
         if fd == self._status_fd:
             os.close(fd)
-            # A process that got away may hold the other pipes open.
+            # A process that escaped may hold the other pipes open.
             self._loop.call_later(_GIVE_UP_S, self._abandon)
         if not self._open and not self.finished.done():
             self._finish()
 
     def _abandon(self) -> None:
-        """The supervisor is dead, and something still holds the pipes: do not wait for it."""
+        """Stop waiting for pipes that a process holds open although the supervisor is dead."""
         for fd in self._open:
             self._loop.remove_reader(fd)
         self._open.clear()
@@ -316,7 +316,7 @@ class SupervisedProcess:
             self._loop.add_writer(self._stdin, self._push)
             return
         except OSError:
-            # Nobody reads any more.
+            # The other end is closed.
             self._unsent.clear()
         self._loop.remove_writer(self._stdin)
         if self._close_stdin:
@@ -330,7 +330,7 @@ class SupervisedProcess:
                 self._popen.stdin.close()
 
     def _finish(self) -> None:
-        """Everybody has let go of the pipes: the supervisor is at its end too."""
+        """Clean up, when all pipes are closed and the supervisor is ending."""
         self._shut_stdin()
         os.close(self._control)
         self._control = -1
@@ -345,9 +345,9 @@ class SupervisedProcess:
 async def run_to_end(
     launch: Launch, limits: Limits, stdin: bytes, tail: OutputTail | None = None
 ) -> RunResult:
-    """Run a command to its end, a limit or cancellation; nothing of it is left in any case.
+    """Run a command to its end, a limit or cancellation; in any case, no process of it is left.
 
-    With `tail` the output goes there and not into the result.
+    With `tail`, the output goes there and not into the result.
 
     Raises:
         SandboxError: the isolation could not be set up.
@@ -367,8 +367,8 @@ async def run_to_end(
 class SupervisedSession:
     """A `PythonSession` over a supervised process that runs `repl.py`.
 
-    Code goes in as JSON lines, and output is read up to a mark that changes with every piece. Code
-    that forges the mark fools only itself: what comes back is text for a model, never a reward.
+    Code is sent as JSON lines, and output is read up to a mark that changes with every piece. Code
+    that forges the mark gains nothing: the output is text for a model, never a reward.
     """
 
     def __init__(
@@ -389,8 +389,9 @@ class SupervisedSession:
     async def run(self, code: str) -> RunResult:
         """Run a piece of code and return its output, with errors and the last value.
 
-        Pieces run one after another. `exit_code` is 1 when the code raised. A limit, cancellation
-        or the end of the process loses the variables; the next piece starts a new one.
+        Pieces run one after another. `exit_code` is 1 if the code raised. After a limit,
+        cancellation or the end of the process, the variables are lost; the next piece starts a new
+        process.
 
         Raises:
             SandboxError: the sandbox is closed, or could not be set up.
@@ -419,7 +420,7 @@ class SupervisedSession:
             return self._result(process, time.monotonic() - began)
 
     def _feed(self, stream: int, data: bytes) -> bool:
-        """Take output; find the mark."""
+        """Take output, and look for the mark in it."""
         self._num_bytes += len(data)
         if self._mark is None or self._marked is None:
             return self._num_bytes <= _FLOOD * self._limits.output_bytes
@@ -427,13 +428,13 @@ class SupervisedSession:
         at = self._pending.find(self._mark)
         if at >= 0 and len(self._pending) > at + len(self._mark):
             self._keep(self._pending[:at])
-            # Behind the mark is one byte: whether the code raised.
+            # The byte after the mark tells whether the code raised.
             failed = self._pending[at + len(self._mark) : at + len(self._mark) + 1] != b"0"
             self._mark = None
             if not self._marked.done():
                 self._marked.set_result(failed)
         elif at < 0:
-            # The mark may arrive in two parts, so as many bytes are held back.
+            # The mark may arrive in two parts, so as many bytes as it has are held back.
             tail = len(self._mark)
             self._keep(self._pending[:-tail])
             del self._pending[:-tail]

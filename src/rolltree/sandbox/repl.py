@@ -16,12 +16,12 @@ from typing import Any
 
 def main() -> None:
     """Serve until standard input ends."""
-    # Code that reads standard input finds nothing, and does not take the next request.
+    # Code that reads standard input must find it empty, and not take the next request.
     requests = os.fdopen(os.dup(0), "r", encoding="utf-8")
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    # The code may close its own.
+    # A copy, since the code may close its own.
     output = os.dup(1)
     os.dup2(1, 2)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
@@ -41,7 +41,7 @@ def main() -> None:
 
 def run(code: str, name: str, namespace: dict[str, Any]) -> bool:
     """Run one piece of code; return whether it raised."""
-    # Tracebacks show lines of a program that has no file.
+    # So that tracebacks show lines of a program that has no file.
     linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
     try:
         tree = ast.parse(code, name)
@@ -52,7 +52,7 @@ def run(code: str, name: str, namespace: dict[str, Any]) -> bool:
             if value is not None:
                 print(repr(value))
     except BaseException as error:  # noqa: BLE001  whatever it is, the model is told
-        # Without this function, which is not part of what the model wrote.
+        # Without the frame of this function, which the model did not write.
         own = error.__traceback__.tb_next if error.__traceback__ else None
         if isinstance(error, SyntaxError) and error.filename == name:
             own = None

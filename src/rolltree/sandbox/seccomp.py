@@ -1,11 +1,11 @@
 """The system call filter of a sandbox, as a classic BPF program that `confine` loads.
 
-It lists what is allowed, so a call that a later kernel adds is refused (design/0005). Not listed
+It lists the allowed calls, so a call that a later kernel adds is refused (design/0005). Not listed
 are sockets, namespaces, mounts, keys, tracing, other processes' memory, BPF, io_uring, file
-handles, message queues, shared memory segments, performance counters, and what puts pages of a file
-into a pipe or socket: `splice`, `tee`, `sendfile` (design/0019). A refused call fails with EPERM,
-an unlisted one with ENOSYS; a call in a foreign calling convention (32-bit on x86_64) kills the
-process. Files are the business of Landlock or the mount namespace.
+handles, message queues, shared memory segments, performance counters, and calls that put pages of a
+file into a pipe or socket: `splice`, `tee`, `sendfile` (design/0019). A refused call fails with
+EPERM, an unlisted one with ENOSYS; a call in a foreign calling convention (32-bit on x86_64) kills
+the process. Landlock or the mount namespace protects files.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rolltree.errors import SandboxUnavailable
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _X32_BIT = 0x40000000
-# CLONE_NEW: NS, CGROUP, UTS, IPC, USER, PID, NET. In its own namespace code has capabilities.
+# CLONE_NEW: NS, CGROUP, UTS, IPC, USER, PID, NET. Code would have capabilities in its namespace.
 _NEW_NAMESPACES = 0x7E020000
 # CLONE_THREAD and CLONE_FILES of `clone`, and CLOSE_RANGE_UNSHARE.
 _THREAD, _SAME_FILES, _UNSHARE = 0x10000, 0x400, 2
@@ -28,12 +28,12 @@ _AF_INET, _AF_INET6, _OF_SOCKET, _OF_TCP = 2, 10, 1, 6
 _SOCKET_OPTIONS = (2, 9, 13, 15, 20, 21, 66, 67)
 # NODELAY, KEEPIDLE, KEEPINTVL, KEEPCNT, QUICKACK, USER_TIMEOUT.
 _TCP_OPTIONS = (1, 4, 5, 6, 12, 18)
-# TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX. Others drive devices, or change files
+# TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX. Others control devices, or change files
 # that code may only read (FS_IOC_SETFLAGS).
 _IOCTL_ALLOWED = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
-# SETOWN, SETSIG and SETOWN_EX send any signal to any process of the user (Landlock before ABI 6
-# allows it); SETLEASE and NOTIFY reach host files that can only be read; SETPIPE_SZ makes memory
-# that is not counted: a pipe's size cannot be read from outside.
+# SETOWN, SETSIG and SETOWN_EX can send any signal to any process of the user (Landlock before ABI 6
+# allows it); SETLEASE and NOTIFY act on host files that code may only read; SETPIPE_SZ gives memory
+# that is not counted, since a pipe's size cannot be read from outside.
 _FCNTL_REFUSED = (8, 10, 15, 1024, 1026, 1031)
 _MAP_KIND, _SHARED_ANONYMOUS, _HUGE_PAGES = 0x2F, 0x21, 0x40000
 _PAGEOUT = 21
@@ -41,7 +41,7 @@ _PAGEOUT = 21
 # SET_DUMPABLE: it hides a process from a supervisor that is not root.
 _PRCTL_ALLOWED = (1, 2, 3, 15, 16, 38, 39, 0x53564D41)
 
-# socket, unshare, setns, mount, chroot, ptrace, bpf: programs that try them understand EPERM.
+# socket, unshare, setns, mount, chroot, ptrace, bpf: programs that try them expect EPERM.
 _PLAINLY_REFUSED = {
     "x86_64": (41, 272, 308, 165, 161, 101, 321),
     "aarch64": (198, 97, 268, 40, 51, 117, 280),
@@ -55,13 +55,13 @@ def build_filter(
 
     Args:
         machine: "x86_64" or "aarch64".
-        signals: allow `kill` and its kin; something else must confine them.
-        metadata: allow `chmod` and its kin; something else must confine them.
+        signals: allow `kill` and related calls; something else must confine them.
+        metadata: allow `chmod` and related calls; something else must confine them.
         attributes: allow extended attributes; something else must confine them.
         connections: allow stream sockets; a network namespace must confine them.
 
     Raises:
-        SandboxUnavailable: another machine.
+        SandboxUnavailable: the machine is neither of them.
     """
     if machine not in NUMBERS:
         raise SandboxUnavailable(
@@ -71,10 +71,10 @@ def build_filter(
     numbers = NUMBERS[machine] | (CONNECTIONS[machine] if connections else {})
     groups = ((signals, SIGNALS), (metadata, METADATA), (attributes, ATTRIBUTES))
     refused = {name for allowed, names in groups if not allowed for name in names}
-    # A number means another call in another calling convention, so a foreign one is not answered.
+    # Numbers mean different calls in other calling conventions, so a foreign one kills the process.
     lines = [_load(4), _jump(_EQUAL, AUDIT_ARCH[machine], 1, 0), _return(_KILL), _load(0)]
     if machine == "x86_64":
-        # x32 calls look native but for this bit in their number.
+        # x32 calls look native except for this bit in their number.
         lines += [_jump(_AT_LEAST, _X32_BIT, 0, 1), _refuse(errno.ENOSYS)]
     checks = _checks() | (_connection_checks() if connections else {})
     for name, check in checks.items():
@@ -82,19 +82,18 @@ def build_filter(
         lines += [_jump(_EQUAL, numbers[name], 0, len(check)), *check]
     for name, number in numbers.items():
         if name not in checks:
-            # Programs go on without attributes if there are none, and give up if they are
-            # forbidden.
+            # Programs continue if attributes are not supported, and give up if they are forbidden.
             code = errno.EOPNOTSUPP if name in ATTRIBUTES else errno.EPERM
             verdict = _refuse(code) if name in refused else _return(_ALLOW)
             lines += [_jump(_EQUAL, number, 0, 1), verdict]
     for number in _PLAINLY_REFUSED[machine]:
         lines += [_jump(_EQUAL, number, 0, 1), _refuse(errno.EPERM)]
-    # As from an older kernel: C libraries know what to do without a call.
+    # As an older kernel answers: C libraries then fall back to other calls.
     return b"".join([*lines, _refuse(errno.ENOSYS)])
 
 
 def _checks() -> dict[str, list[bytes]]:
-    """Calls that are allowed with some arguments only; each block ends with a verdict."""
+    """Return the blocks of calls that are allowed with some arguments; each ends with a verdict."""
     allow, refuse = _return(_ALLOW), _refuse(errno.EPERM)
     return {
         # No namespaces; no thread with its own table of descriptors: /proc shows the table of the
@@ -109,10 +108,10 @@ def _checks() -> dict[str, list[bytes]]:
             refuse,
             allow,
         ],
-        # With UNSHARE it would make such a table, too.
+        # With UNSHARE, the call would make such a table, too.
         "close_range": [_argument(2), _jump(_ANY_BIT, _UNSHARE, 0, 1), refuse, allow],
-        # asyncio needs pairs. One of datagram sockets can send to any socket that has a path, so
-        # only streams and packets of AF_UNIX are taken.
+        # asyncio needs socket pairs. A datagram socket can send to any socket that has a path, so
+        # only AF_UNIX stream and packet sockets are allowed.
         "socketpair": [
             _argument(0),
             _jump(_EQUAL, _AF_UNIX, 0, 4),
@@ -123,14 +122,14 @@ def _checks() -> dict[str, list[bytes]]:
             refuse,
             allow,
         ],
-        # Only of the process itself: limits of another one of the user could end it.
+        # Only for the process itself: new limits could end another process of the user.
         "prlimit64": [_argument(0), _jump(_EQUAL, 0, 1, 0), refuse, allow],
         "ioctl": [_argument(1), *_one_of(_IOCTL_ALLOWED), _refuse(errno.ENOTTY), allow],
         "fcntl": [_argument(1), *_one_of(_FCNTL_REFUSED), allow, refuse],
-        # Shared memory without a file stays whole when all but a page is unmapped, and is resident
-        # nowhere: 1,200 MB under a limit of 128 MiB (design/0019). For the same reason
+        # Shared memory without a file is kept whole when all but a page is unmapped, but does not
+        # count as resident: 1,200 MB under a limit of 128 MiB (design/0019). For the same reason,
         # `memfd_create` and System V segments are not listed. Huge pages come from a pool of the
-        # host's, and are not counted as resident either.
+        # host, and do not count as resident either.
         "mmap": [
             _argument(3),
             _jump(_ANY_BIT, _HUGE_PAGES, 2, 0),
@@ -139,14 +138,14 @@ def _checks() -> dict[str, list[bytes]]:
             refuse,
             allow,
         ],
-        # What is swapped out on request is not resident, so no limit sees it.
+        # Memory that is swapped out on request is not resident, so no limit sees it.
         "madvise": [_argument(2), _jump(_EQUAL, _PAGEOUT, 0, 1), refuse, allow],
         "prctl": [_argument(0), *_one_of(_PRCTL_ALLOWED), refuse, allow],
     }
 
 
 def _connection_checks() -> dict[str, list[bytes]]:
-    """Stream sockets only, and options that neither enlarge their queues nor load programs."""
+    """Return blocks that allow stream sockets, and options without larger queues or programs."""
     allow, no_option = _return(_ALLOW), _refuse(errno.ENOPROTOOPT)
     of_tcp = [_argument(2), *_one_of(_TCP_OPTIONS), no_option, allow]
     of_socket = [_argument(2), *_one_of(_SOCKET_OPTIONS), no_option, allow]
@@ -173,7 +172,7 @@ def _connection_checks() -> dict[str, list[bytes]]:
 
 
 def _one_of(values: tuple[int, ...]) -> list[bytes]:
-    """Go on after the next line when the value is one of these, else with the next line."""
+    """Return jumps over the line that follows them, if the value is one of `values`."""
     return [_jump(_EQUAL, value, len(values) - at, 0) for at, value in enumerate(values)]
 
 
@@ -182,7 +181,7 @@ def _load(offset: int) -> bytes:
 
 
 def _argument(index: int) -> bytes:
-    # The low half: the kernel takes these arguments as 32 bits.
+    # The low half, since the kernel takes these arguments as 32 bits.
     return _load(16 + 8 * index)
 
 
@@ -284,19 +283,19 @@ CONNECTIONS: dict[str, dict[str, int]] = {
     ),
 }
 AUDIT_ARCH: dict[str, int] = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-"""How the kernel names the calling convention in a filter (`linux/audit.h`)."""
+"""The kernel's number of each machine's calling convention in filters (`linux/audit.h`)."""
 
-# They reach every process of the same user unless something else confines signals.
+# These calls reach every process of the same user unless something else confines signals.
 SIGNALS = frozenset({"kill", "tkill", "tgkill"})
 
-# Landlock does not govern them, and any process that may write a file may set them. They are
-# refused as unsupported, which `ls` and `shutil` handle.
+# Landlock does not cover attributes, and any process that may write a file may set them. The calls
+# are refused as unsupported, which `ls` and `shutil` handle.
 ATTRIBUTES = frozenset(
     {"getxattr", "lgetxattr", "fgetxattr", "listxattr", "llistxattr", "flistxattr"}
     | {"setxattr", "lsetxattr", "fsetxattr", "removexattr", "lremovexattr", "fremovexattr"}
 )
 
-# Landlock does not govern them: they reach every file that the user owns.
+# Landlock does not cover these calls, which reach every file that the user owns.
 METADATA = frozenset(
     {"chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown", "fchownat"}
     | {"utime", "utimes", "utimensat", "futimesat"}

@@ -1,14 +1,14 @@
 """The supervisor of one sandboxed process tree: a separate program, run with `python -I -S`.
 
-It starts the command, becomes the parent of everything the tree leaves behind (subreaper, so a
+It starts the command, becomes the parent of orphaned processes of the tree (as a subreaper, so a
 process that forks twice or opens its own session is still its child), watches the limits and kills
-the tree: at a limit, when the main process ends, when the control pipe says so or closes. The pipe
-closes with the process that uses the sandbox, however that one dies.
+the tree: at a limit, when the main process ends, or when the control pipe tells it to or closes.
+The pipe closes when the process that uses the sandbox ends, however it dies.
 
-It imports the standard library only. Its argument is one JSON object (made by
-`process.SupervisedProcess`). Standard streams go to the command untouched. The control pipe takes
-single bytes: b (a limited stretch begins), e (it ends), k (kill). The status pipe gets one JSON
-line when no process is left.
+It imports only the standard library. Its argument is a JSON object from
+`process.SupervisedProcess`. Standard streams are passed to the command unchanged. The control pipe
+takes single bytes: b (a limited stretch begins), e (it ends), k (kill). The status pipe gets one
+JSON line when no process is left.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _NEW_NAMESPACE, _NEW_USER, _NS_GET_USERNS = 0x20000, 0x10000000, 0xB701
 # No set-user-id programs, no devices, remount.
 _TMPFS_FLAGS = 1 << 1 | 1 << 2 | 1 << 5
 _PIPE_BYTES = 2**16
-# What the kernel keeps of one mapping, rounded up (design/0019).
+# The kernel's memory for one mapping, rounded up (design/0019).
 _MAPPING_BYTES = 256
-# Of a connection itself, and of a byte in its queues: one that was sent alone fills a buffer.
+# Memory of a connection, and of a byte in its queues: a byte that is sent alone takes a buffer.
 _TCP_BYTES, _TCP_OVERHEAD = 4096, 768
 _CPU_TIME, _MEMORY_KILLS = ("cpu.stat", "usage_usec"), ("memory.events", "oom_kill")
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -52,18 +52,17 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 def main() -> None:
     """Run one tree to its end."""
     spec = json.loads(sys.argv[1])
-    # Before the first fork: what loses its parent becomes a child of this process, so `descendants`
-    # finds a program that forks twice or opens its own session (design/0005).
+    # Before the first fork: orphans become children of this process, so that `descendants` finds a
+    # program that forks twice or opens its own session (design/0005).
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    # `poll` starts again after a signal (PEP 475); a byte in this pipe ends it at once when a child
-    # dies.
+    # `poll` restarts after a signal (PEP 475); a byte in this pipe wakes it when a child dies.
     wake_read, wake_write = pipe()
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    # A request to end has the effect of losing the owner: the loop ends, and the tree with it.
+    # SIGTERM has the same effect as the owner's death: the loop ends, and the tree with it.
     signal.signal(signal.SIGTERM, lambda *_: os.close(spec["control_fd"]))
-    # The code must inherit none of these: it could swallow the command to kill, forge the report,
+    # The code must not inherit any of these: it could swallow the kill command, forge the report,
     # or reach the mount namespace from outside.
     os.set_blocking(spec["control_fd"], False)
     os.set_inheritable(spec["control_fd"], False)
@@ -77,19 +76,19 @@ def main() -> None:
     main_pid = start(spec, ready_write)
     os.close(ready_write)
     null = os.open("/dev/null", os.O_RDWR)
-    # From here on only the tree holds the standard streams: their readers see the end when the tree
-    # has gone.
+    # From here on, only the tree holds the standard streams, so their readers see the end of file
+    # when the tree is gone.
     for standard in (0, 1, 2):
         os.dup2(null, standard)
     watch = Watch(spec, main_pid)
-    # If the machine runs out of memory, the kernel takes this tree before the trainer.
+    # If the machine runs out of memory, the kernel kills this tree before the trainer.
     with contextlib.suppress(OSError), open(f"/proc/{main_pid}/oom_score_adj", "w") as file:
         file.write("1000")
-    # Not `select`, which takes no number above 1023: the owner of 200 sandboxes has higher ones.
+    # Not `select`, which is limited to descriptors below 1024: with 200 sandboxes, there are more.
     events = select.poll()
     for fd in (spec["control_fd"], wake_read):
         events.register(fd, select.POLLIN)
-    # Without limits nothing has to be looked at until something happens.
+    # Without limits, nothing has to be polled until an event.
     waits_ms = 1000 * POLL_S if spec["is_limited"] else None
     ended = ""
     try:
@@ -100,8 +99,8 @@ def main() -> None:
             watch.reap()
             ended = watch.ended()
     finally:
-        # Also after a mistake in what counts: it must not leave a process behind.
-        # What lives outside the tree (a container) is ended by its own client.
+        # Even after an error above, no process may be left.
+        # Commands that end what is outside the tree (a container).
         for command in spec["after"]:
             run_quietly(command, spec["env"])
         watch.kill_all()
@@ -117,7 +116,7 @@ def main() -> None:
 
 
 def pipe() -> tuple[int, int]:
-    """Return the two ends of a pipe that do not block and that programs do not inherit."""
+    """Return the two ends of a pipe, nonblocking and not inherited by programs."""
     ends = os.pipe()
     for end in ends:
         os.set_blocking(end, False)
@@ -129,13 +128,13 @@ def start(spec: dict[str, Any], ready_fd: int) -> int:
     pid = os.fork()
     if pid == 0:
         try:
-            # No controlling terminal, so a Ctrl-C is the owner's and nothing can be typed into it.
+            # No controlling terminal: Ctrl-C reaches only the owner, and code cannot type there.
             os.setsid()
             if spec["cgroup"]:
-                # The group first: whatever the run allocates from here on is charged to it.
+                # First, so that all memory that the run allocates is charged to the cgroup.
                 join_cgroup(spec["cgroup"], spec["limits"])
             if spec["mount_fd"] is not None:
-                # Before `chdir`: the work folder exists in that namespace only.
+                # Before `chdir`, since the work folder exists only in that namespace.
                 enter(spec["mount_fd"], spec["folder"], spec["tmpfs"])
             os.chdir(spec["cwd"])
             os.set_inheritable(ready_fd, True)
@@ -153,9 +152,9 @@ def start(spec: dict[str, Any], ready_fd: int) -> int:
 
 
 def enter(mount_fd: int, folder: str, options: str) -> None:
-    """Go where the work folder is bounded, and give it this run's bounds.
+    """Enter the mount namespace of the bounded work folder, and set this run's bounds.
 
-    A folder that holds more already keeps its bounds; the run dies of its disk limit.
+    A folder that has more content already keeps its bounds; the run then exceeds its disk limit.
     """
     libc = ctypes.CDLL(None, use_errno=True)
 
@@ -165,8 +164,8 @@ def enter(mount_fd: int, folder: str, options: str) -> None:
             raise OSError(number, f"{what}: {os.strerror(number)}")
 
     if os.geteuid() != 0:
-        # The namespace of an unprivileged user belongs to a user namespace; only its members may
-        # enter.
+        # The mount namespace of an unprivileged user belongs to a user namespace, whose members
+        # alone may enter it.
         check(libc.setns(fcntl.ioctl(mount_fd, _NS_GET_USERNS), _NEW_USER), "user namespace")
     check(libc.setns(mount_fd, _NEW_NAMESPACE), "mount namespace")
     again = libc.mount(b"tmpfs", folder.encode(), None, _TMPFS_FLAGS, options.encode())
@@ -174,15 +173,16 @@ def enter(mount_fd: int, folder: str, options: str) -> None:
 
 
 def join_cgroup(group: str, limits: dict[str, Any]) -> None:
-    """Make a cgroup with the bounds of a run and go there.
+    """Make a cgroup with the bounds of a run, and move this process into it.
 
-    Files of the work folder are memory too; what polling sees of the rest has the closer bound.
+    The bound includes files of the work folder, which are memory, too; polling applies the closer
+    bound to the rest.
     """
     with contextlib.suppress(FileExistsError):  # of a supervisor that was killed
         os.mkdir(group)
     most = limits["memory_bytes"] + limits["disk_bytes"]
     # `memory.oom.group`: the kernel kills the whole run, which could survive the death of one
-    # process. `cgroup.procs` comes last, so no process is in a group without bounds.
+    # process. `cgroup.procs` comes last, so that no process is in a cgroup without bounds.
     bounds = {"memory.max": most, "memory.swap.max": 0, "memory.oom.group": 1, "cgroup.procs": 0}
     for name, value in bounds.items():
         if name == "cgroup.procs" or os.path.exists(f"{group}/{name}"):
@@ -201,7 +201,7 @@ def leave_cgroup(group: str) -> None:
 
 
 def cgroup_number(group: str, what: tuple[str, str]) -> int:
-    """Return a number that the kernel keeps of a cgroup, 0 if it keeps none."""
+    """Return a number that the kernel keeps for a cgroup; 0 if it does not keep it."""
     name, key = what
     try:
         with open(f"{group}/{name}") as file:
@@ -222,7 +222,7 @@ def run_quietly(command: list[str], env: dict[str, str]) -> None:
 
 
 class Watch:
-    """The limits of one tree and what it has used."""
+    """The limits of one tree and the resources that it has used."""
 
     def __init__(self, spec: dict[str, Any], main_pid: int) -> None:
         self.limits: dict[str, Any] = spec["limits"]
@@ -242,21 +242,21 @@ class Watch:
         self.peak_bytes = 0
         self.cpu_before = 0.0
         self.cpu_seen = 0.0
-        # CPU seconds of each process alone, as last seen: what it used is not lost with it.
+        # CPU seconds of each process alone, as last seen, so that they still count when it is gone.
         self.own: dict[int, float] = {}
         self.gone_s = self.gone_at_most_s = 0.0
         self.looked = self.began
         self.loses_cpu = False
         self.next_disk_check = self.began + 0.05
-        # When each process was measured, and what was found.
+        # The time and the result of each process's last measurement.
         self.mappings: dict[int, tuple[float, int]] = {}
         self.portions: dict[int, tuple[float, int]] = {}
 
     def ended(self) -> str:
         """Return the reason to kill the tree now, or an empty string."""
         if self.main_status is not None:
-            # A kill by the kernel looks like any signal, or like code 137 behind a shell: the group
-            # counts them.
+            # A kill by the kernel looks like any signal, or like code 137 behind a shell, but the
+            # cgroup counts these kills.
             if self.main_status and self.cgroup and cgroup_number(self.cgroup, _MEMORY_KILLS):
                 return "memory"
             return "signal" if os.WIFSIGNALED(self.main_status) else "exit"
@@ -287,8 +287,8 @@ class Watch:
         if self.cpu_seen - self.cpu_before > self.limits["cpu_s"]:
             return "cpu"
         limit = self.limits["memory_bytes"] - (tcp_bytes(pids) if self.has_network else 0)
-        # The cheap number counts a shared page once per process, so it can only be too high. What
-        # is exact costs a walk through the page tables, and is asked only now.
+        # The cheap number counts a shared page once per process, so it can only be too high. The
+        # exact number needs a walk through the page tables, so it is computed only now.
         if resident > limit and self.proportional_bytes(shown) > limit:
             return "memory"
         if resident + self.kernel_bytes(shown, limit - resident) > limit:
@@ -303,19 +303,19 @@ class Watch:
         if now >= self.next_disk_check:
             exceeds = too_much(self.folder, self.limits["disk_bytes"], self.limits["max_files"])
             took = time.monotonic() - now
-            # A walk takes a tenth of the time at most: a folder of many files must not delay the
+            # Walks take at most a tenth of the time: a folder of many files must not delay the
             # other limits.
             self.next_disk_check = now + max(0.05, 10 * took)
             return "disk" if exceeds else ""
         return ""
 
     def kernel_bytes(self, pids: list[int], room: int) -> int:
-        """Bound what the kernel may hold for the tree in sockets, pipes and mappings.
+        """Return an upper bound of the kernel's memory for the tree's sockets, pipes and mappings.
 
         Descriptors are distinguished, and mappings counted, only if there could be enough of them
         to fill `room` bytes; a mapping has at least a page.
         """
-        # Socket buffers are in no file that a supervisor may read, so each descriptor counts as a
+        # No file that a supervisor may read shows socket buffers, so each descriptor counts as a
         # full socket at first (design/0019).
         queues = sum(num_descriptors(pid) for pid in pids) * self.socket_bytes
         mappings = sum(address_pages(pid) for pid in pids) * _MAPPING_BYTES
@@ -330,7 +330,7 @@ class Watch:
         return num_sockets * self.socket_bytes + num_pipes * _PIPE_BYTES + mappings
 
     def proportional_bytes(self, pids: list[int]) -> int:
-        """Return the resident bytes of the tree, pages that its processes share counted once."""
+        """Return the resident bytes of the tree; pages that its processes share count once."""
         return in_turns(self.portions, pids, proportional, 0.0)
 
     def count_mappings(self, pids: list[int]) -> int:
@@ -340,11 +340,12 @@ class Watch:
     def cpu_s(self, pids: list[int]) -> float:
         """Return the CPU seconds of these living processes and of all that ended.
 
-        Of children whose parent ignores SIGCHLD the kernel adds nothing to their parent's. Once
-        those that were seen have proved that some are missing, each counts as it was last seen, or
-        as a whole step between two looks: brief ones are rarely seen, and in the middle.
+        The kernel does not add the time of children whose parent ignores SIGCHLD to the parent's.
+        After the processes that were seen have proved that time is missing, each counts as it was
+        last seen, but at least as a whole step between two looks: brief processes are rarely seen,
+        and then in the middle.
         """
-        # The kernel's own count misses nothing.
+        # The cgroup's count is complete.
         if self.cgroup and (used_us := cgroup_number(self.cgroup, _CPU_TIME)):
             return used_us / 1e6
         now = time.monotonic()
@@ -353,11 +354,11 @@ class Watch:
         living = sum(own.values())
         dead = resource.getrusage(resource.RUSAGE_CHILDREN)
         waited = dead.ru_utime + dead.ru_stime + sum(stat_of(pid)[0] for pid in pids)
-        # What was reaped is known to the hundredth of a second, for each parent.
+        # The times of reaped children are rounded to hundredths of a second, for each parent.
         self.loses_cpu |= self.gone_s - waited > 0.05 + 2 * len(pids) / _TICKS
         for pid, spent in self.own.items():
             if pid not in own and own_cpu_s(pid) >= spent > 0:
-                # It is alive: a walk through a tree that changes can miss a process.
+                # It is alive: a walk through a changing tree can miss a process.
                 own[pid] = spent
             elif own.get(pid, -1.0) < spent:
                 self.gone_s += spent
@@ -380,12 +381,12 @@ class Watch:
     def kill_all(self) -> None:
         """Kill until no process is left. Orphans become children of this one, so none is missed."""
         while True:
-            # Again and again: a tree that forks faster than it is listed is killed in the end,
-            # because the dead fork no more.
+            # Repeated: even a tree that forks faster than it is listed is killed in the end,
+            # because dead processes do not fork.
             for pid in descendants(os.getpid()):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
-            # Without /proc nothing is listed, and only the command's own group can be reached.
+            # Without /proc nothing is listed, and only the command's process group can be killed.
             if not HAS_PROC:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(self.main_pid, signal.SIGKILL)
@@ -394,7 +395,7 @@ class Watch:
             time.sleep(0.001)
 
     def report(self, ended: str) -> dict[str, Any]:
-        """Return the resources used and the end of the tree, as the status pipe gets them."""
+        """Return the report for the status pipe: how the tree ended, and the resources it used."""
         status = self.main_status
         exited = ended == "exit" and status is not None
         killed = ended == "signal" and status is not None
@@ -431,9 +432,9 @@ def children_of(pid: int) -> list[int]:
 
 
 def shown_by(pid: int) -> int:
-    """Return a thread that shows the memory and descriptors of a process.
+    """Return a thread whose /proc entries show the memory and descriptors of a process.
 
-    The first thread can end before the others; then its entries in /proc are those of a zombie.
+    The first thread can end before the others; then its entries are those of a zombie.
     """
     if address_pages(pid):
         return pid
@@ -448,15 +449,15 @@ def in_turns(
     measure: Callable[[int], int],
     fresh_s: float,
 ) -> int:
-    """Return a sum over processes, each measured a moment ago; `seen` keeps when, and what it was.
+    """Return a sum of recent measurements of processes; `seen` keeps the time and value of each.
 
-    A call takes some 10 ms at most, or one process: 65,530 mappings take 20 ms to read, and up to a
-    second if code changes them without pause. The limits on time must not wait for all of them.
+    A call measures for about 10 ms, but at least one process: 65,530 mappings take 20 ms to read,
+    and up to a second if code keeps changing them. The limits on time must not wait for all.
     """
     began = time.monotonic()
     for pid in seen.keys() - set(pids):
         del seen[pid]
-    # The one measured longest ago comes first, so each has its turn.
+    # The process measured longest ago comes first, so that each has its turn.
     for pid in sorted(pids, key=lambda pid: seen.get(pid, (0.0, 0))):
         if began - seen.get(pid, (0.0, 0))[0] < fresh_s:
             break
@@ -477,7 +478,7 @@ def num_tasks(pid: int) -> int:
 def num_descriptors(pid: int) -> int:
     """Return the number of open descriptors of a process."""
     try:
-        # Since Linux 6.2 the folder's size is the count, and no entry has to be read.
+        # Since Linux 6.2, the folder's size is the count, so its entries need not be read.
         return os.stat(f"/proc/{pid}/fd").st_size or len(os.listdir(f"/proc/{pid}/fd"))
     except OSError:
         return 0
@@ -486,7 +487,7 @@ def num_descriptors(pid: int) -> int:
 def descriptors(pid: int) -> set[str]:
     """Return the targets of a process's open descriptors, like "socket:[4711]".
 
-    A program that nobody may read hides them from a user who is not root; then the worst is taken.
+    An unreadable program hides them from users other than root; then all count as sockets.
     """
     found = set()
     try:
@@ -516,14 +517,14 @@ def num_mappings(pid: int) -> int:
         with open(f"/proc/{pid}/maps", "rb") as file:
             return file.read().count(b"\n")
     except PermissionError:
-        # Hidden, as descriptors can be. Each mapping has a page at least.
+        # Hidden, as descriptors can be. Each mapping has at least a page.
         return address_pages(pid)
     except OSError:
         return 0
 
 
 def socket_bytes() -> int:
-    """Return the size of a socket's buffer; code cannot change it."""
+    """Return the size of a socket's buffer, which code cannot change."""
     try:
         with open("/proc/sys/net/core/wmem_default") as file:
             return int(file.read())
@@ -534,7 +535,7 @@ def socket_bytes() -> int:
 
 @functools.cache
 def tcp_queue_bytes() -> tuple[int, int]:
-    """Return the most memory that a connection's queues may take: to be sent, and to be read."""
+    """Return the largest sizes of a connection's queues: bytes to send, and bytes to read."""
     found = []
     for name in ("tcp_wmem", "tcp_rmem"):
         try:
@@ -547,11 +548,11 @@ def tcp_queue_bytes() -> tuple[int, int]:
 
 
 def tcp_bytes(pids: list[int]) -> int:
-    """Bound what the kernel holds for the TCP connections of a network namespace.
+    """Return an upper bound of the kernel's memory for TCP connections of a network namespace.
 
-    It is the one of the last process, which `descendants` lists deepest; nothing while that is the
-    host's. A connection that nobody accepted yet has no descriptor, so connections are counted
-    where the kernel lists them.
+    It is the namespace of the last process, the deepest that `descendants` lists; 0 if that is the
+    host's. A connection that was not accepted yet has no descriptor, so connections are counted in
+    the kernel's list.
     """
     total = 0
     try:
@@ -562,7 +563,7 @@ def tcp_bytes(pids: list[int]) -> int:
     for name in ("tcp", "tcp6"):
         with contextlib.suppress(OSError), open(f"/proc/{pids[-1]}/net/{name}") as file:
             for line in file.readlines()[1:]:
-                # Of bytes to be sent and to be read.
+                # The numbers of bytes to send and to read.
                 queues = [int(each, 16) for each in line.split()[4].split(":")]
                 most = zip(queues, tcp_queue_bytes(), strict=True)
                 total += _TCP_BYTES + sum(min(_TCP_OVERHEAD * used, top) for used, top in most)
@@ -581,7 +582,7 @@ def own_cpu_s(pid: int) -> float:
 def stat_of(pid: int) -> tuple[float, int]:
     """Return the CPU seconds of a process's reaped children, and its resident bytes."""
     try:
-        # As bytes: code gives itself a name, which need not be UTF-8 (design/0019).
+        # As bytes: code can give itself a name that is not UTF-8 (design/0019).
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
     except OSError:
@@ -590,7 +591,7 @@ def stat_of(pid: int) -> tuple[float, int]:
 
 
 def proportional(pid: int) -> int:
-    """Return the resident bytes of a process, shared pages divided among those who share them."""
+    """Return the resident bytes of a process; shared pages are divided among their processes."""
     try:
         with open(f"/proc/{pid}/smaps_rollup") as file:
             return sum(int(line.split()[1]) * 1024 for line in file if line.startswith("Pss:"))
@@ -599,7 +600,7 @@ def proportional(pid: int) -> int:
 
 
 def holds_too_much(folder_fd: int, limits: dict[str, Any]) -> bool:
-    """Whether a bounded folder holds more than this run may use, unlinked files included."""
+    """Whether a bounded folder has more than this run may use, including unlinked files."""
     found = os.fstatvfs(folder_fd)
     used = (found.f_blocks - found.f_bfree) * found.f_frsize
     # Without the folder itself, which takes an inode too.
@@ -608,7 +609,7 @@ def holds_too_much(folder_fd: int, limits: dict[str, Any]) -> bool:
 
 
 def too_much(folder: str, max_bytes: int, max_files: int) -> bool:
-    """Whether a folder holds more than it may; it stops looking once it does."""
+    """Whether a folder has more than it may; the count stops when that is known."""
     size, count, pending = 0, 0, [folder]
     while pending:
         with contextlib.suppress(OSError), os.scandir(pending.pop()) as entries:
@@ -616,7 +617,7 @@ def too_much(folder: str, max_bytes: int, max_files: int) -> bool:
                 count += 1
                 with contextlib.suppress(OSError):
                     size += entry.stat(follow_symlinks=False).st_blocks * 512
-                    # A link may lead to a folder of the host, whose contents are not the code's.
+                    # Links are not followed: they may lead to the host's folders.
                     if entry.is_dir(follow_symlinks=False):
                         pending.append(entry.path)
                 if size > max_bytes or count > max_files:

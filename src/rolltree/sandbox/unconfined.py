@@ -1,7 +1,7 @@
-"""Commands of somebody whom you trust: a private folder and the end of all processes, no isolation.
+"""Runs trusted commands in a private folder and ends all their processes, without isolation.
 
-It has the interface of a sandbox and is none: commands see the files and the network of the user
-that runs them. `backend_of` does not know it, so untrusted code never gets here by a name.
+It has the interface of a sandbox without being one: commands see the files and the network of the
+user that runs them. `backend_of` does not know it, so no name leads untrusted code here.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ UNCONFINED = SandboxLevel(
 class UnconfinedBackend:
     """Makes folders in which commands run as this user.
 
-    Of limits only that on output holds.
+    Of the limits, only that on output applies.
 
     Args:
-        base: where the private folders are made; the system's temporary folder when None.
+        base: the parent of the private folders; the system's temporary folder if None.
     """
 
     def __init__(self, *, base: str | Path | None = None) -> None:
@@ -56,7 +56,7 @@ class UnconfinedSandbox(FolderSandbox):
         return sys.executable
 
     def launch(self, command: Sequence[str], limits: Limits) -> Launch:
-        """Return the command as it is; it begins in the folder."""
+        """Return the command unchanged; it starts in the folder."""
         folder = self.inside
         return Launch(
             command=list(command),

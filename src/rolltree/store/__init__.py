@@ -1,6 +1,6 @@
 """The run directory: one SQLite file per run, append-only rollouts, resume, export.
 
-The only room that writes runs. It takes plain values and blobs.
+The only package that writes runs. It stores plain values and blobs.
 """
 
 from rolltree.store.codec import Opaque, dumps, loads, to_plain

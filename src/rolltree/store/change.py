@@ -1,4 +1,4 @@
-"""An open transaction: rows go in and out together with the sums and counts that vouch for them."""
+"""An open transaction, which updates sums and counts together with the rows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Change:
     counts: Counts
     totals: dict[tuple[str, str], Totals] = field(default_factory=dict)
     phases: set[str] = field(default_factory=set)
-    """The phases whose rollouts have changed: a report of them no longer holds."""
+    """The phases whose rollouts have changed, so that their reports are out of date."""
 
     def put(self, table: str, *values: Any) -> None:
         """Insert or replace the row of `meta`, `steps` or `events` with this key."""
@@ -49,25 +49,25 @@ class Change:
         setattr(self.counts, table, getattr(self.counts, table) + 1 - known)
 
     def next_id(self) -> int:
-        """Return an id that no row has had."""
+        """Return an id that no row has or had."""
         self.counts.last_id += 1
         return self.counts.last_id
 
     def count(self, row: Mapping[str, Any], times: int) -> None:
-        """Add a stored rollout, SQL values by name, to the sums; with -1 take it away.
+        """Add a rollout, given as SQL values by name, to the sums; with `times` -1, subtract it.
 
-        The row is in its table when it is added, and no longer when it is taken away.
+        Call it after the row was inserted into its table, or deleted from it.
         """
         same = "SELECT count(*) FROM rollouts WHERE request_id = ? AND +phase = ?"  # by its id
         others = self.connection.execute(same, (row["request_id"], row["phase"])).fetchone()[0]
         self.phases.add(row["phase"])
         found = self._totals_of(row)
-        # A request counts with its first row, and no longer with its last.
+        # A request is counted when its first row comes, and subtracted when its last row goes.
         found.num_requests += times * (others == (times > 0))
         found.num_rollouts += times
         found.num_errors += times * (row["status"] == "error")
         found.num_truncated += times * bool(row["truncated"])
-        # What agents delegated was rewarded for subtasks, so a phase's mean leaves it out.
+        # Delegated rollouts are rewarded for subtasks, so a phase's mean excludes them.
         if not row["depth"]:
             found.num_scored += times * (row["reward"] is not None)
             found.sum_reward += times * (row["reward"] or 0.0)
@@ -77,10 +77,10 @@ class Change:
         self.counts.rollouts += times
 
     def add_rollout(self, values: Sequence[Any]) -> int:
-        """Insert the SQL values of a row, unless one of its key is there, and return how many."""
+        """Insert the SQL values of a row, unless its key exists; return the number inserted."""
         stored = with_checksums(self.next_id(), values)
         added = self.connection.execute(_INSERT, stored).rowcount
-        # The same result may come twice after a kill: the row that is there stays, and counts once.
+        # The same result may come twice after a kill: the stored row stays, and counts once.
         if added:
             self.count(dict(zip(STORED, stored, strict=True)), 1)
         else:
@@ -88,21 +88,21 @@ class Change:
         return added
 
     def put_trained(self, step: int, rows: Sequence[Sequence[Any]]) -> None:
-        """Let these values of `trained_to_sql` be all that is stored of a step's tokens."""
+        """Replace the stored tokens of a step by these values of `trained_to_sql`."""
         self.drop_trained("step = ?", step)
         for values in rows:
             insert_trained(self.connection, self.next_id(), values)
         self.counts.trained += len(rows)
 
     def drop_trained(self, clause: str, step: int) -> None:
-        """Take the trained tokens of the steps of a clause away."""
+        """Delete the trained tokens of the steps that a clause selects."""
         gone = self.connection.execute(f"DELETE FROM trained WHERE {clause}", (step,))
         self.counts.trained -= gone.rowcount
 
     def drop_request(self, request_id: str, *, if_failed: bool) -> list[dict[str, Any]]:
-        """Take the rows of a request away, with `if_failed` only if one of them failed.
+        """Delete the rows of a request, with `if_failed` only if one of them failed.
 
-        Returns the type, the errors and the time of each that failed.
+        Return the type, the errors and the time of each row that failed.
         """
         names = ("id", *LIGHT)
         found = self.connection.execute(
@@ -114,7 +114,7 @@ class Change:
             self.connection.execute("DELETE FROM rollouts WHERE request_id = ?", (request_id,))
             for row in rows:
                 self.count(row, -1)
-            # (a + b) - b is not a in floats: after a removal the phase is summed from its rows.
+            # In floats, (a + b) - b may differ from a, so the phase is summed from its rows again.
             for phase in {row["phase"] for row in rows if row["reward"] is not None}:
                 self.sum_again(phase)
         return [
@@ -137,9 +137,9 @@ class Change:
             self.counts.totals += 1
 
     def finish(self) -> None:
-        """Write sums and counts, drop old reports: the last statements of the transaction."""
+        """Write sums and counts, and drop old reports, at the end of the transaction."""
         self._write_totals()
-        # A report of rollouts that have changed since would be shown as today's.
+        # A report on rollouts that have changed since would be shown as current.
         for phase in self.phases:
             drop = "DELETE FROM meta WHERE key = ?"
             self.counts.meta -= self.connection.execute(drop, (report_key(phase),)).rowcount

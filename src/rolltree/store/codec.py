@@ -1,11 +1,11 @@
 """Python values to JSON text and back, exactly, without pickle.
 
 Plain JSON loses tuples, integer keys, bytes, arrays and non-finite floats. Here such a value is
-written as an object with the one key that marks it, `{"$t": kind, "v": ...}`, so the text stays
-valid JSON that SQLite's own JSON functions can read. Objects with behaviour (sandboxes, games,
-clients) become an `Opaque` that names their type, never their contents, which may hold secrets.
-`deflate` and `inflate` compress blobs. Neither `loads` nor `inflate` makes much out of little: a
-run of somebody else is read in an amount of memory that its size bounds.
+written as an object that a key marks, `{"$t": kind, "v": ...}`, so the text stays valid JSON that
+SQLite's own JSON functions can read. Objects with behaviour (sandboxes, games, clients) become an
+`Opaque` with the name of their type, without their contents, which may hold secrets. `deflate` and
+`inflate` compress blobs. The size of a run bounds the memory that `loads` and `inflate` take, so
+untrusted runs can be read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import msgspec
 TAG = "$t"
 _TAG_BYTES = TAG.encode()
 MAX_DEPTH = 100
-MAX_BITS = 8192  # Python refuses to print longer integers
+MAX_BITS = 8192  # Python refuses to print much longer integers
 # A blob inflates to 64 MiB at most, or to 20 times its size if that is more.
 MAX_INFLATED_BYTES = 2**26
 MAX_INFLATION = 20
@@ -34,22 +34,22 @@ _MAX_EMPTY_ROWS = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Opaque:
-    """Stands in for a value that cannot be stored: the name of its type."""
+    """Takes the place of a value that cannot be stored; it has the name of the value's type."""
 
     type: str
 
 
 _encode_json = msgspec.json.Encoder().encode
-# `json.dumps` makes an encoder for every value.
+# Made once, since `json.dumps` makes an encoder for every value.
 _ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 
 
 def dumps(value: Any) -> str:
     """Return `value` as ASCII JSON text that `loads` turns back into an equal value.
 
-    Exact for None, bool, int, float (NaN and infinities too), str, bytes, list, tuple, set,
-    frozenset, dict with any such keys, and numpy arrays of numbers. Numpy scalars become Python
-    scalars, pydantic models become their dict, everything else becomes `Opaque`.
+    It is exact for None, bool, int, float (NaN and infinities too), str, bytes, list, tuple, set,
+    frozenset, dict with keys of these types, and numpy arrays of numbers. Numpy scalars become
+    Python scalars, pydantic models become dicts, everything else becomes `Opaque`.
     """
     packed = _pack(value, 0)
     try:
@@ -58,7 +58,7 @@ def dumps(value: Any) -> str:
             return text.decode()
     except (msgspec.MsgspecError, OverflowError, UnicodeEncodeError, RecursionError):
         pass
-    # What is not ASCII is escaped, and half a surrogate pair is JSON to Python only.
+    # Python's encoder escapes what is not ASCII, and accepts lone surrogates.
     return _ENCODER.encode(packed)
 
 
@@ -66,7 +66,7 @@ def loads(text: str | bytes) -> Any:
     """Return the value that `dumps` wrote.
 
     Raises:
-        ValueError: it wrote no such text.
+        ValueError: `dumps` did not write the text.
     """
     try:
         found = _parse(text)
@@ -78,26 +78,26 @@ def loads(text: str | bytes) -> Any:
 
 
 def deflate(data: bytes) -> bytes:
-    """Return what `inflate` turns back; data that would inflate too much are not compressed."""
+    """Return compressed data for `inflate`, or uncompressed data that would inflate too much."""
     if not data:
         return b""
-    # `inflate` refuses what grows too much, which is how a small file fills a memory; honest data
-    # that would be refused (a million equal tokens) are stored as they are.
+    # `inflate` refuses data that grow too much, since a small file could fill the memory; honest
+    # data that it would refuse (a million equal tokens) are stored uncompressed.
     made = zlib.compress(data, 1)
     return made if len(data) <= _most_inflated(made) else zlib.compress(data, 0)
 
 
 def inflate(data: bytes) -> bytes:
-    """Return what `deflate` was given.
+    """Return the data that `deflate` compressed.
 
     Raises:
-        ValueError: it made no such data, or they inflate to more than `MAX_INFLATED_BYTES` and
-            `MAX_INFLATION` times their size.
+        ValueError: `deflate` did not make the data, or they inflate to more than
+            `MAX_INFLATED_BYTES` and `MAX_INFLATION` times their size.
     """
     if not data:
         return b""
     try:
-        # Deflate cannot grow by more than 1032: a small blob needs no bound, and no slower path.
+        # Data cannot grow more than 1032 times, so a small blob needs no bound: the faster path.
         if _MAX_DEFLATE_RATIO * len(data) <= MAX_INFLATED_BYTES:
             return zlib.decompress(data)
         unpacker = zlib.decompressobj()
@@ -122,7 +122,7 @@ def _parse(text: str | bytes) -> Any:
     try:
         return _parse_json(text)
     except (msgspec.DecodeError, UnicodeEncodeError):
-        # Half a surrogate pair and 1e400 are JSON to Python only; what is none raises here again.
+        # Only Python accepts lone surrogates and 1e400; text that is not JSON raises here again.
         return json.loads(text)
 
 
@@ -130,7 +130,7 @@ _parse_json = msgspec.json.Decoder().decode
 
 
 def to_plain(value: Any) -> Any:
-    """Return `value` as strict JSON data for other programs; what JSON cannot say is lost.
+    """Return `value` as strict JSON data for other programs; what JSON cannot express is lost.
 
     Tuples, sets and arrays become lists, non-finite floats None, other objects text.
     """
@@ -148,13 +148,13 @@ def to_plain(value: Any) -> Any:
 
 
 def _is_numpy(value: Any) -> bool:
-    """Say whether it is an array or a scalar of numpy, which is loaded if there is one."""
+    """Whether it is an array or a scalar of numpy; if so, numpy has been imported already."""
     np = sys.modules.get("numpy")
     return np is not None and isinstance(value, (np.ndarray, np.generic))
 
 
 def _pack(value: Any, depth: int) -> Any:
-    # Most of what a record holds is text.
+    # First, since most values of a record are text.
     if type(value) is str or value is None or value is True or value is False:
         return value
     if isinstance(value, int):
@@ -223,7 +223,7 @@ _PACKERS: dict[Any, Callable[[Any, int], Any]] = {
 
 
 def _unpack(value: Any) -> Any:
-    """Return what parsed JSON stands for; its lists and dicts are changed in place."""
+    """Return the value that parsed JSON encodes; its lists and dicts are changed in place."""
     if type(value) is list:
         for index, item in enumerate(value):
             if type(item) in _NESTED:
@@ -237,7 +237,7 @@ def _unpack(value: Any) -> Any:
     return value
 
 
-_NESTED = (list, dict)  # asked before the call, since most of what a record holds is text
+_NESTED = (list, dict)  # checked before a call, since most values of a record are text
 
 
 def _unpack_array(value: dict[str, Any]) -> Any:

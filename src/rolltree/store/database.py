@@ -1,9 +1,9 @@
-"""The SQLite connection to `run.db` (transactions, paged reads) and the lock of its one writer.
+"""The SQLite connection to `run.db` (transactions, paged reads) and the lock of its only writer.
 
-Write-ahead logging, so readers are never blocked and never block; `synchronous=FULL`, so a
-committed batch survives a power cut as well as SIGKILL. The connection may be used from several
-threads. The writer's lock is `flock`, which the kernel releases when its holder dies; network file
-systems that do not implement `flock` are not supported.
+It uses write-ahead logging, so readers never block and are never blocked, and `synchronous=FULL`,
+so a committed batch survives a power cut as well as SIGKILL. The connection may be used from
+several threads. The writer's lock is `flock`, which the kernel releases when its holder dies;
+network file systems that do not implement `flock` are not supported.
 """
 
 from __future__ import annotations
@@ -43,27 +43,27 @@ from rolltree.store.schema import (
 from rolltree.store.trained import check_trained
 
 _LOCK_ATTEMPTS = 5
-# How long to wait for another program's lock. Readers of a healthy run wait for none.
+# Seconds to wait for another program's lock. Readers of a healthy run never wait for a lock.
 _WAIT_S = {"r": 10.0, "w": 30.0, "create": 30.0}
-# The largest text or blob that is written or read; a larger one in a file was put there.
+# The largest text or blob that is written or read; rolltree did not write a larger one.
 _MAX_VALUE_BYTES = 2**28
 _FILES = ("run.db", "run.db-wal", "run.db-shm", "run.db-journal", "run.commits", "run.lock")
-# The end of a rollback journal that names a file for SQLite to delete; rolltree writes none.
+# The end of a rollback journal that names a file for SQLite to delete; rolltree never writes one.
 _NAMES_ANOTHER_FILE = bytes.fromhex("d9d505f920a163d7")
-# A page is in memory while its rows are used, with all blobs: few rows, however long they are.
+# A page of rows is in memory with all its blobs while it is used, so it has only a few rows.
 PAGE_ROWS = 64
 LIGHT_PAGE_ROWS = 1024  # without their blobs
 _SQL_ERRORS = (sqlite3.Error, UnicodeDecodeError, OverflowError, MemoryError)
-"""Exceptions of SQLite's module; the last three for impossible texts or sizes in a damaged file."""
+"""Exceptions of SQLite's module; the last three come from impossible values in damaged files."""
 ROW_ERRORS = (StoreError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """Exceptions of decoding a damaged row."""
 
 
 class Database:
-    """A connection for one writer (`"w"`), its maker (`"create"`) or a reader (`"r"`).
+    """A connection to write (`"w"`), to create (`"create"`) or to read (`"r"`) a run's database.
 
     `first_meta` fills the meta table in the transaction that makes the schema. With `check="rows"`
-    only what is read is compared with its checksums.
+    only the rows that are read are compared with their checksums.
 
     Raises:
         StoreError: the file is missing, empty, damaged, not a run's, or of another schema.
@@ -86,13 +86,13 @@ class Database:
         self.orders = Orders()
         check_files(path.parent, writes=mode != "r")
         if mode != "r" and _has_wal(path) and os.path.isfile(path):
-            # A writer that closes merges the log, and a damaged one would be gone: look first.
+            # Checked first, since a writer merges the log when it closes: damage would be lost.
             Database(path, "r").close()
         # The note is written after the commit, so the database is never behind it. Read first, it
         # cannot be ahead of a database that another process is writing.
         noted = self._note.read()
         self._connection = _connect(path, mode)
-        # An environment may change the working directory; the file is where it was.
+        # Absolute, since an environment may change the working directory.
         self._place = path.absolute()
         self._file = _identity(self._place)
         try:
@@ -105,14 +105,14 @@ class Database:
                     f"{path} is empty: the program that made it was stopped before it could write. "
                     "Nothing is lost; start that command again, or delete the directory."
                 )
-            # The file may be untrusted: no function with side effects from its schema.
+            # The file may be untrusted: its schema must not call functions with side effects.
             self._connection.execute("PRAGMA trusted_schema = OFF")
             check_schema(self._connection, path)
             if not self.is_new:
                 self._compare(noted)
             if mode != "r":
-                # FULL: a commit is on the disk before `add_rollouts` returns. NORMAL would lose the
-                # last batches to a power cut, and the trainer would count them as done.
+                # FULL: a commit is on disk before `add_rollouts` returns. With NORMAL, a power cut
+                # would lose the last batches, which the trainer has counted as done.
                 self._connection.execute("PRAGMA journal_mode = WAL")
                 self._connection.execute("PRAGMA synchronous = FULL")
                 if not self.is_new:
@@ -136,19 +136,19 @@ class Database:
         self.is_new = self._is_checked = True
 
     def _compare(self, noted: int) -> None:
-        """Refuse a database that has lost what was stored in it."""
+        """Refuse a database that lacks batches which were stored in it."""
         missing = noted - self.counts().commits
         if missing > 0:
             raise StoreError(
                 f"{self.path} lacks the last {missing} batches that were stored in it: its log "
                 f"{self.path.name}-wal is damaged or was not copied with it, or an older copy was "
-                "put in its place. Restore the whole directory from one copy; or, to go on "
+                "put in its place. Restore the whole directory from one copy; or, to continue "
                 f"without these batches, delete {self._note.path}."
             )
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[Change]:
-        """All statements inside are applied, or none (also when the process dies inside).
+        """Apply all statements inside or none, even if the process dies inside.
 
         Raises:
             StoreError: the write failed, for example because the disk is full.
@@ -156,7 +156,7 @@ class Database:
         with self._lock:
             try:
                 # IMMEDIATE takes the write lock now: a transaction that reads first and writes
-                # later can fail in the middle, with its work done.
+                # later can fail in the middle, after its work.
                 self._connection.execute("BEGIN IMMEDIATE")
                 change = Change(self._connection, Counts.read(self._connection))
                 yield change
@@ -177,9 +177,9 @@ class Database:
             self.check_place()
 
     def check_place(self) -> None:
-        """Refuse to go on when the file that is written is no longer the one at its path.
+        """Raise an error if the open file is no longer the one at its path.
 
-        The system lets an open file be written after it was deleted, and drops it at the end.
+        The system lets a process write to an open file that was deleted, and drops it at the end.
 
         Raises:
             StoreError: the run directory was removed, moved or replaced.
@@ -187,13 +187,13 @@ class Database:
         if _identity(self._place) != self._file:
             raise StoreError(
                 f"{self.path} was removed, moved or replaced while it was being written, so what "
-                "is stored from now on would be lost. If the run directory was moved, go on there "
-                "with the same command; otherwise restore it from a copy, or start again."
+                "is stored from now on would be lost. If the run directory was moved, continue "
+                "there with the same command; otherwise restore it from a copy, or start again."
             )
 
     @contextlib.contextmanager
     def snapshot(self) -> Iterator[sqlite3.Connection]:
-        """Read several tables as they were at one moment, also while another process writes.
+        """Read several tables as they were at one moment, even while another process writes.
 
         Raises:
             StoreError: the file cannot be read, or what was read is damaged.
@@ -222,7 +222,7 @@ class Database:
             return Counts.read(connection)
 
     def totals(self) -> tuple[Counts, list[Totals]]:
-        """Return the counts, and the sums of every phase and environment in the order they began.
+        """Return the counts, and the sums of every phase and environment in order of their start.
 
         Raises:
             StoreError: the file cannot be read or is damaged.
@@ -261,8 +261,8 @@ class Database:
         """
         if self._is_checked or not self._check_file:
             return
-        # SQLite's own check knows pages and indexes, and nothing of the values in them: the
-        # checksums know the rest (design/0017).
+        # SQLite's own check covers pages and indexes, but not the values in them, which the
+        # checksums cover (design/0017).
         with self.snapshot() as connection:
             said = [row[0] for row in connection.execute(f"PRAGMA integrity_check({MAX_TOLD})")]
             if said != ["ok"]:
@@ -272,7 +272,7 @@ class Database:
             self.totals()
             counts = self.counts()
             number = 0
-            # NOT INDEXED: a damaged index must not decide which rows are looked at.
+            # NOT INDEXED: a damaged index must not decide which rows are checked.
             sql = f"SELECT {', '.join(SUMMED)} FROM rollouts NOT INDEXED"
             with self.naming():
                 for row in connection.execute(sql):
@@ -285,7 +285,7 @@ class Database:
 
     @contextlib.contextmanager
     def naming(self) -> Iterator[None]:
-        """Turn what is wrong with a row into the error that names the file."""
+        """Turn an error about a row into one that names the file."""
         try:
             yield
         except ROW_ERRORS as error:
@@ -313,7 +313,7 @@ class Database:
         table: str = "rollouts",
         after: int = 0,
     ) -> Iterator[tuple[Any, ...]]:
-        """Yield rows of a table in the order they were stored, a page in memory at a time.
+        """Yield rows of a table in the order they were stored, with one page in memory at a time.
 
         `columns` begins with the id; ids are greater than `after`. The lock is free between pages,
         so the run may be written during iteration.
@@ -324,7 +324,7 @@ class Database:
         while limit is None or limit > 0:
             size = page_rows if limit is None else min(page_rows, limit)
             page = self.all(sql, (after, *values, size))
-            # An id that goes back would make this loop endless.
+            # An id that is not greater than the last would make this loop endless.
             for row in page:
                 if not (isinstance(row[0], int) and row[0] > after):
                     raise damaged(self.path, f"row {row[0]} is out of order in an index")
@@ -344,11 +344,11 @@ class Database:
         offset: int,
         page_rows: int,
     ) -> Iterator[tuple[Any, ...]]:
-        """Yield rows of `rollouts` in an order, a page in memory at a time.
+        """Yield rows of `rollouts` in an order, with one page in memory at a time.
 
-        `columns` begins with the id. Which rows they are is decided at the beginning.
+        `columns` begins with the id. The rows and their order are determined at the beginning.
         """
-        # Sorting ids and reading rows by id keeps an order of 100,000 rows at 800 KB.
+        # Only ids are sorted, and rows read by id, so 100,000 sorted rows take 800 KB.
         ids = self.orders.ids(self, where, values, order)
         ids = ids[offset : None if limit is None else offset + limit]
         for at in range(0, len(ids), page_rows):
@@ -359,9 +359,9 @@ class Database:
             yield from (rows[row_id] for row_id in page if row_id in rows)
 
     def readable(self, columns: Sequence[str]) -> Iterator[tuple[Any, ...] | int]:
-        """Yield every row that SQLite can read, and the id of each that it cannot.
+        """Yield every row that SQLite can read, and the id of each row that it cannot.
 
-        It reads no index, and row by row where a page of the file is damaged.
+        It uses no index, and reads row by row around damaged pages of the file.
         """
         names, after = ", ".join(columns), 0
         try:
@@ -393,7 +393,7 @@ class Database:
             return [row_id]
 
     def query(self, sql: str, values: Sequence[Any]) -> list[dict[str, Any]]:
-        """Run a statement that may only read, and return its rows as dicts."""
+        """Run a read-only statement, and return its rows as dicts."""
         with self._lock:
             self._connection.execute("PRAGMA query_only = ON")
             try:
@@ -418,26 +418,26 @@ def _said(error: Exception) -> str:
 
 
 def check_files(folder: Path, *, writes: bool) -> None:
-    """Refuse a run with a file that is a link, a pipe, a device or another thing to wait for.
+    """Refuse a run if one of its files is a link, a pipe, a device or anything else irregular.
 
-    SQLite opens its files by name and follows links, so this is done before it does.
+    SQLite opens its files by name and follows links, so the check comes before SQLite.
 
     Raises:
-        StoreError: there is one, or it cannot be checked.
+        StoreError: a file is not regular, or cannot be checked.
     """
     try:
         for name in _FILES:
-            # Opening a FIFO waits for its other end forever, and a link leads SQLite to a file of
-            # somebody else. Readers write to the shared memory, too.
+            # Opening a FIFO waits for its other end forever, and a link may lead SQLite to another
+            # person's file. Readers write to the shared memory, too.
             kind = odd_kind(folder / name, writes=writes or name.endswith("-shm"))
             if kind is None and name.endswith("journal") and _ends_with_name(folder / name):
                 kind = "a journal that names another file to delete"
             if kind is not None:
                 raise StoreError(
-                    f"{folder / name} is {kind}, not a regular file of its own. rolltree makes no "
-                    "such run, and using it could wait forever or change other files. If you "
+                    f"{folder / name} is {kind}, not a regular file of its own. rolltree does not "
+                    "make such runs, and using it could wait forever or change other files. If you "
                     "trust the run, copy its folder (`cp -rL`) and use the copy; otherwise ask "
-                    "for it where it is from."
+                    "whoever gave it to you for a new copy."
                 )
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
@@ -462,7 +462,7 @@ def _connect(path: Path, mode: str) -> sqlite3.Connection:
         )
     flags = {"r": "mode=ro", "w": "mode=rw", "create": "mode=rwc"}[mode]
     if mode == "r" and not os.access(path.parent, os.W_OK) and not _has_wal(path):
-        # A reader of a WAL database creates its -shm, which a read-only disk refuses.
+        # A reader of a WAL database creates its -shm file, which a read-only disk does not allow.
         flags += "&immutable=1"
     uri = f"{path.absolute().as_uri()}?{flags}"
     try:
@@ -481,8 +481,8 @@ def _unreadable(path: Path, error: Exception) -> StoreError:
             "directory to a disk that can be written and open the copy."
         )
     return StoreError(
-        f"{path} cannot be read as a run database ({error}). It may be another program's file, "
-        "closed, or damaged; choose another run directory, or restore it from a copy."
+        f"{path} cannot be read as a run database ({error}). It may be closed, damaged, or another "
+        "program's file; choose another run directory, or restore it from a copy."
     )
 
 
@@ -499,9 +499,9 @@ def _has_wal(path: Path) -> bool:
 
 
 class WriterLock:
-    """One writer per run: an advisory lock on `run.lock`, held from construction to `release`.
+    """The lock of a run's only writer: `flock` on `run.lock`, from construction to `release`.
 
-    The text of the file names the holder for error messages; it decides nothing.
+    The text of the file names the holder, only for error messages.
 
     Raises:
         StoreError: another process, or another `Run` object of this one, writes to the run.
@@ -521,15 +521,15 @@ class WriterLock:
                 f'rolltree show {path.parent}, or Run.open(path, mode="r").'
             ) from None
         note = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
-        # The kernel drops the lock when the process dies; this text may be of a dead one.
+        # The kernel drops the lock when the process dies; the text may name a dead process.
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, json.dumps(note).encode(), 0)
 
     @staticmethod
     def holder(path: Path) -> str | None:
-        """Return who writes to the run whose lock is at `path`, or None.
+        """Return the name of the process that holds the lock at `path`; None if it is free.
 
-        It holds a shared lock for an instant, for which a writer that starts waits.
+        The check takes a shared lock for an instant, which a starting writer waits for.
         """
         try:
             fd = open_regular(path)
@@ -553,12 +553,12 @@ class WriterLock:
 
 
 def _lock_soon(fd: int) -> None:
-    """Lock a file; a process that only checks the lock (`holder`) is gone in an instant.
+    """Lock a file; retry for a moment, since another process may just be checking the lock.
 
     Raises:
         BlockingIOError: another process holds it.
     """
-    # `holder` takes a shared lock to look, and a writer must not fail for that instant.
+    # `holder` takes a shared lock for its check, and a writer must not fail because of that.
     for attempt in range(_LOCK_ATTEMPTS):
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

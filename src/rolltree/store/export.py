@@ -1,4 +1,4 @@
-"""Export: one JSON line per stored rollout, also of a damaged file the rows that are whole."""
+"""Export: one JSON line per stored rollout; of a damaged file, all rows that are intact."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ROW_ERRORS = (RolltreeError, ArithmeticError, AttributeError, LookupError, Type
 
 
 def light_line(row: StoredRollout) -> dict[str, Any]:
-    """Return every column of a row but the blobs."""
+    """Return every column of a row except the blobs."""
     return {name: getattr(row, name) for name in COLUMNS if name not in BLOBS}
 
 
@@ -35,13 +35,13 @@ def export_rows(
     render: Render,
     where: Mapping[str, Any],
 ) -> int:
-    """Write one JSON line per row and return how many.
+    """Write one JSON line per row and return their number.
 
-    When a row of `rows` is damaged, the file is written again from what the columns `names` of
-    `database` still hold.
+    If a row of `rows` is damaged, the file is written again from the rows of `database` whose
+    columns `names` can still be read.
 
     Raises:
-        StoreError: the file cannot be written, or rows are damaged; all others are in it then.
+        StoreError: the file cannot be written, or has all rows except damaged ones.
     """
     try:
         return _write_lines(path, map(render, rows))
@@ -54,7 +54,7 @@ def export_rows(
         raise
     except _ROW_ERRORS as error:
         cause = error
-    # One damaged row must not cost the others: the fallback reads row by row, without an index.
+    # A damaged row must not prevent the export of others: read row by row, without an index.
     lost: list[str] = []
     number = _write_lines(path, _whole_lines(database, names, render, where, lost))
     if not lost:
@@ -63,7 +63,7 @@ def export_rows(
     raise StoreError(
         f"{number} rollouts are in {path}, and these could not be read: "
         f"{'; '.join(lost[:MAX_TOLD])}{more}. Something changed {database.path} after "
-        "rolltree wrote it; restore it from a copy to have them."
+        "rolltree wrote it; restore it from a copy to get them."
     ) from cause
 
 
@@ -74,7 +74,7 @@ def _whole_lines(
     where: Mapping[str, Any],
     lost: list[str],
 ) -> Iterator[Mapping[str, Any]]:
-    """Yield the lines of all rows that are whole, and note what is not; no index is used."""
+    """Yield the lines of all intact rows, and note the others in `lost`; no index is used."""
     num_seen = 0
     for found in database.readable(names):
         num_seen += 1
@@ -99,7 +99,7 @@ def _whole_lines(
 
 def _write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> int:
     number = 0
-    # Half a surrogate pair, which models do write, has no UTF-8: JSON's own escape says it.
+    # Models do write lone surrogates, which have no UTF-8: they are written as JSON escapes.
     with (
         whole_file(path) as part,
         part.open("w", encoding="utf-8", errors="backslashreplace") as file,

@@ -1,7 +1,8 @@
-"""Filters over the columns of rollouts: the SQL of one, and whether a row passes.
+"""Filters over the columns of rollouts: their SQL, and whether a row passes.
 
-A filter compares a column with a value (`phase="eval"`, a list: any of these, None: NULL), or is a
-text of conditions under the name `where`: `"reward < 0.5 and metrics/tries >= 2 and task ~ add"`.
+A filter compares a column with a value (`phase="eval"`; a list means any of its values, None means
+NULL), or is a text of conditions named `where`: `"reward < 0.5 and metrics/tries >= 2 and task ~
+add"`.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _OPERATORS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "~": ("coalesce(instr({}, ?), 0) > 0", _contains),
     "!~": ("coalesce(instr({}, ?), 0) = 0", lambda found, text: not _contains(found, text)),
 }
-"""Operator to its SQL and to what it means for a value; `~` is "contains"."""
+"""The SQL of each operator, and a function with the same meaning; `~` is "contains"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,16 +78,16 @@ def conditions(text: str) -> tuple[Condition, ...]:
     """Return the conditions of a `where` text, all of which must hold.
 
     Raises:
-        ConfigError: it is no such text, or compares what cannot be compared.
+        ConfigError: the text cannot be read, or compares values that cannot be compared.
     """
     return tuple(_condition(*each[:3]) for each in _split(text))
 
 
 def parted(text: str, names: Collection[str]) -> tuple[tuple[Condition, ...], str | None]:
-    """Return the conditions of a `where` text on these other columns, and the text of the rest.
+    """Return the conditions of a `where` text on the columns `names`, and the text of the others.
 
     Raises:
-        ConfigError: it is no such text, or compares what cannot be compared.
+        ConfigError: the text cannot be read, or compares values that cannot be compared.
     """
     own: list[Condition] = []
     rest: list[str] = []
@@ -102,7 +103,7 @@ def parted(text: str, names: Collection[str]) -> tuple[tuple[Condition, ...], st
 
 
 def _split(text: str) -> list[tuple[str, str, str, str]]:
-    """Return name, operator, value and the whole of each condition."""
+    """Return the name, operator, value and text of each condition."""
     found: list[tuple[str, str, str, str]] = []
     at = 0
     while at < len(text) or not found:
@@ -127,7 +128,7 @@ def _split(text: str) -> list[tuple[str, str, str, str]]:
 
 def _no_numbers(name: str, sign: str, word: str) -> ConfigError:
     return ConfigError(
-        f"{name} {sign} {word} compares no two numbers, so it says nothing. Use {sign} with "
+        f"{name} {sign} {word} does not compare two numbers, so it has no meaning. Use {sign} with "
         "a number and a column of numbers, or = for texts."
     )
 
@@ -153,7 +154,7 @@ def _value(word: str) -> Any:
             found = kind(word)
         except ValueError:
             continue
-        # SQLite has no larger integers.
+        # SQLite has no larger integers, so it compares floats.
         return found if abs(found) <= _MAX_INTEGER else float(word)
     return word
 
@@ -174,7 +175,7 @@ def _check_name(name: str, what: str) -> None:
 def _expression(name: str) -> str:
     if not _is_metric(name):
         return name
-    # In a quoted path SQLite takes dots and brackets of a metric's name for the name.
+    # In a quoted path, SQLite takes dots and brackets as parts of a metric's name.
     path = name.removeprefix(METRIC).replace("'", "''")
     return f"json_extract(metrics, '$.\"{path}\"')"
 
@@ -183,7 +184,7 @@ def where_clause(filters: Mapping[str, Any]) -> tuple[str, list[Any]]:
     """Return the condition of a WHERE clause and its values.
 
     Raises:
-        ConfigError: there is no such column to filter by, or `where` cannot be read.
+        ConfigError: there is no such column, or `where` cannot be read.
     """
     clauses: list[str] = ["1"]
     values: list[Any] = []
@@ -206,7 +207,7 @@ def where_clause(filters: Mapping[str, Any]) -> tuple[str, list[Any]]:
 
 
 def equals_clause(name: str, value: Any) -> tuple[str, list[Any]]:
-    """Return the condition that a column has a value, or one of several, and its values."""
+    """Return the condition that a column equals a value, or one of several, and its values."""
     if not isinstance(value, (list, tuple, set, frozenset)):
         return f"{name} IS ?", [value]
     named = [item for item in value if item is not None]
@@ -215,7 +216,7 @@ def equals_clause(name: str, value: Any) -> tuple[str, list[Any]]:
 
 
 def order_clause(sort: str) -> str:
-    """Return the ORDER BY of a column or `metrics/NAME`, descending with `-` before it.
+    """Return the ORDER BY of a column or `metrics/NAME`, descending if `-` is in front.
 
     `id` is the order in which rows were stored. Rows without a value come last.
 
@@ -227,13 +228,13 @@ def order_clause(sort: str) -> str:
     if name == "id":
         return f"id {direction}"
     _check_name(name, "sorted")
-    # Equal values keep the order in which they came, so that pages fit together.
+    # Equal values keep the order in which they came, so that pages are consistent.
     expression = _expression(name)
     return f"{expression} {direction} NULLS LAST, id"
 
 
 def matches(row: StoredRollout, where: Mapping[str, Any]) -> bool:
-    """Whether a row passes filters, as `where_clause` has SQL decide it."""
+    """Whether a row passes filters; the same decision as that of `where_clause` in SQL."""
     for name, value in where.items():
         if name == "where":
             if value is not None and not all(each.holds(row) for each in conditions(value)):

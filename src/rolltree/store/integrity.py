@@ -1,10 +1,10 @@
 """Detects flipped bits: a checksum per row, counts of every table, and the full check.
 
 SQLite checks only its write-ahead log. Here each row has a CRC-32 of its table, its key and its
-values; one row of `counts` says how many rows every table has and how many batches were stored;
-`totals` holds the sums of each phase, so that a summary reads a few checked rows. The number of
-batches also goes to the small file `run.commits` after each commit, because SQLite ignores a
-damaged log from the damage on without a word.
+values; the single row of `counts` has the number of rows of every table and of stored batches;
+`totals` holds the sums of each phase, so that a summary reads only a few checked rows. The number
+of batches is also written to the small file `run.commits` after each commit, because SQLite
+silently ignores the rest of a log after damage.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from rolltree.files import open_regular, read_regular
 
 _encode = msgspec.msgpack.Encoder().encode
 _NOTE_BYTES = 32
-# Of what is damaged, in an error: the first findings say which disk or copy to look at.
+# The number of damaged items that an error names, which are enough to find the disk or copy.
 MAX_TOLD = 5
 
 
 def checksum(table: str, values: Sequence[Any]) -> int:
     """Return the CRC-32 of a row: its table's name, then its values as SQLite returns them."""
-    # The table's name is in the sum: a whole row that was copied into another table differs.
+    # The table's name is included, so that a whole row copied into another table is noticed.
     return zlib.crc32(_encode([table, *values]))
 
 
 def blob_checksum(blobs: Sequence[bytes]) -> int:
     """Return the CRC-32 of the compressed blobs, one after the other."""
-    # Blobs have their own sum, so that a scan of the columns never reads their pages.
+    # Blobs have their own checksum, so that a scan of the columns never reads their pages.
     found = 0
     for blob in blobs:
         found = zlib.crc32(blob, found)
@@ -46,7 +46,7 @@ def blob_checksum(blobs: Sequence[bytes]) -> int:
 
 @dataclass(slots=True)
 class Counts:
-    """The one row of `counts`: batches ever stored, the last id given, and rows per table."""
+    """The single row of `counts`: batches ever stored, the last id given, and rows per table."""
 
     commits: int = 0
     last_id: int = 0
@@ -84,9 +84,9 @@ class Counts:
 class Totals:
     """One row of `totals`: the sums over the rollouts of one phase and environment.
 
-    `sum_reward` is over `num_scored` rows, which are those with a reward that no other rollout
-    delegated: a phase's reward is that of its episodes. `first_id` orders
-    phases; `last_created_at` is seconds since the epoch.
+    `sum_reward` is over the `num_scored` rows that have a reward and were not delegated by another
+    rollout: a phase's reward is that of its episodes. `first_id` orders phases; `last_created_at`
+    is in seconds since the epoch.
     """
 
     phase: str
@@ -115,12 +115,12 @@ FROM rollouts WHERE phase = ? GROUP BY coalesce(env_id, '')
 
 
 def sum_rows(connection: sqlite3.Connection, phase: str) -> list[Totals]:
-    """Return the sums of a phase from its rows, an environment each."""
+    """Return the sums of a phase, computed from its rows, one for each environment."""
     return [Totals(*row) for row in connection.execute(_SUMS, (phase,))]
 
 
 def read_totals(connection: sqlite3.Connection, counts: Counts) -> list[Totals]:
-    """Return the sums of every phase and environment, in the order they began.
+    """Return the sums of every phase and environment, in order of their start.
 
     Raises:
         StoreError: they are damaged; the file is not named.
@@ -138,7 +138,7 @@ def read_totals(connection: sqlite3.Connection, counts: Counts) -> list[Totals]:
 
 
 def report_key(phase: str) -> str:
-    """Return where `meta` has the report of a phase, which goes when the phase changes."""
+    """Return the key of a phase's report in `meta`; it is deleted when the phase changes."""
     return f"report.{phase}"
 
 
@@ -147,37 +147,37 @@ TABLES = {
     "steps": "step, created_at, metrics",
     "events": "id, created_at, kind, step, data",
 }
-"""The tables that are read whole, with their columns; the first one is the key."""
+"""The tables that are read whole, with their columns; the first column is the key."""
 
 
 class CommitNote:
     """The file `run.commits`: how many batches were stored, written after each commit.
 
     It is not synced, so after a power cut it may be behind the database, which is fine; it is
-    never ahead of it. A missing or unreadable note says nothing.
+    never ahead of it. A missing or unreadable note is ignored.
     """
 
     def __init__(self, database: Path) -> None:
-        # SQLite ends a write-ahead log at its first damaged frame and says nothing: the last
-        # batches would be gone in silence. A number outside the database tells (design/0017).
+        # SQLite silently ends a write-ahead log at its first damaged frame, which loses the last
+        # batches. A number outside the database reveals that (design/0017).
         self.path = database.with_name("run.commits")
         self._fd: int | None = None
 
     def read(self) -> int:
-        """Return the number of batches, 0 when the note says nothing."""
+        """Return the number of batches; 0 if the note is missing or unreadable."""
         with contextlib.suppress(OSError, ValueError):
-            # A torn write is not a number that could refuse a healthy run: it has a checksum too.
+            # With a checksum, so that a torn write cannot make a healthy run look incomplete.
             number, _, found = read_regular(self.path, _NOTE_BYTES).decode("ascii").partition(" ")
             if int(found) == checksum("note", [int(number)]):
                 return int(number)
         return 0
 
     def write(self, commits: int) -> None:
-        """Note it; a full disk does not matter here, the batch itself is stored."""
+        """Note the number; an error, such as a full disk, is ignored: the batch is stored."""
         with contextlib.suppress(OSError):
             if self._fd is None:
                 self._fd = open_regular(self.path, os.O_RDWR | os.O_CREAT)
-            # One small write at a fixed place; a shorter number leaves no digits of a longer one.
+            # One small write at a fixed place; the padding overwrites a longer text.
             text = f"{commits} {checksum('note', [commits])}"
             os.pwrite(self._fd, text.ljust(_NOTE_BYTES).encode(), 0)
 
@@ -194,9 +194,9 @@ def checked(
     """Yield the rows of a whole table, keyed by their first value, without their checksums.
 
     Raises:
-        StoreError: a row differs from its checksum, or is missing or twice there.
+        StoreError: a row differs from its checksum, is missing or is a duplicate.
     """
-    # A key that is there twice hides behind a right number of rows, so both are compared.
+    # A duplicate could replace a missing row, so the number of keys is compared, too.
     if len(rows) != expected or len({row[0] for row in rows}) != expected:
         raise StoreError(f"table {table} has {len(rows)} rows instead of {expected}")
     for row in rows:
@@ -206,9 +206,9 @@ def checked(
 
 
 def damaged(path: Path, what: str) -> StoreError:
-    """Return the error for a damaged database: what was found, and the ways out."""
+    """Return the error for a damaged database: the damage found, and what to do."""
     return StoreError(
         f"{path} is damaged: {what}. Something changed the file after rolltree wrote it (a failing "
-        "disk, a broken copy, another program), and its numbers would be wrong. Restore it from a "
-        f"copy; `rolltree export {path.parent} FILE` saves every rollout that is whole."
+        "disk, a broken copy, another program), so its numbers would be wrong. Restore it from a "
+        f"copy; `rolltree export {path.parent} FILE` saves every rollout that is intact."
     )

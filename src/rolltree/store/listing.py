@@ -1,4 +1,4 @@
-"""The runs below a directory, and a summary of each: what it holds, how far it is, how it ended."""
+"""The runs below a directory, and a summary of each: its contents, its progress and its end."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ why. `unknown`: the run has no plan, so it cannot be known to be done."""
 
 
 _ENDS: dict[Any, RunState] = {"stopped": "stopped", "failed": "failed"}
-"""The state of a run by how its last start says it ended."""
+"""The state of a run, by the state in the event with which its last start ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseSummary:
     """One phase of a run.
 
-    Rollouts that another one delegated count in no mean.
+    Means exclude rollouts that another rollout delegated.
     """
 
     phase: str
@@ -37,12 +37,12 @@ class PhaseSummary:
     num_rollouts: int
     num_errors: int
     num_truncated: int
-    # Of the phase's report, over examples, with `low` and `high` as its 95 % interval. Without a
-    # report it is over scored rollouts, without an interval; None when nothing was scored.
+    # The mean over examples in the phase's report, with `low` and `high` as its 95 % interval.
+    # Without a report, the mean over scored rollouts, without an interval; None without scores.
     mean_reward: float | None
     num_prompt_tokens: int
     num_completion_tokens: int
-    # How many requests an evaluation is to have; None if unknown.
+    # The planned number of an evaluation's requests; None if unknown.
     num_planned: int | None = None
     low: float | None = None
     high: float | None = None
@@ -62,18 +62,16 @@ class RunSummary:
     config: dict[str, Any]
     state: RunState = "unknown"
     num_planned_steps: int | None = None
-    # The process that writes it now, and what the last start failed with.
+    # The process that writes it now, and the error of the last start if that failed.
     writer: str | None = None
     error: str | None = None
 
 
 def summarize(run: StoredRun) -> RunSummary:
-    """Return what a run holds, from its sums: metrics of steps are not read.
-
-    Rollouts are, without their blobs, if some were delegated and their phase has no report.
+    """Return the summary of a run from its stored sums, without reading metrics or rollouts.
 
     Raises:
-        StoreError: it is damaged, or holds what rolltree does not write.
+        StoreError: the run is damaged, or has values that rolltree does not write.
     """
     with run._database.naming():
         return _summarize(run)
@@ -102,7 +100,7 @@ def _summarize(run: StoredRun) -> RunSummary:
     writer = WriterLock.holder(run.path / "run.lock")
     is_done = _is_done(meta, phases, events, num_steps, num_planned)
     ended = _last_end(events)
-    # A start that ends says so, in an event. One that was killed could not, and its plan is open.
+    # A start that ends stores an event; one that was killed could not, and has not met its plan.
     state: RunState = "killed" if is_done is False else "unknown"
     if is_done or (ended and ended.kind == "finished"):
         state = "done"
@@ -130,9 +128,9 @@ def _summarize(run: StoredRun) -> RunSummary:
 
 
 def _last_end(events: Sequence[Event]) -> Event | None:
-    """Return how the last start ended, None if it did not say.
+    """Return the event with which the last start ended; None if it stored none.
 
-    One that `finished` did all that it was asked for, which may be less than an earlier one was.
+    A start that `finished` did all of its own work, which may be less than an earlier start's.
     """
     marks = [event for event in events if event.kind in ("resumed", "ended", "finished")]
     return marks[-1] if marks and marks[-1].kind != "resumed" else None
@@ -145,7 +143,7 @@ def _is_done(
     num_steps: int,
     num_planned: int | None,
 ) -> bool | None:
-    """Say whether everything that was planned is stored; None if nothing was."""
+    """Return whether everything that was planned is stored; None if nothing was planned."""
     if meta["kind"] == "train" and num_planned is not None:
         if num_steps < num_planned:
             return False
@@ -163,7 +161,7 @@ def _is_done(
 def _reward(
     run: StoredRun, meta: Mapping[str, Any], phase: str, items: Sequence[Totals]
 ) -> Sequence[float | None]:
-    """Return the mean reward of a phase, and the ends of its interval if one is stored."""
+    """Return the mean reward of a phase, and the bounds of its interval if one is stored."""
     report = meta.get(report_key(phase))
     kept = report.get("results") if isinstance(report, Mapping) else None
     reward = kept.get("reward") if isinstance(kept, Mapping) else None
@@ -196,7 +194,7 @@ def _phase(
 
 
 def list_runs(root: str | Path, *, max_depth: int = 3) -> list[RunSummary]:
-    """Return the runs at and below `root`, newest first; what is not a readable run is skipped."""
+    """Return the runs at and below `root`, newest first; unreadable runs are skipped."""
     found = []
     for folder in run_folders(root, max_depth=max_depth):
         try:
@@ -210,14 +208,14 @@ def list_runs(root: str | Path, *, max_depth: int = 3) -> list[RunSummary]:
 def run_folders(root: str | Path, *, max_depth: int = 3) -> Iterator[Path]:
     """Yield the folders at and below `root` that may be runs, the higher ones first.
 
-    A file to which several paths lead, through links, comes once.
+    A run to which several paths lead, through links, is yielded once.
     """
     seen: set[tuple[int, int]] = set()
     for depth in range(max_depth + 1):
         for file in sorted(Path(root).glob("/".join(["*"] * depth + ["run.db"]))):
             try:
                 status = file.stat()
-            # A link to nowhere, or it is gone.
+            # The file is a dangling link, or was deleted.
             except OSError:
                 continue
             known = (status.st_dev, status.st_ino)

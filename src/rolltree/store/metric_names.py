@@ -24,9 +24,9 @@ def numbers(data: Mapping[str, Any], stem: str = "") -> dict[str, float]:
 
 
 def eval_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of an evaluation: one curve per name over all evaluations of a run.
+    """Return the numbers of an evaluation; each name is a curve over the evaluations of a run.
 
-    An estimate's mean has the name of what is estimated, its interval the ending `_low` or `_high`.
+    An estimate's mean has the name of its quantity; its bounds also end with `_low` and `_high`.
 
     >>> eval_numbers({"reward": {"mean": 0.5, "low": 0.25}, "pass_at": {"4": {"mean": 0.75}}})
     {'eval/reward': 0.5, 'eval/reward_low': 0.25, 'eval/pass@4': 0.75}

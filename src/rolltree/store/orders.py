@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rolltree.store.database import Database
 
-# Orders that are kept; the one that was asked for longest ago goes first.
+# The number of orders that are kept; the least recently used one is dropped first.
 _MAX_KEPT = 8
 
 
 class Orders:
-    """The orders that were asked for last; they are kept until something is stored.
+    """A cache of the orders that were used last; each is valid until something is stored.
 
-    Who pages through an order of 100,000 rows has it sorted once, and the pages fit together.
+    Paging through 100,000 sorted rows sorts them once, and the pages are consistent.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Orders:
         )
 
     def ids(self, database: Database, where: str, values: Sequence[Any], order: str) -> array[int]:
-        """Return the ids of the rows that pass, in an order."""
+        """Return the ids of the rows that pass the filter, in an order."""
         # Rows only come or go in a batch, so an order holds until the next one.
         key, commits = (where, tuple(values), order), database.counts().commits
         with self._lock:
@@ -44,7 +44,7 @@ class Orders:
         return found
 
     def count(self, database: Database, where: str, values: Sequence[Any]) -> int:
-        """Return how many rows pass."""
+        """Return how many rows pass the filter."""
         now = (where, tuple(values), database.counts().commits)
         with self._lock:
             for (clause, operands, _), (stored, ids) in self._kept.items():

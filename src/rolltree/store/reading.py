@@ -1,4 +1,4 @@
-"""Reads a run: rollouts, steps, trained tokens, events, sums, SQL, export."""
+"""Reads a run: rollouts, steps, trained tokens, events and sums, also by SQL, and exports it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class StoredRun:
 
     @property
     def checkpoints(self) -> Path:
-        """Where training keeps its checkpoints."""
+        """The folder of training's checkpoints."""
         return self.path / "checkpoints"
 
     @property
@@ -68,12 +68,12 @@ class StoredRun:
 
     @property
     def model_name(self) -> str:
-        """The model's name in the settings of an evaluation or of a training run, "" without."""
+        """The model's name in the settings of an evaluation or a training run; "" without one."""
         model = self.config.get("model")
         return str((model.get("name") if isinstance(model, Mapping) else model) or "")
 
     def kept_report(self, phase: str) -> Any:
-        """Return the report that was stored last, None when the phase has changed since."""
+        """Return the stored report of a phase; None if the phase has changed since, or has none."""
         return self.meta.get(report_key(phase))
 
     def rollouts(
@@ -85,10 +85,10 @@ class StoredRun:
         sort: str | None = None,
         **where: Any,
     ) -> Iterator[StoredRollout]:
-        """Yield stored rows in the order they came, or sorted; `where` compares columns.
+        """Yield stored rows in the order they came, or sorted; `where` filters by columns.
 
-        `run.rollouts(phase="eval", status=["ok", "error"])`: a list means any of these, None
-        means NULL. `where="reward < 0.5 and metrics/tries >= 2"` compares otherwise.
+        In `run.rollouts(phase="eval", status=["ok", "error"])`, a list means any of its values, and
+        None means NULL. `where="reward < 0.5 and metrics/tries >= 2"` makes other comparisons.
         `sort="-reward"` begins with the greatest reward, `sort="-id"` with the row stored last.
         Without `blobs`, `record` and `tokens` stay empty and reading is fast.
 
@@ -108,11 +108,11 @@ class StoredRun:
         sort: str | None = None,
         **where: Any,
     ) -> Iterator[tuple[Any, ...]]:
-        """Yield some columns of stored rows; which and in which order as in `rollouts`.
+        """Yield some columns of stored rows; rows are filtered and sorted as in `rollouts`.
 
         It is several times as fast as `rollouts(blobs=False)`; blobs are not among the columns. A
-        row is compared with its checksum unless this object has checked the whole file, as one that
-        writes does when it is opened.
+        row is compared with its checksum unless this object has checked the whole file, which a
+        writer does when it is opened.
 
         Raises:
             ConfigError: there is no such column.
@@ -159,8 +159,8 @@ class StoredRun:
             StoreError: a row is damaged.
         """
         stored, pick = self._picker(names)
-        # Pages of neighbours, not single rows: each page costs one descent of the index, and a run
-        # changes over its length, not between neighbours.
+        # Pages of neighbours, not single rows: each page costs one descent of the index, and
+        # neighbours differ little, while a run changes over its length.
         num_pages = max(1, most // PAGE_ROWS)
         first = min((each.first_id for each in self.totals() if each.phase == phase), default=1)
         last, after = self._database.counts().last_id, 0
@@ -176,11 +176,11 @@ class StoredRun:
     def _picker(
         self, names: Sequence[str]
     ) -> tuple[Sequence[str], Callable[[Sequence[Any]], tuple[Any, ...]]]:
-        """Return the columns to read for some columns, and what takes those out of a row."""
+        """Return the columns to read for the wanted ones, and a function that picks those."""
         decoders = [(at, COLUMNS[name].decode) for at, name in enumerate(names)]
         decoders = [(at, decode) for at, decode in decoders if decode is not as_stored]
         places = [SUMMED.index(name) for name in names]
-        # A checksum is over all columns, so checking a row means reading all of them.
+        # A checksum covers all columns, so checking a row needs all of them.
         is_checked = self._database.is_checked
 
         def pick(row: Sequence[Any]) -> tuple[Any, ...]:
@@ -213,7 +213,7 @@ class StoredRun:
             order = order_clause(sort or "id")
             rows = self._database.sorted(names, clause, values, order, limit, offset, size)
         for row in rows:
-            try:  # what `naming` does, without its price for every row
+            try:  # as `naming` does, without its cost for every row
                 found = read(row)
             except ROW_ERRORS as error:
                 raise damaged(self._database.path, str(error)) from error
@@ -225,12 +225,13 @@ class StoredRun:
             raise damaged(self._database.path, what)
 
     def _expected(self, where: Mapping[str, Any]) -> tuple[int, int] | None:
-        """Return how many rows a filter must find, and the number of batches stored until now.
+        """Return how many rows a filter must find, and the number of batches stored so far.
 
-        The sums know that for phases. For any other filter the whole file is checked, once.
+        The sums have this number for phases. For other filters, check the whole file once and
+        return None.
         """
-        # Rows that an index hides are missed by counting. The sums know how many a phase has; for
-        # other filters only the whole file says that nothing is hidden.
+        # Comparing the numbers of rows shows that a damaged index hides some. The sums have those
+        # of phases; for other filters, only the whole file can show that nothing is hidden.
         if where.keys() - {"phase"}:
             self._database.check()
             return None
@@ -252,15 +253,15 @@ class StoredRun:
     def metric_names(self) -> list[Any]:
         """Return the names of all metrics of rollouts, in the order in which they appeared.
 
-        SQLite names them in a fifth of the time that it takes to read and check every row, which is
-        done if a name is not plain text.
+        SQLite finds them in a fifth of the time that reading and checking every row takes, which is
+        only done if a name is not plain text.
 
         Raises:
             StoreError: a row is damaged.
         """
         try:
             found = [name for (name,) in self._database.all(_METRIC_NAMES)]
-        except StoreError:  # no JSON: reading the rows says which
+        except StoreError:  # some text is not JSON: reading the rows finds out which
             found = [TAG]
         is_plain = all(type(name) is str and name.isascii() and "\\" not in name for name in found)
         if is_plain and TAG not in found:
@@ -269,18 +270,18 @@ class StoredRun:
 
     @property
     def num_commits(self) -> int:
-        """How many batches were ever stored: it grows with everything that is written."""
+        """How many batches were ever stored; it grows with every write."""
         return self._database.counts().commits
 
     def totals(self) -> list[Totals]:
-        """Return the sums over each phase and environment, in the order they began.
+        """Return the sums over each phase and environment, in order of their start.
 
-        Sums of rewards leave delegated rollouts out, as reports do.
+        Sums of rewards exclude delegated rollouts, as reports do.
         """
         return self._database.totals()[1]
 
     def phases(self) -> list[str]:
-        """Return the names of the phases, in the order they began."""
+        """Return the names of the phases, in order of their start."""
         return list(dict.fromkeys(each.phase for each in self.totals()))
 
     def totals_with_sums(self) -> list[tuple[Totals, Totals]]:
@@ -294,7 +295,7 @@ class StoredRun:
         return [(t, summed.get((t.phase, t.env_id), Totals("", ""))) for t in stored]
 
     def finished_ids(self, phase: str | None = None, *, failed: bool = True) -> set[str]:
-        """Return the ids of requests that are stored; without `failed`, only those that worked."""
+        """Return the ids of stored requests; with `failed=False`, only of those that succeeded."""
         self._database.check()
         where: dict[str, Any] = {} if phase is None else {"phase": phase}
         clause, values = where_clause(where if failed else {**where, "status": "ok"})
@@ -308,10 +309,10 @@ class StoredRun:
         request_id: str | list[str] | None = None,
         trajectory_index: int | None = None,
     ) -> Iterator[TrainedRollout]:
-        """Yield what training knew of the tokens of rollouts, in the order they were trained.
+        """Yield the values that training had for the tokens of rollouts, in the order of training.
 
-        All, or those of a step, of one request or several, of a trajectory. A run whose
-        `train.record_tokens` is false has none.
+        Without arguments all rows are yielded, else those of a step, of one or several requests, of
+        a trajectory. A run whose `train.record_tokens` is false has none.
 
         Raises:
             StoreError: a row is damaged or missing.
@@ -334,7 +335,7 @@ class StoredRun:
             return [StepRow(step, created, loads(text)) for step, created, text in rows]
 
     def last_step(self) -> tuple[int, float]:
-        """Return the last step and when it was stored, without reading metrics; 0 without steps."""
+        """Return the last step and the time it was stored, without reading metrics; 0 if none."""
         sql = "SELECT coalesce(max(step), 0), coalesce(max(created_at), 0.0) FROM steps"
         step, created = self._database.all(sql)[0]
         return int(step), float(created)
@@ -349,7 +350,7 @@ class StoredRun:
         return None
 
     def events(self, kind: str | None = None) -> list[Event]:
-        """Return what happened, oldest first."""
+        """Return the events of a kind, or all, oldest first."""
         rows = self._database.table("events")
         with self._database.naming():
             return [
@@ -368,7 +369,7 @@ class StoredRun:
     def query(self, sql: str, *values: Any) -> list[dict[str, Any]]:
         """Run read-only SQL over `meta`, `rollouts`, `steps`, `events`, `trained`.
 
-        The whole file is checked before the first query: SQL itself reads what is there.
+        The whole file is checked before the first query, since SQL does not compare checksums.
 
         Raises:
             StoreError: the SQL is wrong, or would write; or the file is damaged.
@@ -383,13 +384,13 @@ class StoredRun:
         render: Render | None = None,
         **where: Any,
     ) -> int:
-        """Write one JSON line per stored row and return how many; filters as in `rollouts`.
+        """Write one JSON line per stored row and return their number; filters as in `rollouts`.
 
-        Without `render` a line has every column but the blobs;
+        Without `render` a line has every column except the blobs;
         `rolltree.rollouts.decode.export_line` is the renderer that adds messages and tokens.
 
         Raises:
-            StoreError: the file cannot be written, or rows are damaged; all others are in it then.
+            StoreError: the file cannot be written, or has all rows except damaged ones.
         """
         names = SUMMED if render is None else STORED
         rows = self.rollouts(blobs=render is not None, **where)

@@ -1,7 +1,6 @@
 """The rows of a run as values: trajectories, training steps, events.
 
-`StoredRollout` is what other rooms hand in and get back; `rolltree.rollouts.record` makes its two
-blobs.
+Other packages pass and get `StoredRollout`s; `rolltree.rollouts.record` makes their two blobs.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ Status: TypeAlias = Literal["ok", "error"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredRollout:
-    """One trajectory of one request, with everything that is worth a query as its own column.
+    """One trajectory of one request; every value worth querying has its own column.
 
     A request that failed before it made a trajectory is stored with `trajectory_index=0` and empty
     blobs.
     """
 
-    # The identity: a row with the same two is the same rollout, and is stored once.
+    # The identity: rows with the same two values are the same rollout, which is stored once.
     request_id: str
     trajectory_index: int = 0
     num_trajectories: int = 1
@@ -46,9 +45,9 @@ class StoredRollout:
     agent: str = ""
     # The rollout that delegated this one; its own name is in `record`.
     parent_rollout: str | None = None
-    # Delegations above it.
+    # The number of delegations above it.
     depth: int = 0
-    # None if nothing scored it: never a silent 0.0.
+    # None if it was not scored; never a silent 0.0.
     reward: float | None = None
     status: Status = "ok"
     error_type: str | None = None
@@ -70,20 +69,20 @@ class StoredRollout:
     generation_ms: float = 0.0
     scoring_ms: float = 0.0
     total_ms: float = 0.0
-    # Seconds since the epoch, for people; durations come from a clock that cannot be set.
+    # Seconds since the epoch, for people; durations come from a monotonic clock.
     started_at: float | None = None
     created_at: float = field(default_factory=time.time)
     metrics: Mapping[str, Any] = field(default_factory=dict)
     # The dataset row without its prompt, which is in `record`.
     input: Mapping[str, Any] = field(default_factory=dict)
     errors: tuple[Mapping[str, Any], ...] = ()
-    # Codec JSON and a token tree's bytes; this room never looks into them.
+    # JSON of the codec, and a token tree's bytes; this package does not interpret them.
     record: bytes = b""
     tokens: bytes = b""
 
 
 def raised_by_rewards(errors: Iterable[Mapping[str, Any]]) -> tuple[tuple[str, str], ...]:
-    """Return the reward functions among the `errors` of a row, each with what it raised."""
+    """Return the reward functions among the `errors` of a row, each with its error."""
     return tuple(
         (str(each["function"]), f"{each.get('type')}: {each.get('message')}")
         for each in errors
@@ -112,7 +111,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True, order=True)
 class StoredEvaluation:
-    """A held-out evaluation of a training run, after `step` steps; its rollouts are of `phase`."""
+    """A held-out evaluation of a training run after `step` steps, with rollouts in `phase`."""
 
     step: int
     phase: str
@@ -120,7 +119,7 @@ class StoredEvaluation:
 
     @classmethod
     def of(cls, event: Event) -> StoredEvaluation:
-        """Return what an event `evaluation` says."""
+        """Return the evaluation that an event of the kind `evaluation` describes."""
         return cls(event.step or 0, event.data["phase"], event.data.get("metrics") or {})
 
     @property
@@ -164,8 +163,8 @@ def _whole(value: Any, secrets: Secrets) -> int | str | None:
 
 
 def _integer(value: Any, secrets: Secrets) -> int | float | str | None:
-    # An integer beyond 64 bits becomes a float in an INTEGER column. The checksum is over what
-    # SQLite gives back, so the change is made here, before the sum.
+    # SQLite turns an integer beyond 64 bits into a float in an INTEGER column. The checksum covers
+    # what SQLite returns, so the conversion is made here, before the checksum.
     found = _whole(value, secrets)
     is_long = isinstance(found, str) and not isinstance(value, str)
     return float(found) if is_long and found is not None else found
@@ -177,7 +176,7 @@ def _real(value: Any, secrets: Secrets) -> float | None:
 
 
 def _json(value: Any, secrets: Secrets) -> str:
-    # Almost no row has a secret, and looking through the text costs less than through the value.
+    # Almost no row has a secret, and searching the text costs less than searching the value.
     text = dumps(value)
     has_one = any(each in text for each in _spellings(secrets))
     return dumps(cut_secrets(dict(value), secrets)) if has_one else text
@@ -203,7 +202,7 @@ def _errors(value: Any, secrets: Secrets) -> str:
 def _record(value: bytes, secrets: Secrets) -> bytes:
     if any(spelling in value for spelling in _raw_spellings(secrets)):
         try:
-            # A cut in the bytes could tear an escape: cut in the values, and write them again.
+            # A cut in the bytes could split an escape, so the values are cut and written again.
             value = dumps(cut_secrets(loads(value), secrets)).encode()
         except (ValueError, KeyError, TypeError):  # not the codec's JSON
             for spelling in _raw_spellings(secrets):
@@ -212,7 +211,7 @@ def _record(value: bytes, secrets: Secrets) -> bytes:
 
 
 def as_stored(value: Any) -> Any:
-    """Return what SQLite returns: the decoder of columns that need none."""
+    """Return the value as it is: the decoder of columns that need none."""
     return value
 
 
@@ -266,12 +265,12 @@ COLUMNS: dict[str, StoredColumn] = {
     "record": StoredColumn("BLOB", _record, inflate),
     "tokens": StoredColumn("BLOB", lambda value, secrets: deflate(value), inflate),
 }
-"""Every field of `StoredRollout`, in its order; the blobs last, so that a scan skips them."""
+"""The fields of `StoredRollout` in their order; the blobs come last, so that a scan skips them."""
 
 BLOBS = ("record", "tokens")
 LIGHT = tuple(name for name in COLUMNS if name not in BLOBS)
 STORED = ("id", *LIGHT, "blob_checksum", "checksum", *BLOBS)
-"""Every column of the table: `checksum` is over those before it, `blob_checksum` over the blobs."""
+"""The columns of the table: `checksum` covers those before it, `blob_checksum` the blobs."""
 
 SUMMED = STORED[: -len(BLOBS)]
 _NUM_LIGHT = 1 + len(LIGHT)
@@ -289,7 +288,7 @@ _SQL_TYPES: dict[str, Any] = {
 if TYPE_CHECKING:
     SqlRow: TypeAlias = tuple[Any, ...]
 else:
-    # With its types, for `msgspec`: another process may have made it.
+    # With types, so that `msgspec` checks rows from other processes.
     SqlRow = tuple[tuple(_SQL_TYPES[column.sql] for column in COLUMNS.values())]
 
 
@@ -299,7 +298,7 @@ def to_sql(row: StoredRollout, secrets: Secrets = ()) -> SqlRow:
 
 
 def with_checksums(row_id: int, values: Sequence[Any]) -> tuple[Any, ...]:
-    """Return what `STORED` names, from a row's id and the values of `to_sql`."""
+    """Return the values of `STORED`, from a row's id and the values of `to_sql`."""
     light, blobs = values[: len(LIGHT)], values[len(LIGHT) :]
     head = (row_id, *light, blob_checksum(blobs))
     return (*head, checksum("rollouts", head), *blobs)
@@ -316,17 +315,17 @@ def verify(values: Sequence[Any]) -> None:
     try:
         whole = checksum("rollouts", head) == row_sum
         whole = whole and (not blobs or blob_checksum(blobs) == blob_sum)
-    except TypeError:  # a blob that became a text, or nothing
+    except TypeError:  # damage turned a blob into text or NULL
         whole = False
     if not whole:
         raise StoreError(f"rollout {values[1]!r} (row {values[0]}) differs from its checksum")
 
 
 def from_sql(values: Sequence[Any]) -> StoredRollout:
-    """Return the row with these verified values of `STORED`; without its blobs they stay empty.
+    """Verify values of `STORED` and return their row; without blobs, its blobs stay empty.
 
     Raises:
-        StoreError: see `verify`; or a blob is none that `to_sql` makes.
+        StoreError: see `verify`; or `to_sql` did not make a blob.
     """
     verify(values)
     try:
@@ -336,10 +335,10 @@ def from_sql(values: Sequence[Any]) -> StoredRollout:
 
 
 def read_sql(values: SqlRow) -> StoredRollout:
-    """Return the row that `to_sql` was given; without the blobs' values they stay empty.
+    """Return the row that `to_sql` encoded; without the blobs' values, they stay empty.
 
     Raises:
-        StoreError: a value is none that `to_sql` makes.
+        StoreError: a value is not one that `to_sql` returns.
     """
     row: dict[str, Any] = dict(zip(COLUMNS, values, strict=False))
     for name, decode in _DECODED[: None if BLOBS[0] in row else -len(BLOBS)]:

@@ -1,8 +1,8 @@
 """A run directory: `run.db`, `config.json`, `checkpoints/`, one writer, any number of readers.
 
-Append-only rollouts, metrics per training step, events and metadata, each batch one transaction.
-Training writes checkpoints itself, below `Run.checkpoints`; `rolltree.rollouts.record` turns a
-rollout into rows.
+It stores append-only rollouts, metrics per training step, events and metadata; each batch is one
+transaction. Training itself writes checkpoints, below `Run.checkpoints`; `rolltree.rollouts.record`
+turns a rollout into rows.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Run(StoredRun):
         self._lock = lock
         self._secrets: tuple[str, ...] = ()
         self._retried: dict[str, int] | None = (
-            None  # the id of its event by cause, once one is needed
+            None  # the id of each cause's event; read when it is first needed
         )
 
     @classmethod
@@ -59,12 +59,11 @@ class Run(StoredRun):
     ) -> Run:
         """Make a new run directory and open it for writing.
 
-        `config` is stored redacted, in the database and as `config.json` for people; what is
-        under its secret keys is protected, and cut out of all that is stored. `secrets`
-        are those of `protect`.
+        `config` is stored redacted, in the database and as `config.json` for people. The values of
+        its secret keys are cut out of everything that is stored, as are `secrets` (see `protect`).
 
         Raises:
-            StoreError: there is already a run, or a file that rolltree did not make.
+            StoreError: the directory has a run already, or a file that rolltree did not make.
         """
         secrets = (*secrets, *secrets_in(config or {}))
         run = cls._make(Path(path), stored_settings(config or {}, secrets), kind, secrets)
@@ -86,12 +85,13 @@ class Run(StoredRun):
     ) -> Run:
         """Open an existing run to continue it (`"w"`), or to read it while others write (`"r"`).
 
-        What is read is compared with its checksums, and before the first filter the whole file is.
-        A reader that wants its first rows at once has `check="rows"`: then that is left out, and a
-        damaged index may hide rows.
+        Rows that are read are compared with their checksums, and the whole file before the first
+        filter. `check="rows"` leaves out the check of the file, so that the first rows come at
+        once; then a damaged index may hide rows.
 
         Raises:
-            StoreError: not a run, of another schema, or (`"w"`) being written by another process.
+            StoreError: `path` is not a run or has another schema, or (`"w"`) another process is
+                writing it.
         """
         directory = Path(path)
         if mode == "r":
@@ -120,17 +120,17 @@ class Run(StoredRun):
         secrets: Sequence[str] = (),
         advice: str = "",
     ) -> Run:
-        """Continue the run at `path`, or make it: what "the same command again" means.
+        """Continue the run at `path`, or make it, so that the same command also resumes.
 
-        Settings bind when the first rollout or step is stored; until then other ones replace them.
-        `may_change` names dotted keys (or their parents) in which a continued run may differ
-        from its first start, such as `"max_concurrent"`; they are stored as they are now, and what
-        they were is in the event `resumed`. A key that the run lacks, because the setting is newer
-        than the run, counts as in `defaults` and is stored. `advice` ends the message about other
-        settings.
+        Settings are fixed when the first rollout or step is stored; until then, new ones replace
+        them. `may_change` names dotted keys (or their parents), such as `"max_concurrent"`, in
+        which a continued run may differ from its first start; their new values are stored, and the
+        event `resumed` has the old ones. A setting that the run lacks, because it is newer, is
+        compared as if the run had its value in `defaults`, and is stored. `advice` is appended to
+        the message about different settings.
 
         Raises:
-            ConfigError: the run was started with other settings.
+            ConfigError: the run was started with different settings.
         """
         secrets = (*secrets, *secrets_in(config))
         data = stored_settings(config, secrets)
@@ -144,7 +144,7 @@ class Run(StoredRun):
         elif differences:
             run.close()
             raise ConfigError(
-                f"{path} was started with other settings, which one run must not mix: "
+                f"{path} was started with different settings, which a run must not mix: "
                 f"{'; '.join(differences)}. Choose another run directory, or use the settings in "
                 f"{Path(path) / 'config.json'}.{advice and ' ' + advice}"
             )
@@ -161,7 +161,7 @@ class Run(StoredRun):
         return bool(self._database.all(sql)[0][0])
 
     def _rebind(self, config: Any, kind: str) -> None:
-        """Store other settings: of a run that holds nothing yet, or those that it lacked."""
+        """Store new settings: of a run that is still empty, or those that may change or are new."""
         if config == self.config and kind == self.meta["kind"]:
             return
         with self._database.transaction() as change:
@@ -203,12 +203,12 @@ class Run(StoredRun):
             self._database.check_place()
 
     def _note_end(self, error: BaseException) -> None:
-        """Store that, and why, the block of this run was left before its end."""
+        """Store that, and why, the run's `with` block was left before its end."""
         is_failure = isinstance(error, Exception) and not isinstance(error, Stopped)
         data = {"state": "failed" if is_failure else "stopped"}
         if is_failure:
             data |= {"error": type(error).__name__, "message": str(error)}
-        # A full disk, for example, may be why it ends.
+        # The reason may be one that prevents storing, such as a full disk.
         with contextlib.suppress(StoreError):
             self.add_event("ended", data)
 
@@ -224,31 +224,31 @@ class Run(StoredRun):
         return self._lock is None
 
     def set_meta(self, key: str, value: Any) -> None:
-        """Store one value under a name; the last one wins."""
+        """Store a value under a name, replacing an earlier one."""
         self._must_write()
         text = dumps(redact(value, self._known))
         with self._database.transaction() as change:
             change.put("meta", key, text)
 
     def plan(self, what: str, number: int) -> None:
-        """Note how much there is to be: of `steps`, or of the requests of `phase/NAME`.
+        """Note the planned number of `steps`, or of the requests of `phase/NAME`.
 
-        It shows how far the run is; a later number replaces it.
+        It shows how far the run is; a later number replaces an earlier one.
         """
         planned = self.meta.get("planned") or {}
         if planned.get(what) != number:
             self.set_meta("planned", {**planned, what: number})
 
     def keep_report(self, phase: str, report: Any, *, num_requests: int) -> bool:
-        """Store what was computed from all rollouts of a phase; say whether it was.
+        """Store a report on all rollouts of a phase; return whether it was stored.
 
-        It is not when the phase has another number of requests than it was computed from. It
-        stays until the phase changes.
+        It is not stored if the phase's number of requests differs from `num_requests`, from which
+        the report was computed. It is kept until the phase changes.
         """
         self._must_write()
         text = dumps(redact(report, self._known))
         with self._database.transaction() as change:
-            # Rollouts may have come since the report was computed; it would hide them.
+            # The report would hide rollouts that came after it was computed.
             totals = read_totals(change.connection, change.counts)
             is_whole = num_requests == sum(t.num_requests for t in totals if t.phase == phase)
             if is_whole:
@@ -257,14 +257,14 @@ class Run(StoredRun):
 
     @property
     def _known(self) -> tuple[str, ...]:
-        """The secrets of today: an environment may have loaded its keys only now."""
+        """The secrets known now: an environment may have loaded its keys since the start."""
         return known_secrets((*self._secrets, *environment_secrets()))
 
     def protect(self, *secrets: str) -> None:
-        """Name secrets of this process; they are cut out of everything written from now on.
+        """Register secrets of this process; they are cut out of everything written from now on.
 
-        Texts of fewer than eight characters are ignored: cutting them out would tear real data.
-        So are identities (request, group, phase, example), by which a run is continued.
+        Secrets of fewer than eight characters are ignored, since cutting them out would damage real
+        data. Identities (request, group, phase, example) are never cut, since resuming needs them.
         """
         self._secrets = known_secrets((*self._secrets, *secrets))
         remember(*secrets)
@@ -278,13 +278,13 @@ class Run(StoredRun):
     ) -> int:
         """Store rows in one transaction and return how many were new.
 
-        A `(request_id, trajectory_index)` that is stored already is left as it is, so the same
-        result may come twice and is counted once. With `replace_failed`, a request whose stored
-        rows failed is replaced, and an event per cause and place counts them. The requests of
-        `replaced` are replaced whatever became of them.
+        A stored row with the same `(request_id, trajectory_index)` is kept, so a result that comes
+        twice is counted once. With `replace_failed`, a request whose stored rows failed is
+        replaced, and an event per cause and place counts such requests. Requests in `replaced` are
+        replaced in any case.
         """
         self._must_write()
-        # Encoding and cutting secrets take most of the time; the write lock is not held meanwhile.
+        # Encoding and cutting secrets take most of the time, so they come before the write lock.
         known = self._known
         values = [to_sql(row, known) for row in rows]
         return self.add_encoded(values, replace_failed=replace_failed, replaced=replaced)
@@ -305,32 +305,32 @@ class Run(StoredRun):
     def add_step(
         self, step: int, metrics: Mapping[str, Any], trained: Sequence[TrainedRollout] = ()
     ) -> None:
-        """Store the metrics of one training step, and what it knew of the tokens that it trained.
+        """Store the metrics of one training step, and the values of the tokens that it trained.
 
-        The same step again replaces both.
+        Storing a step again replaces both.
 
         Raises:
-            StoreError: `trained` is of another step.
+            StoreError: `trained` has rows of a different step.
         """
         self._must_write()
         others = {row.step for row in trained} - {step}
         if others:
             raise StoreError(
                 f"tokens of step {min(others)} were given with the metrics of step {step}, and "
-                "would be counted in the wrong one. Pass each step's own."
+                "would be counted in the wrong step. Pass each step's own tokens."
             )
         text = dumps(redact(dict(metrics), self._known))
-        # Metrics and tokens in one transaction: a step that is stored is stored whole.
+        # Metrics and tokens go into one transaction, so that a step is stored whole or not at all.
         values = [trained_to_sql(row) for row in trained]
         with self._database.transaction() as change:
             change.put("steps", int(step), time.time(), text)
             change.put_trained(int(step), values)
 
     def truncate_steps(self, after: int, *, rollout_phases: Sequence[str] = ()) -> int:
-        """Forget the steps after a checkpoint's, which a resumed trainer takes again.
+        """Delete the steps after a checkpoint's, which a resumed trainer trains again.
 
-        Rollouts of `rollout_phases` with a later `train_step` go with them. An event records how
-        many rows went. Returns the number of steps forgotten.
+        Rollouts of `rollout_phases` with a later `train_step` are deleted, too. An event records
+        the numbers of deleted rows. Return the number of deleted steps.
         """
         self._must_write()
         with self._database.transaction() as change:
@@ -354,13 +354,13 @@ class Run(StoredRun):
     def add_event(
         self, kind: str, data: Mapping[str, Any] | None = None, *, step: int | None = None
     ) -> None:
-        """Record that something happened."""
+        """Store an event."""
         self._must_write()
         with self._database.transaction() as change:
             self._insert_event(change, kind, data or {}, step)
 
     def announce(self, message: str, show: Callable[[str], object]) -> None:
-        """Store a notice, something that a person should know, and show it."""
+        """Store a notice for the user, and show it."""
         self.add_event("notice", {"message": message})
         show(message)
 
@@ -374,10 +374,10 @@ class Run(StoredRun):
     def _count_retry(
         self, change: Change, request_id: str, failed: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Note that a request is replaced which failed: once per cause and place, with a count.
+        """Count a failed request that is replaced, in one event per cause and place.
 
-        A server that is away for an hour fails every rollout hundreds of times; the first failure
-        is kept whole, and of the others how many there were, when, and for how long they waited.
+        While a server is away for an hour, every rollout fails hundreds of times. The first failure
+        is kept whole; of the others only their number, the times, and how long they waited.
         """
         execute, now = change.connection.execute, time.time()
         if self._retried is None:
@@ -392,7 +392,7 @@ class Run(StoredRun):
         row_id = self._retried.get(str(cause), 0)
         created_at, text = execute(sql, (row_id,)).fetchone() or (now, "{}")
         data = loads(text)
-        # A transaction that was rolled back may have left an id that another cause has by now.
+        # A transaction that was rolled back may have left an id that belongs to another cause now.
         if data.get("cause") != cause:
             row_id, created_at = change.next_id(), now
             kept = [{"type": each["type"], "errors": each["errors"]} for each in failed]
@@ -420,6 +420,6 @@ def _writing(path: Path) -> Iterator[None]:
     except (OSError, ValueError) as error:  # ValueError: a name with a null character
         why = getattr(error, "strerror", None) or error
         raise StoreError(
-            f"{path} cannot be written ({why}), and a run writes its rollouts there. Make room or "
+            f"{path} cannot be written ({why}), but a run stores its rollouts there. Make room or "
             "check the disk, or choose another run directory."
         ) from error

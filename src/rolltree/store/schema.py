@@ -22,8 +22,9 @@ _PASSIVE = re.compile(
     rf"CREATE TABLE \w+ ?\(\s*{_COLUMN}(?:,\s*(?:{_COLUMN}|(?:UNIQUE|PRIMARY KEY) {_LIST}))*\s*\)"
     rf"(?: WITHOUT ROWID)?|CREATE INDEX \w+ ON \w+ {_LIST}|CREATE TABLE sqlite_stat\d\([\w,]+\)"
 )
-"""What rolltree writes: no view, trigger, virtual table or module, and no expression that SQLite
-would compute: of a generated column, a default, a check, a partial index."""
+"""The statements that rolltree writes: without views, triggers, virtual tables or modules, and
+without expressions that SQLite would compute (of generated columns, defaults, checks, partial
+indexes)."""
 
 
 def _counts_table() -> str:
@@ -53,7 +54,7 @@ def _statements() -> list[str]:
         " sum_reward REAL, num_prompt_tokens INTEGER, num_completion_tokens INTEGER,"
         " last_created_at REAL, checksum INTEGER, PRIMARY KEY (phase, env_id)) WITHOUT ROWID",
         f"CREATE TABLE rollouts (\n  {columns},\n  UNIQUE (request_id, trajectory_index)\n)",
-        # The id makes each index a list of pages: a reader goes on after the last id it has seen.
+        # The id in each index allows paging: a reader continues after the last id it has seen.
         "CREATE INDEX rollouts_by_phase ON rollouts (phase, id)",
         "CREATE INDEX rollouts_by_step ON rollouts (phase, train_step, id)",
         "CREATE INDEX rollouts_by_group ON rollouts (group_id)",
@@ -68,23 +69,23 @@ def _statements() -> list[str]:
 
 
 def is_empty(connection: sqlite3.Connection) -> bool:
-    """Say whether the file holds nothing yet: new, or its maker was killed before the commit."""
+    """Return whether the file is empty: it is new, or its maker was killed before the commit."""
     row = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
     return bool(row[0] == 0)
 
 
 def create_schema(connection: sqlite3.Connection) -> None:
-    """Create every table; the caller holds the transaction, so it is all there or nothing."""
+    """Create every table; in the caller's transaction, so all are created or none."""
     # DDL is transactional in SQLite: a process that is killed here leaves an empty file.
     for statement in _statements():
         connection.execute(statement)
 
 
 def check_schema(connection: sqlite3.Connection, path: Path) -> None:
-    """Refuse what is not a run, or one of another schema.
+    """Refuse a file that is not a run's, or has another schema.
 
     Raises:
-        StoreError: with what the file is instead, and what to do.
+        StoreError: the file is refused; the message says why, and what to do.
     """
     application = connection.execute("PRAGMA application_id").fetchone()[0]
     version = int(connection.execute("PRAGMA user_version").fetchone()[0])
@@ -94,7 +95,7 @@ def check_schema(connection: sqlite3.Connection, path: Path) -> None:
             "written to it. Choose another run directory."
         )
     # A trigger or a view of an untrusted file would run in our connection, with our rights
-    # (design/0017): only statements that rolltree itself writes are let in.
+    # (design/0017), so only statements that rolltree itself writes are accepted.
     for kind, name, sql in connection.execute("SELECT type, name, sql FROM sqlite_master"):
         if sql is None or _PASSIVE.fullmatch(sql):  # None: the index of a key
             continue
@@ -102,8 +103,8 @@ def check_schema(connection: sqlite3.Connection, path: Path) -> None:
             is_virtual = sql.upper().startswith("CREATE VIRTUAL")
             kind = "virtual table" if is_virtual else f"{kind} with rules of its own"
         raise StoreError(
-            f"{path} has a {kind}, {name!r}, which rolltree never makes and which could act on "
-            "what is read or written, so the file is not used. Ask for the run where it is from."
+            f"{path} has a {kind}, {name!r}, which rolltree never makes and which could change "
+            "what is read or written, so the file is not used. Ask its source for a clean copy."
         )
     if version != SCHEMA_VERSION:
         newer = version > SCHEMA_VERSION

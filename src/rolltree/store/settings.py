@@ -1,4 +1,4 @@
-"""A run's settings: redacted, kept in `config.json` for people, compared when a run continues."""
+"""A run's settings: redacted, shown in `config.json`, and compared when a run continues."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MISSING = object()
 
 
 def stored_settings(config: Mapping[str, Any], secrets: Sequence[str]) -> Any:
-    """Return settings as a run stores them: plain data, without secrets."""
+    """Return settings as a run stores them: as plain data without secrets."""
     return to_plain(redact(dict(config), known_secrets((*secrets, *environment_secrets()))))
 
 
@@ -26,7 +26,7 @@ def config_text(config: Mapping[str, Any]) -> str:
 
 
 def write_config(path: Path, config: Mapping[str, Any]) -> None:
-    """Write `config.json` whole, if its content would change."""
+    """Replace `config.json` atomically, if its content would change."""
     text = config_text(config)
     with contextlib.suppress(OSError):
         if read_regular(path, len(text.encode())) == text.encode():
@@ -35,7 +35,7 @@ def write_config(path: Path, config: Mapping[str, Any]) -> None:
 
 
 def with_defaults(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a stored config with the keys that it lacks: settings newer than the run.
+    """Return a stored config with the keys that it lacks, since they are newer than the run.
 
     >>> with_defaults({"a": {"b": 1}}, {"a": {"b": 0, "c": 2}, "d": {}})
     {'a': {'b': 1, 'c': 2}, 'd': {}}
@@ -51,7 +51,7 @@ def with_defaults(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dic
 def config_differences(
     old: Mapping[str, Any], new: Mapping[str, Any], may_change: Sequence[str] = ()
 ) -> list[str]:
-    """Return one text per dotted key in which two configs differ, `may_change` left out.
+    """Return a text for each dotted key in which two configs differ, except those of `may_change`.
 
     >>> config_differences({"a": {"b": 1}, "c": 2}, {"a": {"b": 3}, "c": 4}, may_change=["c"])
     ['a.b was 1 and is now 3']
@@ -59,7 +59,7 @@ def config_differences(
     before, after = flat_config(old), flat_config(new)
     found = []
     for key in sorted(before.keys() | after.keys()):
-        # A parent names all of its keys: `may_change=["train"]` allows `train.num_steps`.
+        # A parent stands for all of its keys: `may_change=["train"]` allows `train.num_steps`.
         allowed = any(key == name or key.startswith(name + ".") for name in may_change)
         was, now = before.get(key, _MISSING), after.get(key, _MISSING)
         if not allowed and was != now:

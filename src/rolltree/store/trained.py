@@ -28,7 +28,7 @@ TRAINED_COLUMNS = {
     "checksum": "INTEGER",
     "tokens": "BLOB",
 }
-"""The columns of the table: `checksum` is over those before it, `blob_checksum` over the blob."""
+"""The columns of the table; `checksum` covers those before it, `blob_checksum` the blob."""
 _HEAD = tuple(TRAINED_COLUMNS)[:-1]
 
 TOKEN_DTYPES = {
@@ -40,16 +40,15 @@ TOKEN_DTYPES = {
     "reference": "<f4",
     "kl": "<f4",
 }
-"""The arrays of a row as they are stored: one value per call in `num_sampled`, else per token."""
+"""The stored arrays of a row: `num_sampled` has one value per call, the others one per token."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class TrainedRollout:
     """One trajectory as step `step` trained it: arrays over its sampled tokens, in call order.
 
-    A token that was in no forward pass (no weight, or all advantages of its rollout are 0 and
-    `train.skip_zero_advantage` is set) has NaN in what the model would have said. Arrays are
-    float32 `[_T]`.
+    A token that was in no forward pass (its weight is 0, or all advantages of its rollout are 0 and
+    `train.skip_zero_advantage` is set) has NaN for the model's values. Arrays are float32 `[_T]`.
     """
 
     request_id: str
@@ -58,25 +57,25 @@ class TrainedRollout:
     step: int
     # How many tokens each model call sampled, int32 `[num calls]`; their sum is `_T`.
     num_sampled: IntArray
-    # From the credit; a KL in the reward is not taken off it.
+    # From credit assignment; a KL in the reward is not subtracted from it.
     advantage: FloatArray
-    # What multiplies the token's policy loss: the aggregation's coefficient times the correction of
-    # the importance ratio; 0 if a mask, the truncation policy, staleness or `max_seq_len` takes the
-    # token out of the loss.
+    # The factor of the token's policy loss: the aggregation's coefficient times the correction of
+    # the importance ratio; 0 if a mask, the truncation policy, staleness or `max_seq_len` excludes
+    # the token from the loss.
     weight: FloatArray
-    # The trainer's, when the step's first update reads the token. With one mini-batch that is
-    # before the step.
+    # The trainer's logprob when the step's first update reads the token: with one mini-batch, that
+    # of the weights before the step.
     logprob: FloatArray
-    # Of the trainer's distribution there, in nats, with the precision of float16.
+    # The entropy of the trainer's distribution at the token, in nats, with float16 precision.
     entropy: FloatArray
-    # The logprob of the model that the KL is to; None without one.
+    # The logprob of the reference model of the KL; None without one.
     reference: FloatArray | None = None
     # The KL over the whole vocabulary at the token, if `algorithm.kl` is `full`.
     kl: FloatArray | None = None
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens all calls together sampled."""
+        """How many tokens all calls sampled together."""
         return len(self.advantage)
 
     @property
@@ -115,7 +114,7 @@ def trained_from_sql(values: Sequence[Any]) -> TrainedRollout:
     """Return the row with these values of `TRAINED_COLUMNS`.
 
     Raises:
-        StoreError: see `verify_trained`; or the blob is none that `trained_to_sql` makes.
+        StoreError: see `verify_trained`; or `trained_to_sql` did not make the blob.
     """
     import numpy as np
 
@@ -145,7 +144,7 @@ def verify_trained(values: Sequence[Any]) -> None:
     try:
         whole = checksum("trained", head[:-1]) == head[-1]
         whole = whole and (not blobs or blob_checksum(blobs) == head[-2])
-    except TypeError:  # a blob that became a text, or nothing
+    except TypeError:  # damage turned a blob into text or NULL
         whole = False
     if not whole:
         raise StoreError(
@@ -165,7 +164,7 @@ def insert_trained(connection: sqlite3.Connection, row_id: int, values: Sequence
 
 
 def check_trained(connection: sqlite3.Connection, expected: int) -> None:
-    """Read the whole table but its blobs.
+    """Check all rows of the table, without their blobs.
 
     Raises:
         StoreError: a row differs from its checksum or is missing; the file is not named.

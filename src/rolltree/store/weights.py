@@ -1,7 +1,7 @@
 """Stores the reward functions of a source and their weights in a run, and reads them.
 
-A note is kept with the time since when it holds, so rollouts that other weights scored before are
-told apart from those that came after.
+Each note has the time from which it applies, so that rollouts which were scored with earlier
+weights are told apart from later ones.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ META = "reward_weights"
 class ScoredPart:
     """The names and weights of the functions that score rollouts of one task and one agent.
 
-    `task` is that of an environment group's member, `agent` that of an agent with a rubric of its
-    own; empty: all others. `is_sum`: the reward is the functions' weighted sum and nothing else, so
-    that an audit can compare it; False for a rubric with a method of scoring of its own.
+    `task` is that of an environment group's member, `agent` that of an agent with its own rubric;
+    empty means all others. `is_sum`: the reward is exactly the functions' weighted sum, so that an
+    audit can compare it; False for a rubric with its own scoring method.
     """
 
     functions: tuple[tuple[str, float], ...]
@@ -32,15 +32,15 @@ class ScoredPart:
 
 
 def note_weights(source: object, run: Run) -> None:
-    """Note the weights of a source's reward functions in a run, if they are not those noted last.
+    """Note the weights of a source's reward functions in a run, if they differ from the last note.
 
-    A source whose rubric does not say what it is made of leaves no note.
+    Nothing is noted for a source whose rubric has no `scored_parts`.
     """
     scored_parts = getattr(getattr(source, "rubric", None), "scored_parts", None)
     if scored_parts is None:
         return
     env_id = str(getattr(source, "env_id", ""))
-    # Functions as pairs: redaction takes the keys of a mapping for names of secrets.
+    # Functions as pairs, since redaction could take the keys of a mapping for names of secrets.
     parts = [
         {
             "task": p.task,
@@ -60,9 +60,9 @@ def note_weights(source: object, run: Run) -> None:
 def noted_weights(
     notes: Any, *, env_id: str, task: str, agent: str, created_at: float
 ) -> dict[str, float] | None:
-    """Return weights by function for a rollout that was stored then; None: they were not stored.
+    """Return the weights by function of a rollout stored at `created_at`; None: none were noted.
 
-    `notes` is what the run has under `META`; one without an environment is for all of them.
+    `notes` is the run's value under `META`; a note without an environment applies to all of them.
     """
     found = noted_part(notes, env_id=env_id, task=task, agent=agent, created_at=created_at)
     return None if found is None else dict(found.functions)
@@ -71,10 +71,10 @@ def noted_weights(
 def noted_part(
     notes: Any, *, env_id: str, task: str, agent: str, created_at: float
 ) -> ScoredPart | None:
-    """Return the functions that scored a rollout which was stored then, as `noted_weights`."""
+    """Return the functions that scored a rollout; the arguments are those of `noted_weights`."""
     if not isinstance(notes, Sequence):
         return None
-    # The last note that held when the rollout was stored: weights may change when a run goes on.
+    # The last note that applied when the rollout was stored: a continued run may change weights.
     parts: list[Mapping[str, Any]] | None = None
     for note in notes:
         if note.get("env_id") in ("", env_id) and note.get("since", 0.0) <= created_at:
@@ -83,7 +83,7 @@ def noted_part(
         is_task = each["task"] in ("", task) or task.startswith(f"{each['task']}/")
         if is_task and each["agent"] == agent:
             functions = tuple((name, weight) for name, weight in each["functions"])
-            # Runs of before this was noted do not say it.
+            # Notes of older versions lack it.
             is_sum = bool(each.get("is_sum"))
             return ScoredPart(functions, each["task"], each["agent"], is_sum)
     if parts is None:
