@@ -78,8 +78,8 @@ def recorded_of(item: Any) -> Recorded:
     marker = item.get_closest_marker(MARKER)
     if marker is None:
         raise pytest.UsageError(
-            f"{item.name} uses the fixture 'replayed', but names no run. Mark it with "
-            f'@pytest.mark.{MARKER}("RUN").'
+            f"{item.name} uses the fixture 'replayed' and does not say what is recorded. Mark it "
+            f'with @pytest.mark.{MARKER}("RUN").'
         )
     try:
         (run,) = marker.args
