@@ -63,7 +63,7 @@ class Estimate:
 
 
 def mean(values: Sequence[float]) -> float:
-    """Return the mean of an exactly rounded sum."""
+    """Return the mean, computed from an exactly rounded sum."""
     return values[0] if len(values) == 1 else math.fsum(values) / len(values)
 
 

@@ -232,7 +232,7 @@ def _redact(value: Any, known: tuple[str, ...]) -> Any:
         return {_redact(key, known): _redact_field(key, each, known) for key, each in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         return _rebuilt(value, [_redact(item, known) for item in value])
-    # A pydantic object, of which the codec stores the fields.
+    # A pydantic object, whose fields the codec stores.
     if hasattr(value, "model_dump"):
         return _redact(value.model_dump(), known)
     return value

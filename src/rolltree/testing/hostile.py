@@ -18,7 +18,7 @@ Answer: TypeAlias = dict[str, Any]
 
 
 def _spoil(change: Callable[[Answer], object], **more: Any) -> HttpFault:
-    """Return a fault that replaces the answer by what `change` returns, or None: edits in place."""
+    """Return a fault that sends what `change` returns, or, if that is None, the changed answer."""
 
     def spoil(answer: Answer) -> object:
         changed = change(answer)

@@ -126,7 +126,7 @@ class Trajectory(list[TrajectoryStep]):
         return self._said
 
     def conversation(self) -> Messages:
-        """Return the last step's prompt and completion, as a new list.
+        """Return the last step's prompt and completion together; a list is a new object.
 
         Raises:
             IndexError: there are no steps.

@@ -71,7 +71,7 @@ export function redraw(box, data, draw) {
   all(CONTROLS)[focused]?.focus({ preventScroll: true });
 }
 
-/** Control, reordering and invisible characters, as in Python's `untrusted.visible`; joiners and emoji selectors stay. */
+/** Control, direction and invisible characters, as in Python's `untrusted.visible`; emoji selectors stay. */
 const HIDDEN = new RegExp("[\\u0000-\\u0008"
   + "\\u000b-\\u001f\\u007f-\\u009f\\u00ad\\u034f\\u061c\\u115f\\u1160\\u17b4\\u17b5"
   + "\\u180b-\\u180f\\u200b\\u200e\\u200f\\u2028-\\u202e\\u2060-\\u206f\\u3164\\ud800-\\udfff\\ufe00-\\ufe0d"
