@@ -169,7 +169,7 @@ def check_new_ids(ids: IntArray, name: str) -> None:
         position = int(np.argmax(ids < 0))
         raise TokenError(
             f"{name} holds the negative id {int(ids[position])} at offset {position} of what is "
-            "new; such ids are padding or placeholders that no model was given. Drop them."
+            "new; such ids are padding or placeholders that no model ever got. Drop them."
         )
 
 

@@ -207,8 +207,8 @@ class ExtraStreams:
             return {}
         if not isinstance(streams, Mapping):
             raise TokenError(
-                f"streams is a {type(streams).__name__} without names; they are found by name "
-                'later. Give a dict: streams={"name": values}.'
+                f"streams is a {type(streams).__name__}, but streams are looked up by name later. "
+                'Give a dict: streams={"name": values}.'
             )
         # All are checked before the first is stored, so that a refused call changes nothing.
         return {

@@ -85,9 +85,9 @@ def _glance(folder: Path) -> dict[str, Any]:
         with Run.open(folder, mode="r", check="rows") as run:
             return run_glance(run)
     except (RolltreeError, OSError) as error:
-        said = f"What happened in it is unknown: {error}"
+        said = f"The run cannot be read: {error}"
     except Exception as error:  # a run that rolltree did not write must not hide the others
         logger.warning("no health of %s", folder, exc_info=error)
-        said = f"What happened in it is unknown ({type(error).__name__}): audit it."
+        said = f"The run cannot be read ({type(error).__name__}): check it with `rolltree audit`."
     sentence = {"kind": "unreadable", "severity": "error", "text": said, "evidence": None}
     return {"health": sentence, "curve": []}
