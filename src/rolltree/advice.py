@@ -1,7 +1,7 @@
-"""What to do next after an evaluation or a training, from what was measured.
+"""Advice on what to do next after an evaluation or a training run, from its measurements.
 
-`RULES` is the whole of it: a condition, a sentence and the docs page that says more. The first
-rules that hold are said, `MOST` of them, so what stops a run comes before what slows it down.
+`RULES` is a table of conditions, each with a sentence and the docs page that says more. The first
+`MOST` rules that hold are shown, so what stops a run comes before what slows it down.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ MOST = 2
 LOW, HIGH = 0.05, 0.95
 """Mean rewards below and above which most groups have equal rewards, and so teach nothing."""
 OFTEN = 0.2
-"""Share of rollouts from which on something that went wrong is the first thing to fix."""
+"""Share of rollouts with a problem from which on that problem is the first thing to fix."""
 CLEAR = 0.02
-"""A smaller change of reward is none."""
+"""A smaller change of the reward counts as no change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What the rules look at. A share is of rollouts, unless it says otherwise; None: unknown."""
+    """The input of the rules. Shares are of rollouts unless stated otherwise; None: unknown."""
 
     kind: Literal["eval", "train"]
     num_rollouts: int = 0
     num_examples: int = 0
-    reward: float | None = None  # mean; of a training, held out or of the last steps
+    reward: float | None = None  # mean; for training, held out or of the last steps
     reward_before: float | None = None  # the same before training
     half_width: float | None = None  # of the reward's interval
     failed: float = 0.0
@@ -57,7 +57,7 @@ class Advice:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """When something is worth saying, and what. `sentence` is a format string over `Measured`."""
+    """A condition and its advice; `sentence` is a format string over the fields of `Measured`."""
 
     holds: Callable[[Measured], bool]
     sentence: str
@@ -159,11 +159,11 @@ RULES: Mapping[str, Rule] = {
         "training.md",
     ),
 }
-"""Name of a rule to the rule, what matters most first."""
+"""Name of a rule to the rule, the most important ones first."""
 
 
 def advise(measured: Measured, rules: Mapping[str, Rule] = RULES) -> tuple[Advice, ...]:
-    """Return what to do next, at most `MOST` things, what matters most first."""
+    """Return at most `MOST` pieces of advice, the most important one first."""
     values = asdict(measured)
     held = [
         Advice(name, rule.sentence.format(**values), rule.page)
@@ -179,10 +179,10 @@ def of_training(
     *,
     idle_gpu: bool = False,
 ) -> Measured:
-    """Return what a training measured, from its steps' metrics and its held-out rewards, in order.
+    """Return the measurements of training, from its steps' metrics and held-out rewards, in order.
 
-    The last tenth of the steps, three at least, speaks for the end; the first of them for the
-    beginning if nothing was evaluated.
+    The last tenth of the steps, at least three, stands for the end. Unless there are two held-out
+    rewards, the same number of first steps stands for the beginning.
     """
     num = max(3, len(metrics) // 10)
     ends = metrics[:num], metrics[-num:]

@@ -12,7 +12,7 @@
     │   │   └── AnswerTooLarge an answer above the client's limit; the rest was not read
     │   ├── PublishFailed      servers did not take new weights; `clients` are theirs
     │   ├── PromptTooLong      the prompt does not fit the context window
-    │   └── UnsupportedSetting this engine does not have a requested setting
+    │   └── UnsupportedSetting this engine does not support a requested setting
     ├── TokenError             token data that contradicts itself: lengths, ranges, NaN logprobs
     ├── StoreError             the run directory cannot be read or written
     ├── ClusterError           a role of a run on several processes cannot be started or kept
@@ -22,9 +22,9 @@
     │   ├── SandboxFileError   a path that leaves the sandbox, is missing or is not a file
     │   └── SandboxUnavailable this machine cannot isolate untrusted code well enough
     ├── WorldUnavailable       a world's server cannot be reached, hung up or broke its protocol
-    ├── ProgramError           an agent program could not be started, or never asked its model
+    ├── ProgramError           an agent program could not be started, or never called its model
     ├── BudgetSpent            an agent has used up its model calls or its tokens
-    ├── RolloutTimeout         an episode outlived its time limit                  (TimeoutError)
+    ├── RolloutTimeout         an episode exceeded its time limit                  (TimeoutError)
     └── Stopped                the program was stopped by SIGTERM; its progress is saved
 
 Each message says what happened, why it matters and what to do next. `types.ErrorRecord` is the
@@ -100,7 +100,7 @@ class PromptTooLong(ModelError):
 
 
 class UnsupportedSetting(ModelError):
-    """The engine in use cannot do what was asked."""
+    """The engine in use does not support a requested setting."""
 
 
 class TokenError(RolltreeError, ValueError):
@@ -120,19 +120,19 @@ class TrainingError(RolltreeError):
 
 
 class RankLost(TrainingError):
-    """A process that trains with this one has ended, and all of them end together."""
+    """A process that trains with this one has ended, so all of them end."""
 
 
 class SandboxError(RolltreeError):
-    """A sandbox could not do what was asked of it: a path outside it, a closed sandbox."""
+    """A sandbox could not do what was requested; say, it was closed."""
 
 
 class SandboxFileError(SandboxError):
-    """A path leaves the sandbox, or no such regular file is there; code in it may be the reason."""
+    """A path leaves the sandbox or is not a regular file, perhaps because of code inside it."""
 
 
 class SandboxUnavailable(SandboxError):
-    """This machine cannot isolate untrusted code as asked."""
+    """This machine cannot isolate untrusted code as well as requested."""
 
 
 class WorldUnavailable(RolltreeError):
@@ -140,7 +140,7 @@ class WorldUnavailable(RolltreeError):
 
 
 class ProgramError(RolltreeError):
-    """An agent program could not be started, or ended without asking its model."""
+    """An agent program could not be started, or ended without a model call."""
 
 
 class BudgetSpent(RolltreeError):
@@ -148,11 +148,11 @@ class BudgetSpent(RolltreeError):
 
 
 class RolloutTimeout(RolltreeError, TimeoutError):
-    """An episode outlived its time limit."""
+    """An episode exceeded its time limit."""
 
 
 class Stopped(RolltreeError):
-    """The program was asked to end (SIGTERM) and has saved what it did."""
+    """The program was stopped by SIGTERM; its progress is saved."""
 
 
 INFRASTRUCTURE = frozenset(
@@ -162,14 +162,14 @@ INFRASTRUCTURE = frozenset(
         *("SandboxError", "WorldUnavailable"),
     )
 )
-"""The types of `ErrorRecord`s that say nothing about the episode: the model's server, a judge's, a
-world's or a sandbox did not work. Such a rollout is lost, and run again with its seeds, not
-counted. A machine that cannot isolate code (`SandboxUnavailable`) is none of them: it would fail
-again."""
+"""The types of `ErrorRecord`s that say nothing about the episode: the server of the model, a judge
+or a world, or a sandbox did not work. Such a rollout is lost: it does not count, and is run again
+with its seeds. A machine that cannot isolate code (`SandboxUnavailable`) is not among them, since
+it would fail again."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return `" Did you mean 'x'?"`, or the list of known names when none is near.
+    """Return `" Did you mean 'x'?"`, or the list of known names if none is similar.
 
     >>> did_you_mean("tempreature", ["temperature", "top_p"])
     " Did you mean 'temperature'?"
@@ -188,10 +188,10 @@ def refuse_unknown(
     """Check that a call had no keyword arguments beyond those that a function or class takes.
 
     Raises:
-        UnknownArgument: there is one; the message names the nearest that is known.
+        UnknownArgument: an argument is unknown; the message names the nearest known one.
     """
     for name in unknown:
-        # A class hands what it does not know to its base, so all constructors count.
+        # A class passes arguments that it does not take to its base, so all constructors count.
         classes = takes.__mro__ if isinstance(takes, type) else ()
         functions = [vars(cls)["__init__"] for cls in classes if "__init__" in vars(cls)]
         known: set[str] = set()
@@ -203,7 +203,7 @@ def refuse_unknown(
 
 
 def message_of(error: BaseException) -> str:
-    """Return what an exception says; never raises.
+    """Return the message of an exception; never raises.
 
     >>> message_of(KeyError(7))
     '7'
@@ -218,12 +218,12 @@ def record_error(
     error: BaseException,
     phase: Literal["setup", "model", "environment", "scoring", "cleanup", "timeout", "cancelled"],
 ) -> ErrorRecord:
-    """Turn an exception into data, with its message and its traceback; of long ones both ends.
+    """Turn an exception into data, with both ends of a long message or traceback.
 
-    Every rollout that a dead server fails has its own copy.
+    They are cut because every rollout that fails at a dead server stores its own copy.
     """
     lines = "".join(_traceback.format_exception(error)).splitlines(keepends=True)
-    # Without the lines that only underline the one before.
+    # Without the lines that only underline the previous one.
     traceback = "".join(line for line in lines if line.strip(" ~^\n"))
     return ErrorRecord(
         type=type(error).__name__,

@@ -8,10 +8,10 @@ their spread. `Estimate.method` names the interval:
   0 and 1 when all values lie between them.
 - `"wilson"`: for shares (every value 0 or 1, or declared so), Wilson's score interval (Wilson 1927)
   at the effective sample size p(1 - p) / SE^2 with SE = s / sqrt(n), at most the number of values
-  (Korn and Graubard 1998), or n when the examples do not differ at all. It stays inside [0, 1], and
+  (Korn and Graubard 1998), or n if all example means are equal. It stays inside [0, 1], and
   20 of 20 is not "exactly 1".
-- `"bootstrap"`: of paired differences, see `evaluation.paired`.
-- `"none"`: fewer than two examples, and no shares; `low` and `high` are None.
+- `"bootstrap"`: for paired differences, see `evaluation.paired`.
+- `"none"`: a single example whose values are not shares; `low` and `high` are None.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean over examples with its interval, which contains it.
+    """A mean over examples with an interval that contains it.
 
     Example: `Estimate(0.8, 0.49, 0.94, "wilson", num_examples=10, num_values=10)`.
     """
@@ -40,14 +40,14 @@ class Estimate:
     num_values: int
 
     def __post_init__(self) -> None:
-        # In floats a bound can lie 1e-17 beyond the mean, and then an error bar has a length below
-        # 0, which plotting libraries refuse.
+        # By rounding, a bound can lie 1e-17 beyond the mean, which would give an error bar of
+        # negative length, and plotting libraries refuse that.
         if self.low is not None and self.high is not None:
             object.__setattr__(self, "low", min(self.low, self.mean))
             object.__setattr__(self, "high", max(self.high, self.mean))
 
     def within(self, least: float, most: float) -> Estimate:
-        """Return it with an interval that stays where such a mean can be."""
+        """Return the estimate with its interval cut at the bounds of possible means."""
         if self.low is None or self.high is None:
             return self
         return replace(self, low=max(self.low, least), high=min(self.high, most))
@@ -58,12 +58,12 @@ class Estimate:
         return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON-ready data."""
+        """Return the estimate as JSON-ready data."""
         return asdict(self)
 
 
 def mean(values: Sequence[float]) -> float:
-    """Return the mean, rounded once."""
+    """Return the mean, computed from an exactly rounded sum."""
     return values[0] if len(values) == 1 else math.fsum(values) / len(values)
 
 
@@ -73,12 +73,12 @@ def estimate(
     confidence: float = CONFIDENCE,
     are_shares: bool | None = None,
 ) -> Estimate | None:
-    """Estimate a mean from values per example; None when there is no value.
+    """Estimate a mean from values per example; None if there are no values.
 
     `clusters` maps an example to the values of its rollouts. Examples without values are left
     out. `are_shares` says whether values are shares of a whole, in [0, 1] (True: pass@k), or not
-    (False: differences). None asks the values: if each is 0 or 1, the interval is Wilson's; if all
-    are between, as partial credit is, it ends there.
+    (False: differences). None decides by the values: if each is 0 or 1, the interval is Wilson's;
+    if all lie between, as for partial credit, the interval is cut at 0 and 1.
 
     >>> str(estimate({0: [1.0], 1: [2.0], 2: [3.0]}))
     '2.000 [-0.484, 4.484]'
@@ -110,17 +110,17 @@ def estimate(
 def episodes_estimate(clusters: Mapping[Hashable, Sequence[float]]) -> Estimate | None:
     """Estimate the mean over all values, with the cluster as the unit of the interval.
 
-    Clusters that lost episodes are smaller, and the mean over episodes is not that of the clusters'
-    means: a cluster counts by its size (the linearized ratio estimator; Cochran, Sampling
-    Techniques, chapter 2.11). Clusters of one size count as they are.
+    Clusters that lost episodes are smaller, so the mean over episodes differs from the mean of the
+    clusters' means: a cluster counts by its size (the linearized ratio estimator; Cochran, Sampling
+    Techniques, chapter 2.11). Clusters of equal size count equally.
     """
     filled = {name: values for name, values in clusters.items() if values}
     num = sum(map(len, filled.values()))
     if not num:
         return None
     center, share = math.fsum(map(math.fsum, filled.values())) / num, len(filled) / num
-    # [center + share * n_g * (mean_g - center)] averages over groups to `center`, the mean over
-    # episodes, and spreads as that mean does.
+    # The average of [center + share * n_g * (mean_g - center)] over groups is `center`, the mean
+    # over episodes, and the spread of these values gives the standard error of that mean.
     weighed = {
         name: [center + share * len(values) * (mean(values) - center)] * len(values)
         for name, values in filled.items()
@@ -131,7 +131,7 @@ def episodes_estimate(clusters: Mapping[Hashable, Sequence[float]]) -> Estimate 
 
 
 def all_in_unit(clusters: Iterable[Iterable[float]]) -> bool:
-    """Whether no value lies outside [0, 1], so that they may be taken for shares."""
+    """Whether no value lies outside [0, 1], so that they may be shares."""
     return all(0.0 <= value <= 1.0 for values in clusters for value in values)
 
 
@@ -150,8 +150,8 @@ def wilson(mean: float, size: float, confidence: float = CONFIDENCE) -> tuple[fl
 def student_t(degrees: int, confidence: float = CONFIDENCE) -> float:
     """Return the two-sided t quantile, exact for 1 and 2 degrees of freedom.
 
-    From 3 on by the expansion in 1/degrees of Abramowitz and Stegun 26.7.5, within 0.2 % of the
-    exact value for confidences up to 0.95 (0.9 % at 0.99 and 3 degrees).
+    From 3 degrees on, it is the expansion in 1/degrees of Abramowitz and Stegun 26.7.5, within
+    0.2 % of the exact value for confidences up to 0.95 (0.9 % at 0.99 and 3 degrees).
     """
     upper = 0.5 + confidence / 2
     if degrees == 1:
@@ -192,7 +192,7 @@ def pass_hat_k(num: int, num_passed: int, k: int) -> float:
     0.16666666666666666
 
     Raises:
-        ValueError: as `pass_at_k`.
+        ValueError: as in `pass_at_k`.
     """
     _check_passes("pass^", num, num_passed, k)
     return math.comb(num_passed, k) / math.comb(num, k)

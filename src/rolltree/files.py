@@ -1,7 +1,7 @@
 """Opens files from untrusted sources, and replaces files as a whole.
 
 The files of a run folder are opened only if they are regular, without following links and without
-waiting, and small ones are read up to a bound.
+blocking, and files that are read whole have a size limit.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _numbers = itertools.count()
 
 
 def odd_kind(path: str | Path, *, follow: bool = False, writes: bool = False) -> str | None:
-    """Name what is at `path` if it is not a regular file; None if it is one, or nothing is there.
+    """Name what is at `path` if it is not a regular file; None if it is one, or does not exist.
 
-    With `writes`, a file that has further names counts too: they would change with it.
+    With `writes`, a file with several hard links is named too: a write would change all of them.
 
     Raises:
-        OSError: it cannot be looked at.
+        OSError: the path cannot be examined.
     """
     try:
         return _odd(os.stat(path) if follow else os.lstat(path), writes)
@@ -49,22 +49,22 @@ def _odd(status: os.stat_result, writes: bool) -> str | None:
 
 
 def open_regular(path: str | Path, flags: int = os.O_RDONLY, *, follow: bool = False) -> int:
-    """Return a descriptor of a regular file. It never waits, and follows links only on request.
+    """Return a descriptor of a regular file. It never blocks, and follows links only on request.
 
     Raises:
-        OSError: it cannot be opened; or it is not a regular file, or would be written under several
-            names (EINVAL).
+        OSError: it cannot be opened; or it is not a regular file, or would be written although it
+            has several hard links (EINVAL).
     """
     writes = bool(flags & _WRITES)
-    # Before it is opened: opening a device may already act on it.
+    # Checked before opening it, since opening a device may already have an effect.
     kind = odd_kind(path, follow=follow, writes=writes)
-    # Without waiting: a named pipe blocks its opener until somebody writes.
+    # Without blocking: opening a named pipe blocks until something writes to it.
     flags |= os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)
     fd = -1
     try:
         if kind is None:
             fd = os.open(path, flags, 0o644)
-            # It may be a different one by now.
+            # It may be a different file by now.
             kind = _odd(os.fstat(fd), writes)
         if kind is not None:
             raise OSError(errno.EINVAL, f"it is {kind}, not a regular file of its own", str(path))
@@ -79,10 +79,10 @@ def read_regular(path: str | Path, max_bytes: int = MAX_BYTES, *, follow: bool =
     """Return the content of a regular file.
 
     Raises:
-        OSError: as `open_regular`; or it is larger than `max_bytes` (EFBIG).
+        OSError: as in `open_regular`; or it is larger than `max_bytes` (EFBIG).
     """
     with open(open_regular(path, follow=follow), "rb") as file:
-        # The size may change while it is read, so both are bounded.
+        # The size may change meanwhile, so both the size and the read are checked.
         content = file.read(max_bytes + 1) if os.fstat(file.fileno()).st_size <= max_bytes else None
     if content is None or len(content) > max_bytes:
         raise OSError(errno.EFBIG, f"it is larger than {max_bytes:,} bytes", str(path))
@@ -93,8 +93,9 @@ def read_regular(path: str | Path, max_bytes: int = MAX_BYTES, *, follow: bool =
 def whole_file(target: str | Path, *, follow: bool = True) -> Iterator[Path]:
     """Yield a temporary file that replaces `target`, synced, when the block succeeds.
 
-    A kill leaves the older target, and a hidden file that the next one removes. Anything but a
-    regular file, such as `/dev/stdout`, is written itself. Without `follow` a link is replaced.
+    After a kill the old target is still there, and a hidden file that the next call removes. A
+    target that is not a regular file, such as `/dev/stdout`, is written directly. Without `follow`
+    a link is replaced.
     """
     final = Path(os.path.realpath(target) if follow else target)
     if follow and odd_kind(final) is not None:
@@ -104,16 +105,16 @@ def whole_file(target: str | Path, *, follow: bool = True) -> Iterator[Path]:
     part = _part_name(final)
     fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
-        # The lock says that somebody still writes. Some network disks have none.
+        # The lock says that the file is still being written. Some network disks have no locks.
         with contextlib.suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_EX)
         with contextlib.suppress(OSError):
             if odd_kind(final) is None:
-                # The new file has the rights of the one it replaces.
+                # The new file gets the permissions of the old one.
                 os.fchmod(fd, stat.S_IMODE(os.lstat(final).st_mode))
         yield part
         os.fsync(fd)
-        # Synced first: after a crash the name must not lead to an empty file.
+        # Renamed only after the sync: after a crash the name must not lead to an empty file.
         part.replace(final)
     except BaseException:  # Ctrl-C, too
         part.unlink(missing_ok=True)
@@ -126,7 +127,7 @@ def whole_file(target: str | Path, *, follow: bool = True) -> Iterator[Path]:
 def whole_folder(target: str | Path) -> Iterator[Path]:
     """Yield a temporary folder that becomes `target`, synced, when the block succeeds.
 
-    `target` must be missing or empty then.
+    By then `target` must still be missing or empty.
     """
     final = Path(os.path.realpath(target))
     final.parent.mkdir(parents=True, exist_ok=True)
@@ -140,7 +141,7 @@ def whole_folder(target: str | Path) -> Iterator[Path]:
         yield part
         for path in (*part.rglob("*"), part):
             sync(path)
-        # `rename` takes an empty folder's place and no other.
+        # `rename` replaces a folder only if it is empty.
         part.rename(final)
     except BaseException:  # Ctrl-C, too
         with contextlib.suppress(OSError):
@@ -157,7 +158,7 @@ def write_whole(target: str | Path, content: str | bytes, *, follow: bool = True
 
 
 def sync(path: Path) -> None:
-    """Have a file's content, or a folder's entries, on the disk when this returns."""
+    """Wait until a file's content, or a folder's entries, are on the disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -166,7 +167,7 @@ def sync(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link or a folder; nothing is fine too."""
+    """Remove a file, a link or a folder, if it exists."""
     if path.is_dir() and not path.is_symlink():
         import shutil
 
@@ -180,7 +181,7 @@ def _part_name(final: Path) -> Path:
 
 
 def _remove_abandoned(final: Path) -> None:
-    """Remove what killed programs left of this target; a process that still writes holds a lock."""
+    """Remove what killed programs left for this target; a process that still writes has a lock."""
     start = f".{final.name[:40]}."
     left: list[str] = []
     with contextlib.suppress(OSError), os.scandir(final.parent) as entries:

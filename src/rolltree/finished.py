@@ -1,4 +1,4 @@
-"""Results of synchronous calls that may be awaited, without importing asyncio."""
+"""Results of synchronous calls that may also be awaited, without importing asyncio."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any, Self
 
 
 class Finished(Coroutine[Any, Any, Any]):
-    """A result of a synchronous call, which may be awaited all the same, and is itself then.
+    """A result of a synchronous call; awaiting it returns the result itself.
 
     So `await rt.evaluate(...)` and `asyncio.run(rt.evaluate(...))` work as they would with a
-    coroutine, and nobody has to know which it is.
+    coroutine.
     """
 
     __slots__ = ()
@@ -23,11 +23,11 @@ class Finished(Coroutine[Any, Any, Any]):
         return self
 
     def send(self, value: Any, /) -> Any:
-        """End at once, as a coroutine that returns this result."""
+        """End at once, like a coroutine that returns this result."""
         raise StopIteration(self)
 
     def throw(self, *raised: Any) -> Any:
-        """Raise what a loop throws into a coroutine: its task was cancelled before it began."""
+        """Raise what the loop throws in if the task is cancelled before it begins."""
         return super().throw(*raised)
 
     def close(self) -> None:

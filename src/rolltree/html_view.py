@@ -1,6 +1,6 @@
-"""Small pieces of HTML for notebooks: tables and lines, with everything escaped.
+"""Small pieces of HTML for notebooks: tables and lines.
 
-What models and environments wrote may be in them, so no text is taken for markup.
+Texts of models and environments may be in them, so everything is escaped.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from html import escape
 from rolltree.redact import shown
 
 MOST_ROWS = 200
-"""Rows that are shown; a notebook keeps what it shows in its file."""
+"""The most rows to show, since a notebook stores in its file what it shows."""
 
 
 def html_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Return a table; of a long one the first rows, and how many there are."""
+    """Return a table; a long one has only its first rows, and a line that says so."""
     head = "".join(f"<th>{_text(each)}</th>" for each in heads)
     body = "".join(
         f"<tr>{''.join(f'<td>{_text(cell)}</td>' for cell in row)}</tr>" for row in rows[:MOST_ROWS]
@@ -29,12 +29,12 @@ def html_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[object]
 
 
 def html_lines(lines: Iterable[object]) -> str:
-    """Return lines, each as a block of its own."""
+    """Return lines, each in its own block."""
     return "".join(f"<div>{_text(line)}</div>" for line in lines)
 
 
 def html_pre(text: object) -> str:
-    """Return text as it is laid out."""
+    """Return preformatted text."""
     return f"<pre>{_text(text)}</pre>"
 
 

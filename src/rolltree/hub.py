@@ -1,8 +1,8 @@
 """Names of the Hugging Face hub: `owner/name`, or `owner/name@revision`.
 
 `huggingface_hub` does the work, so its cache, its token and its variables (`HF_HOME`, `HF_TOKEN`,
-`HF_ENDPOINT`, `HF_HUB_OFFLINE`) are the ones in use. A hub that does not answer is found out in
-seconds; the client itself would try for a minute or two, and is told to look into its cache only.
+`HF_ENDPOINT`, `HF_HUB_OFFLINE`) apply. Whether the hub answers is known within seconds; if it does
+not, the client, which would try for a minute or two, uses only its cache.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, Literal
 from rolltree.errors import ConfigError
 
 WAIT_S = 5.0
-"""Seconds that a hub may take for its first answer, names and connections included."""
+"""Seconds that a hub may take for its first answer, with name resolution and connecting."""
 _NAME = re.compile(r"([\w-][\w.-]*)/([\w-][\w.-]*)(?:@([\w./-]+))?", re.ASCII)
 WEIGHTS = ("*.safetensors",)
 PICKLED_WEIGHTS = ("*.bin",)
@@ -44,18 +44,18 @@ class HubName:
 
     @property
     def command(self) -> str:
-        """What downloads it, on a machine that reaches the hub."""
+        """The command that downloads it, on a machine that reaches the hub."""
         at = "" if self.revision is None else f" --revision {self.revision}"
         return f"{_COMMAND[self.kind]} {self.repo}{at}"
 
     @property
     def cache_folder(self) -> Path:
-        """Where the client keeps it."""
+        """The folder in which the client stores it."""
         return hub_cache() / f"{self.kind}s--{self.repo.replace('/', '--')}"
 
 
 def hub_name(name: str, kind: Literal["model", "dataset"] = "model") -> HubName | None:
-    """Return the hub's name that a text is, None if it has another form.
+    """Return a text as a name on the hub; None if it does not have that form.
 
     >>> hub_name("Qwen/Qwen3-0.6B@main")
     HubName(repo='Qwen/Qwen3-0.6B', revision='main', kind='model')
@@ -73,7 +73,7 @@ def hub_cache() -> Path:
 
 
 def cached(name: HubName) -> Path | None:
-    """Return the folder of a repository that is in the cache, with nothing asked; else None."""
+    """Return the folder of a repository in the cache, without a request; None if it is missing."""
     revision = name.revision or "main"
     for commit in (revision, _text(name.cache_folder / "refs" / revision)):
         folder = name.cache_folder / "snapshots" / commit
@@ -86,7 +86,7 @@ def check_available(name: HubName) -> None:
     """Check that a repository is in the cache, or that the hub answers.
 
     Raises:
-        ConfigError: neither; the message says what to download, and where to put it.
+        ConfigError: neither is so; the message says what to download, and where to put it.
     """
     if cached(name) is None and not answers():
         raise ConfigError(unavailable(name, _why_offline()))
@@ -100,7 +100,7 @@ def model_folder(name: HubName, *, weights: bool = True) -> Path:
             for a token.
     """
     folder = _snapshot(name, [*TOKENIZER, *(WEIGHTS if weights else ())])
-    # Repositories of before safetensors; layouts.py reads these without running what is in them.
+    # Repositories from before safetensors; layouts.py reads their weights without running code.
     if weights and not any(any(folder.glob(each)) for each in WEIGHTS):
         folder = _snapshot(name, [*TOKENIZER, *PICKLED_WEIGHTS])
     return folder
@@ -116,7 +116,7 @@ def _snapshot(name: HubName, patterns: Sequence[str]) -> Path:
         ) from error
     is_online = answers()
     try:
-        # Progress bars go to stderr, and a terminal may belong to a live view.
+        # Progress bars go to stderr, where they would disturb a live view.
         with contextlib.redirect_stderr(io.StringIO()):
             found = huggingface_hub.snapshot_download(
                 name.repo,
@@ -124,7 +124,7 @@ def _snapshot(name: HubName, patterns: Sequence[str]) -> Path:
                 allow_patterns=list(patterns),
                 local_files_only=not is_online,
             )
-    # Its many errors, its HTTP client's, and the system's.
+    # The many errors of the package, of its HTTP client, and of the system.
     except Exception as error:
         why = str(error).strip().partition("\n")[0] if is_online else _why_offline()
         raise ConfigError(unavailable(name, f"{type(error).__name__}: {why}")) from error
@@ -132,7 +132,7 @@ def _snapshot(name: HubName, patterns: Sequence[str]) -> Path:
 
 
 def unavailable(name: HubName, why: str) -> str:
-    """Return what happened, what to download, and where to put it."""
+    """Return a message that says what happened, what to download, and where to put it."""
     return (
         f"{name} is neither a folder here nor in the cache of the Hugging Face hub "
         f"({hub_cache()}), and it could not be downloaded ({why}). Check the name; a private or "
@@ -144,7 +144,7 @@ def unavailable(name: HubName, why: str) -> str:
 
 
 def is_offline() -> bool:
-    """Whether the environment says not to ask the hub."""
+    """Whether environment variables forbid requests to the hub."""
     names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
     return any(os.environ.get(each, "").upper() in ("1", "ON", "YES", "TRUE") for each in names)
 
@@ -163,14 +163,14 @@ def endpoint() -> str:
 
 
 def answers() -> bool:
-    """Whether the hub may be asked, and answers at all. It is asked once per process."""
+    """Whether requests to the hub are allowed, and it answers. It is asked once per process."""
     return not is_offline() and _reached(endpoint())
 
 
 @functools.cache
 def _reached(url: str) -> bool:
     found: list[bool] = []
-    # In a thread that is not waited for: resolving a name has no time limit of its own.
+    # In a thread that may be left behind: resolving a name has no time limit.
     asking = Thread(target=lambda: found.append(_asked(url)), daemon=True, name="rolltree-hub")
     asking.start()
     asking.join(WAIT_S)
@@ -185,7 +185,7 @@ def _asked(url: str) -> bool:
         with urlopen(Request(url, method="HEAD"), timeout=WAIT_S):
             return True
     except HTTPError as error:
-        # An answer, if not the one that was hoped for; a proxy that refuses is none.
+        # An error status is an answer, too, unless it comes from a proxy that refuses.
         return error.code not in (403, 407, 502, 503, 504)
     except (OSError, ValueError):
         return False
@@ -193,7 +193,7 @@ def _asked(url: str) -> bool:
 
 @contextmanager
 def cache_only() -> Iterator[None]:
-    """Let `datasets` and `huggingface_hub` look into their caches only, while the block lasts."""
+    """Let `datasets` and `huggingface_hub` use only their caches inside the block."""
     import datasets.config
     import huggingface_hub.constants
 

@@ -1,6 +1,6 @@
-"""Whole training runs: `train(config, environment=env)` makes the parts, trains, evaluates, stores.
+"""Whole training runs: `train(config, environment=env)` builds the parts, trains and evaluates.
 
-The room above training, evaluation and environments; `rolltree train` calls it too.
+This room is above training, evaluation and environments; `rolltree train` calls it, too.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ConfigSource = TrainConfig | Mapping[str, Any] | str | Path
 
 
 class Outside(Protocol):
-    """What a training process has outside of itself: engines, and workers that play rollouts."""
+    """The other processes of a training run: engines, and workers that play rollouts."""
 
     async def engines(self, config: TrainConfig) -> TrainConfig:
         """Wait for engines, and return the config with their addresses."""
@@ -53,7 +53,7 @@ class Outside(Protocol):
     def rollouts(
         self, config: TrainConfig, source: RolloutSource, parts: TrainParts, run: Run
     ) -> AbstractAsyncContextManager[RolloutEngine]:
-        """Return a context in which its value runs the rollouts of `run`."""
+        """Return a context manager whose value runs the rollouts of `run`."""
         ...
 
 
@@ -69,18 +69,19 @@ def train(
         rt.train("examples/demo/demo.toml")
         rt.train(environment=env, model="tiny", num_steps=2, run_dir="runs/first")
 
-    The same call continues a run that was stopped or killed. It also works if an event loop
-    runs already, as in a notebook. Under torchrun every rank makes the call and gets the report.
+    The same call continues a run that was stopped or killed. It also works if an event loop is
+    already running, as in a notebook. Under torchrun every rank makes the call and gets the report.
 
     Args:
         config: a TOML file, plain data or a `TrainConfig`; None for the defaults. An environment
-            is taken for `environment`.
-        environment: an environment, the name or path of one, or the `env` section as a mapping;
-            None takes the config's `env.id`.
+            in its place counts as `environment`.
+        environment: an environment, its name or path, or the `env` section as a mapping; None uses
+            the config's `env.id`.
         model: the name or folder of a model, the `model` section as a mapping, or a Hugging Face
             causal LM in float32, which is trained in place and needs `tokenizer`.
-        options: the other arguments of `train_async`, and settings as `load_train_config` takes
-            them: `num_steps=20`, `lr=1e-5`, `optim={"lr": 1e-5}`, `run_dir="runs/x"`.
+        options: the other arguments of `train_async`, and settings in the form that
+            `load_train_config` accepts: `num_steps=20`, `lr=1e-5`, `optim={"lr": 1e-5}`,
+            `run_dir="runs/x"`.
 
     Raises:
         ConfigError: a setting is unknown or wrong, or the run was started with other settings.
@@ -127,19 +128,19 @@ async def train_async(
         config: see `train`.
         environment: see `train`.
         model: see `train`.
-        tokenizer: that of a model which is given as an object.
-        client: samples from `engine`; give both, with `model`, or none. They stay open.
+        tokenizer: the model's tokenizer, if the model is passed as an object.
+        client: samples from `engine`; pass both, with `model`, or neither. They stay open.
         engine: serves `model`'s own tensors, or copies them when a version is published; or the
             `engine` section as a mapping.
         evaluate: `(phase, step) -> metrics`, instead of the held-out evaluation of the config.
-        reporter: gets progress callbacks, and nothing is printed. None does what `rolltree train`
-            does: progress on stderr, and at the end curve, held-out results and transcripts.
+        reporter: gets progress callbacks, and nothing is printed. None prints what `rolltree train`
+            prints: progress on stderr, then the curve, held-out results and transcripts.
         quiet: print nothing.
         num_transcripts: held-out examples to print at the end, before and after training.
-        command: the words of the command that called this, to suggest how to go on.
+        command: the words of the command that called this, for suggestions of what to run next.
         run: where everything is stored, opened for writing, instead of the config's `run.dir`.
-        cluster: the engines and rollout workers of a run on several processes; this one
-            trains; `rolltree train` starts those that the config's `[cluster]` names.
+        cluster: the engines and rollout workers of a run on several processes, in which this one
+            trains; `rolltree train` starts them from the config's `[cluster]` section.
         settings: see `train`.
 
     If cancelled, it saves a checkpoint and raises.
@@ -182,7 +183,7 @@ async def train_async(
         )
     if model is None:
         check_loadable(checked.model.name, device=checked.model.device)
-    # From here on torch is needed, which is slow to import; errors above were reported without it.
+    # From here on torch is needed. It is slow to import, so the checks above come before it.
     from rolltree.training import TrainParts, build_parts, open_run, run_training
     from rolltree.training.given import accept_given, begin
     from rolltree.training.rank0 import follow
@@ -205,8 +206,8 @@ async def train_async(
                     shown = reporter or _default_reporter(quiet, stack)
                     if model is not None:
                         notify = partial(stored.announce, show=shown.on_notice)
-                        # An object keeps its weights when a call fails: they are compared with
-                        # those the run began with.
+                        # A model object keeps its weights when a call fails, so they are compared
+                        # with those that the run began with.
                         begin(model, checked, stored, notify, is_alone=ranks is None)
                     if client is not None:
                         _check_engine(checked, ranks is not None)
@@ -235,7 +236,7 @@ async def train_async(
                         ranks=ranks,
                         rollouts=rollouts,
                     )
-                    # `show --phase train` would read every rollout for it; it only saves time.
+                    # Stored only to save time: `show --phase train` would read every rollout.
                     with suppress(StoreError):
                         if stored.kept_report("train") is None:
                             keep_report(stored, stored_report(stored, "train"))
@@ -261,7 +262,7 @@ async def train_async(
 def environment_config(name: str) -> dict[str, Any]:
     """Return the config that `rolltree train NAME` starts from: the environment's own `train.toml`.
 
-    Its runs are in `runs/NAME`. Without a `train.toml` the settings are those that fit the machine.
+    Its runs go to `runs/NAME`. Without a `train.toml`, the settings are chosen to fit the machine.
 
     Raises:
         UnknownName: there is no such environment.
@@ -274,7 +275,7 @@ def environment_config(name: str) -> dict[str, Any]:
 
 
 def _object(name: str, given: Any, settings: dict[str, Any]) -> Any:
-    """Return the given object; a section, or the main key of one, becomes a setting instead."""
+    """Return an object as it is; a section, or a section's main key, becomes a setting instead."""
     # An environment may be a path, and is loaded later.
     is_name = isinstance(given, str | Path) and name != "env"
     if not is_name and not isinstance(given, Mapping):
@@ -291,7 +292,7 @@ def _is_source(value: object) -> bool:
     )
 
 
-# Objects that `train_async` takes: what each must provide, and what its error message asks for.
+# Objects that `train_async` takes: a check of each, and what the error message recommends.
 _ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "model": (
         lambda given: callable(getattr(given, "named_parameters", None)),
@@ -327,7 +328,7 @@ _ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def _check_arguments(config: Any, environment: Any, **given: Any) -> None:
-    """Refuse objects that are not what their argument takes, before anything is loaded."""
+    """Reject objects of the wrong kind before anything is loaded."""
     if config is not None and not isinstance(config, TrainConfig | Mapping | str | Path):
         raise ConfigError(
             f"the first argument is {_kind(config)}; it takes the config (a TOML file, a mapping "
@@ -354,7 +355,7 @@ def _kind(value: object) -> str:
 
 
 def _default_reporter(quiet: bool, stack: AsyncExitStack) -> Reporter:
-    """Return the live view of the run, which `stack` ends; a silent one if it is to be quiet."""
+    """Return the live view of the run, which `stack` closes, or a silent reporter if `quiet`."""
     return (
         Silent()
         if quiet
@@ -437,7 +438,7 @@ def held_out(
 
 
 def _check_engine(config: TrainConfig, has_ranks: bool) -> None:
-    """Refuse an engine that was given but would not serve what is trained."""
+    """Reject a given engine that would not serve the weights that are trained."""
     if has_ranks or config.model.lora_rank:
         what = "several ranks train" if has_ranks else "model.lora_rank is set"
         raise ConfigError(
@@ -460,7 +461,7 @@ def stop_on_sigterm() -> Iterator[None]:
     received: list[int] = []
 
     def stop() -> None:
-        # A second one would interrupt the saving.
+        # A second cancellation would interrupt the saving.
         if not received:
             received.append(signal.SIGTERM)
             task.cancel()
@@ -473,7 +474,7 @@ def stop_on_sigterm() -> Iterator[None]:
     except asyncio.CancelledError:
         if not received:
             raise
-        # The cancellation was ours; no caller waits for it.
+        # `stop` cancelled the task, and no caller expects it to be cancelled.
         task.uncancel()
         raise Stopped(
             "stopped by SIGTERM; progress is saved. The same command continues the run."

@@ -15,13 +15,13 @@ EXTRAS = {
     "pyarrow": "rolltree[data]",
     **dict.fromkeys(("datasets", "gymnasium"), "rolltree[envs]"),
 }
-"""The extra that brings a package."""
+"""Package to the extra that installs it."""
 
 
 def loader(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
     """Return the `__getattr__` of a package.
 
-    `modules` has the names by the submodule that defines them, with spaces between them.
+    `modules` maps each submodule to the names that it defines, separated by spaces.
     """
     module_of = {name: module for module, names in modules.items() for name in names.split()}
 

@@ -1,7 +1,7 @@
 """What this machine has for running and training models, and settings that fit it.
 
-Nothing is imported to find out: torch takes seconds, and a package that is broken must not stop
-the command that looks for what is broken.
+Packages are examined without importing them: torch takes seconds, and a broken package must not
+stop the command that looks for broken ones.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 CPU_TORCH_COMMAND = f"pip install torch --index-url {TORCH_CPU_INDEX}"
-"""What installs torch without CUDA, whose packages take some 5 GB."""
+"""The command that installs torch without CUDA, whose packages take some 5 GB."""
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 GIB = 1024**3
 
@@ -41,7 +41,7 @@ PROVIDES = {
     "track": (("tensorboard", "trackio", "wandb", "mlflow"), "experiment trackers"),
     "compat": (("datasets", "openai", "pydantic", "textual"), "what verifiers 0.1.8 brought along"),
 }
-"""Extra to the modules that it brings, and what it is for."""
+"""Extra to the modules that it installs, and what it is for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """What `look` found."""
+    """The result of `look`."""
 
     python: str
     num_cores: int  # that this process may use
@@ -135,14 +135,14 @@ def describe(machine: Host) -> str:
 
 
 def toml_sections(config: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return sections of numbers, strings and truths as TOML.
+    """Return sections of numbers, strings and booleans as TOML.
 
     >>> toml_sections({"optim": {"lr": 1e-5}})
     '\\n[optim]\\nlr = 1e-05\\n'
     """
     parts = []
     for name, section in config.items():
-        # JSON's numbers, strings and truths are TOML's, too.
+        # Numbers, strings and booleans are written as in JSON.
         lines = [f"{key} = {json.dumps(value)}" for key, value in section.items()]
         parts.append("\n".join(["", f"[{name}]", *lines, ""]))
     return "".join(parts)
@@ -156,8 +156,8 @@ def num_cores() -> int:
 
 
 def has_gpu() -> bool:
-    """Whether the machine shows a GPU, of any maker, by its device files."""
-    # kfd is AMD's; dxg is the GPU of Windows, in its Linux.
+    """Whether device files show a GPU of any vendor."""
+    # kfd is AMD's; dxg is the GPU of Windows, inside WSL.
     names = ("nvidia[0-9]*", "nvhost*", "nvmap", "kfd", "dxg")
     return any(True for name in names for _ in Path("/dev").glob(name))
 
@@ -191,7 +191,7 @@ def _version(package: str) -> str | None:
 
 
 def _torch_cuda() -> str | None:
-    """Return the CUDA version that torch was built for, read from its own files."""
+    """Return the CUDA version that torch was built for, read from its files."""
     spec = find_spec("torch") if _is_there("torch") else None
     if spec is None or spec.origin is None:
         return None

@@ -1,7 +1,7 @@
 """Gives `ModelResponse` the attributes of the openai package's response objects.
 
-The objects and lists are built when they are read. What can be assigned is the message's fields;
-any other edit would change a copy, so it raises.
+The objects and lists are built when they are read. Only the message's fields can be assigned; any
+other edit would change a copy, so it raises.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ def _dumped(value: Any) -> Any:
 
 
 class ResponseMessage(ResponsePart):
-    """The message of a `ModelResponse`. Its content, when it is assigned, becomes the response's.
+    """The message of a `ModelResponse`. A field that is assigned changes in the response, too.
 
-    The sampled ids stay as they are: the next prompt is not the one that they would make.
+    The sampled ids stay as they are, so the next prompt no longer continues them.
     """
 
     __slots__ = ("_response",)
@@ -141,7 +141,7 @@ class ResponseChoice:
 
     @property
     def logprobs(self) -> ResponsePart | None:
-        """Logprobs in both of OpenAI's shapes: `content` for chat, `token_logprobs` for text."""
+        """Logprobs in both of OpenAI's formats: `content` for chat, `token_logprobs` for text."""
         ids, logprobs = self._response.completion_ids, self._response.logprobs
         if ids is None or logprobs is None:
             return None
@@ -159,7 +159,7 @@ class ResponseChoice:
 
 
 def dump_response(response: Any) -> dict[str, Any]:
-    """Return a `ModelResponse` as a dict of OpenAI's shape, with vLLM's fields for token ids."""
+    """Return a `ModelResponse` as a dict in OpenAI's format, with vLLM's fields for token ids."""
     choice = ResponseChoice(response)
     return {
         "id": response.id,

@@ -3,7 +3,7 @@
 Two rules find them: fields whose name marks a secret (`api_key`, `hf_token`, `Authorization`,
 ...), and texts that look like one (provider key prefixes, bearer headers, passwords inside URLs).
 A value under such a name, in settings (`remember`) or in the environment, is cut out wherever it
-appears. A secret under an ordinary name has to be named; for a run, with `Run.protect`.
+appears. A secret under an ordinary name has to be declared; for a run, with `Run.protect`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _TOKEN_KINDS = _SERVICES | _words(
     "auth access api bearer refresh session id security oauth csrf xsrf sas personal service admin "
     "deploy client server webhook login gateway proxy judge llm my app root registry push device"
 )
-# `hftoken`, `dbpass`: what may stand before an end without anything between.
+# `hftoken`, `dbpass`: endings, and the words that may precede them without a separator.
 _GLUED = {
     **dict.fromkeys(("key", "keys"), _KEY_KINDS),
     **dict.fromkeys(("token", "tokens"), _TOKEN_KINDS),
@@ -60,7 +60,7 @@ _GLUED = {
 }
 _GLUED_ENDS = ("password", "passwd", "apikey", "secret")
 _PAIRS = {("auth", "header"), ("connection", "string"), ("webhook", "url"), ("seed", "phrase")}
-# Of `api_key_env` the value is a name, of `token_count` a number.
+# The value of `api_key_env` is a name, that of `token_count` a number.
 _NAMES_ONLY = _words("var env name names file path ids id count type mode method length kind")
 
 _TEXTS = (
@@ -79,7 +79,7 @@ _TEXTS = (
     # The user of a URL, which is often a token without a password.
     re.compile(r"""(?<=://)[^/\s?#<>"']+(?=@)"""),
     re.compile(r"(?i)(?<=bearer )[A-Za-z0-9._~+/=-]{8,}"),
-    # With the header's name before it: "basic" alone is an ordinary word.
+    # Only after the header's name: "basic" alone is an ordinary word.
     re.compile(
         r"""(?i)(?:(?<=authorization: basic )|(?<=authorization['"]: ['"]basic ))[\w+/=-]{4,}"""
     ),
@@ -97,7 +97,7 @@ _FIELD = re.compile(
 
 
 def is_secret_key(key: str) -> bool:
-    """Whether a field of this name holds a secret.
+    """Whether the name of a field marks a secret.
 
     >>> [is_secret_key(k) for k in ("api_key", "apiKey", "hf_token", "max_tokens", "eos_token")]
     [True, True, True, False, False]
@@ -111,7 +111,7 @@ def _is_secret_key(key: str) -> bool:
     parts = [part.lower() for part in _PART.findall(key)]
     if not parts or parts[-1] in _NAMES_ONLY:
         return False
-    # Joined as well: e2b is three parts.
+    # Joined as well, since "e2b" is split into three parts.
     last, kind = parts[-1], {*parts[:-1], "".join(parts[:-1])}
     if _ALWAYS.intersection(parts) or last.endswith(_GLUED_ENDS):
         return True
@@ -123,7 +123,7 @@ def _is_secret_key(key: str) -> bool:
         return True
     if last in ("key", "keys"):
         return bool(kind & _KEY_KINDS) and not kind & {"public", "primary", "foreign"}
-    # Mostly a number of them: max_tokens.
+    # Most such fields are counts: max_tokens.
     if last == "tokens":
         return bool(kind & {"access", "api", "auth", "bearer", "refresh"})
     return parts == ["token"] or (last == "token" and bool(kind & _TOKEN_KINDS))
@@ -138,8 +138,8 @@ _PLACEHOLDERS = _words(
 def environment_secrets() -> tuple[str, ...]:
     """Return the values of this process's environment variables whose names mark a secret.
 
-    Too short ones, numbers, paths and words like `placeholder` would tear real data; they are left
-    out.
+    Short values, numbers, paths and words like `placeholder` are left out: cutting them out would
+    damage other data.
     """
     return _values_of(tuple((name, os.environ.get(name, "")) for name in _names(tuple(os.environ))))
 
@@ -164,15 +164,15 @@ def _values_of(variables: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
 def known_secrets(secrets: Iterable[str]) -> tuple[str, ...]:
     """Return the secrets that can be cut out of data, the longest first.
 
-    Texts of fewer than eight characters are left out: cutting them out would tear real data.
+    Texts of fewer than eight characters are left out: cutting them out would damage other data.
     """
     return tuple(sorted({text for text in secrets if len(text) >= 8}, key=len, reverse=True))
 
 
 def cut_text(text: str, secrets: tuple[str, ...]) -> str:
-    """Replace every known secret in `text`; one that holds another goes as a whole."""
+    """Replace every known secret in `text`; a secret that contains another is replaced whole."""
     found = [secret for secret in secrets if secret and secret in text]
-    # The longest first: one that holds another would otherwise leave its rest behind.
+    # The longest first: otherwise a secret that contains another would leave a remainder.
     for secret in sorted(found, key=len, reverse=True):
         text = text.replace(secret, REDACTED)
     return text
@@ -192,7 +192,7 @@ def cut_secrets(value: Any, secrets: tuple[str, ...]) -> Any:
 def redact_text(text: str, secrets: tuple[str, ...] = ()) -> str:
     """Replace every known secret, and everything that looks like one, in `text`.
 
-    Known are `secrets`, those that were remembered, and `environment_secrets`.
+    Known secrets are `secrets`, the remembered ones, and `environment_secrets`.
     """
     return _redact_text(text, _all_known(secrets))
 
@@ -232,7 +232,7 @@ def _redact(value: Any, known: tuple[str, ...]) -> Any:
         return {_redact(key, known): _redact_field(key, each, known) for key, each in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         return _rebuilt(value, [_redact(item, known) for item in value])
-    # pydantic: the codec stores its fields.
+    # A pydantic object, whose fields the codec stores.
     if hasattr(value, "model_dump"):
         return _redact(value.model_dump(), known)
     return value
@@ -245,7 +245,7 @@ _SCHEME = re.compile(r"(?i)\s*(?:bearer|basic|token|key)\s+")
 def remember(*secrets: str) -> None:
     """Note secrets of this process: `redact`, `redact_text` and `shown` cut them out.
 
-    As everywhere, texts of fewer than eight characters are ignored.
+    As in `known_secrets`, texts of fewer than eight characters are ignored.
     """
     _remembered.update(known_secrets(secrets))
 
@@ -273,7 +273,7 @@ def _secrets_in(value: Any, hidden: bool) -> Iterator[str]:
 
 
 def _setting(word: str) -> tuple[str, Any] | None:
-    """Return the key and value of a word like `env.args={api_key = "x"}`; None of other words."""
+    """Return the key and value of a word like `env.args={api_key = "x"}`; None for other words."""
     key, equals, text = word.partition("=")
     if not equals or not key or key.startswith("{"):
         return None
@@ -289,7 +289,7 @@ def _setting(word: str) -> tuple[str, Any] | None:
 
 
 def secrets_in_words(words: Iterable[str]) -> tuple[str, ...]:
-    """Return the secrets in settings of a command line, `key=value`."""
+    """Return the secrets in the settings (`key=value`) of a command line."""
     found = [_setting(word) for word in words]
     return secrets_in([{key: value} for key, value in filter(None, found)])
 
@@ -323,7 +323,7 @@ def _shown_word(word: str) -> str:
 
 
 def shown(text: str) -> str:
-    """Return text that is safe to show: no secrets, no control characters for a terminal.
+    """Return text that is safe to show, without secrets and terminal control characters.
 
     Everything that the command line prints or logs goes through here.
     """
@@ -336,7 +336,7 @@ def shown_start(text: str, limit: int) -> tuple[str, str]:
     >>> shown_start("one two three", 7)
     ('one two', ' … (6 more)')
     """
-    # First redacted, then cut: nothing recognises the first half of a secret.
+    # Redacted before it is cut: nothing recognises the first half of a secret.
     safe = shown(text)
     more = len(safe) - limit
     return safe[:limit], f" … ({more:,} more)" if more > 0 else ""
@@ -348,7 +348,7 @@ def _rebuilt(value: Any, items: list[Any]) -> Any:
 
 
 def _holds_text(value: Any) -> bool:
-    """Whether a text in it could be a secret; numbers of tokens could not."""
+    """Whether a value holds text, which could be a secret; numbers (token ids) could not."""
     if isinstance(value, Mapping):
         return any(map(_holds_text, value.values()))
     if isinstance(value, (list, tuple, set, frozenset)):

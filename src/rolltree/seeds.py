@@ -1,7 +1,7 @@
 """Seeds: everything random in a run comes from one number through a hash.
 
 No seed depends on how many were drawn before it, so a run that is killed and resumed draws the same
-ones.
+seeds.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 
 MAX_SEED = 2**31
-"""Seeds are below it: numpy's legacy interface and several servers take at most 31 bits."""
+"""All seeds are smaller: numpy's legacy interface and several servers take at most 31 bits."""
 
 
 def derive_seed(run_seed: int, *parts: str | int) -> int:
@@ -27,15 +27,15 @@ def derive_seed(run_seed: int, *parts: str | int) -> int:
 class CallSeeds:
     """The seeds of one rollout's model calls, handed out as the calls are made.
 
-    Call 0 has the rollout's seed, call i one derived from it. Calls count in the order in which
-    they are made, so calls that run at once get the same seeds again if they are started in the
-    same order (`asyncio.gather` does). A seed that was set for one call stays and does not
-    count.
+    Call 0 has the rollout's seed, and call i a seed derived from it. Calls are numbered in the
+    order in which they are made, so concurrent calls get the same seeds again if they are started
+    in the same order (`asyncio.gather` does). A seed that was set for one call is kept, and that
+    call is not numbered.
 
     Args:
-        seed: the rollout's.
-        also: other seeds that stand for the whole rollout: a call with one of them has none of its
-            own.
+        seed: the rollout's seed.
+        also: other seeds that stand for the whole rollout: a call with one of them counts as a call
+            without its own seed.
     """
 
     __slots__ = ("_num_calls", "_of_rollout", "seed")
@@ -46,7 +46,7 @@ class CallSeeds:
         self._num_calls = 0
 
     def next(self, asked: int | None) -> int:
-        """Return the seed of the next call, which was asked to sample with `asked`."""
+        """Return the seed of the next call, whose request has the seed `asked`."""
         if asked is not None and asked not in self._of_rollout:
             return asked
         number = self._num_calls

@@ -1,4 +1,4 @@
-"""`State`, the dict that one rollout fills, which forwards the fields of its input."""
+"""`State`: the dict that one rollout fills; it forwards the fields of its input."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ OWN_KEYS = frozenset(
         *("python_env", "ta_env", "harbor", "harbor_world"),
     ]
 )
-"""Keys that rolltree gives a meaning: a column of this name is in `state["input"]` only."""
+"""Keys that rolltree uses itself: a column of such a name is only in `state["input"]`."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnscoredSnapshot:
     """The values that scoring may change in a state, as they were before scoring.
 
-    `keys` are the state's own, `step_rewards` has one entry per step. `State.unscored` and the
-    store hold it, so that a stored rollout can be scored again as if for the first time.
+    `keys` are the state's own keys; `step_rewards` has one entry per step. `State.unscored` and the
+    store keep a snapshot, so that a stored rollout can be scored again as if for the first time.
     """
 
     keys: frozenset[str]
@@ -43,7 +43,7 @@ class UnscoredSnapshot:
 
     @classmethod
     def of(cls, state: State) -> UnscoredSnapshot:
-        """Note what a state is now."""
+        """Return a snapshot of the present values of a state."""
         metrics = state.get("metrics")
         return cls(
             keys=frozenset(dict.keys(state)),
@@ -57,12 +57,12 @@ class UnscoredSnapshot:
 class State(dict[str, Any]):
     """The dict that one rollout fills. It forwards the input's fields.
 
-    `state["prompt"]` reads `state["input"]["prompt"]` when there is an input. Forwarding is the
+    `state["prompt"]` reads `state["input"]["prompt"]` if there is an input. Forwarding is the
     same for reading, writing, `in`, `get`, `pop`, `setdefault` and `del`; iteration, `len`, `keys`
     and `==` see the dict's own keys only. Other columns of the row are read the same way, unless
-    the state has a key of that name or rolltree gives it a meaning (`OWN_KEYS`); writing one makes
-    it the state's own. A copy, and `state | other`, forwards to an input of its
-    own. A deep copy shares `state["client"]`; a pickled state has None there.
+    the state has a key of that name or rolltree uses the name itself (`OWN_KEYS`); writing such a
+    key stores it in the state. A copy, and `state | other`, has its own copy of the input.
+    A deep copy shares `state["client"]`; a pickled state has None there.
 
     Keys after a rollout: `input`, `is_completed`, `stop_condition`, `oai_tools`, `trajectory`,
     `completion`, `reward`, `advantage`, `metrics`, `timing`, `error`, `terminated`, `truncated`,
@@ -71,9 +71,9 @@ class State(dict[str, Any]):
     """
 
     # The keys as typed attributes, for rolltree's own code: `state.reward` is `state["reward"]`.
-    # `_typed_keys` makes the properties. A key that is missing reads as None, as in a state that an
-    # author made by hand; of these four it is a KeyError. `rolltree.types` imports this module, so
-    # its values are Any here.
+    # `_typed_keys` makes the properties. These first four raise KeyError if the key is missing; the
+    # others read as None, for states that authors make by hand. `rolltree.types` imports this
+    # module, so its types are Any here.
     prompt: _Messages
     task: str
     example_id: int
@@ -97,19 +97,19 @@ class State(dict[str, Any]):
     truncation_reason: str | None
     # Set by an environment to end the rollout with its own message.
     final_env_response: _Messages | None
-    # The engine's answer to a prompt that does not fit; the call added no step.
+    # Whether the engine refused a prompt that does not fit; that call added no step.
     prompt_too_long: bool | None
-    # Whether the steps have rewards of their own, and not the rollout's.
+    # Whether the steps have their own rewards instead of the rollout's.
     has_step_rewards: bool | None
-    # True once the `@cleanup` methods ran, so that they run once.
+    # True after the `@cleanup` methods ran, so that they run only once.
     cleaned_up: bool | None
-    # Of a rollout of a protocol: its agent, and the rollout that delegated to it.
+    # For a rollout of a protocol: its agent, and the rollout that delegated to it.
     agent: str | None
     parent_rollout: str | None
 
     INPUT_FIELDS = list(INPUT_FIELDS)
     reads_columns: ClassVar[bool] = True
-    """Whether columns besides the input's fields are read too; not so in verifiers 0.1.8."""
+    """Whether other columns than the input's fields are readable, too; False in verifiers 0.1.8."""
     began_s: float | None = None
     """`time.monotonic()` when the rollout began, for its durations; it is not stored."""
     unscored: UnscoredSnapshot | None = None
@@ -124,14 +124,14 @@ class State(dict[str, Any]):
         raise KeyError(key)
 
     def _is_column(self, key: object) -> bool:
-        """Whether `key` is a column of the row, and not a key of the state's own."""
+        """Whether `key` is a column of the row and not one of the state's own keys."""
         if key in OWN_KEYS or not self.reads_columns or dict.__contains__(self, key):
             return False
         return key in dict.get(self, "input", ())
 
     @property
     def columns(self) -> dict[str, Any]:
-        """The row's columns besides the input's fields, also those with the name of a key."""
+        """The row's columns except the input's fields, even those with the name of a key."""
         row = dict.get(self, "input") or {}
         return {key: row[key] for key in row if key not in _FORWARDED}
 
@@ -166,20 +166,20 @@ class State(dict[str, Any]):
                 return self[key]
             except KeyError:
                 return default
-        # Half of the keys that are asked for are missing, and an exception costs most.
+        # About half of the lookups miss, and raising an exception would cost most of the time.
         value = dict.get(self, key, _MISSING)
         if value is not _MISSING:
             return value
         return dict.__getitem__(self, "input")[key] if self._is_column(key) else default
 
     def setdefault(self, key: str, default: Any = None) -> Any:
-        """Return `state[key]`, forwarded, after setting it to `default` when it is missing."""
+        """Return `state[key]`, forwarded, after setting it to `default` if it is missing."""
         if key not in self:
             self[key] = default
         return self[key]
 
     def pop(self, key: str, *default: Any) -> Any:
-        """Remove `key`, forwarded, and return its value (or `default` when given)."""
+        """Remove `key`, forwarded, and return its value; if it is missing, `default` if given."""
         if key in self:
             value = self[key]
             del self[key]
@@ -205,7 +205,7 @@ class State(dict[str, Any]):
     def copy(self) -> State:
         """Return a shallow copy that is still a `State`.
 
-        Its input is its own dict, since the input's fields are keys of the state too.
+        The input is copied as well, since its fields are keys of the state, too.
         """
         twin = type(self)(dict.items(self))
         if "input" in twin:
@@ -229,7 +229,7 @@ class State(dict[str, Any]):
 
 
 def _typed_keys() -> None:
-    """Give `State` a property per key that it declares."""
+    """Give `State` a property for each key that it declares."""
 
     def forwarded(key: str) -> property:
         return property(
@@ -237,7 +237,7 @@ def _typed_keys() -> None:
         )
 
     def own(key: str) -> property:
-        # `dict` itself, because these keys are never the row's: half the time of `State.get`.
+        # The methods of `dict`, in half the time of `State.get`: these keys are never forwarded.
         read = dict.__getitem__ if key == "trajectory" else dict.get
         return property(
             lambda state: read(state, key),
@@ -252,7 +252,7 @@ _typed_keys()
 
 
 def tool_errors(state: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return what the tools of a rollout raised: `tool`, `type`, `message`, `traceback`."""
+    """Return the errors of a rollout's tools: `tool`, `type`, `message`, `traceback`."""
     found = state.get("tool_errors")
     names = ("tool", "type", "message", "traceback")
     return [

@@ -1,11 +1,11 @@
-"""Values of interaction: what a world answered, what an agent did, what an episode was.
+"""Values of interaction: the outcome of an action, the step of an agent, the rollout of an episode.
 
-`StepOutcome` crosses from a world to a protocol, `ParseResult` from a parser to an agent,
-`AgentStep` from an agent to a protocol, and `Rollout` from a protocol to scoring and training.
-An `AgentStep` holds the spec-1 step of its call (`record`), whose tokens are a view on the tree.
+A world passes `StepOutcome` to a protocol, a parser `ParseResult` to an agent, an agent `AgentStep`
+to a protocol, and a protocol `Rollout` to scoring and training. An `AgentStep` holds the
+`TrajectoryStep` of its call (`record`), whose tokens are a view of the tree.
 
-Rewards land in one place each. What a parser or an agent gives (a bonus for the format, a penalty)
-is `AgentStep.reward`; what a world gives is `EnvironmentStep.reward`. Nothing is added to both.
+Each reward is in one place. Rewards of a parser or an agent (a bonus for the format, a penalty) are
+`AgentStep.reward`; rewards of a world are `EnvironmentStep.reward`. Nothing is added to both.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from rolltree.types import (
 )
 
 ActionTarget: TypeAlias = Literal["internal", "external", "env"]
-"""Whom a model call was addressed to: the agent itself, the protocol, or the world."""
+"""The addressee of a model call: the agent itself, the protocol, or the world."""
 
 PARSE_FEEDBACK = "parse_feedback_obs"
-"""Key of `AgentStep.info`: what the agent is told after an answer that held no action."""
+"""Key of `AgentStep.info`: the feedback to the model after an answer without an action."""
 INCOMPLETE = "incomplete_completion"
 """Key of `AgentStep.info`, True if an answer was rejected because it was cut off."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """The result of one action in a world. `terminated` and `truncated` are Gymnasium's.
+    """The result of one action in a world; `terminated` and `truncated` as in Gymnasium.
 
     Example: `StepOutcome("You fell into a hole.", reward=-1.0, terminated=True)`.
     """
@@ -58,10 +58,10 @@ class StepOutcome:
 
 @dataclass(frozen=True, slots=True)
 class ParseResult:
-    """A parsed text. `action` is None when there is no action in it.
+    """A parsed text. `action` is None if the text holds no action.
 
-    `reward` is the parser's own verdict on the form. `obs` is feedback: after a failure it takes
-    the place of the world's observation, so that the model is told what was wrong.
+    `reward` is the parser's reward for the format. `obs` is feedback: after a failure it replaces
+    the world's observation, so that the model sees what was wrong.
 
     Example: `ParseResult(None, reward=-0.1, obs="Put your move between <move> and </move>.")`.
     """
@@ -83,8 +83,8 @@ ToolScope: TypeAlias = Literal["internal", "external", "unknown"]
 class ToolRequest:
     """One tool call that a model made.
 
-    `arguments` are checked and converted for a known tool; None when they could not be read, and
-    `problem` then says why (it is the answer that the model gets). `raw` is what the model wrote.
+    `arguments` are checked and converted for a known tool; None if they could not be read, and
+    `problem` then says why (the model gets it as the answer). `raw` is the text of the model.
     """
 
     call_id: str
@@ -97,9 +97,9 @@ class ToolRequest:
 
 @dataclass(frozen=True, slots=True)
 class ToolAnswer:
-    """The result of one tool call: `text` is what the model reads.
+    """The result of one tool call; the model reads `text`.
 
-    `error` is set if the tool raised or took too long; the model is told, the trace is kept.
+    `error` is set, with its traceback, if the tool raised or took too long; `text` says so.
     """
 
     call_id: str
@@ -122,10 +122,10 @@ class AgentStep:
     Fields:
         agent: the agent's name.
         turn: the agent's turn, from 0; external calls do not begin a new one.
-        record: the spec-1 step: `record["prompt"]`, `["completion"]`, `["tokens"]` (a view on the
-            token tree of the agent's `trajectory`, or None), `["extras"]["call_id"]`.
-        reward: what the parser and the agent gave (`parse_result.reward`), and nothing else.
-        tool_calls, tool_answers: the calls of the message; answers of those that the agent handled.
+        record: the `TrajectoryStep`: `record["prompt"]`, `["completion"]`, `["tokens"]` (a view of
+            the token tree of the agent's `trajectory`, or None), `["extras"]["call_id"]`.
+        reward: only the rewards of the parser and the agent (`parse_result.reward`).
+        tool_calls, tool_answers: the message's calls; the answers to those the agent handled.
         truncated: the episode was cut, and this is its last step (`info["truncation_reason"]`).
         info: `finish_reason`, `incomplete_completion`, `parse_feedback_obs`, `kind`, ...
     """
@@ -151,23 +151,23 @@ class AgentStep:
 
     @property
     def prompt(self) -> Messages:
-        """The messages that the model was sent: the record's list."""
+        """The messages that were sent to the model: the record's list."""
         prompt: Messages = self.record["prompt"]
         return prompt
 
     @property
     def prompt_ids(self) -> IntArray | None:
-        """The ids that the model was given, int32 `[_P]`; None if the server gave none."""
+        """The prompt's ids, int32 `[_P]`; None if the server returned none."""
         return self._tokens("prompt_ids")
 
     @property
     def completion_ids(self) -> IntArray | None:
-        """The ids that it sampled, int32 `[_C]`, end token included."""
+        """The sampled ids, int32 `[_C]`, with the end token."""
         return self._tokens("completion_ids")
 
     @property
     def logprobs(self) -> FloatArray | None:
-        """Their logprobs, float32 `[_C]`; None if the server gave none."""
+        """The logprobs of the sampled ids, float32 `[_C]`; None if the server returned none."""
         return self._tokens("logprobs")
 
     @property
@@ -176,12 +176,12 @@ class AgentStep:
         return self._tokens("versions")
 
     def _peek(self, key: str) -> Any:
-        """Return `record[key]` without making the record keep what it builds for its reader."""
+        """Return `record[key]` without letting the record cache the value that it builds."""
         peek = getattr(self.record, "peek", self.record.__getitem__)
         return peek(key)
 
     def _tokens(self, name: str) -> NDArray[Any] | None:
-        """Return one array of this call from the token tree that `record` is a view on."""
+        """Return one array of this call from the token tree behind `record`."""
         tokens = self._peek("tokens")
         if tokens is None:
             return None
@@ -190,16 +190,16 @@ class AgentStep:
 
     @property
     def parse_failed(self) -> bool:
-        """Whether this was meant for the world but holds no action."""
+        """Whether the step was meant for the world but holds no action."""
         return self.parse_result is not None and self.parse_result.failed
 
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentStep:
-    """One step of a world: the transition that an agent's turn brought about.
+    """One step of a world: the transition that an agent's turn caused.
 
     `agent_steps` are the indices, in `Rollout.steps`, of the model calls of that turn; the last
-    one gave the action. `reward` is the world's, and nothing else.
+    one gave the action. `reward` is only the world's reward.
     """
 
     agent: str
@@ -222,7 +222,7 @@ class Rollout:
     """The steps of one agent in one episode, in order.
 
     `meta` has `episode_truncated`, `truncation_reason` and whatever a protocol adds. A delegated
-    rollout names its parent's rollout and the index of the step there that asked for it; `depth` is
+    rollout names its parent rollout and the index of the step there that requested it; `depth` is
     0 for the episode's own agents. `error` is set if it failed; its steps are kept.
     """
 
@@ -252,7 +252,7 @@ class Rollout:
 
     @property
     def turn_rewards(self) -> dict[int, float]:
-        """The rewards per turn of the agent, in order of the turns: what returns are made of."""
+        """The rewards per turn of the agent, in order; returns are computed from them."""
         rewards: dict[int, float] = {}
         for step in self.steps:
             rewards[step.turn] = rewards.get(step.turn, 0.0) + step.reward
@@ -270,11 +270,11 @@ class Rollout:
 
     @property
     def truncation_reason(self) -> TruncationReason | None:
-        """Why the episode was cut, None when it was not."""
+        """Why the episode was cut; None if it was not."""
         reason = self.meta.get("truncation_reason")
         return None if reason is None else TruncationReason(reason)
 
 
 def records_of(steps: Sequence[Step]) -> list[TrajectoryStep]:
-    """Return the spec-1 step of each model call, in order."""
+    """Return the `TrajectoryStep` of each model call, in order."""
     return [step.record for step in steps if isinstance(step, AgentStep)]

@@ -3,8 +3,8 @@
 `wait_shielded` and `run_shielded` wait for work that must not be left half done, however often the
 task is cancelled. `being_cancelled` tells a cancellation of this task from a `CancelledError` that
 user code raised itself, for example by awaiting a task that it cancelled. `yield_fairly` keeps
-thousands of tasks that become ready at once from blocking the event loop; `ShortCollections` does
-the same for the garbage collector, and `allow_open_files` for the limit on open files.
+thousands of tasks that become ready at once from blocking the event loop, and `ShortCollections`
+keeps the garbage collector from blocking it. `allow_open_files` raises the limit on open files.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from weakref import WeakKeyDictionary
 
 T = TypeVar("T")
 ROUND_S = 0.006
-"""How long a round of turns may hold an event loop; what waits for the loop waits about as long."""
+"""How long a round of turns may hold an event loop, and so about how long other work waits."""
 _YOUNG_BEFORE = (700, 2000)
-"""Python's own thresholds of young objects: up to 3.12, and since."""
+"""Python's default thresholds of young objects: up to 3.12, and since."""
 
 
 def being_cancelled() -> bool:
     """Whether the current task has been cancelled and has not ended yet."""
-    # A CancelledError alone says nothing: awaiting a task that was cancelled raises one, too.
+    # A CancelledError alone proves nothing: awaiting a cancelled task raises one, too.
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
@@ -36,7 +36,7 @@ def being_cancelled() -> bool:
 async def wait_shielded(work: asyncio.Future[Any]) -> asyncio.CancelledError | None:
     """Wait until `work` is done, however often this task is cancelled; return the cancellation.
 
-    None when there was none. What `work` returned or raised is left to the caller.
+    None if it was not cancelled. The result or error of `work` is left to the caller.
     """
     cancelled: asyncio.CancelledError | None = None
     while not work.done():
@@ -48,11 +48,11 @@ async def wait_shielded(work: asyncio.Future[Any]) -> asyncio.CancelledError | N
 
 
 async def run_shielded(work: Coroutine[Any, Any, T]) -> T:
-    """Return what `work` returns, after its end also when this task is cancelled meanwhile.
+    """Run `work` to its end, even if this task is cancelled meanwhile, and return its result.
 
     Raises:
-        asyncio.CancelledError: this task was cancelled, before or meanwhile; what `work` raised is
-            the cause, and does not take the place of the cancellation.
+        asyncio.CancelledError: this task was cancelled, before or meanwhile; an error of `work` is
+            its cause, and does not replace the cancellation.
     """
     task = asyncio.ensure_future(work)
     cancelled = await wait_shielded(task)
@@ -65,7 +65,7 @@ async def run_shielded(work: Coroutine[Any, Any, T]) -> T:
 
 
 def run_sync(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end: in this thread, or in another when this one has a loop."""
+    """Run a coroutine to its end in this thread, or in another one if this one runs a loop."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -75,9 +75,9 @@ def run_sync(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:
-    """Do what `asyncio.run` does; Ctrl-C after the last step of `work` is a Ctrl-C, too.
+    """Do what `asyncio.run` does; Ctrl-C after the last step of `work` raises KeyboardInterrupt.
 
-    In that moment asyncio's own clean-up fails on the loop that Ctrl-C stopped.
+    At that moment asyncio's own clean-up would fail on the loop that Ctrl-C stopped.
     """
     try:
         return asyncio.run(work)
@@ -88,11 +88,11 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def yield_fairly() -> None:
-    """Give other tasks their turn: return at once, unless this round of the loop is used up.
+    """Give other tasks their turn: return at once, unless the time of this round is used up.
 
-    Await it before some work that many tasks may begin together: an answer has come, an episode
-    starts. They go on in the order in which they came, as many in a round of the event
-    loop as take about `ROUND_S`, and everything else in the loop has its turn between two rounds.
+    Await it before work that many tasks may begin together, such as handling an answer or starting
+    an episode. Tasks continue in the order in which they came, as many in a round of the event loop
+    as take about `ROUND_S`, and everything else in the loop has its turn between two rounds.
     """
     loop = asyncio.get_running_loop()
     rounds = _ROUNDS.get(loop)
@@ -103,7 +103,7 @@ async def yield_fairly() -> None:
 
 
 class _Rounds:
-    """The turns of one event loop: who waits, and how many were woken for this round."""
+    """The turns of one event loop: the waiting tasks, and how many were woken for this round."""
 
     __slots__ = ("__weakref__", "_began", "_is_open", "_num_woken", "_size", "_waiting")
 
@@ -128,7 +128,7 @@ class _Rounds:
         await turn
 
     def _next(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Wake as many as the last round says will take `ROUND_S`, and come back after them."""
+        """Wake as many tasks as take about `ROUND_S`, judging by the last round, and run again."""
         now = loop.time()
         took, self._began = now - self._began, now
         if self._num_woken:
@@ -154,9 +154,9 @@ _MOST_OPEN_FILES = 65_536
 def allow_open_files() -> None:
     """Raise this process's soft limit on open files as far as its user may, to 65,536 at most.
 
-    Shells set 1,024 (256 on macOS) for the sake of programs that call `select`, which rolltree does
-    not; hundreds of concurrent calls, and programs with five pipes each, need more. Sandboxed code
-    has its own limit.
+    Shells set 1,024 (256 on macOS) for programs that call `select`, which rolltree does not.
+    Hundreds of concurrent calls, or of programs with five pipes each, need more. Sandboxed code has
+    its own limit.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_OPEN_FILES
@@ -174,20 +174,20 @@ def peak_rss_bytes() -> int:
 
 
 class ShortCollections:
-    """`with ShortCollections(num):` no garbage collection holds the event loop for long meanwhile.
+    """`with ShortCollections(num):` keeps each garbage collection in the block short.
 
-    Python collects the young after so many objects more than have gone. A turn frees about as many
-    as it leaves, so with thousands of rollouts in flight tens of thousands of young objects pile
-    up and hold the loop for 100 ms when they are looked at. Here the young are collected every
-    `YOUNG_S`, and those that survived one collection every other time.
+    Python collects young objects when allocations exceed deallocations by a threshold. A turn frees
+    about as many objects as it leaves, so with thousands of rollouts in flight, tens of thousands
+    of young objects pile up, and a collection that traverses them holds the loop for 100 ms. Here
+    young objects are collected every `YOUNG_S`, and survivors of one collection every other time.
 
-    A full collection looks at every object, again and again while they become more. Here there is
-    one whenever ten times `num` rollouts (at least 10,000) have ended, which `ended` counts, or the
-    process has grown by `GROWTH_BYTES`; it finds the garbage in cycles that lived longer than a
-    moment. What there is at the start is set aside until the end (`gc.freeze`).
+    A full collection traverses every object, and Python repeats it as their number grows. Here it
+    runs only when ten times `num` rollouts (at least 10,000) have ended, which `ended` counts, or
+    the process has grown by `GROWTH_BYTES`; it finds the garbage in cycles that lived longer than a
+    moment. Objects that exist at the start are excluded until the end (`gc.freeze`).
 
-    Nothing happens for fewer than `FEW` rollouts at a time, if the program has frozen objects or
-    set thresholds itself, and in a second one at the same time. It needs a running loop.
+    It does nothing for fewer than `FEW` rollouts at a time, if the program has frozen objects or
+    set thresholds itself, and if another one is active. It needs a running loop.
     """
 
     FEW: ClassVar[int] = 32

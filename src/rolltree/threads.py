@@ -1,11 +1,11 @@
-"""Blocking work in threads, so that the event loop goes on.
+"""Blocking work in threads, so that the event loop keeps running.
 
-`run_in_thread` gives work its own thread that ends when the caller no longer waits: once its
-time is over, or the waiting task is cancelled, `ThreadInterrupt` is raised in it, which Python code
-meets at its next bytecode. Code that hangs inside one call of C (a lock, a socket without a time
-limit, a long sleep) cannot be stopped from outside: the thread is given up, with a warning, and
-ends when that call returns. What may hang like that belongs in a process (`rolltree.workers`).
-`run_in_pool` is for short work that needs no stopping.
+`run_in_thread` gives work its own thread, which ends when the caller no longer waits: if its time
+is over or the waiting task is cancelled, `ThreadInterrupt` is raised in the thread, at the next
+bytecode of its Python code. Code that hangs inside one C call (a lock, a socket without a timeout,
+a long sleep) cannot be stopped from outside: the thread is abandoned, with a warning, and ends when
+that call returns. Work that may hang like that belongs in a process (`rolltree.workers`).
+`run_in_pool` is for short work that never needs to be stopped.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 _LOGGER = logging.getLogger("rolltree.threads")
-# How long a stopped thread may take to end before it is given up.
+# How long a stopped thread may take to end before it is abandoned.
 _GRACE_S = 1.0
 _POLL_S = 0.002
 
 
 class ThreadInterrupt(BaseException):
-    """Raised inside a thread whose caller no longer waits. Code should let it pass."""
+    """Raised inside a thread whose caller no longer waits. Code should not catch it."""
 
 
 class _Work(Generic[T]):
-    """One function, its thread, and a future of the loop that waits for it."""
+    """One function, its thread, and a future in the event loop of its caller."""
 
     def __init__(self, work: Callable[[], T], name: str) -> None:
         self._work = work
@@ -43,26 +43,25 @@ class _Work(Generic[T]):
         self._context = contextvars.copy_context()
         self.future: asyncio.Future[T] = self._loop.create_future()
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
-        # Held while `ThreadInterrupt` is raised, and while that is ended.
+        # Held while `ThreadInterrupt` is raised, and while raising it is ruled out for good.
         self._lock = threading.Lock()
         self._is_over = False
 
     def _run(self) -> None:
-        # It may be stopped on its way out, and the loop may be closed.
+        # It may be interrupted while it finishes, and the loop may be closed.
         with suppress(ThreadInterrupt, RuntimeError):
             self._work_and_tell()
         while not self._is_over:
             with suppress(ThreadInterrupt), self._lock:
                 self._is_over = True
-                # A pending interrupt must not be raised after this: the thread's own clean-up
-                # would meet it.
+                # A pending interrupt must not be raised after this, in the thread's own clean-up.
                 self._raise_in_thread(None)
 
     def _work_and_tell(self) -> None:
         try:
             result = self._context.run(self._work)
         except StopIteration as error:
-            # No future takes it: its waiter would wait forever.
+            # A future refuses it, and so its waiter would wait forever.
             lost = RuntimeError("the work raised StopIteration: an iterator had no more items")
             lost.__cause__ = error
             self._tell(self.future.set_exception, lost)
@@ -79,18 +78,18 @@ class _Work(Generic[T]):
         self._loop.call_soon_threadsafe(tell)
 
     def _raise_in_thread(self, kind: type[BaseException] | None) -> None:
-        """Have an exception raised in the thread; None cancels one that is still pending."""
+        """Have an exception raised in the thread; None cancels a pending one."""
         ctypes.pythonapi.PyThreadState_SetAsyncExc(
             ctypes.c_ulong(self.thread.ident or 0), None if kind is None else ctypes.py_object(kind)
         )
 
     async def stop(self) -> None:
-        """Raise `ThreadInterrupt` in the thread until it ends, or give it up after a second."""
+        """Raise `ThreadInterrupt` in the thread until it ends, or abandon it after a second."""
         until = time.monotonic() + _GRACE_S
         while self.thread.is_alive() and time.monotonic() < until:
             with self._lock:
                 if not self._is_over:
-                    # Again and again: code may catch it, as a bare `except` does.
+                    # Repeatedly, since code may catch it with a bare `except`.
                     self._raise_in_thread(ThreadInterrupt)
             await asyncio.sleep(_POLL_S)
         if self.thread.is_alive():
@@ -108,7 +107,7 @@ async def run_in_thread(
 
     Raises:
         TimeoutError: it took longer than `limit_s`; the thread was stopped.
-        RuntimeError: it raised StopIteration, as a coroutine that does.
+        RuntimeError: it raised StopIteration, which becomes this error in a coroutine, too.
     """
     running = _Work(work, name)
     running.thread.start()
@@ -123,9 +122,9 @@ async def run_in_thread(
 async def run_in_pool(work: Callable[[], T]) -> T:
     """Run `work` in a thread of a shared pool with this task's context, and return its result.
 
-    Cancellation leaves the work running.
+    Cancellation does not stop the work.
     """
-    # Not asyncio's pool: slow functions of users must not keep files from being written.
+    # Not asyncio's pool, where slow functions of users could delay the writing of files.
     context = contextvars.copy_context()
     return await asyncio.get_running_loop().run_in_executor(_pool(), context.run, work)
 

@@ -1,4 +1,4 @@
-"""Every value that crosses a room: frozen dataclasses, `TypedDict`s, and `State`.
+"""Every value that several rooms share: frozen dataclasses, `TypedDict`s, and `State`.
 
 Dimensions, in every docstring of the project: `_B` batch, `_T` tokens, `_V` vocabulary, `_H` heads,
 `_D` model width, `_S` segments, `_R` loss records. Units: `_s`, `_ms`, `_bytes`; `num_`: a count.
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     IntArray: TypeAlias = NDArray[np.int32]
     FloatArray: TypeAlias = NDArray[np.float32]
 else:
-    # Importing numpy takes longer than the rest; what reads these types at run time gets Any.
+    # Importing numpy would take longer than all the rest, so at run time these types are Any.
     IntArray = FloatArray = Any
 
 ChatMessage: TypeAlias = dict[str, Any]
@@ -48,7 +48,7 @@ Scope: TypeAlias = Literal["step", "turn", "interleave", "tree"]
 
 
 class FinishReason(StrEnum):
-    """Why the model stopped. Never the reason why the episode ended."""
+    """Why the model stopped; `TruncationReason` says why an episode was cut."""
 
     STOP = "stop"  # an end token or a stop string was sampled
     LENGTH = "length"  # max_tokens or the context window was reached
@@ -61,14 +61,14 @@ class TruncationReason(StrEnum):
     """Why an episode was cut before the world reached a true end."""
 
     MAX_STEPS = "max_steps"  # the protocol's or the environment's turn limit
-    ENV = "env"  # the world itself said `truncated`
+    ENV = "env"  # the world itself returned `truncated`
     MAX_SEQ_LEN = "max_seq_len"  # the prompt or the sample no longer fits
-    TIME_LIMIT = "time_limit"  # wall clock, waiting for the server excluded
+    TIME_LIMIT = "time_limit"  # wall clock, without the time spent waiting for the server
     BUDGET = "budget"  # a token or call budget was spent
 
 
 class TrajectoryStepTokens(TypedDict):
-    """Tokens of one model call, as lists. In memory this is a view on the token tree."""
+    """Tokens of one model call, as lists. In memory, a view of the token tree."""
 
     prompt_ids: list[int]
     prompt_mask: list[int]
@@ -78,7 +78,7 @@ class TrajectoryStepTokens(TypedDict):
 
 
 class TrajectoryStep(TypedDict):
-    """One model call: what was sent, what came back."""
+    """One model call: the prompt, the completion, the response and their tokens."""
 
     prompt: Messages
     completion: Messages
@@ -90,7 +90,7 @@ class TrajectoryStep(TypedDict):
 
 
 class BaseRolloutInput(TypedDict):
-    """The columns every dataset row has."""
+    """The columns that every dataset row has."""
 
     prompt: Messages
     example_id: int
@@ -115,7 +115,7 @@ class RolloutTiming(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class ErrorRecord:
-    """A failure as data: stored with the rollout that it ended.
+    """A failure as data, stored with the rollout that it ended.
 
     Example: `ErrorRecord("EngineError", "the server answered 500", "Traceback ...", "model")`.
     """
@@ -134,8 +134,8 @@ class ErrorRecord:
 class SamplingParams:
     """How to sample one completion. Every engine obeys every field or raises `UnsupportedSetting`.
 
-    `seed` makes this one request reproducible on its own; `logprobs` are always those of the
-    distribution sampled from (after temperature, top_k and top_p).
+    `seed` makes this one request reproducible on its own. The logprobs of a response are always
+    those of the distribution sampled from (after temperature, top_k and top_p).
     """
 
     temperature: float = 1.0
@@ -148,8 +148,8 @@ class SamplingParams:
     extra: Mapping[str, Any] = field(default_factory=dict)  # passed through to a remote server
 
     def with_seed(self, seed: int | None) -> SamplingParams:
-        """Return the same with another seed."""
-        # Not `replace`, which is slow: every call of every rollout comes by.
+        """Return a copy with a different seed."""
+        # Not `replace`, which is slow: this runs for every call of every rollout.
         return SamplingParams(
             *(self.temperature, self.top_p, self.top_k, self.max_tokens, self.stop),
             *(self.stop_token_ids, seed, self.extra),
@@ -158,7 +158,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """Token-in: sample one completion after exactly these ids. `prompt_ids` is int32 `[_T]`."""
+    """A request to sample one completion after exactly these ids. `prompt_ids` is int32 `[_T]`."""
 
     prompt_ids: IntArray
     sampling: SamplingParams
@@ -166,28 +166,28 @@ class GenerateRequest:
 
 
 OVERLONG_PROMPT = "overlong-prompt"
-"""The `id` of the response that stands for a prompt that does not fit the model."""
+"""The `id` of the response to a prompt that does not fit the model."""
 
 
-# `__eq__` is its own, because arrays have no single truth value.
+# It defines its own `__eq__`, because arrays have no single truth value.
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelResponse:
-    """One model call: what the engine was given, what it sampled, and how likely.
+    """One model call: the engine's prompt, what it sampled, and the logprobs.
 
     Shapes: `prompt_ids` int32 `[_P]`, `completion_ids` int32 `[_C]`, `logprobs` float32 `[_C]`,
-    `versions` int32 `[_C]` (policy version per sampled token). The ids are None when the server
-    gave none: such a call is evaluated and never trained. The end token, when it was sampled, is
+    `versions` int32 `[_C]` (policy version per sampled token). The ids are None if the server
+    returned none: such a call can be evaluated but not trained. If the end token was sampled, it is
     the last completion id.
 
     `call_id` is unique in the process. `extends` names the earlier call whose prompt and completion
     are, id for id, a prefix of this prompt; it is a hint that makes storing cost O(new tokens).
-    `raw` is the response object of a client that wraps another one (the openai package's).
-    `routed_experts`, integers `[n, layers, experts per token]`, are those of the n tokens before
-    the last one, where the engine records them; once the call is in a tree, its stream has
-    them.
+    `raw` is the original response object of a client that wraps another one (the openai package's).
+    `routed_experts`, integers `[n, layers, experts per token]`, belong to the n tokens before
+    the last one, if the engine records them; after the call is stored in a tree, they are in the
+    tree's stream instead.
 
-    It also reads like OpenAI's response objects (`choices[0].message`, `usage`, `model_dump()`),
-    with vLLM's fields for token ids, all built on reading.
+    It also has the attributes of OpenAI's response objects (`choices[0].message`, `usage`,
+    `model_dump()`), with vLLM's fields for token ids, all built when they are read.
     """
 
     message: ChatMessage
@@ -198,21 +198,21 @@ class ModelResponse:
     logprobs: FloatArray | None = None
     versions: IntArray | None = None
     temperature: float = 1.0
-    # Counted in the process, so that ids of different sessions never meet.
+    # Counted per process, so that ids of different sessions never collide.
     call_id: int = field(default_factory=count().__next__)
     extends: int | None = None
     raw: Any = None
     num_prompt_tokens: int = 0
     num_completion_tokens: int = 0
     wait_s: float = 0.0  # time in queues and retries, excluded from time limits
-    sent_s: float = field(default=0.0, repr=False)  # when, from the start of its episode
-    time_s: float = field(default=0.0, repr=False)  # how long that waited, `wait_s` included
+    sent_s: float = field(default=0.0, repr=False)  # when it was sent, from the episode's start
+    time_s: float = field(default=0.0, repr=False)  # how long the call took, with `wait_s`
     info: Mapping[str, Any] = field(default_factory=dict)  # `num_retries`, `rerendered`: why, ...
     id: str = ""
     model: str | None = None
     routed_experts: Any = None
-    # Where the session that made the response put it: a `TokenTree` and the call's number there.
-    # `replace` does not hand a place on, since a copy may have other ids; `at` does.
+    # Where the session that made the response stored it: a `TokenTree` and the call's index there.
+    # `replace` does not pass the place on, since a copy may have other ids; `at` does.
     place: InitVar[tuple[Any, int] | None] = None
     tree: Any = field(default=None, init=False, repr=False)
     call: int | None = field(default=None, init=False, repr=False)
@@ -221,49 +221,49 @@ class ModelResponse:
         if place is None:
             return
         tree, call = place
-        # The record is frozen, and only here not finished yet.
+        # The record is frozen, but not yet complete here.
         known = self.prompt_ids
         for name, value in (
             ("tree", tree),
             ("call", call),
-            # As the tree checked them.
+            # The logprobs after the tree's checks.
             ("logprobs", tree.logprobs(call)),
-            # The tree's stream holds them.
+            # The tree's stream has them.
             ("routed_experts", None),
         ):
             object.__setattr__(self, name, value)
-        # A writable array is the caller's and may still change.
+        # A writable array belongs to the caller and may still change.
         if known is None or known.flags.writeable:
             object.__setattr__(self, "prompt_ids", tree.prompt_view(call))
 
     @classmethod
     def overlong_prompt(cls, problem: str | None = None) -> ModelResponse:
-        """Return the response to a prompt that does not fit: empty, with its `id` saying so.
+        """Return the response to a prompt that does not fit: empty, with `OVERLONG_PROMPT` as id.
 
-        `info["problem"]` is what the server said.
+        `info["problem"]` is the server's message.
         """
         empty = {"role": "assistant", "content": ""}
         info = {} if problem is None else {"problem": problem}
         return cls(empty, "", FinishReason.LENGTH, id=OVERLONG_PROMPT, info=info)
 
     def at(self, place: tuple[Any, int] | None, **changes: Any) -> ModelResponse:
-        """Return a copy with `changes` at `place`: a `TokenTree` and a call in it."""
+        """Return a copy with `changes`, stored at `place`: a `TokenTree` and a call in it."""
         return replace(self, place=place, **changes)
 
     def to_info(self) -> dict[str, Any]:
-        """Return what a step's `info` says of the call: its `finish_reason`."""
+        """Return the entries of a step's `info` for this call: its `finish_reason`."""
         return {"finish_reason": str(self.finish_reason)}
 
     def annotated(self, *, wait_s: float = 0.0, **info: Any) -> ModelResponse:
-        """Return this response with more waiting and more `info`, at the same place in the tree."""
+        """Return a copy with more `wait_s` and more `info`, at the same place in the tree."""
         # The ids are the same, so the copy may keep the place.
         place = None if self.call is None else (self.tree, self.call)
         return self.at(place, wait_s=self.wait_s + wait_s, info={**self.info, **info})
 
     def timed(self, sent_s: float, time_s: float) -> ModelResponse:
-        """Return this response with when it was asked for and how long that took, as `annotated`.
+        """Return a copy with the times of the call, at the same place in the tree.
 
-        For clients that make their own records; rolltree's make them with their times.
+        For clients that make their own records; rolltree's clients set the times themselves.
         """
         place = None if self.call is None else (self.tree, self.call)
         return self.at(place, sent_s=round(sent_s, 6), time_s=round(time_s, 6))
@@ -275,7 +275,7 @@ class ModelResponse:
 
     @property
     def object(self) -> str:
-        """The kind of OpenAI object that it resembles."""
+        """The OpenAI object type that this response resembles."""
         return "chat.completion"
 
     @property
@@ -296,7 +296,7 @@ class ModelResponse:
         return None if self.prompt_ids is None else ResponseList(self.prompt_ids.tolist())
 
     def model_dump(self, *, mode: str = "python", exclude_none: bool = False) -> dict[str, Any]:
-        """Return the response as a dict of OpenAI's shape, with vLLM's fields for token ids."""
+        """Return the response as a dict in OpenAI's format, with vLLM's fields for token ids."""
         dumped = dump_response(self)
         return without_nones(dumped) if exclude_none else dumped
 
@@ -321,7 +321,7 @@ class ModelResponse:
         return hash((self.call_id, self.id))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A record that travels alone takes its arrays along and leaves the tree behind.
+        # A pickled record has its arrays, but not the tree.
         return _response_of, (self._values(),)
 
     def _values(self) -> dict[str, Any]:
@@ -334,15 +334,15 @@ def _response_of(values: dict[str, Any]) -> ModelResponse:
 
 
 ChatResponse: TypeAlias = ModelResponse
-"""Another name of `ModelResponse`, for agents."""
+"""An alias of `ModelResponse`, for agents."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutRequest:
-    """One episode to run: pure data, one request one episode.
+    """One episode to run, as pure data.
 
     `seed` seeds the world and is the same for all members of a group; `sampling_seed` differs.
-    `group_id` says which requests are compared with each other, `index_in_group` which one this is.
+    Requests with one `group_id` are compared with each other; `index_in_group` numbers them.
     """
 
     request_id: str
@@ -359,9 +359,9 @@ class RolloutRequest:
 
 @dataclass(frozen=True, slots=True)
 class RolloutResult:
-    """The outcome of one request: the trajectories it made (several with several agents).
+    """The outcome of one request: its states (several for a protocol with several agents).
 
-    A failed request has `error` set and keeps whatever its states hold.
+    A failed request has `error` set and keeps what its states hold.
     """
 
     request: RolloutRequest
@@ -374,11 +374,11 @@ class RolloutResult:
 class Records:
     """Loss records, one per trained token, as arrays of length `_R`.
 
-    Record r says: the logits at packed position `source[r]` gave `target[r]` with behaviour
+    Record r: `target[r]` was sampled from the logits at packed position `source[r]`, with behaviour
     logprob `logprob[r]` at `temperature[r]` under policy `version[r]`, and the rollout
     `rollout[r]` credits it with `advantage[r]`. `weight` scales its loss (0 drops it). `call` is
-    the index of the model call inside its rollout, `offset` the token's index in its completion.
-    `extra` has the further inputs of a loss by name, each float32 `[_R]`; NaN means unknown.
+    the index of the model call in its rollout, `offset` the token's index in its completion.
+    `extra` has further inputs of a loss by name, each float32 `[_R]`; NaN means unknown.
     """
 
     source: IntArray
@@ -399,7 +399,7 @@ class Records:
 
 @dataclass(frozen=True, slots=True)
 class SampleOrigin:
-    """Which rollout, calls and agent a sample came from, and how that episode ended."""
+    """The rollout, calls and agent that a sample comes from, and how that episode ended."""
 
     rollout_id: str
     calls: tuple[int, ...]
@@ -415,9 +415,9 @@ class SampleOrigin:
 class Sample:
     """Tokens in depth-first order plus the records to train on them.
 
-    Token i attends to j iff `j <= i < subtree_end[j]`; its position id is `positions[i]`, its
-    depth. A flat sequence is the tree that is a path: `positions = arange(_T)`,
-    `subtree_end = full(_T)`. Arrays are int32 `[_T]`.
+    Token i attends to exactly those j with `j <= i < subtree_end[j]`; its position id is
+    `positions[i]`, its depth. A flat sequence is a tree with a single path:
+    `positions = arange(_T)`, `subtree_end = full(_T)`. Arrays are int32 `[_T]`.
 
     Example, prompt `[5, 6]` and two sampled siblings `[7]` and `[8, 9]`:
     `ids [5 6 7 8 9]`, `positions [0 1 2 2 3]`, `subtree_end [5 5 3 5 5]`,
@@ -433,13 +433,13 @@ class Sample:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens one forward pass over this sample computes."""
+        """The number of tokens in one forward pass over this sample."""
         return len(self.ids)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingExample:
-    """One flat training row. Lists of equal length `_T`."""
+    """One flat training row, with lists of equal length `_T`."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -462,7 +462,7 @@ def as_input(row: Mapping[str, Any]) -> RolloutInput:
             f"a dataset row has no {' and no '.join(map(repr, missing))}; a rollout needs both to "
             f"know what to ask and to count it once. The row has: {', '.join(map(repr, row))}."
         )
-    # Columns of a table are filled up with None for rows that have no value there.
+    # Tables fill a column with None in the rows that have no value there.
     known = {k: v for k, v in row.items() if v is not None or k not in INPUT_FIELDS}
     known.setdefault("task", "default")
     return cast(RolloutInput, known)
@@ -474,7 +474,7 @@ def concat_messages(parts: Sequence[Messages]) -> Messages:
         return "".join(part for part in parts if isinstance(part, str))
     joined: list[ChatMessage] = []
     for part in parts:
-        # Mixed parts have no meaning: text has no role.
+        # A string cannot be joined with messages, since it has no role.
         if isinstance(part, str):
             raise TypeError(
                 "cannot join a completion string with chat messages; use one message_type"

@@ -1,7 +1,7 @@
 """Reads text of models, tools and environments safely, and makes it safe to show.
 
-Reading is linear in the text and ends in a value or a `ValueError`, whatever the text is. Showing
-replaces what a terminal would obey and what a person could not see.
+Reading takes linear time and gives a value or a `ValueError`, whatever the text is. For showing,
+control characters that a terminal obeys and invisible characters are replaced.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 MAX_DEPTH = 100
-"""How deep JSON that a model wrote may be nested."""
+"""How deeply JSON that a model wrote may be nested."""
 _TOO_DEEP = f"it is nested deeper than {MAX_DEPTH} levels"
 
 
@@ -31,7 +31,7 @@ def read_json(text: str) -> Any:
 
 
 def read_json_start(text: str, start: int = 0) -> tuple[Any, int]:
-    """Return the JSON value that begins at `start`, and where it ends; raises as `read_json`."""
+    """Return the JSON value that begins at `start`, and its end; raises like `read_json`."""
     return _read(text, start, whole=False)
 
 
@@ -52,7 +52,7 @@ def _read(text: str, start: int, *, whole: bool = True) -> tuple[Any, int]:
 
 
 def _check_depth(value: Any) -> None:
-    """Raise for deep values, without recursion."""
+    """Raise if a value is nested too deeply, without recursion."""
     level = [value]
     for _ in range(MAX_DEPTH):
         inner: list[Any] = []
@@ -93,7 +93,7 @@ def is_well_formed(text: str) -> bool:
 
 
 def well_formed(value: Any) -> Any:
-    """Return JSON data with lone surrogates replaced by U+FFFD; the same object without any."""
+    """Return JSON data with lone surrogates replaced by U+FFFD; a text without any is unchanged."""
     if isinstance(value, str):
         if is_well_formed(value):
             return value
@@ -136,14 +136,15 @@ def shorten(text: str, limit: int) -> str:
     return f"{text[:limit]} [{len(text) - limit:,} more characters were left out]"
 
 
-# Text that a person is shown
+# Text to show
 
 
 def visible(text: str) -> str:
-    r"""Return text in which nothing is obeyed by a terminal, and nothing is hidden.
+    r"""Return text that cannot control a terminal, and in which nothing is hidden.
 
-    Control characters become their pictures. Lone surrogates, marks that turn text round, tag
-    characters and other invisible ones become U+FFFD. Line breaks and tabs stay.
+    Control characters become their Unicode pictures. Lone surrogates, marks that change the
+    direction of text, tag characters and other invisible ones become U+FFFD. Line breaks and tabs
+    stay.
 
     >>> visible("\x1b[2Ja\u202eb")
     '␛[2Ja�b'
@@ -158,8 +159,9 @@ _INVISIBLE = (
     *((0xFFA0, 0xFFA0), (0xFFF0, 0xFFFB), (0x13430, 0x1345F), (0x1BCA0, 0x1BCA3)),
     *((0x1D173, 0x1D17A), (0xE0000, 0xE0FFF)),
 )
-"""Ranges of code points that turn text round, break lines or cannot be seen. The joiners U+200C,
-U+200D and the variation selectors U+FE0E, U+FE0F stay: scripts and emoji need them."""
+"""Ranges of code points that change the direction of text, break lines or are invisible. The
+joiners U+200C, U+200D and the variation selectors U+FE0E, U+FE0F stay: scripts and emoji need them.
+"""
 
 
 _HARMFUL = re.compile(

@@ -1,10 +1,10 @@
 """Worker processes that can be killed: every call has a time limit, every process a memory limit.
 
 A `WorkerPool` calls one function, named "package.module:function", in processes that are started
-when they are needed and used again. Arguments and results are JSON values in length-prefixed
-frames; nothing is pickled. A process that overruns a limit, dies or loses its caller is killed with
-its whole process group, and the next call gets another one. This protects the program from work
-that hangs or eats memory; it is not a sandbox (`rolltree.sandbox` is).
+on demand and reused. Arguments and results are JSON values in length-prefixed frames; nothing is
+pickled. A process that exceeds a limit, dies or loses its caller is killed with its whole process
+group, and the next call gets a new one. This protects the program from work that hangs or uses too
+much memory; it is not a sandbox (`rolltree.sandbox` is).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rolltree.tasks import wait_shielded
 from rolltree.threads import run_in_thread
 
 START_LIMIT_S = 60.0
-# Standard output and error of a process go to a temporary file, which is emptied beyond this.
+# A process writes stdout and stderr to a temporary file, which is emptied beyond this size.
 MAX_OUTPUT_BYTES = 2**20
 _POLL_S = 0.2
 _STARVED = 10
@@ -51,8 +51,8 @@ _BOOT = (
 class WorkerDied(Exception):
     """The process was killed at a limit, or ended by itself, before it replied.
 
-    `why` is "time", "memory" or "exit"; `status` is the exit status (negative: a signal's number)
-    and `said` the last of what it wrote to standard output and error.
+    `why` is "time", "memory" or "exit"; `status` is the exit status (negative: a signal's number),
+    and `said` the end of its standard output and error.
     """
 
     def __init__(self, why: Literal["time", "memory", "exit"], status: int | None, said: str):
@@ -61,7 +61,7 @@ class WorkerDied(Exception):
 
 
 class WorkerCallError(Exception):
-    """The function raised: `kind` is the exception's class name, `traceback` is the worker's."""
+    """The function raised: `kind` is the exception's class name, `traceback` the worker's."""
 
     def __init__(self, kind: str, message: str, trace: str) -> None:
         super().__init__(message)
@@ -73,15 +73,15 @@ class WorkerPool:
 
     Args:
         target: the function, as "package.module:function". Importing its module is part of starting
-            a process and counts towards no limit.
-        limit_s: most seconds for one call; None for no limit.
-        counts_cpu: the limit is on CPU time, so that a busy machine does not fail calls that only
-            compute. A call that uses none ends after ten times the limit.
-        memory_bytes: most address space of one process (`MemoryError` beyond it).
-        max_workers: most processes at once, further calls wait; None for no bound.
+            a process and does not count towards the limits.
+        limit_s: the most seconds for one call; None for no limit.
+        counts_cpu: the limit is on CPU time, so that calls that only compute do not fail on a busy
+            machine. A call that uses no CPU ends after ten times the limit in wall time.
+        memory_bytes: the most address space of one process (`MemoryError` beyond it).
+        max_workers: the most processes at once, for which further calls wait; None for no bound.
         max_idle: how many processes are kept for later calls.
-        inherit_env: give the processes this process's environment; by default they get only
-            what Python needs to start, so no secrets.
+        inherit_env: pass this process's environment on to the processes; by default they get only
+            what Python needs to start, and so no secrets.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class WorkerPool:
             self._free = threading.Semaphore(max_workers)
 
     def call(self, value: Any, *, limit_s: float | None = None) -> Any:
-        """Call the function with a JSON value and return its result; blocks until then.
+        """Call the function with a JSON value and return its result; blocks meanwhile.
 
         Raises:
             WorkerCallError: the function raised.
@@ -124,7 +124,7 @@ class WorkerPool:
             call.cancel()
             await wait_shielded(task)
             if not task.cancelled():
-                # Retrieved, or asyncio logs it as never retrieved.
+                # asyncio would log an exception that is never retrieved.
                 task.exception()
             raise
 
@@ -163,7 +163,7 @@ class WorkerPool:
 
 
 class _Limit:
-    """How long one call may take, from `begin` on."""
+    """The time limit of one call, counted from `begin`."""
 
     def __init__(self, limit_s: float, counts_cpu: bool = False) -> None:
         self._limit_s, self._counts_cpu = limit_s, counts_cpu
@@ -176,9 +176,9 @@ class _Limit:
         self._last = began + _STARVED * self._limit_s
 
     def left_s(self) -> float:
-        """Return the seconds until it is worth asking again; none are left when it is over."""
+        """Return the seconds until the next check; 0 or less if the limit is reached."""
         now = time.monotonic()
-        # A system without /proc does not say what another process used: there the clock counts.
+        # Without /proc the CPU time of another process is unknown, and wall time counts.
         if now >= self._until and self._cpu_before_s is not None and now < self._last:
             cpu_s = _cpu_s(self._pid)
             if cpu_s is not None:
@@ -188,7 +188,7 @@ class _Limit:
 
 
 class _Call:
-    """Which process works on a call, so that another thread can kill it."""
+    """The process that works on a call, so that another thread can kill it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -198,7 +198,7 @@ class _Call:
     def begin(self, worker: _Worker) -> None:
         with self._lock:
             self._worker = worker
-            # Cancelled before the process was known.
+            # It was cancelled before it had a process.
             if self._is_cancelled:
                 worker.kill()
 
@@ -216,15 +216,15 @@ class _Call:
 class _Worker:
     """One process and the pipes to it; used by one thread at a time, except for `kill`.
 
-    The process has the reading end of a pipe, the lifeline, whose other end is only here: the
-    kernel notifies it when this process is gone, however it died.
+    The process has the reading end of a pipe, the lifeline, whose other end only this process has:
+    the kernel notifies the worker when this process is gone, however it died.
     """
 
     def __init__(self, target: str, memory_bytes: int | None, inherit_env: bool) -> None:
         lifeline, held = os.pipe()
-        # A file, not a pipe: nobody reads while the call runs, and a full pipe would stop it.
+        # A file, not a pipe: nothing reads it during the call, and a full pipe would block it.
         said = tempfile.TemporaryFile()  # noqa: SIM115  open as long as the process is
-        # The process gets this one's path; "" means the folder it is in now.
+        # The worker gets this process's `sys.path`, in which "" means the working directory.
         path = [folder or os.getcwd() for folder in sys.path]
         arguments = [target, str(lifeline), str(memory_bytes or 0), *path]
         try:
@@ -247,7 +247,7 @@ class _Worker:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._to, self._from = self._process.stdin.fileno(), self._process.stdout.fileno()
-        # So that a process that reads nothing cannot hold the caller beyond its limit.
+        # Otherwise a worker that reads nothing could block the caller beyond its limit.
         os.set_blocking(self._to, False)
         os.set_blocking(self._from, False)
         self._said_fd, self._said_before = said.fileno(), 0
@@ -268,7 +268,7 @@ class _Worker:
             ) from None
 
     def is_usable(self) -> bool:
-        """Whether it can be asked: it is alive, and was not inherited by a fork."""
+        """Whether it can take a call: it is alive, and was not inherited through a fork."""
         return self._owner == os.getpid() and self._process.poll() is None
 
     def kill(self) -> None:
@@ -279,7 +279,7 @@ class _Worker:
         """Send a request and return the reply."""
         if limit is not None:
             limit.begin(self._process.pid)
-        # Both sides share the position, so this is the end of what the process has written.
+        # Both processes share the file position, so this is the end of the worker's output so far.
         self._said_before = os.lseek(self._said_fd, 0, os.SEEK_CUR)
         if self._said_before > MAX_OUTPUT_BYTES:
             os.ftruncate(self._said_fd, 0)
@@ -316,7 +316,7 @@ class _Worker:
             left_s = _POLL_S if limit is None else limit.left_s()
             if ready.poll(min(_POLL_S, max(0.0, left_s)) * 1000):
                 return
-            # A process that it left behind may still hold the pipe open.
+            # Polled, since a process that the worker left behind may keep the pipe open.
             if self._process.poll() is not None:
                 raise self._death()
             if left_s <= 0:
@@ -333,10 +333,10 @@ class _Worker:
 
 
 def _cpu_s(pid: int) -> float | None:
-    """Return the CPU seconds that a process has used, or None if the system does not say."""
+    """Return the CPU seconds that a process has used, or None without /proc."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            # The name, in parentheses, may hold anything.
+            # The name, in parentheses, may contain anything.
             fields = file.read().rpartition(b")")[2].split()
     except OSError:
         return None
@@ -344,14 +344,14 @@ def _cpu_s(pid: int) -> float | None:
 
 
 def _scrubbed() -> dict[str, str]:
-    """Return the variables that Python needs; one thread for numerical libraries."""
+    """Return the variables that Python needs, and a limit of one thread for numerical libraries."""
     kept = {name: os.environ[name] for name in _PASSED if name in os.environ}
     return {**kept, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 def _encode(value: Any) -> bytes:
-    """Return a frame."""
-    # ASCII: JSON of models can have lone surrogates, which UTF-8 cannot write.
+    """Return a JSON value as a length-prefixed frame."""
+    # ASCII, since text of models can have lone surrogates, which UTF-8 cannot encode.
     data = json.dumps(value).encode()
     return len(data).to_bytes(_HEADER, "big") + data
 
@@ -375,10 +375,10 @@ def _end(process: subprocess.Popen[bytes], held: int, said: IO[bytes], owner: in
 
 
 def serve_requests() -> None:
-    """Answer requests until the other side is gone; arguments are those of `_Worker`."""
+    """Answer requests until the other side is gone; `_Worker` passes the arguments."""
     target, lifeline, memory_bytes = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     _end_with_parent(lifeline)
-    # Copies: what the function prints or reads must not get into the frames.
+    # Copies, since what the function prints or reads must not mix with the frames.
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -387,9 +387,9 @@ def serve_requests() -> None:
     module, _, name = target.partition(":")
     function: Callable[[Any], Any] = getattr(importlib.import_module(module), name)
     if memory_bytes:
-        # After the import, which counts towards no limit.
+        # After the import, which does not count towards the limit.
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    # Made before it is needed: then there is no memory to make it.
+    # Encoded in advance: when it is needed, there is no memory left for it.
     out_of_memory = _encode({"out_of_memory": True})
     frame = _encode({"ready": True})
     while frame is not out_of_memory:
@@ -432,13 +432,13 @@ def _is_clean() -> bool:
 
 def _end_with_parent(lifeline: int) -> None:
     """Have the kernel end this process group when the other end of the lifeline is closed."""
-    # A signal, because work that hangs in C would never read an end of file. Not the parent's death
-    # signal: Linux sends that one when the thread that started the process ends.
+    # By a signal, because work that hangs in C would never read an end of file. Not by the parent
+    # death signal, which Linux sends when the thread that started the process ends.
     os.set_inheritable(lifeline, False)
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
     # SIGIO's default action ends a process.
     fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
     with contextlib.suppress(BlockingIOError):
-        # It was closed before: no signal comes any more.
+        # An end of file: it was closed earlier, and no signal will come.
         if not os.read(lifeline, 1):
             os._exit(1)

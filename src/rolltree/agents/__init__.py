@@ -1,4 +1,4 @@
-"""Agents: a model with a context, a parser and tools. One `act()` is one turn."""
+"""Agents: models with a context, a parser and tools. One `act()` is one turn."""
 
 from rolltree.agents.agent import Agent
 from rolltree.agents.context import (

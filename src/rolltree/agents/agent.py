@@ -1,4 +1,4 @@
-"""`Agent`: a model with a memory and a parser. One `act()` is one turn.
+"""`Agent`: a model with a history and a parser. One `act()` is one turn.
 
 Every model call is recorded, with its exact tokens, in the agent's own `trajectory`.
 """
@@ -48,24 +48,24 @@ _CUT = (FinishReason.LENGTH, FinishReason.ABORT, FinishReason.CONTENT_FILTER)
 class Agent:
     """A model that acts by text. One object plays one episode at a time.
 
-    `reset` begins an episode, `observe` tells the agent something, `act` is one turn. `steps` are
-    the model calls of the episode so far, also after `act` raised; `trajectory` holds them as
-    spec-1 steps over one token tree; `history` is what was said.
+    `reset` begins an episode, `observe` adds an observation, `act` is one turn. `steps` are
+    the model calls of the episode so far, also after `act` raised; `trajectory` has them as
+    `TrajectoryStep`s over one token tree; `history` has the messages.
 
     Args:
-        client: the model, a `ModelClient` or an OpenAI client; `reset` may name another.
+        client: the model, a `ModelClient` or an OpenAI client; `reset` may replace it.
         name: the agent's name, in its steps.
         system_prompt: the first message of its history.
         parser: from the text of an answer to an action.
-        context: which of its history the model is shown.
-        sampling: how to sample; `reset` may say otherwise.
-        model: the model to ask for, if the client has several.
+        context: chooses the part of its history that is sent to the model.
+        sampling: how to sample; `reset` may override it.
+        model: the model's name in requests, if the client has several models.
         reject_incomplete_completions: an answer that was cut off (`finish_reason` "length", "abort"
-            or "content_filter") counts as one without an action. It stays in the history; the
+            or "content_filter") counts as an answer without an action. It stays in the history; the
             feedback follows it.
         incomplete_penalty: the reward of such an answer, usually 0 or less.
-        incomplete_feedback: what the agent is told then.
-        parse_feedback: what it is told when the parser finds no action and has no feedback.
+        incomplete_feedback: the feedback to such an answer.
+        parse_feedback: the feedback if the parser finds no action and gives none itself.
 
     Raises:
         ConfigError: a setting cannot be used.
@@ -100,7 +100,7 @@ class Agent:
         self._model = model
         self._client = client
         self._sampling = sampling
-        # An agent can act right away; a protocol calls `reset` for each episode.
+        # So that an agent can act without a `reset`, which a protocol calls for each episode.
         self._begin(client, sampling, None, ())
 
     # -- an episode --------------------------------------------------------------------------
@@ -113,15 +113,15 @@ class Agent:
         seed: int | None = None,
         messages: Sequence[ChatMessage] = (),
     ) -> None:
-        """Begin an episode: forget the last one, open a session with the model.
+        """Begin an episode: clear the last one, and open a session with the model.
 
         Args:
-            client: instead of the agent's own, for this episode.
+            client: replaces the agent's own client for this episode.
             sampling: fields that override the agent's own.
-            seed: of the episode's sampling. The call of index i samples with the seed itself for
-                i = 0 and with one derived from it later. None: that of `sampling`, if any.
-            messages: what follows the system prompt in the history, say few-shot examples. A
-                system message at its beginning replaces the agent's.
+            seed: of the episode's sampling. The first call uses the seed itself, and later calls
+                seeds derived from it. None: that of `sampling`, if any.
+            messages: the messages after the system prompt, say few-shot examples. If the first is a
+                system message, it replaces the agent's.
         """
         sampling = merge_sampling(self._sampling, sampling)
         self._begin(client or self._client, sampling, seed, messages)
@@ -140,7 +140,7 @@ class Agent:
         self._session: ModelClient | None = None
         if client is not None:
             self._session = as_client(client, self._model).session()
-            # An agent's calls count apart from those of others.
+            # Each agent's calls are numbered separately.
             if seed is not None:
                 self._session = RolloutClient(self._session, seeds=CallSeeds(seed, sampling.seed))
         self.trajectory = Trajectory()
@@ -148,18 +148,18 @@ class Agent:
         self.turn = 0
         self._num_tokens = 0
         self.history: list[ChatMessage] = list(messages)
-        # Two system messages are refused by some chat templates.
+        # Some chat templates reject two system messages.
         has_own = bool(messages) and messages[0].get("role") == "system"
         if self.system_prompt is not None and not has_own:
             self.history.insert(0, {"role": "system", "content": self.system_prompt})
 
     @property
     def client(self) -> Any:
-        """The agent's own model, None for one that is given its model by `reset`."""
+        """The agent's own client; None if `reset` passes one."""
         return self._client
 
     def observe(self, obs: str | Sequence[ChatMessage]) -> None:
-        """Tell the agent what it sees: a text as a user message, or messages as they are."""
+        """Add an observation to the history: a text as a user message, or messages as they are."""
         if isinstance(obs, str):
             self.history.append({"role": "user", "content": obs})
         else:
@@ -171,12 +171,12 @@ class Agent:
         return ()
 
     def answer(self, answers: Sequence[ToolAnswer]) -> AgentStep:
-        """Give the results of the external tool calls in `waiting`; `act` then continues the turn.
+        """Pass the results of the external tool calls in `waiting`; `act` then continues the turn.
 
         Returns the step that made the calls, now with their answers.
 
         Raises:
-            ValueError: a call is not answered, or something else is.
+            ValueError: the answers do not match the calls in `waiting`.
         """
         raise ValueError(
             f"agent {self.name!r} has no tools, so there is nothing to answer. Answer only after a "
@@ -184,11 +184,11 @@ class Agent:
         )
 
     async def act(self) -> list[AgentStep]:
-        """Take one turn; return its model calls. The last one says what happens next.
+        """Take one turn; return its model calls. The `action_target` of the last says what is next.
 
         Raises:
             ModelError: the model gave no usable answer (`PromptTooLong`: the history is too long).
-                The calls before it are in `steps`.
+                Earlier calls are in `steps`.
         """
         first = len(self.steps)
         response, record = await self._call()
@@ -198,15 +198,14 @@ class Agent:
     # -- parts of a turn ---------------------------------------------------------------------
 
     async def _call(self) -> tuple[ModelResponse, TrajectoryStep]:
-        """Ask the model for the next message, record the call, and append the message."""
+        """Call the model for the next message, record the call, and append the message."""
         self.history = list(await self.context.prepare(self.history, self._num_tokens, self._ask))
-        # The history stays whole; a strategy changes what is shown, and the token tree has each
-        # call as it was made.
+        # The history stays whole; a strategy changes only what is sent, and the token tree has
+        # each call as it was made.
         shown = self.context.view(self.history)
         response, record = await self._sample(shown)
         self.history.append(response.message)
-        # What the next prompt will at least have: context strategies decide by it without a
-        # tokenizer.
+        # The least size of the next prompt, by which context strategies decide without a tokenizer.
         self._num_tokens = response.num_prompt_tokens + response.num_completion_tokens
         return response, record
 
@@ -224,7 +223,7 @@ class Agent:
     ) -> tuple[ModelResponse, TrajectoryStep]:
         if self._session is None:
             raise ConfigError(
-                f"agent {self.name!r} has no client, so there is no model to ask. Pass client=... "
+                f"agent {self.name!r} has no client, so it cannot call a model. Pass client=... "
                 "to the agent or to its reset()."
             )
         sampling = self.sampling
@@ -250,7 +249,7 @@ class Agent:
         tool_calls: tuple[ToolRequest, ...] = (),
         parsed: ParseResult | None = None,
     ) -> None:
-        """Read the action out of the final answer, unless `parsed` says it, and end the turn."""
+        """Parse the action in the final answer, unless `parsed` is given, and end the turn."""
         info: Info = {}
         if self._is_rejected(response):
             info[INCOMPLETE] = True
@@ -259,20 +258,20 @@ class Agent:
             try:
                 parsed = self.parser(self._final_text(response.message))
             except Exception:
-                # A mistake in the parser: it fails the episode, the call is kept.
+                # A bug in the parser fails the episode, but the call is kept.
                 self._add_step(response, record, "env", ParseResult(None), tool_calls)
                 raise
-        # The feedback must help the model to do better.
+        # Every failure needs feedback, so that the model can do better.
         if parsed.failed and parsed.obs is None:
             parsed = replace(parsed, obs=self.parse_feedback)
         if parsed.failed:
             info[PARSE_FEEDBACK] = parsed.obs
         self._add_step(response, record, "env", parsed, tool_calls, info=info)
-        # After the step was appended, which belongs to the turn that ends.
+        # Only now, since the step belongs to the turn that ends.
         self.turn += 1
 
     def _is_rejected(self, response: ModelResponse) -> bool:
-        """Whether an answer counts as none because it was cut off."""
+        """Whether an answer is rejected because it was cut off."""
         return self.reject_incomplete_completions and response.finish_reason in _CUT
 
     def _final_text(self, message: ChatMessage) -> str:
@@ -290,7 +289,7 @@ class Agent:
         info: Info | None = None,
         reward: float = 0.0,
     ) -> None:
-        """Append a step to `steps`, with what the record's readers want in its extras."""
+        """Append a step to `steps`, and add its info to the record's extras."""
         info = {**response.to_info(), **(info or {})}
         record["extras"].update(info, action_target=target)
         step = AgentStep(

@@ -1,15 +1,16 @@
-"""Context strategies: they choose the messages of its history that an agent shows the model.
+"""Context strategies, which choose the part of an agent's history that is sent to the model.
 
 A strategy is configuration without state; the agent owns the history.
 
 | strategy | breaks of the exact token prefix |
 |---|---|
-| `FullDialog` | none: it only ever appends |
-| `TruncatedThinking` | one per turn in which the turn before had reasoning |
-| `SlidingWindow` | one per turn once the window is full |
+| `FullDialog` | none: it only appends |
+| `TruncatedThinking` | one per turn whose previous turn had reasoning |
+| `SlidingWindow` | one per turn after the window is full |
 | `SummaryCompaction` | one per compaction |
 
-A break costs a new sample, never a sampled token: each call stays in the token tree as it was made.
+A break begins a new sample but loses no sampled token: each call stays in the token tree as it was
+made.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Ask(Protocol):
 
 
 class ContextStrategy(Protocol):
-    """Decides what of its history an agent shows the model."""
+    """Decides which part of an agent's history is sent to the model."""
 
     def view(self, history: Sequence[ChatMessage]) -> list[ChatMessage]:
         """Return the messages to send, without changing any."""
@@ -48,13 +49,13 @@ class ContextStrategy(Protocol):
     ) -> Sequence[ChatMessage]:
         """Return the history to continue with, before a model call.
 
-        `num_tokens` is what the last call's prompt and completion took, 0 before the first.
+        `num_tokens` is the size of the last call's prompt and completion; 0 before the first call.
         """
         ...
 
 
 class _Dialog:
-    """The strategy that changes nothing, to build others on."""
+    """A strategy that changes nothing, as a base of others."""
 
     __slots__ = ()
 
@@ -71,12 +72,12 @@ class _Dialog:
 
 @dataclass(frozen=True, slots=True)
 class FullDialog(_Dialog):
-    """Everything that was said, always. Append-only, so the exact prefix holds."""
+    """The whole dialog. It is append-only, so each prompt extends the previous call exactly."""
 
 
 @dataclass(frozen=True, slots=True)
 class TruncatedThinking(_Dialog):
-    """The dialog without the reasoning of earlier turns; that since the last user message stays.
+    """The dialog without the reasoning before the last user message.
 
     Reasoning is `reasoning_content`, and the text before `close`.
     """
@@ -104,13 +105,14 @@ class TruncatedThinking(_Dialog):
 
 @dataclass(frozen=True, slots=True)
 class SlidingWindow(_Dialog):
-    """The system prompt, the first user message unless told otherwise, and the last turns.
+    """The system prompt, by default the first user message, and the last turns.
 
-    A turn is a user message and what follows it, so that no tool's answer loses its call.
+    A turn is a user message and the messages that follow it, so that no answer of a tool loses its
+    call.
 
     Args:
-        num_turns: how many turns are shown, the current one included.
-        keep_first: show the first user message always: it often says what to do.
+        num_turns: how many turns are shown, including the current one.
+        keep_first: always show the first user message, which often states the task.
 
     Raises:
         ConfigError: `num_turns` is below 1.
@@ -135,7 +137,7 @@ class SlidingWindow(_Dialog):
         first, begin = history[starts[0]], starts[-self.num_turns]
         if not self.keep_first:
             return [*head, *history[begin:]]
-        # One message, because two user messages in a row are refused by some chat templates.
+        # A single message, because some chat templates reject two user messages in a row.
         text = f"{text_of(first)}\n\n[...]\n\n{text_of(history[begin])}"
         return [*head, {"role": "user", "content": text}, *history[begin + 1 :]]
 
@@ -154,9 +156,9 @@ class SummaryCompaction(_Dialog):
     internal step of kind "compaction", and it is trained.
 
     Args:
-        max_tokens: sum up before a call when the last one took this many tokens or more.
-        request: what asks for the summary.
-        summary_tokens: how long it may be; None: as the agent samples.
+        max_tokens: summarize before a call if the last one had this many tokens or more.
+        request: the message that asks for the summary.
+        summary_tokens: the most tokens of the summary; None: the agent's own limit.
 
     Raises:
         ConfigError: `max_tokens` is below 1.
@@ -177,12 +179,12 @@ class SummaryCompaction(_Dialog):
     ) -> Sequence[ChatMessage]:
         """Return the system prompt and the summary in place of a long history.
 
-        A user message that waits for its answer follows the summary in the same message.
+        An unanswered user message follows the summary, in the same message.
         """
         if num_tokens < self.max_tokens:
             return history
         start = next((n for n, m in enumerate(history) if m.get("role") != "system"), 0)
-        # The question that is not answered yet must survive, word for word; it is not summed up.
+        # An unanswered question must be kept word for word, so it is not summarized.
         is_waiting = history[-1].get("role") == "user"
         said = list(history[:-1] if is_waiting else history)
         said.append({"role": "user", "content": self.request})

@@ -2,8 +2,8 @@
 
 Tools have one of two scopes. The agent runs its internal `tools` and continues with their
 results. The protocol answers `external_tools`: the turn pauses, `waiting` lists the calls, `answer`
-gives the results, and the next `act` continues the turn. What a model gets wrong (a call that
-cannot be read, an unknown tool, wrong arguments) and what a tool raises is an answer to it.
+takes the results, and the next `act` continues the turn. Mistakes of the model (a call that cannot
+be read, an unknown tool, wrong arguments) and exceptions of tools become answers to the model.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ class ToolAgent(Agent):
             signature and docstring, or OpenAI schemas.
         max_tool_rounds: how many of a turn's answers may call tools. After that the
             model is told to give its final answer; a further call counts as no action.
-        last_call: what it is told then.
+        last_call: the message to the model then.
         tool_limit_s: how long one call of an internal tool may take; None: no limit.
         bad_call_penalty: the reward of a call that could not be read or made, or came too late.
-        error_formatter: what the model is told about an exception that a tool raised.
+        error_formatter: from an exception of a tool to the text that the model gets.
         tool_call_format: how the model writes calls.
-        settings: `Agent`'s.
+        settings: those of `Agent`.
 
     Raises:
-        ConfigError: two tools have one name, or a tool cannot be described.
+        ConfigError: two tools have the same name, or a tool cannot be described.
     """
 
     def __init__(
@@ -70,12 +70,12 @@ class ToolAgent(Agent):
             raise ConfigError(f"max_tool_rounds is {max_tool_rounds}; use 0 for no tool calls.")
         self.tools = _described(tools)
         self.external_tools = _described(external_tools)
-        # Calls name tools, so a name must say who answers.
+        # A call has only the tool's name, which must identify the tool.
         both = [name for name in self.tools if name in self.external_tools]
         if both:
             raise ConfigError(
-                f"tool {both[0]!r} is both internal and external, so it is unclear who answers it. "
-                "Pass it in one of the two lists."
+                f"tool {both[0]!r} is both internal and external, so it is unclear what answers "
+                "it. Pass it in one of the two lists."
             )
         self.max_tool_rounds = max_tool_rounds
         self.last_call = last_call
@@ -91,14 +91,14 @@ class ToolAgent(Agent):
         self._num_rounds = 0
         schemas = [tool.schema for tool in (*self.tools.values(), *self.external_tools.values())]
         self.tool_schemas = self.tool_call_format.schemas(schemas)
-        # Without its stop string a model writes the observation itself.
+        # Without the format's stop string, a model would write the observation itself.
         missing = [stop for stop in self.tool_call_format.stop if stop not in self.sampling.stop]
         if missing:
             self.sampling = replace(self.sampling, stop=(*self.sampling.stop, *missing))
         self._tell(self.tool_call_format.instructions(schemas))
 
     def _tell(self, instructions: str) -> None:
-        """Put instructions at the end of the system prompt."""
+        """Append instructions to the system prompt."""
         if not instructions:
             return
         if self.history and self.history[0]["role"] == "system":
@@ -113,25 +113,25 @@ class ToolAgent(Agent):
         return self._waiting
 
     def answer(self, answers: Sequence[ToolAnswer]) -> AgentStep:
-        """Give the results of the calls in `waiting`; `act` then continues the turn.
+        """Pass the results of the calls in `waiting`; `act` then continues the turn.
 
-        Returns the step that made the calls, now with all its answers; it replaces the one in
+        Returns the step that made the calls, now with all its answers; it replaces the old one in
         `steps`.
 
         Raises:
-            ValueError: a call is not answered, or something else is.
+            ValueError: the answers do not match the calls in `waiting`.
         """
         asked = [request.call_id for request in self._waiting]
         given = [answer.call_id for answer in answers]
         if not asked or sorted(given) != sorted(asked):
             raise ValueError(
-                f"agent {self.name!r} waits for answers to the calls {asked} and got {given}; its "
-                "history would not fit together. Answer each call in `waiting` once."
+                f"agent {self.name!r} waits for answers to the calls {asked}, but got {given}, so "
+                "its history would be inconsistent. Answer each call in `waiting` once."
             )
         step = self.steps[-1]
         left = [*step.tool_answers, *answers]
         ordered = []
-        # Servers have been seen to give two calls one id.
+        # Not by a dict, since some servers give two calls the same id.
         for request in step.tool_calls:
             at = next(n for n, answer in enumerate(left) if answer.call_id == request.call_id)
             ordered.append(left.pop(at))
@@ -142,7 +142,7 @@ class ToolAgent(Agent):
         return step
 
     def observe(self, obs: str | Sequence[ChatMessage]) -> None:
-        """Tell the agent what it sees.
+        """Add an observation to the history.
 
         Raises:
             ValueError: external calls are not answered yet; their answers come first.
@@ -162,7 +162,7 @@ class ToolAgent(Agent):
 
         Raises:
             ValueError: external calls are not answered yet.
-            ModelError, ToolUnavailable: as `Agent.act`.
+            ModelError, ToolUnavailable: as in `Agent.act`.
         """
         self._check_answered()
         first = len(self.steps)
@@ -171,11 +171,11 @@ class ToolAgent(Agent):
         return self.steps[first:]
 
     async def _round(self) -> bool:
-        """Make one model call and do what it asks; return whether the turn goes on here."""
+        """Make one model call and run its tools; return whether the turn continues here."""
         response, record = await self._call()
         parsed_calls = self.tool_call_format.read(response.message)
         requests = tuple(self._request(call, n) for n, call in enumerate(parsed_calls.calls))
-        # First of all: half a call may parse as a whole one with other arguments.
+        # Checked first, since half a call may parse as a whole one with different arguments.
         if self._is_rejected(response):
             self._refuse(requests)
             self._end_turn(response, record, requests)
@@ -183,8 +183,8 @@ class ToolAgent(Agent):
         if not requests and not parsed_calls.problems:
             self._end_turn(response, record, requests)
             return False
-        # It was told so with the last answer; a further call ends the turn, or the loop could go on
-        # forever.
+        # The last answer said that no calls are left. A further call ends the turn, since the loop
+        # could go on forever.
         if self._num_rounds >= self.max_tool_rounds:
             self._refuse(requests)
             parsed = ParseResult(None, self.bad_call_penalty, self.last_call)
@@ -212,14 +212,14 @@ class ToolAgent(Agent):
         problems: Sequence[str],
     ) -> bool:
         external = tuple(request for request in requests if _is_external(request))
-        # The agent's own calls are answered now, though others of the message wait: `answer` puts
-        # all into the order of the calls.
+        # Internal calls are answered now, even if external ones of the message wait: `answer` puts
+        # all answers into the order of the calls.
         own = [request for request in requests if not _is_external(request)]
         answers: tuple[ToolAnswer, ...] = ()
         try:
             answers = tuple(await self.tools.answer_all(own, self._answer_own))
         finally:
-            # The call was made, whatever became of the tools.
+            # The model call was made, even if the tools failed.
             num_bad = len(problems) + sum(request.problem is not None for request in requests)
             reward = self.bad_call_penalty * num_bad
             self._add_step(
@@ -241,7 +241,7 @@ class ToolAgent(Agent):
         return not external
 
     def _request(self, call: RawToolCall, number: int) -> ToolRequest:
-        # Text formats have no ids, and answers are matched by them.
+        # Text formats have no ids, by which answers are matched.
         call = replace(call, call_id=call.call_id or f"call_{len(self.steps)}_{number}")
         if call.name in self.external_tools:
             return self.external_tools.read(call, scope="external")
@@ -269,7 +269,7 @@ class ToolAgent(Agent):
         return f"{text}\n\n{self.last_call}" if is_last else text
 
     def _refuse(self, requests: Sequence[ToolRequest]) -> None:
-        """Answer calls that are not made, if the format wants an answer to each."""
+        """Answer calls that are not made, if the format needs an answer to each."""
         if requests and self.tool_call_format.needs_answers:
             answers = [ToolAnswer(each.call_id, each.name, _NOT_MADE) for each in requests]
             self.history.extend(self.tool_call_format.write(answers))
@@ -283,10 +283,10 @@ class ToolAgent(Agent):
 
 
 class ReActAgent(ToolAgent):
-    """A `ToolAgent` that writes its calls as text, Thought by Action by Observation.
+    """A `ToolAgent` that writes its calls as text: Thought, Action, Observation.
 
-    It suits models whose chat template knows no tools. One call per answer; the answer ends where
-    the model would invent the observation.
+    It suits models whose chat template has no tools. Each answer has one call, and ends where the
+    model would invent the observation.
     """
 
     def __init__(self, client: Any = None, **settings: Any) -> None:

@@ -1,8 +1,8 @@
 """Tool call formats: native calls, by the chat template, or calls as text (ReAct).
 
-A format says what the model is told about its tools, reads calls out of a message, and writes
-answers as messages. The text form is that of ReAct (Yao et al., 2022, arXiv:2210.03629): Thought,
-Action, Action Input, Observation, Final Answer.
+A format describes the tools to the model, reads calls from a message, and writes answers as
+messages. The text form is that of ReAct (Yao et al., 2022, arXiv:2210.03629): Thought, Action,
+Action Input, Observation, Final Answer.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from rolltree.untrusted import read_json_start
 
 @dataclass(frozen=True, slots=True)
 class ParsedCalls:
-    """A parsed message: its calls, and what looks like a call but cannot be parsed."""
+    """A parsed message: its calls, and the problems of parts that cannot be parsed as calls."""
 
     calls: tuple[RawToolCall, ...] = ()
     problems: tuple[str, ...] = ()
 
 
 class ToolCallFormat(Protocol):
-    """One way to spell tool calls."""
+    """A way to write tool calls."""
 
     stop: tuple[str, ...]
-    """Stop strings that this spelling needs."""
+    """Stop strings that this format needs."""
     needs_answers: bool
-    """Whether a history with a call that nothing answers is refused by servers and templates."""
+    """Whether servers and templates reject a history in which a call has no answer."""
 
     def schemas(self, tools: Sequence[ToolSchema]) -> list[ToolSchema]:
         """Return the schemas that are sent with each model call."""
         ...
 
     def instructions(self, tools: Sequence[ToolSchema]) -> str:
-        """Return what the system prompt says about the tools, "" for nothing."""
+        """Return the part of the system prompt about the tools, or ""."""
         ...
 
     def read(self, message: ChatMessage) -> ParsedCalls:
@@ -49,7 +49,7 @@ class ToolCallFormat(Protocol):
         ...
 
     def write(self, answers: Sequence[ToolAnswer]) -> list[ChatMessage]:
-        """Return the messages that carry the answers, in order."""
+        """Return the messages with the answers, in order."""
         ...
 
     def complain(self, problem: str) -> list[ChatMessage]:
@@ -62,7 +62,7 @@ class ToolCallFormat(Protocol):
 
 
 class NativeCalls:
-    """Calls as the chat template spells them: schemas in, `tool_calls` out, tool messages back."""
+    """Calls in the form of the chat template: schemas, `tool_calls`, and tool messages."""
 
     stop: tuple[str, ...] = ()
     needs_answers = True
@@ -72,7 +72,7 @@ class NativeCalls:
         return list(tools)
 
     def instructions(self, tools: Sequence[ToolSchema]) -> str:
-        """Return nothing: the template tells the model."""
+        """Return nothing, since the template describes the tools."""
         return ""
 
     def read(self, message: ChatMessage) -> ParsedCalls:
@@ -88,7 +88,7 @@ class NativeCalls:
         ]
 
     def complain(self, problem: str) -> list[ChatMessage]:
-        """Return a user message: there is no call that a tool message could answer."""
+        """Return a user message, since there is no call that a tool message could answer."""
         return [{"role": "user", "content": problem}]
 
     def final(self, message: ChatMessage) -> str:
@@ -114,17 +114,17 @@ Final Answer: your answer"""
 
 
 class ReActCalls:
-    """Calls as lines of text, for models whose chat template knows no tools."""
+    """Calls as lines of text, for models whose chat template has no tools."""
 
     stop: tuple[str, ...] = ("\nObservation:",)
     needs_answers = False
 
     def schemas(self, tools: Sequence[ToolSchema]) -> list[ToolSchema]:
-        """Return nothing: the tools are described in the system prompt."""
+        """Return nothing, since the system prompt describes the tools."""
         return []
 
     def instructions(self, tools: Sequence[ToolSchema]) -> str:
-        """Return the form to answer in, and a line per tool."""
+        """Return the format of answers, and a line per tool."""
         if not tools:
             return ""
         lines = []
@@ -140,7 +140,7 @@ class ReActCalls:
         text = text_of(message)
         found = _ACTION.search(text)
         final = text.find(_FINAL)
-        # After its final answer a model may go on to invent another round.
+        # A model may invent a further round after its final answer.
         if found is None or 0 <= final < found.start():
             return ParsedCalls()
         given = _INPUT.search(text, found.end())
@@ -150,10 +150,10 @@ class ReActCalls:
             )
         body = text[given.end() :].strip()
         try:
-            # What follows the arguments is the model's own idea of the observation.
+            # Text after the arguments is an observation that the model invented.
             _, end = read_json_start(body)
         except ValueError:
-            # Reading the arguments reports what is wrong.
+            # Reading the arguments later reports what is wrong.
             end = len(body)
         return ParsedCalls((RawToolCall("", found[1].strip(" \t"), body[:end]),))
 
@@ -167,7 +167,7 @@ class ReActCalls:
         return [{"role": "user", "content": f"Observation: {problem}"}]
 
     def final(self, message: ChatMessage) -> str:
-        """Return what follows "Final Answer:", or the whole text."""
+        """Return the text after "Final Answer:", or the whole text."""
         text = text_of(message)
         _, found, answer = text.partition(_FINAL)
         return answer.strip() if found else text

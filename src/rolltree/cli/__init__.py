@@ -1,7 +1,7 @@
-"""The command line: parse, validate, call.
+"""The command line: parses and validates flags, and calls the library.
 
-Each command's work is imported when the command runs, so `rolltree --help` needs no torch and no
-HTTP client.
+The modules that do a command's work are imported when it runs, so `rolltree --help` needs neither
+torch nor an HTTP client.
 """
 
 from rolltree.cli.app import app, main

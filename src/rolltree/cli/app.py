@@ -1,8 +1,8 @@
 """The `rolltree` program: its commands, its version, and its exit statuses.
 
 An error that rolltree raises is printed as one message without a traceback; the exit status is 2
-for wrong settings and 1 for everything else. Ctrl-C gives 130, and SIGTERM after which everything
-was saved gives 75 (BSD's EX_TEMPFAIL, "try again later").
+for wrong settings and 1 for everything else. Ctrl-C gives 130, and SIGTERM gives 75 if everything
+was saved (BSD's EX_TEMPFAIL, "try again later").
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ STOPPED_STATUS = 75
 
 
 def os_error_message(error: OSError) -> str:
-    """Return what an error of the operating system means for a command."""
+    """Return the message for an error of the operating system that ended a command."""
     where = f"{error.filename}: " if error.filename else ""
     what = f"{where}{error.strerror or error}, so the command stopped"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -71,8 +71,8 @@ def messages() -> Iterator[None]:
         raise click.exceptions.Exit(status) from None
     except ModuleNotFoundError as error:
         extra = EXTRAS.get((error.name or "").partition(".")[0])
-        # A failed import of rolltree's own is a bug and keeps its traceback. One of an environment
-        # is a package to install.
+        # A failed import in rolltree itself is a bug and keeps its traceback. One in an environment
+        # means that a package is to be installed.
         if extra is None and _is_ours(error):
             raise
         if (error.name or "").startswith("verifiers.v1"):
@@ -89,7 +89,8 @@ def messages() -> Iterator[None]:
         echo(f"error: {message}", error=True)
         raise click.exceptions.Exit(2) from None
     except OSError as error:
-        # Not from the operating system: libraries raise the class for their own errors.
+        # Without errno it is not from the operating system: libraries raise OSError for their own
+        # errors.
         if error.errno is None:
             raise
         echo(f"error: {os_error_message(error)}", error=True)
@@ -106,7 +107,7 @@ _VERIFIERS_V1 = (
 
 
 def _is_ours(error: ModuleNotFoundError) -> bool:
-    """Whether the import that failed is one of rolltree's own files."""
+    """Whether the import that failed is in one of rolltree's own files."""
     frames = traceback.extract_tb(error.__traceback__)
     files = [frame.filename for frame in frames if not frame.filename.startswith("<frozen")]
     return bool(files) and Path(__file__).parents[1] in Path(files[-1]).parents
@@ -143,7 +144,7 @@ click.version_option(__version__, message="%(version)s", help="Show the version.
 
 
 class SafeFormatter(logging.Formatter):
-    """Formats log records for a terminal: their messages and tracebacks may quote models."""
+    """Formats log records safely for a terminal, since they may quote the text of models."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record's text."""
@@ -151,9 +152,8 @@ class SafeFormatter(logging.Formatter):
 
 
 def main() -> None:
-    """Run the program; the console script."""
-    # Warnings quote what models and environments wrote, so they are cleaned like everything that is
-    # printed.
+    """Run the program; the entry point of the console script."""
+    # Warnings may quote text of models and environments, so they are made safe like all output.
     handler = logging.StreamHandler()
     handler.setFormatter(SafeFormatter())
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
@@ -168,10 +168,10 @@ def main() -> None:
 
 
 def _drop_unwritten() -> None:
-    """Drop output that cannot be written, so that Python's own flush cannot change the status."""
+    """Drop output that cannot be written, so that Python's final flush keeps the exit status."""
     for stream in (sys.stdout, sys.stderr):
         try:
-            # Python flushes at exit, and would exit with status 120 if the reader has gone.
+            # Python flushes at exit, too, and would change the status to 120 if the reader is gone.
             stream.flush()
         except OSError:
             with open(os.devnull, "wb") as nowhere:

@@ -1,4 +1,4 @@
-"""Text from the command line to values: JSON objects, choices, secrets, default run directories."""
+"""Values of command-line flags: JSON objects, choices, secrets, default run directories."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rolltree.redact import shown
 compat_option = click.option(
     "--compat",
     is_flag=True,
-    help="Give an environment that imports verifiers rolltree's, even if the package is installed.",
+    help="Let `import verifiers` give rolltree's classes, even if that package is installed.",
 )
 Name = TypeVar("Name", bound=str)
 
@@ -31,7 +31,7 @@ def echo(text: object, *, error: bool = False) -> None:
 
 
 def _print(text: str, file: TextIO) -> None:
-    # The reader may have gone, as in `| head`.
+    # The reader may be gone, as in `| head`.
     with contextlib.suppress(BrokenPipeError):
         print(text, file=file, flush=True)
 
@@ -54,7 +54,7 @@ def json_object(text: str | None, flag: str) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(text)
-    # JSON that nests too deep raises RecursionError.
+    # JSON that is nested too deeply raises RecursionError.
     except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"{flag} is not JSON ({error}). Write it like {flag} '{{\"key\": 1}}'."
@@ -70,7 +70,7 @@ def known_name(text: str, known: Iterable[Name], flag: str) -> Name:
     """Return a flag's value if it is one of the known names.
 
     Raises:
-        UnknownName: it is none of them.
+        UnknownName: it is not one of them.
     """
     names = list(known)
     for name in names:
@@ -80,15 +80,14 @@ def known_name(text: str, known: Iterable[Name], flag: str) -> Name:
 
 
 def secret(variable: str | None, flag: str) -> str | None:
-    """Return the content of the environment variable that a flag names, or None without one.
+    """Return the value of the environment variable that a flag names, or None without the flag.
 
     Raises:
-        ConfigError: the variable is not set; or the flag holds a key instead of a name.
+        ConfigError: the variable is not set, or the flag was given a key instead of a name.
     """
     if variable is None:
         return None
-    # A key that was pasted by mistake has other characters; it must not be looked up, or repeated
-    # in an error.
+    # A key that was pasted by mistake usually has other characters. An error must not repeat it.
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable):
         raise ConfigError(
             f"{flag} takes the name of an environment variable, not the key itself, so that keys "
@@ -106,7 +105,7 @@ def secret(variable: str | None, flag: str) -> str | None:
 
 def default_run_dir(kind: str, *names: str) -> Path:
     """Return `runs/<kind>-<names>-<time>`, safe as a file name."""
-    # Of a path or a name such as owner/model the last two parts tell runs apart.
+    # The last two parts of a path, or of a name such as owner/model, tell runs apart.
     parts = [kind, *("-".join(Path(name).parts[-2:]) for name in names)]
     stem = "--".join(re.sub(r"[^A-Za-z0-9._-]+", "-", part).strip("-") for part in parts if part)
     return Path("runs") / f"{stem}--{time.strftime('%Y%m%d-%H%M%S')}"

@@ -1,4 +1,4 @@
-"""`rolltree audit`: re-check everything that a stored run says."""
+"""`rolltree audit`: check everything that is stored in a run again."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def audit_run(run: Path, recompute: int, tokenizer: Path | None, limit: int, as_
     from rolltree.records import audit
 
     report = audit(run, recompute=recompute, tokenizer=tokenizer)
-    # JSON needs no rich, which the table imports.
+    # The table imports rich, which JSON does not need.
     if as_json:
         echo_json(report.as_dict())
     else:
@@ -42,6 +42,6 @@ def audit_run(run: Path, recompute: int, tokenizer: Path | None, limit: int, as_
         console.print(audit_table(report))
         for line in audit_lines(report, limit=limit):
             say(console, line)
-    # A script that audits must see what was found.
+    # Scripts must notice that something was found.
     if not report.ok:
         raise click.exceptions.Exit(1)

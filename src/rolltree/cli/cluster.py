@@ -1,4 +1,4 @@
-"""`rolltree cluster`: look at a run on several processes, and change how many there are."""
+"""`rolltree cluster`: inspect a run on several processes, and change their number."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rolltree.cli.runs import run_argument
 
 @click.group("cluster")
 def cluster() -> None:
-    """A run with a [cluster] in its config, while `rolltree train` runs it."""
+    """Inspect or scale a run with a [cluster] in its config, while `rolltree train` runs it."""
 
 
 @cluster.command("status")

@@ -59,7 +59,7 @@ def compare_stored_runs(
     if markdown:
         from rolltree.reports import comparison_markdown
 
-        # Not by the console, which would wrap lines at the terminal's width.
+        # Not through the console, which would wrap lines at the terminal's width.
         echo(comparison_markdown(found).rstrip("\n"))
         return
     from rolltree.reports import SafeConsole, comparison_parts

@@ -56,13 +56,13 @@ def show_data(
 
     chosen = "json" if as_json else known_name(form, FORMATS, "--format")
     filters: dict[str, Any] = {"phase": phase, "where": " and ".join(where), "sort": sort}
-    # What was not given is left to the table, which refuses filters that it does not know.
+    # Only filters that were given, since a table rejects those that it does not have.
     filters = {name: value for name, value in filters.items() if value}
     if full:
         filters["full"] = True
     with read_run(run) as data:
         if table is None:
-            # A flag that does nothing is an error, here and below.
+            # Flags without an effect are errors, here and below.
             _refuse(output is not None or limit or columns or filters, "name a table")
             print_columns(data, as_json=chosen == "json")
             return

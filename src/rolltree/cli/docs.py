@@ -1,4 +1,4 @@
-"""`rolltree docs`: the pages that messages name, as they came with this version."""
+"""`rolltree docs`: print the documentation pages of this version, to which messages refer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def show_page(page: str | None) -> None:
 
 
 def _section(text: str, anchor: str) -> str:
-    """Return the part under the heading that a link names, with the parts below it."""
+    """Return the section whose heading has this anchor, with its subsections."""
     headings = list(_HEADING.finditer(text))
     for found in headings:
         if _anchor(found[2]) == anchor:
@@ -47,5 +47,5 @@ def _section(text: str, anchor: str) -> str:
 
 
 def _anchor(heading: str) -> str:
-    """Return what links call a heading, as GitHub and the site make it."""
+    """Return the link anchor of a heading, as GitHub and the site make it."""
     return re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip())

@@ -1,4 +1,4 @@
-"""`rolltree doctor`: what this machine has, what each extra would add, how fast what would run."""
+"""`rolltree doctor`: what this machine has, what each extra adds, and how fast a model runs."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from rolltree.machine import Host
 
 MEASURE_S = 10.0
-"""Half of it samples, half of it trains."""
-_NO_BUBBLEWRAP = "no bubblewrap (apt install bubblewrap): model-written code has weaker walls"
+"""Seconds of the measurement: half for sampling, half for training."""
+_NO_BUBBLEWRAP = "no bubblewrap (apt install bubblewrap): model-written code is isolated less"
 BATCH, LENGTH = 16, 64
-"""Sequences measured together, and tokens of each when it is trained."""
+"""Sequences in a batch, and tokens of each when training is measured."""
 
 
 @click.command("doctor")
@@ -97,7 +97,7 @@ def _echo_extras(machine: Host) -> None:
 
 
 def _advice(machine: Host) -> list[str]:
-    """Return what to type first; nothing on a machine that is ready."""
+    """Return what to do first; nothing for a machine that is ready."""
     from rolltree.machine import CPU_TORCH_COMMAND, GIB
 
     found = []
@@ -106,7 +106,7 @@ def _advice(machine: Host) -> list[str]:
         found.append(f"models here and training need torch: {first}pip install 'rolltree[train]'")
     elif machine.gpus and machine.torch_cuda is None:
         found.append(
-            "this machine has a GPU, and torch is a CPU build: install the one for its driver "
+            "this machine has a GPU, but torch is a CPU build: install the build for its driver "
             "(pytorch.org), or training stays on the CPU"
         )
     elif not machine.gpus and machine.torch_cuda is not None:
@@ -120,7 +120,7 @@ def _advice(machine: Host) -> list[str]:
 
 
 def _measured(machine: Host) -> dict[str, Any]:
-    """Sample and train for a few seconds each; what went wrong comes back as `error`."""
+    """Sample and train for a few seconds each; a failure is returned as `error`."""
     from rolltree.errors import RolltreeError
 
     name = "smollm2-135m" if machine.smollm2 and not machine.missing.get("train") else "tiny"

@@ -9,7 +9,7 @@ import click
 from rolltree.cli.arguments import compat_option, echo, json_object
 
 SHOWN = 10
-"""How many differences are printed."""
+"""The number of differences to print."""
 
 environments = click.Group("env", help="List environments, or check one for faults.")
 
@@ -75,7 +75,7 @@ def check_contract(
             echo(f"note: {note}")
         said = f"{num} fault{'s' * (num > 1)}" if (num := len(report.findings)) else "no faults"
         echo(f"{report.env_id}: {said} in {len(CHECKS)} checks on {report.num_examples} examples")
-    # So that CI fails where the environment does.
+    # CI must fail if the environment does.
     if report.findings:
         raise click.exceptions.Exit(1)
 
@@ -107,13 +107,13 @@ def migrate_environment(
 
     args = json_object(env_args, "-a")
     migration = migrate(path)
-    # Shown in any case: without --write this is all that happens.
+    # Without --write, showing the edits is all that happens.
     echo(migration.diff() or "nothing to edit")
     for remark in migration.remarks:
         echo(f"to do: {remark}")
     checked = None if no_check else check_migration(path, migration, args)
     differences = () if checked is None else checked.differences
-    # The count is of all, the list of the first ones.
+    # All are counted, and the first ones are listed.
     found, shown = len(differences), differences[:SHOWN]
     if checked is not None:
         for note in checked.notes:
@@ -132,7 +132,7 @@ def migrate_environment(
         todo = [counted, *(f"  {difference}" for difference in shown)] if found else []
         migration.with_todo(todo).write()
         echo(f"wrote {len(migration.after)} files")
-    # Also after --force: a script must see that it plays differently.
+    # Also after --force: scripts must notice that it plays differently.
     if found:
         raise click.exceptions.Exit(1)
 
@@ -153,6 +153,6 @@ def new_environment(name: str, kind: str, folder: Path) -> None:
 
     for file in scaffold(name, kind, folder):
         echo(file)
-    # A name is looked for in `environments/`; elsewhere it takes the path.
+    # Names are looked up in `environments/`; an environment elsewhere needs its path.
     where = name if folder == Path("environments") else folder / name.replace("-", "_")
     echo(f"next: rolltree env check {where}")

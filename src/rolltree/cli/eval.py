@@ -1,6 +1,6 @@
 """`rolltree eval`: measure a model on an environment.
 
-The flags are those of verifiers' `vf-eval` if it has them. The API key is read from the
+Flags that verifiers' `vf-eval` has, too, have the same names. The API key is read from the
 environment variable that `-k` names; it is neither stored nor printed.
 """
 
@@ -35,10 +35,10 @@ DEFAULTS: dict[str, Any] = {
     "seed": 0,
     "split": "eval",
 }
-"""Values of settings that an older run has not stored."""
+"""Values of settings that are missing in older runs."""
 NUM_EXAMPLES, ROLLOUTS_PER_EXAMPLE = 5, 3
 MAX_TOKENS = 512
-"""Of an answer on the engine in this process, where some answers never end by themselves."""
+"""Limit of an answer from the engine in this process, since some answers never end."""
 SPLITS: tuple[Literal["train", "eval"], ...] = ("train", "eval")
 
 
@@ -165,8 +165,7 @@ def evaluate_environment(
     from rolltree.rollouts.decode import decode_results
     from rolltree.store import Run
 
-    # First of all, and only by the name of a variable: a key on the command line would be in the
-    # history of the shell.
+    # A flag names a variable, since a key on the command line would be in the shell's history.
     api_key = secret(api_key_var, "-k")
     given = {"max_tokens": max_tokens, "temperature": temperature}
     sampling = json_object(sampling_args, "-S")
@@ -178,18 +177,18 @@ def evaluate_environment(
         from rolltree.inference.http import checked_url
 
         for url in base_url:
-            # Before anything is stored.
+            # Checked before anything is stored.
             checked_url(url)
     else:
         from rolltree.models import check_loadable
 
-        # Before torch, and all that takes time, is imported.
+        # Checked before torch is imported, which takes seconds.
         check_loadable(model)
     folder = run or default_run_dir("eval", env, model)
     where = ", ".join(base_url) or None
     errors = SafeConsole(stderr=True, only_shows=True)
     environment = load_environment(env, compat=compat, **env_arguments)
-    # Read only if a flag leaves something open.
+    # Read only if one of the two flags is missing.
     own = {} if None not in (num_examples, rollouts_per_example) else eval_defaults(env)
     if num_examples is None:
         num_examples = own.get("num_examples", NUM_EXAMPLES)
@@ -242,7 +241,7 @@ def evaluate_environment(
                 )
 
     config = {
-        # These identify the run: other values are refused, except for those in `MAY_CHANGE`.
+        # These identify the run: only those in `MAY_CHANGE` may differ when it is continued.
         "env": env,
         "env_args": env_arguments,
         "model": model,
@@ -267,7 +266,7 @@ def evaluate_environment(
         except KeyboardInterrupt:
             say(errors, f"stopped; the same command with --run {folder} continues it")
             raise
-        # With --json stdout has the JSON alone.
+        # With --json, stdout gets only the JSON.
         out = errors if as_json else SafeConsole(only_shows=True)
         ids = dict.fromkeys(outcome.request_id for outcome in report.outcomes)
         with only_shows("the transcripts"):
@@ -294,7 +293,7 @@ def evaluate_environment(
             say(out, f"wrote {written / 'results.jsonl'} and metadata.json")
         if as_json:
             echo_json(report.as_dict())
-    # A script must see that nothing was measured.
+    # Scripts must notice that nothing was measured.
     if report.num_failed == report.num_rollouts:
         raise click.exceptions.Exit(1)
 
@@ -311,7 +310,7 @@ async def open_client(
     """Open the client of OpenAI-compatible servers, or of the engine in this process.
 
     Raises:
-        UnknownName: without `base_urls`: no such local model.
+        UnknownName: there are no `base_urls` and no local model of this name.
     """
     from rolltree.inference import EndpointPool, OpenAIClient
 
@@ -323,7 +322,7 @@ async def open_client(
     else:
         from rolltree.models import check_loadable, load_model
 
-        # Before torch is imported.
+        # Checked before torch is imported.
         check_loadable(model)
         from rolltree.inference.local import local_client
 
@@ -332,7 +331,7 @@ async def open_client(
             loaded,
             tokenizer,
             name=model,
-            # Each row of a batch holds its cache in memory.
+            # Bounded, since each row of a batch has its KV cache in memory.
             max_batch=min(max_concurrent, 64),
             pack_weights=True,
             seed=seed,

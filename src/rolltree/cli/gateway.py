@@ -1,4 +1,4 @@
-"""`rolltree gateway`: sessions for agent programs in front of a model or of a server.
+"""`rolltree gateway`: sessions for agent programs, in front of a model or a server.
 
 Keys are read from the environment variables that flags name; the admin key is generated and printed
 once if none is given. Torch and the web server are imported when the command runs.
@@ -77,7 +77,7 @@ def serve_sessions(
     is_url = model.startswith(("http://", "https://"))
     api_key = secret(api_key_var, "-k")
     admin_key = secret(admin_key_env, "--admin-key-env")
-    # Before anything can be printed or logged that repeats them.
+    # Before anything is printed or logged that could repeat them.
     remember(api_key or "", admin_key or "")
     if is_url and model_name is None:
         raise ConfigError(f"-m is missing: which model should be asked at {model}?")
@@ -88,8 +88,8 @@ def serve_sessions(
     ]
     if ignored:
         raise ConfigError(
-            f"{ignored[0]} is for the server at a URL, and {model} is a model of this process; it "
-            "would be ignored."
+            f"{ignored[0]} is for the server at a URL, but {model} is loaded in this process, so "
+            "it would be ignored. Leave it out."
         )
     if is_url:
         from rolltree.inference.http import checked_url
@@ -102,16 +102,16 @@ def serve_sessions(
     from rolltree.gateway import Gateway, SessionLimits
     from rolltree.inference.server import ServerOptions
 
-    # Before a model is loaded.
+    # Checked before a model is loaded.
     ServerOptions(host, port, admin_key, allow_remote)
 
     async def serve(stored: Run | None) -> None:
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
-        # The signals only wake `serve`, so that what is open is closed in order.
+        # The signals only wake `serve`, so that everything is closed in order.
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, stop.set)
-        # The gateway is closed before the client that its calls in flight use.
+        # The gateway is closed before the client, which its calls in flight use.
         async with (
             open_upstream(model, model_name, tokenizer, api_key, seed) as client,
             Gateway(
@@ -127,15 +127,15 @@ def serve_sessions(
             ) as gateway,
         ):
             echo(f"serving sessions of {client.model} at {gateway.url}")
-            # Not by `echo`, which would cut it out; a given key is known to the user.
+            # Not with `echo`, which would redact it. A key that was given need not be printed.
             if admin_key is None:
                 print(f"admin key: {gateway.admin_key}", flush=True)
             if gateway.sessions:
                 echo(f"{len(gateway.sessions)} sessions of an earlier start are open")
-            echo("Ctrl-C stops it; sessions that are open go on with the next start.", error=True)
+            echo("Ctrl-C stops it; open sessions continue at the next start.", error=True)
             await stop.wait()
 
-    # The run outlives the event loop: sessions are stored until the last one is closed.
+    # The run stays open longer than the event loop, until the last session is stored.
     with contextlib.ExitStack() as opened:
         stored = None
         if run is not None:
@@ -154,7 +154,7 @@ async def open_upstream(
     """Open the client of a URL, or of the engine in this process."""
     from rolltree.cli.eval import open_client
 
-    # Only a URL comes with a model's name.
+    # Only a URL has a model name with it.
     if model_name is None:
         async with open_client(
             model, base_urls=(), api_key=None, max_concurrent=64, seed=seed

@@ -1,4 +1,4 @@
-"""`rolltree replay`: play recorded rollouts again in the environment as it is now."""
+"""`rolltree replay`: play recorded rollouts again in the present version of the environment."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @click.command("replay")
 @run_argument
 @click.argument("rollout", required=False, help="A rollout's name. Without it: all of the run.")
-@click.option("--env", help="Environment: a name or a path. Default: the one that the run names.")
+@click.option("--env", help="Environment: a name or a path. Default: that of the run.")
 @click.option("-a", "--env-args", help="Arguments of the environment, a JSON object.")
 @compat_option
 @phase_option
@@ -71,7 +71,7 @@ def replay_rollouts(
     from rolltree.records import replay, replay_many, replay_with_debugger
     from rolltree.reports import SafeConsole, replay_lines, replays_summary, say
 
-    # Flags that would do nothing here are errors.
+    # Flags without an effect are errors.
     single = {"--until": until is not None, "--pdb": pdb, "--continue": goes_on}
     many = {"--phase": phase is not None, "-n": num_rollouts is not None}
     live = {"-m": model is not None, "-b": base_url, "-k": api_key_var, "--into": into is not None}
@@ -85,7 +85,7 @@ def replay_rollouts(
     options: dict[str, Any] = {"compat": compat, "score": not no_score, "ignore": ignore}
     if env_args is not None:
         options["env_args"] = json_object(env_args, "-a")
-    # With --json stdout has the JSON alone.
+    # With --json, stdout gets only the JSON.
     out = SafeConsole(stderr=as_json)
     if rollout is None:
         where = {} if phase is None else {"phase": phase}
@@ -99,7 +99,7 @@ def replay_rollouts(
                 "api_key": secret(api_key_var, "-k"),
             }
             target = into or run.with_name(f"{run.name}-branches")
-            # A run of their own: the recorded one stays as it is.
+            # Branches go to a separate run; the recorded one does not change.
             report = _branches(run, rollout, env, until, branches, target, live_options, options)
             say(out, f"branches in {target}")
         elif pdb:
@@ -111,7 +111,7 @@ def replay_rollouts(
         say(out, line)
     if as_json:
         echo_json([report.as_dict() for report in reports])
-    # A branch differs on purpose.
+    # Branches differ on purpose.
     if not goes_on and not all(report.is_equal for report in reports):
         raise click.exceptions.Exit(1)
 
@@ -154,7 +154,7 @@ def _branches(
                 **options,
             )
 
-    # Cut out of everything that the store writes.
+    # The store cuts these out of everything that it writes.
     secrets = [live["api_key"]] if live["api_key"] else []
     with Run.open_or_create(into, config=config, kind="replay", secrets=secrets) as target:
         return asyncio.run(played(target))

@@ -68,7 +68,7 @@ def rescore_run(
     from rolltree.reports import EvalView, SafeConsole, rescore_parts, say
 
     arguments = json_object(env_args, "-a")
-    # Before the environment is loaded, whose errors may quote its arguments.
+    # Before the environment is loaded: its errors may quote the arguments.
     remember(*secrets_in(arguments))
     # Progress and notices go to stderr, the report to stdout.
     errors = SafeConsole(stderr=True, only_shows=True)
@@ -89,7 +89,7 @@ def rescore_run(
                 on_progress=view.update,
             )
     except KeyboardInterrupt:
-        say(errors, "stopped; the same command continues")
+        say(errors, "stopped; the same command continues the new run")
         raise
     if as_json:
         echo_json(report.as_dict())
@@ -97,6 +97,6 @@ def rescore_run(
         out = SafeConsole()
         for part in rescore_parts(report, num_changes=top):
             out.print(part)
-    # A script must see that nothing was scored.
+    # Scripts must notice that nothing was scored.
     if report.num_failed + report.num_unplayed == report.num_rollouts:
         raise click.exceptions.Exit(1)

@@ -22,7 +22,7 @@ def list_stored_runs(root: Path, as_json: bool) -> None:
     from rolltree.reports import SafeConsole, run_lines, say
     from rolltree.store import Run, list_runs
 
-    # This reads no rollouts; JSON, which says more, opens every run below.
+    # `list_runs` reads no rollouts; for JSON, which says more, every run is opened below.
     console, found = SafeConsole(), list_runs(root)
     if as_json:
         from dataclasses import asdict
@@ -31,7 +31,7 @@ def list_stored_runs(root: Path, as_json: bool) -> None:
 
         overviews = []
         for run in found:
-            # Without the check of the whole file, which takes long for a folder of runs.
+            # Without a check of the whole file, which would take long for a folder of runs.
             with Run.open(run.path, mode="r", check="rows") as stored:
                 overviews.append({**run_overview(stored), **asdict(run), "path": str(run.path)})
         echo_json(overviews)

@@ -90,11 +90,11 @@ def serve_model(
     admin_token = secret(admin_key_env, "--admin-key-env")
     from rolltree.models import check_loadable, load_model
 
-    # Before torch is imported, which takes seconds.
+    # Checked before torch is imported, which takes seconds.
     check_loadable(model, dtype, device=device)
     from rolltree.inference.server import ServedModel, ServerOptions, serve
 
-    # Also before torch: an address or key that cannot be used is said at once.
+    # Also before torch, so that an unusable address or key is reported at once.
     where = ServerOptions(host, port, token, allow_remote, admin_token, read_timeout)
 
     import torch
@@ -113,7 +113,7 @@ def serve_model(
         name=name,
         max_batch=max_batch,
         max_context=max_context,
-        # Nobody trains here, so the faster copy is worth its memory (design/0002).
+        # Nothing trains here, so the faster copy is worth its memory (design/0002).
         pack_weights=True,
         batch_invariant=batch_invariant,
         record_experts=record_experts,
@@ -123,7 +123,7 @@ def serve_model(
         client.engine,
         client.renderer,
         name,
-        # In place, in the model that the engine reads.
+        # Loads in place, into the model that the engine uses.
         load_weights=functools.partial(load_weights, loaded),
         receiver=WeightReceiver(loaded),
         logprobs=mode,
@@ -131,7 +131,7 @@ def serve_model(
 
     def announce(url: str, used_token: str, used_admin_token: str | None) -> None:
         echo(f"serving {name} at {url}")
-        # A given token is in the environment; a generated one is shown nowhere else.
+        # A given token is in the environment; a generated one is printed only here.
         if token is None:
             print(f"token: {used_token}", flush=True)
         if admin_token is None and used_admin_token is not None:

@@ -1,4 +1,4 @@
-"""`rolltree show`: phases, rewards, the curve, and chosen rollouts of a stored run."""
+"""`rolltree show`: the phases, rewards, curve and some rollouts of a stored run."""
 
 from __future__ import annotations
 

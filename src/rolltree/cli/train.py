@@ -23,7 +23,7 @@ transcripts_option = click.option(
 
 
 DEMO = "arithmetic"
-"""The environment of the demo, which brings its config along."""
+"""The environment of the demo, which has its own `train.toml`."""
 
 
 @click.command("train")
@@ -38,7 +38,7 @@ def train_model(config: str, overrides: tuple[str, ...], transcripts: int) -> No
     from rolltree.redact import remember, secrets_in_words
     from rolltree.training import load_train_config
 
-    # Before the settings are read, whose errors quote them.
+    # Before the settings are read: errors quote them.
     remember(*secrets_in_words(overrides))
     source = environment_config(config) if _is_environment(config) else config
     checked = load_train_config(source, overrides)
@@ -46,7 +46,7 @@ def train_model(config: str, overrides: tuple[str, ...], transcripts: int) -> No
 
 
 def _is_environment(config: str) -> bool:
-    """Whether the first argument of `train` names an environment: not a config, not a setting."""
+    """Whether the first argument of `train` is an environment, not a config or a setting."""
     is_config = config.endswith(".toml") or (Path(config).is_file() and config[-3:] != ".py")
     return not is_config and "=" not in config
 
@@ -55,7 +55,7 @@ def _is_environment(config: str) -> bool:
 @click.argument("overrides", nargs=-1, help="Settings that replace the demo's: run.seed=1 ...")
 @transcripts_option
 def run_demo(overrides: tuple[str, ...], transcripts: int) -> None:
-    """Train SmolLM2-135M to add, on two CPU cores, in minutes; again continues."""
+    """Train SmolLM2-135M to add, on two CPU cores, in minutes; run it again to continue."""
     from rolltree.environments import train_config_file
     from rolltree.redact import remember, secrets_in_words
     from rolltree.training import load_train_config
@@ -90,21 +90,21 @@ def fork_stored_run(
 
     remember(*secrets_in_words(settings))
     checked = fork(run, settings, step=step, run_dir=target)
-    # With the directory that was chosen, so the stored command continues this run.
+    # With the directory that was chosen, so that the stored command continues this run.
     words = ["rolltree", "fork", str(run), *(f"--set={each}" for each in settings)]
     words += [] if step is None else ["--step", str(step)]
     _train(checked, [*words, "--run", checked.run.dir], transcripts)
 
 
 def _train(config: TrainConfig, words: Sequence[str], transcripts: int) -> None:
-    """Train, and print the report; `words` are the command."""
+    """Train, and print the report; `words` are those of the command."""
     if config.cluster is not None:
         from rolltree.cluster.driver import train_on_cluster
 
         train_on_cluster(config, num_transcripts=transcripts, command=words)
         return
     if os.environ.get("RANK", "0") == "0":
-        # Torch and the model take a while, and nothing else is said meanwhile.
+        # Loading torch and the model takes a while, and nothing else is printed meanwhile.
         echo(f"loading {config.model.name}", error=True)
     from rolltree.launch import train
 

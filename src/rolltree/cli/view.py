@@ -13,7 +13,7 @@ from rolltree.cli.data import where_option
 if TYPE_CHECKING:
     from rolltree.viewer.export import ExportedPage
 
-# Attachments grow by a third in base64, and many servers stop at 25 MB.
+# Attachments grow by a third in base64, and many mail servers have a limit of 25 MB.
 MAIL_BYTES = 18_000_000
 
 
@@ -58,7 +58,7 @@ def view_runs(
     limit: int | None,
 ) -> None:
     """Show runs in the browser, live while in progress; only this machine can reach the page."""
-    # The server and --export have their own flags; those of the other one are errors.
+    # The server and --export have their own flags; a flag of the unused one is an error.
     if tokenizer is not None:
         from rolltree.records.tokenizer import choose_tokenizer
 
@@ -81,7 +81,7 @@ def view_runs(
 
 
 def _report_export(target: Path, found: ExportedPage) -> None:
-    """Print what is in a file, how large it is, and what was left out."""
+    """Print what an exported file holds, how large it is, and what was left out."""
     echo(f"wrote {target}, {found.num_bytes / 1e6:.1f} MB, which opens in a browser by itself:")
     kinds = ", ".join(f"{num:,} {why}" for why, num in found.reasons.items())
     echo(
@@ -103,7 +103,7 @@ def _serve(path: Path, port: int, *, browser: bool) -> None:
     try:
         from rolltree.viewer.serve import serve_viewer
     except ModuleNotFoundError as error:
-        # Another module that is missing would be a fault of rolltree.
+        # Any other missing module is a bug in rolltree.
         if error.name not in ("starlette", "uvicorn"):
             raise
         raise ConfigError(
@@ -112,7 +112,7 @@ def _serve(path: Path, port: int, *, browser: bool) -> None:
         ) from error
 
     def ready(link: str) -> None:
-        # Not by `echo`: the link has the page's token, which it would cut out.
+        # Not with `echo`, which would redact the page's token in the link.
         print(link, flush=True)
         echo("Ctrl-C stops it.", error=True)
 

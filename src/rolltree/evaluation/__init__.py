@@ -1,7 +1,7 @@
 """Evaluation: run, aggregate, compare. It never imports training.
 
 `evaluate` runs a source and stores every rollout, `EvalReport` holds the aggregates, and
-`compare_reports` pairs two reports. Reading reports does not load what runs rollouts.
+`compare_reports` pairs two reports. Reading reports does not import the code that runs rollouts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Two arms compared example by example: reward, pass@k and pass^k, failures, tokens and times.
+"""Compares two arms example by example: reward, pass@k and pass^k, failures, tokens and times.
 
 An arm is the report of one evaluation, or those of several runs of the same recipe.
 """
@@ -50,8 +50,8 @@ class Comparison:
     """Mean of a measure in A and B on their common examples, and the paired difference B - A.
 
     `difference` has the interval of `evaluation.paired`. `num_only_a` and `num_only_b` count
-    examples with a value that are not in all runs of both arms; they are not used. `num_runs` says
-    how many runs each arm has.
+    examples with a value that are not in all runs of both arms; they are not used. `num_runs` are
+    the numbers of runs of A and B.
 
     Example: reward 0.14 before, 0.87 after, difference `0.730 [0.640, 0.820]` over 100 examples.
     """
@@ -73,8 +73,8 @@ class Comparison:
     def verdict(self) -> Literal["higher", "lower", "noise", "too few examples"]:
         """The conclusion about B against A.
 
-        Chance alone gives n differences of one sign in 2^(1 - n) of all cases, so that with n <= 5
-        nothing is beyond the noise at 95 %, whatever an interval says.
+        Chance alone gives n differences of one sign in 2^(1 - n) of all cases, so with n <= 5 no
+        difference is significant at 95 %, whatever the interval is.
         """
         low, high = self.difference.low, self.difference.high
         if (
@@ -87,7 +87,7 @@ class Comparison:
 
     @property
     def detectable(self) -> float | None:
-        """The least true difference that such a comparison finds 4 times out of 5."""
+        """The smallest true difference that such a comparison detects 4 times out of 5."""
         low, high = self.difference.low, self.difference.high
         if low is None or high is None:
             return None
@@ -95,7 +95,7 @@ class Comparison:
         return (high - low) / 2 * (1 + NormalDist().inv_cdf(_POWER) / quantile)
 
     def sentence(self, a: str = "A", b: str = "B", measure: str = "reward") -> str:
-        """Return what the difference says, and whether it is noise."""
+        """Return the difference as a sentence that says whether it is noise."""
         gain = self.difference
         size = f"{gain.mean:+.3f}"
         if gain.low is not None:
@@ -124,7 +124,7 @@ class Comparison:
         return said
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON-ready data."""
+        """Return the comparison as JSON-ready data."""
         names = ("before", "after", "difference")
         parts: dict[str, Any] = {name: getattr(self, name).as_dict() for name in names}
         return parts | {
@@ -155,7 +155,7 @@ def compare_reports(
     phases of each), the runs are paired too.
 
     Raises:
-        ConfigError: they have no scored example in common, or there is no such measure.
+        ConfigError: the arms have no scored example in common, or the measure is unknown.
     """
     reports_a, reports_b = as_arm(a), as_arm(b)
     first = reports_a[0]
@@ -198,10 +198,10 @@ def compare_values(
     are_shares: bool | None = None,
     same_runs: bool = False,
 ) -> Comparison | None:
-    """Compare values by example, one mapping per run; None without a common example.
+    """Compare values by example, with one mapping per run; None without a common example.
 
-    The means of the arms have intervals at `own_confidence`, as their reports do: a mean has the
-    same interval however many arms it is compared with.
+    The means of the arms have intervals at `own_confidence`, as in their reports, so that the
+    interval of a mean does not depend on the number of arms it is compared with.
     """
     runs = (*a, *b)
     # Only examples that every run scored can be paired; the others are counted.
@@ -224,7 +224,7 @@ def compare_values(
     assert before is not None, "a common example has a value"
     assert after is not None, "a common example has a value"
     difference = paired_difference(rows_a, rows_b, same_runs=same_runs, confidence=confidence)
-    # Then so are the means, and a change is at most 1.
+    # If values are in [0, 1], so are means, and a change is at most 1.
     if in_unit:
         before, after = before.within(0.0, 1.0), after.within(0.0, 1.0)
         difference = difference.within(-1.0, 1.0)
@@ -246,7 +246,7 @@ def compare_values(
 def measure_names(reports: Sequence[EvalReport]) -> list[str]:
     """Return the measures that all these reports have, the reward first.
 
-    k of pass@k and pass^k goes up to the rollouts of the best-covered example.
+    For pass@k and pass^k, k goes up to the number of rollouts of the best-covered example.
     """
     most = [
         max(map(len, rewards_by_example(report.outcomes).values()), default=0) for report in reports
@@ -287,7 +287,7 @@ _CHANCES: Mapping[str, Callable[[int, int, int], float]] = {"@": pass_at_k, "^":
 
 @dataclass(frozen=True, slots=True)
 class ExampleChange:
-    """One example's change: its mean reward and its share of passed rollouts in each arm."""
+    """One example's mean reward and share of passed rollouts in each arm."""
 
     example: Hashable
     reward_a: float
@@ -302,15 +302,15 @@ class ExampleChange:
 
     @property
     def flip(self) -> Literal["lost", "won", ""]:
-        """Whether most rollouts passed in A and no longer do, or the other way round."""
+        """Return "lost" if most rollouts passed in A but not in B, and "won" for the reverse."""
         was, now = self.pass_a > 0.5, self.pass_b > 0.5
         return "" if was == now else "won" if now else "lost"
 
 
 def example_changes(a: Arm, b: Arm) -> list[ExampleChange]:
-    """Return the common examples whose mean reward changed: lost ones, won ones, the others.
+    """Return the common examples whose mean reward changed: lost ones, won ones, then the others.
 
-    Within these, the largest change of the reward comes first.
+    In each part, the largest change of the reward comes first.
     """
     reports_a, reports_b = as_arm(a), as_arm(b)
     arms = [_pooled(reports) for reports in (reports_a, reports_b)]
@@ -330,7 +330,7 @@ def example_changes(a: Arm, b: Arm) -> list[ExampleChange]:
 
 
 def _pooled(reports: Sequence[EvalReport]) -> dict[Hashable, list[float]]:
-    """Return the rewards of an arm by example."""
+    """Return the rewards of all runs of an arm, by example."""
     pooled: dict[Hashable, list[float]] = {}
     pairs = chain.from_iterable(rewards_by_example(r.outcomes).items() for r in reports)
     for example, rewards in pairs:

@@ -1,6 +1,7 @@
-"""The mean difference of two arms on the same examples, with an interval that holds.
+"""The mean difference of two arms on the same examples, with a valid confidence interval.
 
-An arm is one evaluation, or several of one recipe: a row of values per run, a column per example.
+An arm is one evaluation, or several of one recipe, with a row of values per run and a column per
+example.
 """
 
 from __future__ import annotations
@@ -27,18 +28,19 @@ def paired_difference(
 ) -> Estimate:
     """Return the mean of B - A over examples, with its interval.
 
-    One run per arm: a bootstrap over examples. The quantiles are those at which a bootstrap of
-    normal data gives the t interval (Hesterberg 2015, section 5.3), for a plain percentile
-    interval is too short by sqrt((n - 1) / n) and a normal quantile. With fewer than 10 examples,
-    whose extremes a bootstrap cannot leave, and with more than 1,000 it is the t interval itself.
-    Where every difference is -1, 0 or 1, half a pair of each sign and one without a difference are
-    added first (Agresti and Min 2005), so that "no example changed" is not "nothing can change".
+    With one run per arm it is a bootstrap over examples. Its quantiles are those at which a
+    bootstrap of normal data gives the t interval (Hesterberg 2015, section 5.3), since a plain
+    percentile interval is too short: by sqrt((n - 1) / n), and because it uses a normal quantile.
+    With fewer than 10 examples, beyond whose extremes a bootstrap cannot go, and with more than
+    1,000, it is the t interval itself. If every difference is -1, 0 or 1, half a pair of each sign
+    and one without a difference are added first (Agresti and Min 2005), so that "no example
+    changed" does not mean "nothing can change".
 
-    Several runs per arm: a t interval, since a bootstrap of two or three runs knows no spread. The
-    variance is that of a two-way layout of runs and examples, (examples + runs - what is left), its
-    degrees of freedom those of Welch and Satterthwaite. The spread between runs of an arm with one
-    run is taken from the other's. `same_runs` says that row i of both is the same run, as before
-    and after training; then the runs are paired too.
+    With several runs per arm it is a t interval, since a bootstrap of two or three runs hardly
+    shows their spread. The variance is that of a two-way layout of runs and examples (examples +
+    runs - residual), with the degrees of freedom of Welch and Satterthwaite. An arm with one run
+    gets the spread between runs from the other arm. `same_runs` says that row i of both arms is the
+    same run, as before and after training; then the runs are paired, too.
     """
     change = b.mean(axis=0) - a.mean(axis=0)
     num = len(change)
@@ -71,9 +73,9 @@ def paired_difference(
 
 def _resampled(points: Values, shares: Values, size: int) -> Values:
     """Return the means of `NUM_RESAMPLES` samples with replacement; the same in every call."""
-    # A fixed seed: the same two runs must not differ in their verdict from one call to the next.
+    # A fixed seed, so that comparing the same two runs again gives the same verdict.
     random = np.random.default_rng(0)
-    # In parts, since all draws of a long evaluation at once would be gigabytes.
+    # In parts, since all draws of a large evaluation at once would take gigabytes.
     rows = max(1, _DRAWS_AT_ONCE // len(points))
     sums = [
         random.multinomial(size, shares, size=min(rows, NUM_RESAMPLES - first)) @ points
@@ -85,11 +87,11 @@ def _resampled(points: Values, shares: Values, size: int) -> Values:
 def _over_runs(
     a: Values, b: Values, change: Values, same_runs: bool, confidence: float
 ) -> tuple[float, float]:
-    """Return the interval when an arm has several runs."""
+    """Return the interval if an arm has several runs."""
     layouts = [b - a] if same_runs and len(a) == len(b) else [a, b]
     spreads = [(_run_variances(layout), 1 / len(layout)) for layout in layouts]
     known = [(found, share) for found, share in spreads if found is not None]
-    # An arm with one run has the other's spread.
+    # An arm with one run gets the other arm's spread.
     if len(known) == 1:
         known = [(known[0][0], sum(share for _, share in spreads))]
     num = len(change)
@@ -108,7 +110,7 @@ def _over_runs(
 
 
 def _run_variances(layout: Values) -> tuple[float, float, int] | None:
-    """Return the variance of the runs' means, how much of it the examples make, and its degrees."""
+    """Return the variance of the runs' means, its residual part, and its degrees of freedom."""
     num_runs, num = layout.shape
     if num_runs < 2:
         return None

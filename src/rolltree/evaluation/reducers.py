@@ -1,7 +1,7 @@
-"""From stored rows to aggregates: a table of pure functions, open to the caller's own.
+"""Reduces stored rows to aggregates, with a table of pure functions that callers can extend.
 
 A reducer takes the outcomes of one evaluation and its settings. An episode that failed, or that
-nothing scored, has no reward: it is left out of every mean and counted in `failures` and
+nothing scored, has no reward: it is left out of every mean and counted in `failures` or
 `num_unscored`, never as a silent 0.0.
 """
 
@@ -26,11 +26,11 @@ ExampleKey: TypeAlias = tuple[str, str, int | str | None]
 
 @dataclass(frozen=True, slots=True)
 class EpisodeOutcome:
-    """How one episode ended. `reward` is None when it failed or nothing scored it.
+    """How one episode ended. `reward` is None if it failed or nothing scored it.
 
     An episode with several agents has the mean of their rewards and metrics, and the sum of all
-    tokens and calls. What was delegated counts in the tokens and calls only: a child's reward is
-    for its subtask.
+    tokens and calls. Delegated rollouts count only in the tokens and calls, since their rewards are
+    for their subtasks.
     """
 
     request_id: str
@@ -50,9 +50,9 @@ class EpisodeOutcome:
     total_ms: float
     error_message: str | None = None
     scoring_errors: tuple[tuple[str, str], ...] = ()
-    """Reward functions that raised, and what."""
+    """Reward functions that raised, with their errors."""
     finish_reason: str | None = None
-    """Why the last call ended, as the engine said: `"length"` at the limit of tokens."""
+    """Why the last call ended, as the engine reported: `"length"` at the token limit."""
 
     @property
     def failed(self) -> bool:
@@ -61,7 +61,7 @@ class EpisodeOutcome:
 
 
 _OWN = frozenset(("example", "error_message", "scoring_errors"))
-# Mypy wants its names written out.
+# Typed like this because mypy accepts only field names that are written out.
 _make_class: Callable[..., Any] = namedtuple
 _Row = _make_class(
     "_Row",
@@ -70,8 +70,8 @@ _Row = _make_class(
         *("env_id", "example_id", "depth", "status", "truncated", "errors"),
     ],
 )
-"""The fields of a `StoredRollout` that go into an outcome."""
-# In a column; rewards and metrics are finite.
+"""The fields of a `StoredRollout` that an outcome needs."""
+# Marks a missing value in a column; rewards and metrics are finite.
 _UNKNOWN = float("nan")
 _NUMBERS = (
     *("num_prompt_tokens", "num_completion_tokens"),
@@ -85,11 +85,11 @@ _LABELS = (
 
 
 class Outcomes(Sequence[EpisodeOutcome]):
-    """Outcomes in columns, one per request id: about 150 bytes each.
+    """Outcomes in columns, one per request id, about 150 bytes each.
 
-    `report.outcomes[3]` is an `EpisodeOutcome`, made when it is read; `values("reward")` are those
-    of all of them. It is as long as the number of requests whose rows were added, and in the order
-    of `request_ids`, or of the rows without them.
+    `report.outcomes[3]` is an `EpisodeOutcome`, made when it is read; `values("reward")` returns
+    the rewards of all. The length is the number of requests whose rows were added, and the order is
+    that of `request_ids`, or else of the rows.
     """
 
     def __init__(self, request_ids: Iterable[str] = ()) -> None:
@@ -124,7 +124,7 @@ class Outcomes(Sequence[EpisodeOutcome]):
         for request_id, adjacent in groupby(rows, attrgetter("request_id")):
             if ids is None or request_id in made._place:
                 trajectories = list(adjacent)
-                # Written apart from each other.
+                # The rows of this request were not adjacent.
                 if made.has(request_id):
                     again = run.columns(_Row._fields, request_id=request_id, **where)
                     trajectories = [_Row._make(row) for row in again]
@@ -132,7 +132,7 @@ class Outcomes(Sequence[EpisodeOutcome]):
         return made
 
     def add(self, rows: Sequence[StoredRollout]) -> EpisodeOutcome:
-        """Take the rows of one request, in place of earlier ones, and return its outcome."""
+        """Add the rows of one request, replacing earlier ones, and return its outcome."""
         return self._at(self._add(rows))
 
     def _add(self, rows: Sequence[StoredRollout]) -> int:
@@ -142,7 +142,7 @@ class Outcomes(Sequence[EpisodeOutcome]):
             place = self._place[row.request_id] = len(self._ids)
             self._ids.append(row.request_id)
             self._labels.append(None)
-            # Every column has one entry per request, so that a place is an index into all.
+            # Every column has one entry per request, so that a place is an index into each.
             for column in (self._rewards, *self._numbers.values(), *self._metrics.values()):
                 column.append(_UNKNOWN)
         self._num += self._labels[place] is None
@@ -159,7 +159,7 @@ class Outcomes(Sequence[EpisodeOutcome]):
             raised_by_rewards(row.errors),
             row.finish_reason,
         )
-        # Most outcomes differ in numbers only, so their labels are one shared tuple.
+        # Most outcomes differ only in numbers, so they share one tuple of labels.
         self._labels[place] = self._known.setdefault(labels, labels)
         for name, column in self._numbers.items():
             column[place] = getattr(row, name)
@@ -170,7 +170,7 @@ class Outcomes(Sequence[EpisodeOutcome]):
                 if name not in self._metrics:
                     self._metrics[name] = self._column()
                 self._metrics[name][place] = value
-        # A reward that a failed episode happens to have does not count.
+        # A failed episode may have a reward, which does not count.
         is_scored = not failed and _is_number(row.reward)
         self._rewards[place] = row.reward if is_scored else _UNKNOWN  # type: ignore[assignment]
         return place
@@ -181,7 +181,7 @@ class Outcomes(Sequence[EpisodeOutcome]):
         return place is not None and self._labels[place] is not None
 
     def remove(self, request_id: str) -> None:
-        """Forget the rows of a request."""
+        """Remove the rows of a request."""
         place = self._place[request_id]
         self._num -= self._labels[place] is not None
         self._labels[place] = None
@@ -279,10 +279,10 @@ def metric_columns(
 
 
 def _merged(rows: Sequence[StoredRollout]) -> Any:
-    """Return the row that says of one trajectory what these say of all of an episode."""
+    """Return one row for an episode that has several trajectories."""
     first = rows[0]
     failed = next((row for row in rows if row.status == "error"), None)
-    # What was delegated has rewards for its subtask, not for the episode.
+    # Delegated rollouts have rewards for their subtasks, not for the episode.
     own = [row for row in rows if not row.depth]
     rewards = [row.reward for row in own if _is_number(row.reward)]
     metrics: dict[str, list[float]] = {}
@@ -328,10 +328,7 @@ def _is_number(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings of reducers.
-
-    An episode passes when its reward is at least `pass_threshold`.
-    """
+    """The settings of reducers; an episode passes if its reward is at least `pass_threshold`."""
 
     confidence: float = CONFIDENCE
     pass_threshold: float = 1.0
@@ -348,7 +345,7 @@ def rewards_by_example(outcomes: Sequence[EpisodeOutcome]) -> dict[Hashable, arr
 def by_example(
     outcomes: Sequence[EpisodeOutcome], column: Iterable[float | None]
 ) -> dict[Hashable, array[float]]:
-    """Return the values of a column that are there, clustered by example."""
+    """Return the values of a column that are not None, clustered by example."""
     clusters: dict[Hashable, array[float]] = {}
     for example, value in zip(values(outcomes, "example"), column, strict=True):
         if value is not None:
@@ -381,12 +378,12 @@ def passes_by_example(
     k: int,
     chance: Callable[[int, int, int], float] = pass_at_k,
 ) -> dict[Hashable, array[float]]:
-    """Return the estimate of pass@k, or of another chance, of each example.
+    """Return the estimate of pass@k, or of a different `chance`, for each example.
 
-    An example with fewer than k scored rollouts says nothing about it and is left out. For k = 1 it
-    is whether each rollout passed: rewards of 0 and 1 are the same number, with one interval.
+    An example with fewer than k scored rollouts is left out. For k = 1 the values are whether each
+    rollout passed, so that pass@1 equals the mean reward, with its interval, if rewards are 0 or 1.
     """
-    # A product of many factors, and examples share a few (n, c, k).
+    # Cached, since it is a product of many factors, and many examples share (n, c, k).
     share = cache(chance)
     found: dict[Hashable, array[float]] = {}
     for example, rewards in rewards_by_example(outcomes).items():
@@ -442,7 +439,7 @@ def failure_messages(outcomes: Sequence[EpisodeOutcome], settings: Settings) -> 
 def scoring_errors(
     outcomes: Sequence[EpisodeOutcome], settings: Settings
 ) -> dict[str, dict[str, Any]]:
-    """Each reward function that raised: in how many episodes (`num`), and what at first."""
+    """For each reward function that raised: in how many episodes (`num`), and its first error."""
     found: dict[str, dict[str, Any]] = {}
     for errors in values(outcomes, "scoring_errors"):
         for function, said in dict(errors).items():
@@ -488,4 +485,4 @@ REDUCERS: Mapping[str, Reducer] = {
     "stops": stops,
     "usage": usage,
 }
-"""The contents of every report. Pass `{**REDUCERS, "mine": function}` to add your own."""
+"""The reducers of every report. Pass `{**REDUCERS, "mine": function}` to add your own."""

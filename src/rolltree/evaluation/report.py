@@ -39,7 +39,7 @@ class EvalReport(Finished):
     env_id: str
     model: str
     phase: str
-    # Episodes, and how many different examples they played.
+    # Episodes, and the number of different examples among them.
     num_rollouts: int
     num_examples: int
     # Episodes that ended with an error, and those that finished without a reward.
@@ -56,12 +56,12 @@ class EvalReport(Finished):
     num_resumed: int = 0
     elapsed_s: float = 0.0
     run_path: str | None = None
-    # The machine has a GPU, and the model was on the CPU.
+    # The machine has a GPU, but the model was on the CPU.
     idle_gpu: bool = False
 
     @property
     def reward(self) -> Estimate | None:
-        """Mean reward over examples; None when nothing was scored."""
+        """Mean reward over examples; None if nothing was scored."""
         result: Estimate | None = self.results.get("reward")
         return result
 
@@ -82,7 +82,7 @@ class EvalReport(Finished):
 
     @property
     def advice(self) -> tuple[Advice, ...]:
-        """What to do next, from what was measured; each with its page of the docs."""
+        """What to do next, judging by the results; each with its page of the docs."""
         num, usage, reward = self.num_rollouts, self.results.get("usage", {}), self.reward
         low, high = (None, None) if reward is None else (reward.low, reward.high)
         half_width = None if low is None or high is None else (high - low) / 2
@@ -100,7 +100,7 @@ class EvalReport(Finished):
         )
 
     def _repr_html_(self) -> str:
-        """Return the table of the results for a notebook, with what to do next."""
+        """Return the results as a table for a notebook, with advice on what to do next."""
         rows = [("reward", self.reward), *((f"pass@{k}", each) for k, each in self.pass_at.items())]
         rows += [*self.metrics.items()]
         table = html_table(
@@ -149,10 +149,7 @@ def build_report(
     run_path: str | None = None,
     idle_gpu: bool = False,
 ) -> EvalReport:
-    """Reduce rows, or the outcomes of rows, to a report.
-
-    `env_id` defaults to that of the first row.
-    """
+    """Reduce rows, or the outcomes of rows, to a report; `env_id` defaults to the first row's."""
     settings = settings or Settings()
     found = rows if isinstance(rows, Outcomes) else Outcomes.of(rows)
     return EvalReport(
@@ -186,27 +183,27 @@ def stored_report(
 ) -> EvalReport:
     """Build the report of one phase of a stored run; options as in `build_report`.
 
-    Without `outcomes` the report has aggregates only. Then the rollouts are not read if the
-    evaluation ended with the same settings and nothing of its phase has changed since.
+    Without `outcomes` the report has only aggregates, and the rollouts are not read if the
+    evaluation ended with the same settings and its phase has not changed since.
     """
     options = {"model": run.model_name, "run_path": str(run.path), **options}
     if not outcomes:
         kept = _kept(run, phase, options)
-        # Without outcomes in either case: what is returned must not depend on whether a report was
-        # kept.
+        # Without outcomes in either case, so that the result does not depend on whether a report
+        # was kept.
         return kept or replace(stored_report(run, phase, **options), outcomes=())
     return build_report(Outcomes.stored(run, phase), phase=phase, **options)
 
 
 _KEPT_VERSION = 3
-"""Of what a reducer returns and how it is stored; a kept report of another one is not read."""
+"""Version of the reducers' results and their stored form; other versions are not read."""
 _KEPT_COUNTS = ("num_rollouts", "num_examples", "num_failed", "num_unscored", "num_truncated")
 
 
 def keep_report(run: Run, report: EvalReport) -> None:
-    """Store the aggregates of a whole phase with it, for `stored_report`; by the usual reducers.
+    """Store the aggregates of a whole phase, made by the usual reducers, for `stored_report`.
 
-    A full disk does not matter here: the rollouts are stored.
+    A full disk is ignored here, since the rollouts are already stored.
     """
     data = {
         "version": _KEPT_VERSION,
@@ -221,7 +218,7 @@ def keep_report(run: Run, report: EvalReport) -> None:
 
 
 def _kept(run: Run, phase: str, options: Mapping[str, Any]) -> EvalReport | None:
-    """Return the report that was kept, None if there is none or its settings differ."""
+    """Return the kept report, or None if there is none or its settings differ."""
     more = dict(options)
     settings = more.pop("settings", None) or Settings()
     is_usual = more.pop("reducers", REDUCERS) == REDUCERS
@@ -243,7 +240,7 @@ def _kept(run: Run, phase: str, options: Mapping[str, Any]) -> EvalReport | None
 
 
 def _plain(value: Any) -> Any:
-    """Return a result as it is kept: mappings as pairs, whose keys redaction takes for no field."""
+    """Return a result as it is kept: with pairs for mappings, whose keys redaction would read."""
     if isinstance(value, Estimate):
         return list(astuple(value))
     if isinstance(value, Mapping):
@@ -252,7 +249,7 @@ def _plain(value: Any) -> Any:
 
 
 def _from_plain(name: str, value: Any) -> Any:
-    """Return what the reducer of this name returned."""
+    """Return the result of the reducer of this name from its kept form."""
     if name == "reward":
         return None if value is None else Estimate(*value)
     if name == "scoring_errors":
@@ -270,7 +267,7 @@ def _data(value: Any) -> Any:
 
 
 def results_line(result: RolloutResult, state: State | None) -> dict[str, Any]:
-    """Return one line: the input, the completion, the reward, times, and a field per metric."""
+    """Return one line of `results.jsonl`: input, completion, reward, times, and the metrics."""
     source = result.request.input if state is None else state["input"]
     own: Mapping[str, Any] = {} if state is None else state
     timing = own.get("timing") or {}
@@ -300,14 +297,14 @@ def write_results(
     sampling_args: Mapping[str, Any] | None = None,
     ended_at: float | None = None,
 ) -> Path:
-    """Write both files into `folder` and return it. Secrets in the arguments are cut out.
+    """Write both files into `folder` and return it. Secrets in the arguments are redacted.
 
-    `metadata.avg_reward` is the report's mean: over scored rollouts, null when there are none.
-    `ended_at` is when the evaluation ended, in seconds since the epoch; None: now.
+    `metadata.avg_reward` is the report's mean over scored rollouts, or null if there are none.
+    `ended_at` is the time of the evaluation's end, in seconds since the epoch; None: now.
     """
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
-    # Written to a temporary file and renamed: a reader never sees half a file.
+    # Written to a temporary file and renamed, so that readers never see half a file.
     with (
         whole_file(target / "results.jsonl") as part,
         part.open("w", encoding="utf-8") as file,

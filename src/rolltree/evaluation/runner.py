@@ -1,7 +1,7 @@
-"""Run a source's examples through a model, store what happened, and report.
+"""Runs a source's examples with a model, stores every result, and reports.
 
-Started again with the same run, it runs only what is missing: a request whose result is stored is
-never run again.
+With the run of an earlier start it runs only the missing requests, and those that a server or
+sandbox failed.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ logger = logging.getLogger("rolltree.evaluation")
 
 @dataclass(frozen=True, slots=True)
 class EvalProgress:
-    """The progress of an evaluation; the counts include what earlier starts stored."""
+    """The progress of an evaluation; the counts include results that earlier starts stored."""
 
     num_done: int
     num_total: int
-    # What an earlier start had stored; the others were played by this one.
+    # Results that an earlier start had stored; this one played the others.
     num_resumed: int
     num_failed: int
     num_truncated: int
     num_scored: int
-    # Over the scored ones; None if there are none yet.
+    # Over the scored ones; None before the first.
     mean_reward: float | None
     num_completion_tokens: int
 
@@ -73,7 +73,7 @@ class ProgressCounts:
         self.num_completion_tokens += num_tokens
 
     def progress(self) -> EvalProgress:
-        """Return where it stands."""
+        """Return the progress so far."""
         mean = self.sum_reward / self.num_scored if self.num_scored else None
         counts = {name: getattr(self, name) for name in _COUNTED}
         return EvalProgress(**counts, mean_reward=mean)
@@ -87,8 +87,8 @@ def evaluate(source: RolloutSource, client: object, **settings: Any) -> EvalRepo
 
         report = rt.evaluate(env, client, num_examples=50, sampling={"max_tokens": 256})
 
-    It also works if an event loop runs already, as in a notebook. `settings` are those of
-    `evaluate_async`, which async functions await.
+    It also works if an event loop is already running, as in a notebook. `settings` are those of
+    `evaluate_async`, which is for async functions.
     """
     return run_sync(evaluate_async(source, client, **settings))
 
@@ -119,15 +119,15 @@ async def evaluate_async(
     """Evaluate a model on `num_examples` (-1: all) of a source's split.
 
     Every result is stored in `run` under `phase` before it counts. Failed rollouts have no
-    reward: they are left out of means and counted in `EvalReport.num_failed`. A failed rollout
-    that is stored is finished, unless a server or a sandbox failed it (`errors.INFRASTRUCTURE`) or
-    `retry_failed` asks to run it again; an event records that. `sampling` overrides fields of the
+    reward: they are left out of means and counted in `EvalReport.num_failed`. A stored failure is
+    final, unless a server or a sandbox failed (`errors.INFRASTRUCTURE`) or `retry_failed` is set;
+    then the rollout is run again, and an event records that. `sampling` overrides fields of the
     source's `sampling_args`; all seeds are derived from `seed`. `on_result` is called for new
-    results, `on_progress` also once at the start. An `engine` that is given runs the rollouts, with
-    its own limits.
+    results, and `on_progress` also once at the start. If an `engine` is passed, it runs the
+    rollouts with its own limits.
 
     Raises:
-        ConfigError: nothing to run, or `run` holds this phase with other settings.
+        ConfigError: there is nothing to run, or `run` holds this phase with different settings.
         ConnectionFailed: none of the model's servers answers.
     """
     refuse_unknown("evaluate", unknown, evaluate_async)
@@ -145,8 +145,8 @@ async def evaluate_async(
             f"rollouts_per_example is {rollouts_per_example}; nothing would be measured. Use 1 or "
             "more."
         )
-    # In threads: ten thousand requests take a while to plan, and a hundred thousand stored rollouts
-    # seconds to read, and to reduce below.
+    # In threads, since planning ten thousand requests takes a while, and reading and reducing a
+    # hundred thousand stored rollouts takes seconds.
     plan = await asyncio.to_thread(
         build_requests,
         source,
@@ -167,8 +167,7 @@ async def evaluate_async(
             seed=seed,
             group_size=rollouts_per_example if _compares_groups(source) else None,
         )
-        # Noted before the first rollout, so that a reader of a killed run knows how much is
-        # missing.
+        # Stored before the first rollout, so that readers of a killed run know how much is missing.
         run.plan(f"phase/{phase}", len(plan))
         note_weights(source, run)
     found, again = await asyncio.to_thread(_finished, run, phase, plan, retry_failed, source)
@@ -178,15 +177,14 @@ async def evaluate_async(
     engine = engine or RolloutEngine(
         source,
         model,
-        # The engine begins as many workers as it may, and a resumed evaluation may have one rollout
-        # left.
+        # The engine starts this many workers, and a resumed evaluation may have one rollout left.
         max_concurrent=min(max_concurrent, max(1, len(plan) - num_resumed)),
         time_limit_s=time_limit_s,
         deadline_s=deadline_s,
         retries=retries,
     )
     todo = plan.without(found.has)
-    # A finished evaluation needs no server to be read again.
+    # A finished evaluation is only read, and needs no server.
     if num_resumed < len(plan):
         for notice in await check_servers(model):
             if run is None:
@@ -226,9 +224,9 @@ def _has_idle_gpu(model: object) -> bool:
 def _reported(
     run: Run | None, found: Outcomes, *, reducers: Mapping[str, Reducer], **options: Any
 ) -> EvalReport:
-    """Build the report; its aggregates stay in the run, unless they are the caller's own."""
+    """Build the report, and store its aggregates in the run if the reducers are the usual ones."""
     report = build_report(found, reducers=reducers, **options)
-    # Kept under the usual names, so a caller's own reducers must not be taken for them.
+    # A stored report is read as one of the usual reducers.
     if run is not None and reducers == REDUCERS:
         keep_report(run, report)
     return report
@@ -241,9 +239,9 @@ def _compares_groups(source: RolloutSource) -> bool:
 def _finished(
     run: Run | None, phase: str, plan: RequestPlan, retry_failed: bool, source: RolloutSource
 ) -> tuple[Outcomes, set[str]]:
-    """Return the stored outcomes of the requests that need not be run again, and the others' ids.
+    """Return the stored outcomes that count, and the ids of stored requests to run again.
 
-    When the source compares the members of a group, a group is finished whole or not at all.
+    If the source compares the members of a group, a group counts as a whole or not at all.
     """
     if run is None:
         return Outcomes(plan.request_ids), set()
@@ -252,14 +250,14 @@ def _finished(
     again = {
         request_id
         for request_id, kind in kinds
-        # What a server failed says nothing of the model. Other failures are results; running them
-        # until they succeed would bias the mean.
+        # A server's failure says nothing about the model. Other failures are results; repeating
+        # them until they succeed would bias the mean.
         if kind in INFRASTRUCTURE or (retry_failed and kind is not None)
     }
     if _compares_groups(source):
         for group in plan.groups():
             members = {request_id for request_id in group if found.has(request_id)}
-            # Its rewards compare the members, so a group with a missing one is played again as a
+            # Rewards compare the members, so a group in which one is missing is played again as a
             # whole.
             if len(members - again) < len(group):
                 again |= members
@@ -269,17 +267,17 @@ def _finished(
 
 
 def _check_same_evaluation(run: Run, phase: str, request: RolloutRequest, **settings: Any) -> None:
-    """Refuse to continue a phase that was run with other settings.
+    """Check that a phase is continued with the same settings.
 
     Raises:
-        ConfigError: naming the first setting that differs.
+        ConfigError: a setting differs; the message names the first one.
     """
     key = f"evaluation.{phase}"
     sampling = asdict(replace(request.sampling, extra=dict(request.sampling.extra)))
     named = {f"sampling.{name}": value for name, value in redact(sampling).items()}
     now = to_plain({"env_id": request.env_id, **settings, **named})
     before = run.meta.get(key)
-    # Settings bind with the first rollout.
+    # Settings may change until the first rollout is stored.
     if before is None or not run.num_rollouts(phase=phase):
         run.set_meta(key, now)
         return
@@ -294,7 +292,7 @@ def _check_same_evaluation(run: Run, phase: str, request: RolloutRequest, **sett
 
 
 class _Tally:
-    """The outcomes so far, and the progress they make."""
+    """The outcomes so far, and the progress that is reported from them."""
 
     def __init__(
         self,

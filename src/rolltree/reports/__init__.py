@@ -1,7 +1,7 @@
 """Reports: evaluations, transcripts, curves and training progress for a terminal, and a PNG.
 
 The functions return rich renderables or text, which the command line prints. Names are loaded on
-first use (PEP 562): `rolltree show` loads no live display.
+first use (PEP 562), so `rolltree show` loads no live display.
 """
 
 from __future__ import annotations

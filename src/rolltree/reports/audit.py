@@ -1,4 +1,4 @@
-"""An audit for a person: a table of checks, then what was found, then a sentence."""
+"""Shows an audit: a table of checks, then the findings, then a sentence."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 def audit_table(report: AuditReport) -> Table:
-    """Return one line per check: how much it looked at, and how much is wrong."""
+    """Return a row per check: how many things it examined, and how many are wrong."""
     from rolltree.records import CHECKS
 
     table = text_table(("check", "looked at", "wrong", "what"), (), "lrrl", pad_edge=False)
     for check in report.checks:
         style = "red" if check.num_problems else ""
         told = CHECKS[check.name]
-        # A check may have looked at a part and left the rest out, and says why.
+        # A check that skipped something, perhaps only a part, says why.
         if check.skipped is not None:
             told = f"not checked: {check.skipped}" if not check.num_checked else check.skipped
             style = style or "dim"
@@ -35,14 +35,14 @@ def audit_table(report: AuditReport) -> Table:
 
 
 def audit_lines(report: AuditReport, *, limit: int) -> list[str]:
-    """Return at most `limit` findings, the facts, and the sentence at the end."""
+    """Return at most `limit` findings, the facts, and the final sentence."""
     lines = [""] if report.findings else []
     lines += [
         f"{item.where}: {item.check}/{item.cause}: {item.message}"
         for item in report.findings[:limit]
     ]
     num_problems = sum(check.num_problems for check in report.checks)
-    # Checks count every problem and keep some of them as findings.
+    # Checks count every problem, but keep only some of them as findings.
     hidden = num_problems - min(limit, len(report.findings))
     if hidden:
         lines.append(f"... and {hidden:,} more (--limit, --json)")

@@ -1,4 +1,4 @@
-"""A comparison of stored runs: tables for the terminal, and Markdown for a pull request."""
+"""Shows a comparison of stored runs: tables for the terminal, Markdown for a pull request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NAMES = {
 
 
 def comparison_parts(found: RunComparison) -> list[RenderableType]:
-    """Return what is printed: per pair the sentences, the measures, and the changed examples."""
+    """Return the printed parts: the sentences, measures and changed examples of each pair."""
     parts: list[RenderableType] = []
     for pair in found.pairs:
         parts += ["", *(safe_text(line) for line in pair.sentences), "", _measures(pair)]
@@ -34,7 +34,7 @@ def comparison_parts(found: RunComparison) -> list[RenderableType]:
 
 
 def comparison_markdown(found: RunComparison) -> str:
-    """Return Markdown; what runs and models say stands in code spans."""
+    """Return Markdown, with the text of runs and models in code spans."""
     lines: list[str] = []
     for pair in found.pairs:
         lines += [f"### {_code(pair.b)} against {_code(pair.a)}", ""]
@@ -43,7 +43,7 @@ def comparison_markdown(found: RunComparison) -> str:
         lines += [*pair.told(named[pair.a], named[pair.b]), ""]
         heads = ["", named[pair.a], named[pair.b], "difference", _interval_name(pair), ""]
         rows = [
-            # Metrics have names of the environment's choice; the other measures are rolltree's.
+            # An environment chooses the names of its metrics; the other names are rolltree's.
             [_code(name) if name.startswith("metric/") else name, *rest]
             for name, *rest in _rows(pair)
         ]
@@ -82,13 +82,13 @@ def _rows(pair: ComparedPair) -> Iterable[list[str]]:
 
 
 def _number(value: float, sign: str = "") -> str:
-    """Return a number with three digits behind the point, or as many as its size needs.
+    """Return a number with three decimals, or in a form that its size needs.
 
     >>> [_number(0.14), _number(5837.519, "+"), _number(0.0000312)]
     ['0.140', '+5,837.5', '3.12e-05']
     """
     size = abs(value)
-    # What is below 1e-12 is rounding of equal means and shown as 0.
+    # Values below 1e-12 come from rounding of equal means, and are shown as 0.
     form = ".3f" if 0.001 <= size < 100 or size < 1e-12 else ",.1f" if size >= 100 else ".2e"
     return f"{value:{sign}{form}}"
 
@@ -114,7 +114,7 @@ def _heads(pair: ComparedPair, named: dict[str, str]) -> list[str]:
 
 def _texts(pair: ComparedPair) -> Iterable[list[str]]:
     """Yield example, rewards, question and both answers of the changed examples."""
-    # Texts were read of the first changes only.
+    # Texts were read only for the first changes.
     for change, (before, after) in zip(pair.changes, pair.shown, strict=False):
         rewards = f"{_number(change.reward_a)} → {_number(change.reward_b)}"
         answers = (_cut(" | ".join(side.answers)) for side in (before, after))
@@ -144,7 +144,7 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], align: str) -> l
 
 
 def _code(text: str) -> str:
-    """Return text that Markdown shows as it is, also in a table."""
-    # Both would end the code span or the cell, and what follows would be read as Markdown.
+    """Return text as a code span, which is safe in a table, too."""
+    # A backtick would end the code span, and a bar the cell; the rest would be read as Markdown.
     line = " ".join(shown(text).split()).replace("`", "'").replace("|", "¦")
     return f"`{line}`" if line else ""

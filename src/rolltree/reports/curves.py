@@ -157,7 +157,7 @@ def evaluations(run: Run) -> list[tuple[int, str]]:
 
 
 def save_reward_curve(run: Run) -> Path | None:
-    """Draw the reward curve into the run directory; None when there is nothing to draw.
+    """Draw the reward curve into the run directory; None if the run has no steps.
 
     Raises:
         ConfigError: matplotlib is not installed.

@@ -1,4 +1,4 @@
-"""Tables of a run in the terminal, and as JSON or CSV on stdout."""
+"""Prints tables of a run: as text for the terminal, or as JSON or CSV."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FIRST = {
     "tokens": "request_id call position token_id author logprob version advantage trainer_logprob",
     "breaks": "request_id call previous_call agent position cause",
 }
-"""What a terminal shows of a table if no columns were chosen; else the first eight."""
+"""The columns of a table that a terminal shows by default; of other tables, the first eight."""
 
 
 def print_columns(data: RunData, *, as_json: bool) -> None:
@@ -51,15 +51,15 @@ def print_columns(data: RunData, *, as_json: bool) -> None:
 def print_table(table: Table, form: str, limit: int | None) -> None:
     """Print rows on stdout as a `table`, `jsonl`, `csv` or `json`.
 
-    What models wrote cannot steer a terminal: JSON is ASCII, and in CSV control characters are
-    shown as pictures. Files have them as they are.
+    Text of models cannot control the terminal: JSON is ASCII, and in CSV control characters become
+    their Unicode pictures. Files that `rolltree data -o` writes have them unchanged.
     """
     if form == "table":
         _print_grid(table, _SHOWN_ROWS if limit is None else limit)
         return
     rows = islice(table.rows(), limit)
     if form == "jsonl":
-        # Printed as they are read: a table of tokens may have millions of rows.
+        # Printed while they are read, since a table of tokens may have millions of rows.
         for row in rows:
             print(json.dumps(row))
     elif form == "csv":
@@ -68,7 +68,7 @@ def print_table(table: Table, form: str, limit: int | None) -> None:
         for row in rows:
             out.writerow([shown(x) if isinstance(x, str) else x for x in row.values()])
     else:
-        # One document, so the rows have to be there together.
+        # A single document, so all rows have to be in memory.
         columns = _described(table)
         print(json.dumps({"table": table.name, "columns": columns, "rows": list(rows)}))
 
@@ -85,11 +85,11 @@ def _print_grid(table: Table, limit: int) -> None:
 
     console, num_columns = SafeConsole(), len(table.columns)
     is_whole = num_columns >= len(TABLES.get(table.name, ()))
-    # Columns that were chosen are shown as they were.
+    # If columns were chosen, all of them are shown.
     if is_whole and num_columns > 8:
         first = _FIRST.get(table.name, " ".join(table.column_names[:8])).split()
         table = table.select(first)
-    # One more than is shown, to know whether there are more without counting a table of millions.
+    # One row more than is shown, to know whether there are more without counting millions of rows.
     rows = list(islice(table.rows(), limit + 1))
     texts = ("string", "int32 list", "messages")
     align = "".join("l" if column.kind in texts else "r" for column in table.columns)
@@ -110,5 +110,5 @@ def _print_grid(table: Table, limit: int) -> None:
 def _cell(value: Any) -> str:
     if value is None:
         return "-"
-    # Larger floats, such as times, would become powers of ten.
+    # Larger floats, such as times, would be shown in scientific notation.
     return f"{value:.4g}" if isinstance(value, float) and abs(value) < 1e6 else str(value)

@@ -1,4 +1,4 @@
-"""An evaluation in the terminal: result tables and comparisons."""
+"""Shows an evaluation in the terminal: result tables and comparisons."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def evaluation_table(report: EvalReport) -> Table:
         table.add_row("reward", "-", "no rollout was scored")
     else:
         _estimate_row(table, "reward", report.reward, show_meter=True)
-    # pass@1 alone would say of most rewards what the mean says.
+    # pass@1 alone would repeat the mean for most rewards.
     if any(estimate.num_values for k, estimate in report.pass_at.items() if k > 1):
         for k, estimate in report.pass_at.items():
             _estimate_row(table, f"pass@{k}", estimate)
@@ -42,7 +42,7 @@ def evaluation_table(report: EvalReport) -> Table:
 
 
 def _estimate_row(table: Table, name: str, value: Estimate, *, show_meter: bool = False) -> None:
-    # Other rewards have no scale to draw them on.
+    # Rewards outside [0, 1] have no scale for a bar.
     in_unit = 0.0 <= value.mean <= 1.0
     table.add_row(
         safe_text(name, limit=40),
@@ -54,7 +54,7 @@ def _estimate_row(table: Table, name: str, value: Estimate, *, show_meter: bool 
 
 
 def evaluation_facts(report: EvalReport) -> Table:
-    """Return the counts beside the means: rollouts, failures, truncations, tokens, time."""
+    """Return the counts: rollouts, failures, truncations, tokens, time."""
     usage = report.results.get("usage", {})
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="bold")
@@ -72,7 +72,7 @@ def evaluation_facts(report: EvalReport) -> Table:
             if kind in messages:
                 said += f", the first: {messages[kind]}"
             facts.add_row("", safe_text(said, limit=600))
-    # An error that ended rollouts is not shown a second time for the function that raised it.
+    # An error that ended rollouts is not shown again for the function that raised it.
     told = set(report.results.get("failure_messages", {}).values())
     for function, raised in report.results.get("scoring_errors", {}).items():
         if raised["first"].partition(": ")[2] not in told:

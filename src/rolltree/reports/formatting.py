@@ -1,7 +1,7 @@
 """Numbers and untrusted text for a terminal.
 
-What models and environments say is data: `redact.shown` makes control characters visible, so that
-no answer, title or error can move the cursor, recolour the screen or hide text.
+Text of models and environments is data: `redact.shown` makes control characters visible, so that no
+answer, title or error can move the cursor, recolour the screen or hide text.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _LOGGER = logging.getLogger("rolltree.reports")
 
 
-# Each problem once, not once a step.
+# Cached, so that each problem is logged once and not at every step.
 @functools.cache
 def _warn(message: str) -> None:
     _LOGGER.warning("%s", shown(message))
@@ -36,7 +36,7 @@ def _warn(message: str) -> None:
 
 @contextmanager
 def only_shows(what: str) -> Iterator[None]:
-    """Make an error in the block a warning that names it: showing a result must not change it."""
+    """Turn an error in the block into a warning, since showing a result must not affect it."""
     try:
         yield
     except Exception as error:  # noqa: BLE001  a plotting library raises what it likes
@@ -44,11 +44,11 @@ def only_shows(what: str) -> Iterator[None]:
 
 
 class SafeConsole(Console):
-    """A console for text of models and environments: whatever is printed cannot steer the terminal.
+    """A console for text of models and environments, which cannot control the terminal.
 
-    Strings are never markup, and what is rendered has no control characters but rich's own. When
-    nobody reads any more (`| head`), it falls silent; so it does when it cannot write at all, if
-    `only_shows` says that the result is stored and what is printed only shows it.
+    Strings are never markup, and the output has only rich's own control characters. If the reader
+    is gone (`| head`), the console falls silent. With `only_shows`, for output that only shows a
+    stored result, it also falls silent if it cannot write at all.
     """
 
     def __init__(self, *, only_shows: bool = False, **settings: Any) -> None:
@@ -74,8 +74,7 @@ class SafeConsole(Console):
     ) -> Iterable[Segment]:
         """Render, with control characters in texts made visible."""
         for segment in super().render(renderable, options):
-            # Control segments are rich's own, such as a live display's cursor; text of others never
-            # is one.
+            # Control segments, such as a live display's cursor, come only from rich itself.
             if segment.control or (segment.text.isascii() and segment.text.isprintable()):
                 yield segment
             else:
@@ -116,7 +115,7 @@ def _as_text(cell: Cell, limit: int | None = None) -> Text:
 
 
 def number_text(value: float | None, form: str = ".3f") -> str:
-    """Return a number, and a dash for none."""
+    """Return a number as text, or a dash for None."""
     return "-" if value is None else f"{value:{form}}"
 
 
@@ -126,15 +125,15 @@ def say(console: Console, line: str) -> None:
 
 
 def interval(estimate: Estimate) -> str:
-    """Return `[0.490, 0.943]`, or a dash when there is none."""
+    """Return an interval as `[0.490, 0.943]`, or a dash if there is none."""
     if estimate.low is None or estimate.high is None:
         return "-"
     return f"[{estimate.low:.3f}, {estimate.high:.3f}]"
 
 
 def meter(value: float, width: int = 20) -> str:
-    """Return a bar for a value in [0, 1]; values outside fill or empty it, NaN has none."""
-    # A number that cannot be drawn must not fail what draws it.
+    """Return a bar for a value; it is empty for 0 and below and for NaN, and full from 1 on."""
+    # NaN must not raise.
     value = 0.0 if math.isnan(value) else value
     # Unicode has blocks of one to seven eighths.
     eighths = round(max(0.0, min(1.0, value)) * width * 8)
@@ -143,7 +142,7 @@ def meter(value: float, width: int = 20) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return `8.4 s`, `3 min 05 s` or `2 h 10 min`.
+    """Return a duration as `8.4 s`, `3 min 05 s` or `2 h 10 min`.
 
     >>> [duration(8.44), duration(185), duration(7800)]
     ['8.4 s', '3 min 05 s', '2 h 10 min']
@@ -157,5 +156,5 @@ def duration(seconds: float) -> str:
 
 
 def counts(found: dict[str, int]) -> str:
-    """Return `ServerError 2, BadResponse 1`."""
+    """Return counts as `ServerError 2, BadResponse 1`."""
     return ", ".join(f"{name} {number}" for name, number in found.items())

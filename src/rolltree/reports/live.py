@@ -1,4 +1,4 @@
-"""Evaluations and training runs in the terminal while they run."""
+"""Live views of evaluations and training runs in the terminal."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 NUM_ROWS = 14
 _LATEST = 20
-"""Steps from which the time left is estimated."""
+"""The number of latest steps from which the remaining time is estimated."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """A column of the table; the one with the largest `rank` goes first when space is short."""
+    """A column of the table; if space is short, the column with the largest `rank` goes first."""
 
     heading: str
     metric: str
@@ -36,7 +36,7 @@ class _Column:
     rank: int = 0
 
     def cell(self, metrics: Mapping[str, Any]) -> str:
-        """Return what a step shows here, empty if it lacks the metric."""
+        """Return the cell of a step, which is empty if the step lacks the metric."""
         return self.show(metrics) if metrics.get(self.metric) is not None else ""
 
 
@@ -63,14 +63,14 @@ _COLUMNS = (
     _number("rollout s", "time/wait_for_batch", "{:.1f}", rank=6),
     _number("step s", "time/step", "{:.1f}", rank=5),
 )
-"""A metric that a step lacks leaves its cell empty, one that all lack its column out."""
+"""If a step lacks a metric, its cell is empty; if all steps lack it, the column is left out."""
 
-# A terminal that is gone, or a number that cannot be formatted, must not end a run of hours.
+# A terminal that is gone, or a number that cannot be formatted, must not end a run.
 _survives = only_shows("progress")
 
 
 class EvalView:
-    """Live progress of an evaluation, for `on_progress`; without a terminal, a line per tenth."""
+    """Live progress of an evaluation, for `on_progress`; a line per 10 % without a terminal."""
 
     def __init__(self, console: Console, label: str) -> None:
         self._console = console
@@ -93,10 +93,9 @@ class EvalView:
 
     @_survives
     def update(self, progress: EvalProgress) -> None:
-        """Show where the evaluation stands."""
+        """Show the progress."""
         if self.progress is None:
-            # The first call counts what an earlier start had sampled, which says nothing about the
-            # speed now.
+            # The tokens of an earlier start, which do not count for the speed of this one.
             self._last_tokens = progress.num_completion_tokens
         self.progress = progress
         said = self._said(progress)
@@ -104,7 +103,7 @@ class EvalView:
             self._task, completed=progress.num_done, total=progress.num_total, said=said
         )
         tenth = 10 * progress.num_done // max(1, progress.num_total)
-        # Into a file, ten lines are enough for an evaluation of any length.
+        # In a file, ten lines are enough for an evaluation of any length.
         if not self._live and tenth > self._last_tenth:
             self._last_tenth = tenth
             say(self._console, f"{progress.num_done}/{progress.num_total}  {said}".rstrip())
@@ -139,7 +138,7 @@ class EvalView:
 
 
 class TrainView:
-    """A training reporter. Use it as a context; `clock` gives seconds."""
+    """A training reporter. Use it as a context manager; `clock` returns seconds."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
@@ -149,7 +148,7 @@ class TrainView:
         self._status = "loading the model"
         self._num_steps = self._step = 0
         self._evaluated_steps: tuple[int, ...] = ()
-        # Of the last step or evaluation.
+        # `_last` is when the last step or evaluation ended.
         self._start = self._last = clock()
         self._step_s: deque[float] = deque(maxlen=_LATEST)
         self._eval_s: list[float] = []
@@ -178,13 +177,13 @@ class TrainView:
 
     @_survives
     def on_start(self, start: TrainStart) -> None:
-        """Show what is trained, and the steps that an earlier start took."""
+        """Show the size of the model, the run, and the steps of earlier starts."""
         self._num_steps = start.num_steps
         first = start.first_step - len(start.history)
         self._rows = [(first + i, metrics) for i, metrics in enumerate(start.history)]
         self._step, self._last = start.first_step - 1, self._clock()
         self._evaluated_steps = start.evaluated_steps
-        # A continued run knows from its first moment how long its steps take.
+        # A continued run already knows how long its steps take.
         known = (metrics.get("time/step") for metrics in start.history)
         self._step_s.extend(float(seconds) for seconds in known if seconds is not None)
         continued = f", continued at step {start.first_step}" if start.first_step > 1 else ""
@@ -193,7 +192,7 @@ class TrainView:
 
     @_survives
     def on_rollouts(self, step: int, num_done: int, num_total: int) -> None:
-        """Show how far the rollouts of a step are."""
+        """Show the progress of a step's rollouts."""
         more = ", training" if num_done == num_total else ""
         self._status = f"step {step}/{self._num_steps}: rollouts {num_done}/{num_total}{more}"
 
@@ -212,15 +211,14 @@ class TrainView:
 
     @_survives
     def on_eval_progress(self, phase: str, num_done: int, num_total: int) -> None:
-        """Show how far a held-out evaluation is."""
+        """Show the progress of a held-out evaluation."""
         self._status = f"{phase}: {num_done}/{num_total} held-out rollouts"
 
     @_survives
     def on_eval(self, phase: str, step: int, metrics: Mapping[str, Any], stored: bool) -> None:
         """Show the mean reward of an evaluation with its interval."""
         now = self._clock()
-        # An evaluation that was stored takes no time now; what it took then is what the next one
-        # will take.
+        # A stored evaluation takes no time now; the next one will take as long as it took then.
         took = metrics.get("elapsed_s") if stored else now - self._last
         self._eval_s += [] if took is None else [float(took)]
         self._evaluated_steps = tuple(n for n in self._evaluated_steps if n > step)
@@ -246,10 +244,10 @@ class TrainView:
         self._status = ""
 
     def _left(self) -> str:
-        """Return how long the rest takes if steps and evaluations are like those before.
+        """Return the remaining time if steps and evaluations take as long as the earlier ones.
 
-        Evaluations are only counted as long as none has been timed. Empty at the end, and before
-        anything is known.
+        Until an evaluation has been timed, the text says how many are left. It is empty at the end,
+        and before any step has been timed.
         """
         steps, evaluations = self._num_steps - self._step, len(self._evaluated_steps)
         is_known = self._step_s if steps > 0 else self._eval_s and evaluations
@@ -289,7 +287,7 @@ def _fitting(rows: Sequence[tuple[int, Mapping[str, Any]]], width: int) -> list[
         for column in _COLUMNS
         if any(cells := [column.cell(metrics) for _, metrics in rows])
     }
-    # Columns are dropped by rank until the rest fits: a table that wraps cannot be read.
+    # Columns are dropped by rank until the rest fits, since a table that wraps is unreadable.
     kept = list(widths)
     most = width - max((2 * len(str(step)) + 3 for step, _ in rows), default=0) - 2
     while len(kept) > 1 and sum(widths[column] for column in kept) > most:

@@ -1,4 +1,4 @@
-"""Replays as lines for a person: the first difference, both sides under each other."""
+"""Shows replays as lines of text: the first difference, with one side below the other."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WHAT_TO_DO = (
 
 
 def replay_lines(report: ReplayReport) -> list[str]:
-    """Return one replay in lines: how far it came, the first difference, and the notes."""
+    """Return one replay as lines: how far it came, the first difference, and the notes."""
     calls = f"{report.num_replayed} of {report.num_calls} recorded calls"
     if report.failure:
         return [f"{report.request_id}: {report.failure}", f"  {_WHAT_TO_DO}"]
@@ -47,12 +47,12 @@ def _number(value: float | None) -> str:
 
 
 def difference_lines(difference: Difference) -> list[str]:
-    """Return a difference in lines: where it is, and what each side has."""
+    """Return a difference as lines: where it is, and the text of each side."""
     where = [difference.agent] if difference.agent else []
     if difference.call is not None:
         where.append(f"call {difference.call}")
     sides = [_text(side) for side in (difference.recorded, difference.live)]
-    # One place for both sides, so that they are cut alike.
+    # Both sides are cut around the same place.
     start = _first_difference(*sides)
     lines = [f"  {', '.join((*where, difference.where))} ({difference.kind})"]
     for name, text in zip(("recorded", "live"), sides, strict=True):
@@ -63,12 +63,12 @@ def difference_lines(difference: Difference) -> list[str]:
 
 
 def replays_summary(reports: Sequence[ReplayReport]) -> list[str]:
-    """Return several replays in lines: those that differ first in full, then the counts."""
+    """Return several replays as lines: first the different ones in full, then the counts."""
     lines: list[str] = []
     kinds = Counter(each.difference.kind for each in reports if each.difference is not None)
     failures = Counter(each.failure for each in reports if each.failure)
     for report in reports:
-        # Equal ones are counted only, and failures by their cause.
+        # Equal replays are only counted, and failures are counted by cause.
         if report.difference is not None:
             lines += replay_lines(report)
     num_equal = sum(each.is_equal for each in reports)
@@ -94,7 +94,7 @@ def _text(value: Any) -> str:
     if isinstance(value, dict) and isinstance(value.get("content"), str):
         rest = {key: item for key, item in value.items() if key not in ("role", "content")}
         more = f"\n{json.dumps(to_plain(rest))}" if rest else ""
-        # A message is shown as it reads, and what else it has after it.
+        # A message is shown as its text, with its other fields after it.
         return (value["content"] or "(empty)") + more
     return json.dumps(to_plain(value))
 
@@ -107,7 +107,7 @@ def _first_difference(one: str, other: str) -> int:
 
 
 def _cut(text: str, start: int) -> str:
-    """Return the part of a long text around the place where it differs."""
+    """Return the part of a long text around `start`, where it differs."""
     if len(text) <= MOST_CHARACTERS:
         return text
     begin = max(0, start - _BEFORE)

@@ -1,4 +1,4 @@
-"""What rescoring changed, for a terminal."""
+"""Shows in the terminal what rescoring changed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rolltree.reports.formatting import Cell, interval, number_text, safe_text, 
 
 
 def rescore_parts(report: RescoreReport, *, num_changes: int = 10) -> list[RenderableType]:
-    """Return what is printed: counts, phases, group advantages, the rollouts that changed most."""
+    """Return the printed parts: counts, phases, group advantages, the most changed rollouts."""
     parts: list[RenderableType] = [_phases(report)]
     facts = [f"{report.num_changed:,} of {report.num_rollouts:,} rollouts have another reward."]
     if report.num_failed:
@@ -37,7 +37,7 @@ def _phases(report: RescoreReport) -> Table:
     rows = []
     for phase in report.phases:
         found = phase.rewards
-        # A phase may have no reward, before or after.
+        # A phase may have no rewards before or after.
         means = ["-", "-", "-", "-"]
         if found is not None:
             means = [f"{found.before.mean:.3f}", f"{found.after.mean:.3f}"]
@@ -49,7 +49,7 @@ def _phases(report: RescoreReport) -> Table:
 
 
 def _credit(credit: CreditChange) -> str:
-    """Return what becomes of the groups, in sentences."""
+    """Return sentences on how the advantages of the groups change."""
     return (
         f"Advantages ({credit.name}, {credit.num_groups:,} groups): {credit.num_turned:,} of "
         f"{credit.num_rollouts:,} rollouts turn from reinforced to discouraged or back; the mean "

@@ -1,4 +1,4 @@
-"""Stored runs in the terminal: a list, a table of phases, and the transcript of one rollout."""
+"""Shows stored runs in the terminal: a list, a table of phases, and transcripts of rollouts."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yello
 
 
 def run_lines(run: RunSummary, now: float | None = None) -> list[str]:
-    """Return a run as lines: its path, its state and what it holds, and what it failed with.
+    """Return a run as lines: its path, its state and contents, and its error.
 
-    `now` is the time that its age is counted to, in seconds since the epoch.
+    `now` is the time for its age, in seconds since the epoch; None: the current time.
     """
     # A training run may have dozens of evaluations; a line has room for a few.
     phases = [f"{phase.phase} {number_text(phase.mean_reward)}" for phase in run.phases[:4]]
@@ -34,13 +34,13 @@ def run_lines(run: RunSummary, now: float | None = None) -> list[str]:
     facts = [f"{run.state}, {age} ago", run.kind, *run.env_ids, *_progress(run), *phases]
     lines = [str(run.path), "  " + "  ".join(facts)]
     if run.error:
-        # An error may quote whole pages.
+        # An error message may be pages long.
         lines.append(f"  {' '.join(run.error.split())[:200]}")
     return lines
 
 
 def _progress(run: RunSummary) -> list[str]:
-    """Return how far a run is: its steps, and the phase that is not whole."""
+    """Return the progress of a run: its steps, and the phases that are not complete."""
     said = []
     if run.num_steps or run.num_planned_steps:
         planned = f"/{run.num_planned_steps}" if run.num_planned_steps else ""
@@ -70,7 +70,7 @@ def phases_table(run: RunSummary) -> Table:
 
 
 def overview_line(found: Mapping[str, Any]) -> str:
-    """Return a run's reward with its interval and what failed, as `records.overview` has them."""
+    """Return a run's state, reward with interval, and failures, from `records.overview`."""
     reward, said = found["reward"], [f"{found['state']}"]
     if reward is not None:
         ends = "" if reward["low"] is None else f" [{reward['low']:.3f}, {reward['high']:.3f}]"
@@ -83,7 +83,7 @@ def overview_line(found: Mapping[str, Any]) -> str:
 
 
 def story_lines(sentences: Sequence[Mapping[str, Any]]) -> list[Text]:
-    """Return what happened, a line per sentence; `!` begins what is wrong or may be."""
+    """Return the story of a run, a line per sentence; problems and warnings begin with `!`."""
     marks = {"error": ("! ", "red"), "warning": ("! ", "yellow"), "good": ("  ", "green")}
     found = []
     for each in sentences:
@@ -93,8 +93,8 @@ def story_lines(sentences: Sequence[Mapping[str, Any]]) -> list[Text]:
 
 
 def headlines(run: Run) -> list[Text]:
-    """Return what matters most of what happened in a run, at most three lines of its story."""
-    # It loads numpy, and `show --phase` has no story.
+    """Return the most important lines of a run's story, at most three."""
+    # Imported here because it loads numpy, and `show --phase` has no story.
     from rolltree.records import RunData
 
     return story_lines(RunData(run).story()[:3])
@@ -128,7 +128,7 @@ def transcript(
         if breakdown is not None and breakdown["functions"]:
             lines.add_row(Text("reward", style="bold"), _breakdown_table(breakdown))
         for error in (state.get("scoring_errors") or {}).values():
-            # The failure that ended the rollout is shown below, once.
+            # The error that ended the rollout is shown only once, below.
             if result.error is None or error["message"] != result.error.message:
                 said = safe_text(f"{error['type']}: {error['message']}", limit=limit)
                 lines.add_row(Text("scoring", style="bold red"), said)
@@ -156,7 +156,7 @@ def _body(message: Mapping[str, Any], style: str, limit: int) -> Text:
     content = message.get("content")
     if isinstance(content, str) and content.strip():
         parts.append(safe_text(content, limit=limit, style=style))
-    # Parts, such as images, as the data that they are.
+    # Content parts, such as images, are shown as JSON.
     elif content and not isinstance(content, str):
         parts.append(safe_text(json.dumps(to_plain(content)), limit=limit, style=style))
     for call in message.get("tool_calls") or ():
@@ -165,7 +165,7 @@ def _body(message: Mapping[str, Any], style: str, limit: int) -> Text:
 
 
 def _breakdown_table(breakdown: Mapping[str, Any]) -> Table:
-    """Return the reward functions with value, weight and contribution, which add up."""
+    """Return the reward functions with value, weight, and contribution to the reward."""
     heads = ("function", "value", "weight", "contribution")
     rows = [
         [each["name"], *(number_text(each[name], ".3g") for name in heads[1:])]

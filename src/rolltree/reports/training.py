@@ -1,7 +1,6 @@
-"""The report of a stored training run in the terminal.
+"""The report of a stored training run in the terminal: curve, held-out gain, transcripts.
 
-It (curve, held-out gain, transcripts) is read from the run store alone, so it can be
-printed again at any time.
+It is read only from the run store, so it can be printed again at any time.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from rolltree.training import TrainReport
 
 
 def training_report(run: Run, *, num_transcripts: int = 2) -> list[RenderableType]:
-    """Return the report of a run: curve, held-out results, transcripts, what matters most."""
+    """Return the report of a run: curve, held-out results, transcripts, headlines."""
     made: dict[str, Callable[[Run], Sequence[RenderableType]]] = {
         "the reward curve": _curve,
         "the held-out results": _held_out,
@@ -34,7 +33,7 @@ def training_report(run: Run, *, num_transcripts: int = 2) -> list[RenderableTyp
     }
     parts: list[RenderableType] = []
     for what, make in made.items():
-        # Each part for itself: a curve that cannot be drawn must not hide the transcripts.
+        # One part at a time: a curve that cannot be drawn must not hide the transcripts.
         with only_shows(what):
             parts += make(run)
     return parts
@@ -48,10 +47,10 @@ def print_report(
     train_command: Sequence[str] | None = None,
     has_env_object: bool = False,
 ) -> None:
-    """Print what a training run came to: `training_report`, the PNG of its curve, what to try next.
+    """Print the result of a training run: `training_report`, the path of its curve, what to try.
 
-    What cannot be drawn or printed is left out, with a warning, and never raises. The last two
-    arguments are those of `next_commands`.
+    A part that cannot be drawn or printed is left out with a warning; nothing is raised. The last
+    two arguments are those of `next_commands`.
     """
     with only_shows("the report"):
         for part in training_report(run, num_transcripts=num_transcripts):
@@ -74,9 +73,9 @@ def print_report(
 def next_commands(
     run: Run, train_command: Sequence[str] | None, *, has_env_object: bool = False
 ) -> list[str]:
-    """Return three things to try: look closer, measure the trained model, go on.
+    """Return commands to try next: look closer, measure the trained model, continue training.
 
-    `train_command` is the command that made the run, as a list of words; None: Python did. An
+    `train_command` has the words of the command that made the run; None: a Python call made it. An
     environment that was given as an object has no name that a command could load.
     """
     config, path = run.config, str(run.path)
@@ -86,10 +85,9 @@ def next_commands(
         measure += ["-a", json.dumps(env["args"])]
     num_steps = int((config.get("train") or {}).get("num_steps", len(run.steps())))
     more = f"train.num_steps={max(num_steps, len(run.steps())) * 2}"
-    # A schedule that has come to its end has a learning rate of zero; more steps need another
-    # horizon, so another run.
+    # At the end of a schedule the learning rate is zero, so more steps need a new run, whose
+    # schedule is longer.
     if (config.get("optim") or {}).get("schedule", "constant") != "constant":
-        # A horizon of its own.
         further = ["rolltree", "fork", path, f"--set={more}"]
     elif train_command is not None:
         kept = (w for w in train_command if "train.num_steps=" not in w)
@@ -129,7 +127,7 @@ def _transcripts(run: Run, num: int) -> list[RenderableType]:
         return []
     phases = found[:1] + found[1:][-1:]
     rows = run.rollouts(phase=phases[0][1], blobs=False)
-    # The first examples and not the best ones: chosen transcripts would flatter the run.
+    # Not the best examples, which would flatter the run.
     examples = sorted({row.example_id for row in rows}, key=lambda key: (str(type(key)), key))
     parts: list[RenderableType] = []
     for example in examples[:num]:

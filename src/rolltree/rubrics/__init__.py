@@ -1,4 +1,4 @@
-"""Rubrics: from a finished rollout to a reward and metrics."""
+"""Rubrics: compute the reward and metrics of a finished rollout."""
 
 from rolltree.rubrics.functions import RewardFunc, RewardFunction, run_inline
 from rolltree.rubrics.groups import PerAgentRubric, RubricGroup

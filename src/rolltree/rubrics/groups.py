@@ -1,6 +1,6 @@
 """Rubrics made of other rubrics: `RubricGroup` adds them up, `PerAgentRubric` has one per agent.
 
-There are no weights between rubrics: weigh the functions.
+Rubrics have no weights; weight their functions instead.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ class CompositeRubric(Rubric):
     """A rubric made of others, which `parts` returns."""
 
     def parts(self) -> Sequence[Rubric]:
-        """Return the rubrics that it is made of."""
+        """Return the rubrics that this one is made of."""
         raise NotImplementedError
 
     @property
     def functions(self) -> tuple[RewardFunction, ...]:
-        """The functions of all parts, of each name the first."""
+        """The functions of all parts; if several have the same name, the first of them."""
         named: dict[str, RewardFunction] = {}
         for rubric in self.parts():
             for function in rubric.functions:
@@ -53,16 +53,17 @@ class CompositeRubric(Rubric):
         self.parts()[0].add_step_reward_func(func, weight, run_inline=run_inline)
 
     def _check_new(self, func: RewardFunc) -> None:
-        """Raise if the parts cannot take a function of this name."""
+        """Raise if the parts already have a function of this name; by default, never."""
 
 
 class RubricGroup(CompositeRubric):
     """The sum of its rubrics: rewards and step rewards add up, metrics are joined.
 
-    A rubric that overrides `score_rollout` is asked through that method, on a copy of the state.
+    If a rubric overrides `score_rollout` or `score_group`, that method is called, on copies of the
+    states.
 
     Raises:
-        ConfigError: there is no rubric, or two functions have one name.
+        ConfigError: there is no rubric, or two functions have the same name.
     """
 
     def __init__(self, rubrics: Sequence[Rubric], parser: Parser | None = None) -> None:
@@ -83,7 +84,7 @@ class RubricGroup(CompositeRubric):
         return self.rubrics
 
     def adopt_parser(self, parser: Parser) -> None:
-        """Hand the environment's parser to every rubric without its own."""
+        """Pass the environment's parser to every rubric that was created without one."""
         for rubric in self.rubrics:
             rubric.adopt_parser(parser)
         self.parser = self.rubrics[0].parser
@@ -97,7 +98,7 @@ class RubricGroup(CompositeRubric):
             )
 
     async def evaluate(self, states: Sequence[State]) -> list[Scores]:
-        """Return the added scores of all rubrics."""
+        """Return the sum of the scores of all rubrics."""
         totals = [Scores() for _ in states]
         for rubric in self.rubrics:
             for total, part in zip(totals, await _scores_of(rubric, states), strict=True):
@@ -109,8 +110,8 @@ async def _scores_of(rubric: Rubric, states: Sequence[State]) -> list[Scores]:
     kind = type(rubric)
     if kind.score_rollout is Rubric.score_rollout and kind.score_group is Rubric.score_group:
         return await rubric.evaluate(states)
-    # An override may write what it likes into a state; on a copy, nothing of it is lost or added
-    # twice.
+    # An override writes its scores into the state; on copies, the scores of several rubrics do not
+    # overwrite each other.
     copies = [_copy(state) for state in states]
     if kind.score_group is not Rubric.score_group:
         await rubric.score_group(copies)
@@ -121,7 +122,7 @@ async def _scores_of(rubric: Rubric, states: Sequence[State]) -> list[Scores]:
 
 
 def _copy(state: State) -> State:
-    # Without rewards, so that what is read afterwards is what this rubric gave.
+    # Without rewards, so that those found afterwards come from this rubric.
     copy = state.copy()
     copy["trajectory"] = [
         cast(TrajectoryStep, dict(step, reward=None, advantage=None)) for step in state.trajectory
@@ -154,17 +155,17 @@ def _add(total: Scores, part: Scores) -> None:
         total.step_rewards = [a + b for a, b in zip(before, part.step_rewards, strict=True)]
     if part.scored:
         total.scored = True
-        # A sum with an unknown part is unknown.
+        # If a part is unknown, so is the sum.
         both = total.reward is not None and part.reward is not None
         total.reward = total.reward + part.reward if both else None  # type: ignore[operator]
 
 
 class PerAgentRubric(CompositeRubric):
-    """Score an episode's own rollouts by `default`, others by their agents' rubrics.
+    """Score each rollout by its agent's rubric, or an episode's own agents by `default`.
 
-    A delegated rollout of an agent without a rubric keeps the reward that it earned in its world
-    and by its form. What a rubric gives beyond the sum of the steps' rewards is the last step's, so
-    that they add up to the rollout's.
+    A delegated rollout of an agent without a rubric keeps its rewards from its world and its
+    parser. The difference between a rubric's reward and the sum of the steps' rewards is added to
+    the last step, so that the steps add up to the rollout's reward.
 
     Args:
         default: for the episode's own agents that are not in `rubrics`.
@@ -185,7 +186,7 @@ class PerAgentRubric(CompositeRubric):
         return self.default if state.parent_rollout is None else _NOTHING
 
     def parts(self) -> Sequence[Rubric]:
-        """Return the default rubric and the agents' own."""
+        """Return the default rubric and those of the agents."""
         return (self.default, *self.rubrics.values())
 
     def scored_parts(self) -> list[ScoredPart]:
@@ -198,7 +199,7 @@ class PerAgentRubric(CompositeRubric):
         return [*self.default.scored_parts(), *own]
 
     def adopt_parser(self, parser: Any) -> None:
-        """Hand the environment's parser to the default rubric."""
+        """Pass the environment's parser to the default rubric."""
         self.default.adopt_parser(parser)
         self.parser = self.default.parser
 
@@ -208,11 +209,10 @@ class PerAgentRubric(CompositeRubric):
         _add_up(state)
 
     async def score_group(self, states: Sequence[State], score_sem: object = None) -> None:
-        """Score the rollouts of one group: an agent's rollouts are compared with each other.
+        """Score the rollouts of one group; each agent's rollouts are compared with each other.
 
         Raises:
-            ConfigError: a group function would compare delegated rollouts, which were asked
-                different things.
+            ConfigError: a group function would compare delegated rollouts, whose prompts differ.
         """
         members: dict[tuple[str, int], list[State]] = {}
         for state in states:
@@ -220,11 +220,10 @@ class PerAgentRubric(CompositeRubric):
             if rubric.has_group_rewards and state.parent_rollout is not None:
                 raise ConfigError(
                     f"the rubric of {state.get('agent')!r} compares the members of a group, but "
-                    "delegated rollouts were asked different things. Score each on its own; "
-                    "comparing them is credit's part."
+                    "delegated rollouts have different prompts. Score each rollout on its own; "
+                    "the advantage compares them later."
                 )
-            # Agents with one rubric are still compared among themselves only: they have different
-            # roles.
+            # Agents with the same rubric are not compared with each other: their roles differ.
             members.setdefault((str(state.agent or ""), id(rubric)), []).append(state)
         for group in members.values():
             rubric = self.of(group[0])
@@ -237,7 +236,7 @@ class PerAgentRubric(CompositeRubric):
                     await self.score_rollout(state)
 
     async def evaluate(self, states: Sequence[State]) -> list[Scores]:
-        """Return the scores without writing them, each rollout alone."""
+        """Return the scores without writing them, each rollout scored on its own."""
         return [(await self.of(state).evaluate([state]))[0] for state in states]
 
 
@@ -245,7 +244,7 @@ _NOTHING = Rubric()
 
 
 def _add_up(state: State) -> None:
-    """Let the steps' rewards add up to the rollout's, the last step taking the difference."""
+    """Add to the last step's reward what the sum of the steps lacks to the rollout's reward."""
     steps, reward = state.trajectory, state.reward
     if steps and reward is not None:
         rest = reward - sum(step["reward"] or 0.0 for step in steps)

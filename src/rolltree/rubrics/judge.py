@@ -1,4 +1,4 @@
-"""`JudgeRubric`: rewards that ask a model."""
+"""`JudgeRubric`: rewards from a judge model."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ Response:
 Reply with one word: "yes" if it agrees, "no" if it does not."""
 
 MAX_RESPONSE_CHARS = 32_000
-"""Characters at a response's end that a judge sees: it must not fill the context window."""
+"""The judge sees at most this end of a response, which must not fill the context window."""
 DEFAULT_MODEL = "gpt-4.1-nano"
-"""The judge if neither a client nor a model is named."""
+"""The judge's model if neither a client nor a model is given."""
 _FIELDS = ("question", "answer", "response")
 
 
 class JudgeRubric(Rubric):
     """A rubric whose functions may ask for `judge`, and call it.
 
-    `await judge(prompt, completion, answer, state)` returns the judge's reply. Functions that ask
-    the same in one rollout share one call; all replies are in `state["judge_response"]`, by the
-    prompt that the judge was sent. A judge that cannot be asked is an error of the function that
-    asked: the reward is None, and `state["error"]` says why.
+    `await judge(prompt, completion, answer, state)` returns the judge's reply. Functions that send
+    the same prompt for one rollout share one call; all replies are in `state["judge_response"]`, by
+    the judge's prompt. If the call fails, so does the function that made it: the reward is None,
+    and `state["error"]` says why.
 
     Example:
         >>> async def correct(judge, prompt, completion, answer, state):
@@ -55,16 +55,16 @@ class JudgeRubric(Rubric):
 
     Args:
         funcs, weights: as in `Rubric`.
-        parser: the response that the judge sees is what it makes of the completion: the last
-            32,000 characters, and fewer if the judge says that its prompt is too long.
-        judge_client: a model client, or an `openai.AsyncOpenAI`. When left out it is
-            `AsyncOpenAI()`, if that package is installed and $OPENAI_API_KEY is set.
-        judge_model: asked by this name; the client's own when left out.
+        parser: finds the response in the completion. The judge sees its last 32,000 characters,
+            or fewer if the judge's server refuses the prompt as too long.
+        judge_client: a model client, or an `openai.AsyncOpenAI`. The default is `AsyncOpenAI()`, if
+            that package is installed and $OPENAI_API_KEY is set.
+        judge_model: the judge's model; by default the client's.
         judge_prompt: a template with the fields `{question}`, `{answer}` and `{response}`.
         judge_sampling_args: OpenAI fields of the judge's requests.
 
     Raises:
-        ConfigError: there is no client, or the template has another field.
+        ConfigError: there is no client, or the template has an unknown field.
     """
 
     def __init__(
@@ -83,9 +83,9 @@ class JudgeRubric(Rubric):
             judge_model = judge_model or DEFAULT_MODEL
         if judge_client is None:
             raise ConfigError(
-                "a JudgeRubric needs a judge_client to ask. Pass a model client, "
-                "such as OpenAIClient(base_url, model), or an openai.AsyncOpenAI. One is made when "
-                "$OPENAI_API_KEY is set (`pip install 'rolltree[openai]'`)."
+                "a JudgeRubric needs a judge_client. Pass a model client, such as "
+                "OpenAIClient(base_url, model), or an openai.AsyncOpenAI. The default is "
+                "AsyncOpenAI(), which needs $OPENAI_API_KEY and `pip install 'rolltree[openai]'`."
             )
         fields = {name for _, name, _, _ in Formatter().parse(judge_prompt) if name is not None}
         if not fields <= set(_FIELDS):
@@ -122,10 +122,10 @@ class JudgeRubric(Rubric):
             try:
                 return await self._judged(prompt, _end_of(response, limit), answer, state)
             except PromptTooLong:
-                # The question alone is too long.
+                # The rest of the prompt is too long.
                 if limit < 2000 or len(response) < 1000:
                     raise
-                # The end of a response holds its answer, so the beginning is given up.
+                # A response has its answer at the end, so its beginning is cut.
                 limit = min(limit, len(response)) // 2
 
     async def _judged(self, prompt: Messages, response: str, answer: Any, state: State) -> str:
@@ -135,8 +135,8 @@ class JudgeRubric(Rubric):
         replies: dict[str, str] = state.setdefault("judge_response", {})
         if said in replies:
             return replies[said]
-        # Functions run concurrently and ask the same before the first reply is there: they await
-        # one call. By rollout, because two rollouts with one answer are two samples of the judge.
+        # Concurrent functions that need the same reply await one call. The key has the rollout,
+        # because two rollouts with the same response are two samples of the judge.
         key = (id(state), said)
         task = self._asked.get(key)
         if task is None:
@@ -147,7 +147,7 @@ class JudgeRubric(Rubric):
         return replies[said]
 
     async def _ask(self, said: str) -> str:
-        # A session for each question: a judge must not see what it was asked before.
+        # A new session for each question, so that the judge does not see earlier ones.
         verdict = await self._client.session().chat(
             [{"role": "user", "content": said}], sampling=self._sampling, model=self.judge_model
         )

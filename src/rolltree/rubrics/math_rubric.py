@@ -1,6 +1,6 @@
-r"""`MathRubric`: the answer in `\boxed{...}` against the reference, as mathematics.
+r"""`MathRubric`: compares the answer in `\boxed{...}` with the reference, as mathematics.
 
-Answers are compared in worker processes (`math_worker`) that are killed when one takes too long.
+Answers are compared in worker processes (`math_worker`), which are killed if they take too long.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ MEMORY_BYTES = 2 * 2**30
 class MathRubric(Rubric):
     r"""A rubric with the reward function `correct_answer`, of weight 1.
 
-    It is 1 when the parser's answer means the same as the row's `answer` (math-verify: `\frac12`
+    It is 1 if the parser's answer means the same as the row's `answer` (for math-verify, `\frac12`
     is `0.5`), else 0. An answer that takes too long to compare, or is longer than 2,000 characters,
     is wrong, and `state["math_gave_up"]` is true. A reference answer that cannot be read is an
     error: the reward is None.
 
     Args:
         funcs, weights: further functions, as in `Rubric`.
-        parser: finds the answer; by default the last `\boxed{...}` after the reasoning, and no
-            answer without a box.
-        time_limit_s: most seconds for one comparison.
+        parser: finds the answer; by default in the last `\boxed{...}` after the reasoning. Without
+            a box there is no answer.
+        time_limit_s: the most seconds for one comparison.
 
     Raises:
         ConfigError: the `math-verify` package is missing.
@@ -65,34 +65,33 @@ class MathRubric(Rubric):
     def correct_answer(
         self, parser: Parser, completion: Messages, answer: Any, state: State
     ) -> float:
-        """Return 1.0 when the completion's answer means the reference answer, else 0.0."""
+        """Return 1.0 if the completion's answer means the same as the reference, else 0.0."""
         said = parser.parse_answer(completion)
         said = "" if said is None else str(said).strip()
         gold = str(answer).strip()
         if not said:
             return 0.0
-        # Most right answers are written as the reference is, and need no worker.
+        # Most right answers are written like the reference, and need no worker.
         if said == gold:
             return 1.0
-        # No answer to a question is that long, and sympy would spend the whole time limit on it.
+        # A real answer is never that long, and sympy would spend the whole time limit on it.
         if len(said) > MAX_ANSWER_CHARS:
             state["math_gave_up"] = True
             return 0.0
         try:
             reply = self._pool.call([gold, said])
         except (WorkerDied, WorkerCallError):
-            # Killed, or sympy cannot make sense of the answer.
+            # The worker was killed, or sympy cannot handle the answer.
             state["math_gave_up"] = True
             return 0.0
         if "unreadable" in reply:
-            # The reference is at fault, not the model: None for all rollouts instead of 0 for this
-            # answer.
+            # The reference is wrong, not the model: the reward is None for all rollouts, not 0.
             raise ValueError(reply["unreadable"])
         return float(reply["equal"])
 
 
 def boxed_or_nothing(text: str) -> str:
-    r"""Return what the last `\boxed{...}` holds, "" without one."""
+    r"""Return the content of the last `\boxed{...}`, or "" without one."""
     return extract_boxed_answer(text) if "\\boxed{" in text else ""
 
 
@@ -107,12 +106,12 @@ def boxed_answers_are_equal(gold: str, said: str, *, time_limit_s: float = 15.0)
 
 @functools.cache
 def _pool(time_limit_s: float, function: str = "answer") -> WorkerPool:
-    # Comparisons are short; each process holds sympy in memory.
+    # Only a few: comparisons are short, and each process has sympy in memory.
     num_workers = min(4, os.cpu_count() or 1)
     return WorkerPool(
         f"rolltree.rubrics.math_worker:{function}",
         limit_s=time_limit_s,
-        # Else a busy machine would cost right answers their reward.
+        # Wall time would fail right answers on a busy machine.
         counts_cpu=True,
         memory_bytes=MEMORY_BYTES,
         max_workers=num_workers,

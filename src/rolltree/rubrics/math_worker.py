@@ -1,7 +1,7 @@
-"""The worker side of `MathRubric`: whether two answers mean the same.
+"""The worker side of `MathRubric`: decides whether two answers mean the same.
 
-It runs in its own process because comparing expressions that a model wrote can take forever
-or all memory. math-verify reads answers with a grammar and runs no code.
+It runs in its own process because comparing expressions that a model wrote can take unlimited time
+or memory. math-verify parses answers with a grammar and runs no code.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from math_verify import parse, verify
 
 
 class UnreadableReference(ValueError):
-    """math-verify reads no expression in the reference answer."""
+    """math-verify finds no expression in the reference answer."""
 
 
 def compare_answers(gold: str, said: str) -> bool:
@@ -37,18 +37,18 @@ def answer(question: list[str]) -> dict[str, object]:
 
 
 def compare_boxed(question: list[str]) -> bool:
-    """Compare `[gold, said]`, each put into a box as it is; what cannot be read equals nothing."""
+    """Compare `[gold, said]`, each put into a box as it is; unreadable text equals nothing."""
     gold, said = (parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in question)
     return bool(verify(gold, said, timeout_seconds=None))
 
 
 def _in_math(text: str) -> str:
-    r"""Return `text` as LaTeX in `\boxed`, unless it has mathematics delimiters of its own."""
+    r"""Return `text` as LaTeX in `\boxed`, unless it has its own mathematics delimiters."""
     return text if "$" in text or "\\boxed" in text else f"\\boxed{{{text}}}"
 
 
-# They warn of every odd answer.
+# They log a warning for every odd answer.
 for _name in ("math_verify", "latex2sympy2_extended"):
     logging.getLogger(_name).setLevel(logging.CRITICAL)
-# Load what a comparison needs before its time limit counts.
+# Loads what a comparison needs, before a time limit counts.
 compare_answers("1", "1")

@@ -1,7 +1,7 @@
 """`Rubric`: weighted reward functions over a finished rollout; `ToolRubric`: metrics of tool calls.
 
 A function that raises scores `None`, never 0: the metric is None, `state["scoring_errors"]` holds
-the error under the function's name, and when the function has a weight the reward is None and
+the error under the function's name, and if the function has a weight, the reward is None and
 `state["error"]` says why.
 """
 
@@ -47,14 +47,14 @@ class Scores:
     metrics: dict[str, float | None] = field(default_factory=dict)
     # None if no function scores steps.
     step_rewards: list[float] | None = None
-    # What functions raised, by their names, and the first of them that has a weight.
+    # Errors by the names of the functions, and the first error of a weighted function.
     errors: dict[str, ErrorRecord] = field(default_factory=dict)
     failed: ErrorRecord | None = None
-    # False for a rubric without functions, which leaves the reward alone.
+    # False for a rubric without functions, which does not change the reward.
     scored: bool = False
 
     def add(self, function: RewardFunction, outcome: RawScore) -> None:
-        """Add what one function gave for this rollout."""
+        """Add one function's score of this rollout."""
         self.scored = True
         value = self._number(function, outcome)
         self.metrics[function.name] = value
@@ -62,10 +62,10 @@ class Scores:
             self.reward += function.weight * value
 
     def add_steps(self, function: RewardFunction, outcomes: Sequence[RawScore]) -> None:
-        """Add what one function gave for each step; the metric is the sum over the steps."""
+        """Add one function's score of each step; the metric is the sum over the steps."""
         self.scored = True
         weight = function.weight
-        # One number that failed makes the sum unknown, not smaller.
+        # If one score failed, the sum is unknown, not smaller.
         values = [self._number(function, outcome) for outcome in outcomes]
         known = [value for value in values if value is not None]
         self.metrics[function.name] = sum(known) if len(known) == len(values) else None
@@ -81,11 +81,11 @@ class Scores:
             try:
                 return as_number(outcome)
             except (TypeError, ValueError) as error:
-                # A score that is not a number is the function's mistake, like an exception.
+                # A score that is not a number is an error of the function, like an exception.
                 outcome = scoring_error(function.func, function.name, error)
         self.errors[function.name] = outcome
-        # A metric that fails costs nothing but itself; a reward with a missing part would compare
-        # unequal things.
+        # A failed metric affects nothing else, but rewards with missing parts would not be
+        # comparable.
         if function.weight:
             self.reward = None
             self.failed = self.failed or outcome
@@ -93,25 +93,25 @@ class Scores:
 
 
 _SCORING = ("score_rollout", "score_group", "evaluate")
-"""The methods in which a subclass may give other rewards than the weighted sum."""
+"""Methods that a subclass may override to give other rewards than the weighted sum."""
 
 
 class Rubric:
-    """Score rollouts with functions that name what they want.
+    """Score rollouts with functions whose argument names say what they need.
 
     A function may ask, by argument name, for `prompt`, `completion`, `answer`, `state`, `info`,
     `task`, `example_id`, `parser`, anything in `class_objects`, and any key of the state. A
     function that asks for plurals (`completions`, `states`, ...) or returns a list scores a whole
-    group at once. Step functions ask for `step` and `step_index` as well.
+    group at once. Step functions may also ask for `step` and `step_index`.
 
     Args:
         funcs: reward functions, synchronous or not.
-        weights: one per function; 1.0 each when left out. Weight 0 makes a metric.
-        parser: handed to functions that ask for it.
+        weights: one per function; by default 1.0 each. Weight 0 makes a metric.
+        parser: passed to functions that ask for it.
 
     Raises:
-        ConfigError: two functions have one name, or there are more weights than functions or
-            fewer.
+        ConfigError: two functions have the same name, or the numbers of weights and functions
+            differ.
     """
 
     def __init__(
@@ -123,8 +123,8 @@ class Rubric:
         funcs = [funcs] if callable(funcs) else list(funcs or ())
         if weights is not None and not hasattr(weights, "__len__"):
             raise ConfigError(
-                f"the weights of a rubric are {weights!r}, and not one number for each function. "
-                "Several functions are a list, Rubric([first, second])."
+                f"the weights of a rubric are {weights!r}, not a list of one number per function. "
+                "Pass several functions as a list: Rubric([first, second])."
             )
         if weights is not None and len(weights) != len(funcs):
             raise ConfigError(
@@ -139,7 +139,7 @@ class Rubric:
             self.add_reward_func(func, weight)
 
     def adopt_parser(self, parser: Parser) -> None:
-        """Use the environment's parser, unless the rubric was given its own."""
+        """Use the environment's parser, unless the rubric was created with a parser."""
         if not self._has_own_parser:
             self.parser = parser
             self.class_objects["parser"] = parser
@@ -147,7 +147,7 @@ class Rubric:
     def add_reward_func(
         self, func: RewardFunc, weight: float = 1.0, *, run_inline: bool = False
     ) -> None:
-        """Add a function that scores a rollout or a group; `run_inline`: in the event loop.
+        """Add a function that scores a rollout or a group; with `run_inline`, in the event loop.
 
         Raises:
             ConfigError: the rubric already has a function of that name.
@@ -192,7 +192,7 @@ class Rubric:
         return [function.weight for function in self.functions]
 
     def scored_parts(self) -> list[ScoredPart]:
-        """Return whose rollouts are scored by which functions, with their weights."""
+        """Return which functions, with their weights, score the rollouts of which agents."""
         kind = type(self)
         is_sum = all(getattr(kind, name) is getattr(Rubric, name) for name in _SCORING)
         functions = tuple((each.name, each.weight) for each in self.functions)
@@ -210,7 +210,7 @@ class Rubric:
 
     @property
     def logger(self) -> logging.Logger:
-        """The logger of this class of rubrics."""
+        """The logger of this rubric class."""
         return logging.getLogger("rolltree.rubrics").getChild(type(self).__name__)
 
     @property
@@ -220,7 +220,7 @@ class Rubric:
 
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__(**settings)
-        # At the definition of a subclass, so that calling a rubric costs no inspection.
+        # Once per subclass, so that calls need no inspection.
         for name in ("score_rollout", "score_group"):
             if name in vars(cls):
                 setattr(cls, name, without_semaphore(vars(cls)[name]))
@@ -228,9 +228,9 @@ class Rubric:
     async def score_rollout(self, state: State, score_sem: object = None) -> None:
         """Fill `reward`, `metrics`, the steps' rewards and the scoring time of one rollout.
 
-        `score_sem` does nothing: verifiers 0.1.8 bounds scoring by it, here the engine bounds how
-        many rollouts are in flight. Group functions score a group of one here; use `score_group`
-        for whole groups.
+        `score_sem` is ignored: verifiers 0.1.8 limits scoring with it, while here the engine limits
+        the rollouts in flight. Group functions get a group of one; use `score_group` for whole
+        groups.
         """
         started = time.perf_counter()
         scores = await self.evaluate([state])
@@ -239,7 +239,7 @@ class Rubric:
     async def score_group(self, states: Sequence[State], score_sem: object = None) -> None:
         """Score the rollouts of one group, and fill each advantage: reward minus the mean.
 
-        Rollouts whose reward is None have no advantage and do not count in the mean.
+        Rollouts whose reward is None get no advantage and do not count in the mean.
         """
         started = time.perf_counter()
         scores = await self.evaluate(states)
@@ -251,10 +251,10 @@ class Rubric:
     async def evaluate(self, states: Sequence[State]) -> list[Scores]:
         """Return the scores of the rollouts of one group, without writing them."""
         scores = [Scores() for _ in states]
-        # All calls of the group are collected first, because asynchronous ones then run
-        # concurrently across its rollouts.
+        # All calls of the group are collected first, so that asynchronous ones run concurrently
+        # across its rollouts.
         calls: list[FunctionCall] = []
-        # Which scores each call belongs to.
+        # The function of each call, and the index of its rollout (-1: the whole group).
         targets: list[tuple[RewardFunction, int]] = []
         kinds: dict[Kind, list[RewardFunction]] = {"rollout": [], "step": [], "group": []}
         for function in self.functions:
@@ -320,12 +320,12 @@ def _spread(function: RewardFunction, outcome: RawScore, num: int) -> list[RawSc
 def write_scores(state: State, scores: Scores, elapsed_s: float) -> None:
     """Write scores into a state and its steps.
 
-    With step functions a step's reward is its own, and the last step's includes what the rollout
-    as a whole earned, so that the steps add up to the reward. Without them, every step that has no
+    With step functions each step has its own reward, and the last step's includes the reward of the
+    rollout as a whole, so that the steps add up to the reward. Without them, every step that has no
     reward yet gets the rollout's. `state["has_step_rewards"]` tells the two apart.
     """
     steps = state.trajectory
-    # A world may have given steps their rewards; without step functions these stay.
+    # Steps may have rewards of a world, which stay if there are no step functions.
     own = state.has_step_rewards
     if own is None:
         own = any(step["reward"] is not None for step in steps)
@@ -339,8 +339,8 @@ def write_scores(state: State, scores: Scores, elapsed_s: float) -> None:
     state.has_step_rewards = own or scores.step_rewards is not None
     if scores.step_rewards is not None and scores.reward is not None and steps:
         rewards = list(scores.step_rewards)
-        # What the rollout earned as a whole is known only at its end; given to the last step, the
-        # steps add up to the reward.
+        # The reward of the rollout as a whole is known only at its end, so the last step gets it,
+        # and the steps add up to the reward.
         rewards[-1] += scores.reward - sum(scores.step_rewards)
         for step, reward in zip(steps, rewards, strict=True):
             step["reward"] = reward
@@ -350,20 +350,20 @@ def write_scores(state: State, scores: Scores, elapsed_s: float) -> None:
                 step["reward"] = state.reward
     timing = state.timing
     if timing is not None:
-        # A group is scored at once, so each member has the time of the whole.
+        # A group is scored at once, so each member gets the time of the whole group.
         timing["scoring_ms"] = elapsed_s * 1000.0
         timing["total_ms"] = timing["generation_ms"] + timing["scoring_ms"]
 
 
 def reset_scores(state: State) -> None:
-    """Make a scored state what it was when it had been played, so that it can be scored again.
+    """Restore a scored state as it was before scoring, so that it can be scored again.
 
-    What scoring added is gone, also what reward functions left in the state. A failure stays unless
-    scoring failed. In a state that does not say what it was (`State.unscored`), a world's rewards
-    and metrics stay, and are overwritten if they are scored.
+    Everything that scoring added is removed, even the keys that reward functions wrote. An error
+    stays unless it is one of scoring. In a state without a snapshot (`State.unscored`), a world's
+    rewards and metrics stay, and are overwritten if they are scored.
     """
     before = state.unscored or _assumed_snapshot(state)
-    # Reward functions write into the state too (`judge_response`), and must find it as it was.
+    # Reward functions may write keys, too (`judge_response`), which they must not find again.
     for key in [key for key in dict.keys(state) if key not in before.keys]:
         dict.__delitem__(state, key)
     for key, value in (("reward", before.reward), ("metrics", before.metrics), ("advantage", None)):
@@ -372,7 +372,7 @@ def reset_scores(state: State) -> None:
     if before.has_step_rewards is not None:
         state.has_step_rewards = before.has_step_rewards
     error = state.error
-    # A rollout that failed while it was played cannot be repaired by other rewards.
+    # Other rewards cannot repair a rollout that failed while it was played.
     if isinstance(error, ErrorRecord) and error.phase == "scoring":
         state.error = None
     for step, reward in zip(state.trajectory, before.step_rewards, strict=True):
@@ -386,11 +386,11 @@ _ADDED = frozenset(("has_step_rewards", "scoring_errors", "judge_response"))
 
 
 def _assumed_snapshot(state: State) -> UnscoredSnapshot:
-    """Return what a state most likely was that was stored without a note of it."""
-    # A `RolloutSource` that is not an environment takes no snapshots, and its rollouts can be
-    # scored again all the same.
+    """Return the likely snapshot of a state that was stored without one."""
+    # A `RolloutSource` that is not an environment takes no snapshots, but its rollouts can be
+    # scored again, too.
     now = UnscoredSnapshot.of(state)
-    # A world gave them.
+    # These step rewards come from a world.
     if now.has_step_rewards and "environment_steps" in state:
         return replace(now, keys=now.keys - (_ADDED - {"has_step_rewards"}))
     nothing = (None,) * len(now.step_rewards)
@@ -402,11 +402,11 @@ def centred_rewards(
 ) -> NDArray[np.float64]:
     """Return each reward minus the group's mean, float64 `[num_rollouts]`.
 
-    `weights` add up to 1; without them all count the same. Equal rewards give exactly 0.
+    `weights` add up to 1; without them all rewards count equally. Equal rewards give exactly 0.
     """
     values = np.asarray(rewards, np.float64)
-    # In floats the mean of equal numbers may differ from them in the last bit, and a group without
-    # a signal would get one after normalisation.
+    # In floats, the mean of equal numbers may differ from them in the last bit, which normalisation
+    # would turn into a signal.
     if not len(values) or values.max() == values.min():
         return np.zeros_like(values)
     shares = np.float64(1.0 / len(values)) if weights is None else weights
@@ -416,23 +416,23 @@ def centred_rewards(
 def write_advantages(states: Sequence[State]) -> None:
     """Fill the advantages of one group: the reward minus the mean.
 
-    Rollouts without a reward have none and do not count. Training's credit does not read them.
+    Rollouts without a reward get none and do not count. Training does not use these advantages.
     """
     known = [(state, state.reward) for state in states if state.reward is not None]
     advantages = centred_rewards([reward for _, reward in known]).tolist()
     for (state, _), advantage in zip(known, advantages, strict=True):
         state.advantage = advantage
         for step in state.trajectory:
-            # An environment may have assigned its own.
+            # An environment may have set the step's advantage itself.
             if step["advantage"] is None:
                 step["advantage"] = advantage
 
 
 def as_rubric(rubric: Any, kind: type[Rubric] = Rubric) -> Any:
-    """Return what an environment was given as its rubric: one reward function or several make one.
+    """Return a rubric as it is, or make one of a reward function or several.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: `rubric` is neither a rubric nor reward functions.
     """
     if hasattr(rubric, "score_group") and not isinstance(rubric, type):
         return rubric
@@ -455,7 +455,7 @@ class ToolRubric(Rubric):
 
     Args:
         funcs, weights, parser: as in `Rubric`; the metrics come after these functions.
-        tools: the functions, or their names. Calls of other names count in the total only.
+        tools: the functions, or their names. Calls of other tools count only in the total.
     """
 
     def __init__(
@@ -478,13 +478,13 @@ class ToolRubric(Rubric):
 
 @run_inline
 def total_tool_calls(completion: Messages) -> float:
-    """Return how many tool calls the model wrote."""
+    """Return the number of tool calls that the model made."""
     return float(len(_called(completion)))
 
 
 @run_inline
 def failed_tool_calls(state: State) -> float:
-    """Return how many calls ended in an exception of the tool."""
+    """Return the number of calls in which the tool raised."""
     return float(len(state.get("tool_errors") or ()))
 
 

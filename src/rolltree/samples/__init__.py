@@ -1,4 +1,4 @@
-"""Trajectories to training samples, in four scopes over one token tree. numpy only."""
+"""Turns trajectories into training samples, in four scopes over one token tree."""
 
 from rolltree.samples.build import DEFAULT_SCOPE, SampleBatch, build_samples
 from rolltree.samples.packing import PackedSamples, pack_samples

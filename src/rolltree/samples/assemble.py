@@ -1,10 +1,10 @@
-"""One sample from calls: tokens in depth-first order, loss records, origins and streams.
+"""Makes one sample of calls: tokens in depth-first order, loss records, origins and streams.
 
-A flat sample holds calls that each extend the one before; it is the tree that is a path, and its
-arrays are read-only views if possible, so the prompt that T step samples repeat is in memory
-once. A tree sample holds any calls: a run of the token tree stays in one piece, its own
-continuation is the first child at each of its branch points, so depth-first order is an order of
-runs and `subtree_end` changes at branch points only.
+A flat sample holds calls that each extend the one before. It is a tree with a single path, and its
+arrays are read-only views if possible, so that a prompt that T step samples repeat is in memory
+once. A tree sample holds any calls. A run of the token tree stays in one piece, since at each
+branch point the run's own continuation is the first child; so depth-first order is an order of runs
+and `subtree_end` changes only at branch points.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rolltree.tokens.buffers import concat
 from rolltree.types import FloatArray, IntArray, Records, Sample, Scope
 
 Part = tuple[ResolvedRollout, Sequence[ResolvedStep]]
-"""A rollout and those of its calls that are in a sample."""
+"""A rollout, and its calls that are in a sample."""
 Streams = Mapping[str, SampleStream]
 
 
@@ -40,8 +40,8 @@ def flat_sample(
 ) -> Sample:
     """Return the sample of calls that each extend the one before them, id for id.
 
-    `streams` are those of the rollout's tree, from `tree_streams`; `inputs` names those that the
-    records carry; `info` is added to the sample's.
+    `streams` are those of the rollout's tree, from `tree_streams`; `inputs` names the streams that
+    become `Records.extra`; `info` is added to the sample's.
     """
     tree, table = rollout.tree, rollout.tree.calls
     last = calls[-1].handle
@@ -54,7 +54,7 @@ def flat_sample(
         )
     ]
 
-    # As long as the whole tree, so it is made only if there are streams to move.
+    # This array is as long as the whole tree, so it is made only if there are streams to move.
     def packed() -> IntArray:
         position = np.full(tree.num_tokens, -1, np.int32)
         parts = tree.arena.slices(table.end(last), length)
@@ -73,7 +73,7 @@ def flat_sample(
 
 
 def tree_sample(parts: Sequence[Part], streams: Streams, inputs: Sequence[str] = ()) -> Sample:
-    """Return one sample with every token of the calls once; all rollouts are on one tree."""
+    """Return one sample that has every token of the calls once; the rollouts share one tree."""
     tree = parts[0][0].tree
     laid = layout(tree, [call.handle for _, calls in parts for call in calls])
     records = [
@@ -115,11 +115,11 @@ def _at(streams: Streams, packed: Callable[[], IntArray]) -> dict[str, SampleStr
 
 
 def on_one_tree(rollouts: Sequence[ResolvedRollout]) -> list[ResolvedRollout]:
-    """Return the rollouts on one token tree: their own if they share it, else a merged one."""
+    """Return the rollouts on one token tree: their own if they share one, else a merged tree."""
     if all(rollout.tree is rollouts[0].tree for rollout in rollouts):
         return list(rollouts)
     merged = TokenTree()
-    # By tree, because rollouts may share one, which is merged only once.
+    # Per tree, because a tree that several rollouts share is merged only once.
     first: dict[int, int] = {}
     moved = []
     for rollout in rollouts:
@@ -137,7 +137,7 @@ _shared: list[IntArray] = [np.arange(1024, dtype=np.int32)]
 
 
 def _arange(length: int) -> IntArray:
-    """Return `arange(length)` as a read-only view of one array that all paths share."""
+    """Return `arange(length)` as a read-only view of an array that all paths share."""
     if len(_shared[0]) < length:
         # Earlier views keep the previous array alive.
         _shared[0] = np.arange(2 * length, dtype=np.int32)
@@ -148,10 +148,10 @@ def _arange(length: int) -> IntArray:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Depth-first order of the tokens that some calls need.
+    """Depth-first order of the tokens of some calls.
 
     `ids`, `positions` and `subtree_end` are int32 `[_T]`; `packed[arena_index]` is the position of
-    a token, -1 where no call needs it.
+    a token, -1 if no call needs it.
     """
 
     ids: IntArray
@@ -169,7 +169,7 @@ def _needed_ends(tree: TokenTree, handles: Iterable[int]) -> list[int]:
         while run >= 0 and needed[run] <= token:
             seen = needed[run]
             needed[run] = token + 1
-            # A call needed this run before, so everything above it is marked already.
+            # An earlier call needed this run, so everything above it is already marked.
             if seen:
                 break
             token, run = arena.run_parent[run], arena.run_parent_run[run]
@@ -177,7 +177,7 @@ def _needed_ends(tree: TokenTree, handles: Iterable[int]) -> list[int]:
 
 
 def layout(tree: TokenTree, handles: Iterable[int]) -> Layout:
-    """Lay out the paths of some calls in depth-first order. O(tokens), Python per run only."""
+    """Lay out the paths of some calls in depth-first order: O(tokens), with Python code per run."""
     arena = tree.arena
     needed = _needed_ends(tree, handles)
     children: dict[int, list[int]] = {}
@@ -185,7 +185,7 @@ def layout(tree: TokenTree, handles: Iterable[int]) -> Layout:
         if end:
             children.setdefault(arena.run_parent_run[run], []).append(run)
     sizes = [max(0, end - arena.run_start[run]) for run, end in enumerate(needed)]
-    # Parents have smaller numbers, so a size is complete before it is added to its parent's.
+    # Parents have smaller numbers, so a run's size is complete before it is added to its parent's.
     for run in range(len(needed) - 1, -1, -1):
         parent = arena.run_parent_run[run]
         if needed[run] and parent >= 0:
@@ -218,8 +218,8 @@ def layout(tree: TokenTree, handles: Iterable[int]) -> Layout:
             subtree_end -= sizes[child]
         segment_lengths.append(end - start)
         segment_ends.append(subtree_end)
-        # The stack returns the last one first: in depth-first order the deepest branch follows the
-        # run.
+        # The stack returns the last branch first, since in depth-first order the deepest branch
+        # follows the run.
         stack.extend(branches)
         total += end - arena.run_start[run]
 
@@ -238,7 +238,7 @@ def _arrays(
 ) -> Layout:
     order = np.arange(total, dtype=np.int32)
     shift = np.array(offsets, dtype=np.int32)
-    # Within a run, arena places and depths grow with the position, so one offset per run is enough.
+    # In a run, arena indices and depths grow with the position, so one offset per run suffices.
     from_arena = order + np.repeat(np.array(starts, np.int32) - shift, lengths)
     packed = np.full(tree.num_tokens, -1, dtype=np.int32)
     packed[from_arena] = order
@@ -257,7 +257,7 @@ def _source(tree: TokenTree, packed: IntArray, handle: int) -> IntArray:
         return np.empty(0, np.int32)
     arena = tree.arena
     first_has_none = tree.calls.prompt_len[handle] == 0
-    # The tokens before the sampled ones are the same stretch of the path, one token higher.
+    # The sources are the same part of the path as the sampled tokens, shifted up by one token.
     before = arena.up(tree.calls.end(handle), 1)
     parts = [packed[low:high] for low, high in arena.slices(before, count - first_has_none)]
     if first_has_none:
@@ -269,7 +269,7 @@ def _source(tree: TokenTree, packed: IntArray, handle: int) -> IntArray:
 
 
 def _spread(values: Sequence[float], counts: Sequence[int], dtype: Any) -> NDArray[Any]:
-    """Return each value as often as its count says."""
+    """Return each value repeated `count` times."""
     if len(values) == 1:
         return np.full(counts[0], values[0], dtype)
     return np.repeat(np.array(values, dtype), counts)
@@ -278,7 +278,7 @@ def _spread(values: Sequence[float], counts: Sequence[int], dtype: Any) -> NDArr
 def _gather(
     tree: TokenTree, name: str, handles: Sequence[int], counts: Sequence[int]
 ) -> NDArray[Any]:
-    """Return a stream over the calls' sampled tokens, NaN where a call has none."""
+    """Return a stream over the calls' sampled tokens; NaN for calls without values."""
     stream = tree.sampled[name]
     dtype = stream.buffer.dtype
     raw = [
@@ -300,10 +300,10 @@ def _gather(
 def _loss_input(
     tree: TokenTree, name: str, handles: Sequence[int], counts: Sequence[int]
 ) -> FloatArray:
-    """Return a named stream over the calls' sampled tokens, NaN where a call gives no value.
+    """Return a named stream over the calls' sampled tokens; NaN for tokens without a value.
 
     Raises:
-        TokenError: its values are not one number per token.
+        TokenError: the stream does not have one number per token.
     """
     parts = []
     for handle, count in zip(handles, counts, strict=True):
@@ -331,9 +331,10 @@ def make_records(
 ) -> Records:
     """Return one record per sampled token of `calls`, in call order.
 
-    `source`, int32 `[_R]`, is the packed position before each sampled token; it is negative where
-    the prompt is empty. Such a record has no logits to train and is left out. A call without an
-    advantage trains with 0. `inputs` names streams of the calls that become `Records.extra`.
+    `source`, int32 `[_R]`, is the packed position before each sampled token; it is negative for the
+    first token of a call without a prompt, whose record is left out, since no logits gave it. A
+    call without an advantage has advantage 0. `inputs` names streams of the calls that become
+    `Records.extra`.
     """
     tree, table = rollout.tree, rollout.tree.calls
     handles = [call.handle for call in calls]

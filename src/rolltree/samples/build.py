@@ -1,4 +1,4 @@
-"""`build_samples`: trajectories to training samples in one of four scopes, with a report."""
+"""`build_samples`: turns trajectories into samples of one of four scopes, with a report."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from rolltree.types import Sample, Scope, State, TrajectoryStep
 DEFAULT_SCOPE: Scope = "tree"
 """The scope of `build_samples`, `generate_batch`, the training configuration and reports.
 
-`tree` computes every token once, whatever becomes of the history, and its gradient is that of
-training each call on its own. For rows, which hold one path each, ask for `interleave`.
+`tree` computes every token once, even if the history is rewritten, and its gradient is that of
+training each call on its own. For rows, which hold one path each, use `interleave`.
 """
 
 Group = list[ResolvedStep]
-"""Calls that share a flat sample: each one's prompt extends the one before, id for id."""
+"""Calls that share a flat sample: the prompt of each extends the call before it, id for id."""
 GroupKey = Callable[[Any], Hashable]
 
 
 @dataclass(frozen=True, slots=True)
 class SampleBatch:
-    """Samples and the account of what became of every call.
+    """Samples, and an account of every call.
 
-    `report` is a flat dict of metrics (see `make_report`), `breaks` says where and why the exact
-    prefix did not hold, `skipped` which sampled tokens are in no sample.
+    `report` is a flat dict of metrics (see `make_report`), `breaks` says where and why a prompt did
+    not extend the call before it, and `skipped` which sampled tokens are in no sample.
 
     `Sample.info` holds `scope`, `rollouts` (the rollout index of each origin), `streams` (name to
-    `SampleStream`), in a flat sample `break` (the `Break` that opened it, or None) and, where
-    `max_seq_len` cut it, what `cap_sample` adds.
+    `SampleStream`), in a flat sample `break` (the `Break` that began it, or None) and, if
+    `max_seq_len` cut it, the keys that `cap_sample` adds.
     """
 
     samples: list[Sample]
@@ -65,20 +65,19 @@ def build_samples(
     inputs: Sequence[str] = (),
     decode: Decoder | None = None,
 ) -> SampleBatch:
-    """Turn trajectories into training samples. Reads them and changes nothing.
+    """Turn trajectories into training samples, without changing the trajectories.
 
-    A record's advantage is the one in `advantages`; without them its step's, or the state's when
-    the step has none, or 0 (counted in `num_calls_without_advantage`). In scope `turn` it is that
-    of the turn's last step. A logprob
-    the engine did not give is NaN; in a turn one missing logprob makes all of them NaN. A rollout
-    with an error keeps its tokens with weight 0.
+    A record's advantage comes from `advantages`; without them, from its step, else from the state,
+    else it is 0 (counted in `num_calls_without_advantage`). In scope `turn` it is that of the
+    turn's last step. A logprob that the engine did not return is NaN; in a turn, one missing
+    logprob makes all of them NaN. A rollout with an error keeps its tokens with weight 0.
 
     Args:
-        trajectories: states, or plain lists of spec-1 steps. `records.rollout` is the index here.
+        trajectories: states, or plain lists of steps. `records.rollout` is the index in this list.
         scope: `step`, `turn`, `interleave` or `tree`.
         advantages: an array per trajectory with a value per step, from `assign_credit`'s report.
-        truncation: what to do with truncated rollouts (a policy, or its mode); default: keep them.
-            Or what was decided for each already: the `effects` of `assign_credit`'s report.
+        truncation: what to do with truncated rollouts: a policy or its mode (default: keep them),
+            or the decision for each trajectory, from the `effects` of `assign_credit`'s report.
         max_seq_len: cut every path to this many tokens.
         group_key: in scope `tree`, trajectories with equal keys share one sample, for example
             `lambda state: state["example_id"]`. Default: one sample per trajectory.
@@ -87,8 +86,8 @@ def build_samples(
         decode: ids to text, for the texts in `breaks` and the cause `retokenized`.
 
     Raises:
-        ConfigError: an unknown scope, a `group_key` with another scope than `tree`, a
-            `max_seq_len` below 2, or another number of effects or of advantages than of
+        ConfigError: the scope is unknown, a `group_key` is given for another scope than `tree`,
+            `max_seq_len` is below 2, or the numbers of effects or advantages do not match the
             trajectories or their steps.
         TokenError: a step's tokens contradict themselves.
     """
@@ -107,7 +106,7 @@ def build_samples(
     trees: dict[Hashable, list[ResolvedRollout]] = {}
     num_extendable = 0
     for rollout, trajectory in zip(rollouts, trajectories, strict=True):
-        # Breaks are reported in every scope, and are always those of interleaving.
+        # Breaks are reported in every scope, and are those that interleaving would have.
         turns = turns_of(rollout) if scope == "turn" else [list(rollout.calls)]
         opened: dict[int, Break] = {}
         turn_groups = [by_prefix(rollout.tree, calls) for calls in turns]
@@ -115,7 +114,7 @@ def build_samples(
             num_extendable += max(0, len(calls) - 1)
             opened |= {item.call: item for item in find_breaks(rollout, groups, decode)}
         breaks.extend(opened.values())
-        # Before any rollout is left out, because the report accounts for every sampled token.
+        # Before a rollout is left out, because the report accounts for every sampled token.
         skipped.extend(_skipped(rollout))
         if not rollout.calls or not rollout.effect.counts:
             continue
@@ -125,7 +124,8 @@ def build_samples(
             continue
         if scope == "step":
             turn_groups = [[[call] for call in rollout.calls]]
-        # From the whole rollout: a sample has its context's streams, whichever call recorded them.
+        # Of the whole rollout, since a sample needs the streams of its context, too, whichever call
+        # recorded them.
         streams = tree_streams(rollout.tree)
         for groups in turn_groups:
             samples.extend(_flat(rollout, groups, scope, streams, inputs, opened))
@@ -139,7 +139,7 @@ def build_samples(
         if max_seq_len is not None:
             capped, lost = cap_sample(sample, max_seq_len)
             skipped.extend(Skipped(r, c, SkipReason.MAX_SEQ_LEN, n) for r, c, n in lost)
-        # Without a record there is nothing to train, and computing it would be wasted.
+        # A sample without records trains nothing, and computing it would be wasted.
         if capped is not None and len(capped.records):
             kept.append(capped)
     report = make_report(rollouts, kept, breaks, skipped, num_extendable)
@@ -149,9 +149,10 @@ def build_samples(
 def trajectory_breaks(
     trajectory: State | Sequence[TrajectoryStep], decode: Decoder | None = None
 ) -> list[Break]:
-    """Return where the calls of one trajectory do not extend what came before, in call order.
+    """Return where the calls of one trajectory do not extend earlier ones, in call order.
 
-    The same as `build_samples([trajectory], "interleave", decode=decode).breaks`, without samples.
+    It returns `build_samples([trajectory], "interleave", decode=decode).breaks`, but builds no
+    samples.
     """
     rollout = resolve_rollout(0, trajectory)
     return find_breaks(rollout, by_prefix(rollout.tree, rollout.calls), decode)
@@ -215,7 +216,7 @@ def _flat(
     inputs: Sequence[str],
     opened: Mapping[int, Break],
 ) -> list[Sample]:
-    """Return a flat sample per group; in scope `turn` all or none of the logprobs are known."""
+    """Return a flat sample per group; in scope `turn`, all of the logprobs are known or none."""
     made = [
         flat_sample(rollout, group, scope, streams, inputs, **{"break": opened.get(group[0].index)})
         for group in groups
@@ -230,7 +231,7 @@ def _flat(
 
 
 def _skipped(rollout: ResolvedRollout) -> list[Skipped]:
-    """Return what of a rollout is in no sample, before any cutting."""
+    """Return the tokens of a rollout that are in no sample, before samples are cut."""
     skipped = []
     for step in rollout.steps:
         reason, count = None, 0
@@ -241,7 +242,7 @@ def _skipped(rollout: ResolvedRollout) -> list[Skipped]:
         elif not rollout.effect.counts:
             reason = SkipReason.TRUNCATION_POLICY
         elif not rollout.tree.prompt_len(step.handle):
-            # Only the first token is lost; the others have a token before them.
+            # Only the first token is lost, since the others have a token before them.
             reason, count = SkipReason.NO_SOURCE, 1
         if reason is not None:
             skipped.append(Skipped(rollout.index, step.index, reason, count))
@@ -252,9 +253,10 @@ def _skipped(rollout: ResolvedRollout) -> list[Skipped]:
 
 
 class OpenEnds:
-    """The ends of samples that a later prompt may extend, found by walking up from a prompt.
+    """The ends of samples that a later prompt may extend.
 
-    An end is an arena index. The deepest open end on a prompt's path is the longest open prefix.
+    An end is an arena index. `take` walks up from a prompt; the deepest open end on its path is the
+    longest open prefix.
     """
 
     __slots__ = ("_by_run", "_tree")
@@ -265,14 +267,14 @@ class OpenEnds:
 
     def open(self, end: Place, sample: int) -> None:
         """Let `sample` be extended at `end`."""
-        # A call without any token has no end that others could extend.
+        # A call without tokens has no end that others could extend.
         if end.run >= 0:
             insort(self._by_run.setdefault(end.run, []), (end.token, sample))
 
     def take(self, prompt_end: Place) -> int | None:
         """Close the deepest open end on the path to `prompt_end`; return its sample.
 
-        Of several samples with the same end the one opened last is taken.
+        If several samples have this end, the last one opened is taken.
         """
         arena, by_run = self._tree.arena, self._by_run
         token, run = prompt_end
@@ -280,8 +282,7 @@ class OpenEnds:
         while run >= 0:
             ends = by_run.get(run)
             if ends:
-                # `1 << 62` exceeds every sample number, so an end at this very token is found as
-                # well.
+                # `1 << 62` exceeds every sample number, so an end at this token is found, too.
                 position = bisect_right(ends, (token, 1 << 62))
                 if position:
                     _, sample = ends.pop(position - 1)
@@ -292,10 +293,10 @@ class OpenEnds:
 
 
 def by_prefix(tree: TokenTree, calls: Sequence[ResolvedStep]) -> list[Group]:
-    """Best-effort interleaving: a call joins the longest open sample its prompt extends.
+    """Interleave calls as far as possible: each joins the longest open sample its prompt extends.
 
-    An empty suffix is a hit. A prompt that extends no open sample opens a new one; older samples
-    stay open.
+    A prompt that equals an open sample extends it, too. A prompt that extends no open sample begins
+    a new one; older samples stay open.
     """
     ends = OpenEnds(tree)
     groups: list[Group] = []
@@ -310,9 +311,9 @@ def by_prefix(tree: TokenTree, calls: Sequence[ResolvedStep]) -> list[Group]:
 
 
 def turns_of(rollout: ResolvedRollout) -> list[Group]:
-    """Return each turn's calls in order of first call, with the advantage of the turn's last step.
+    """Return the calls of each turn, by first call, with the advantage of the turn's last step.
 
-    A turn is an agent and a turn number; a call without a turn number is its own turn.
+    A turn is identified by an agent and a turn number; a call without one is its own turn.
     """
     turns: dict[tuple[str, int | None, int], list[ResolvedStep]] = {}
     for step in rollout.steps:
@@ -329,10 +330,10 @@ def turns_of(rollout: ResolvedRollout) -> list[Group]:
 def find_breaks(
     rollout: ResolvedRollout, groups: Sequence[Group], decode: Decoder | None
 ) -> list[Break]:
-    """Return the breaks among calls that interleaving put into these groups, in call order.
+    """Return the breaks among calls that `by_prefix` put into these groups, in call order.
 
-    A group that does not start with the first call of its rollout (or turn) was opened by a break.
-    The cause is found by comparison with the same agent's latest call.
+    A group that does not start with the first call of its rollout (or turn) began with a break.
+    The cause comes from a comparison with the same agent's latest call.
     """
     place = {call.index: (group, at) for group in groups for at, call in enumerate(group)}
     ordered = sorted((call for group in groups for call in group), key=lambda call: call.index)
@@ -342,7 +343,7 @@ def find_breaks(
     found: list[Break] = []
     before: ResolvedStep | None = None
     for call in ordered:
-        # Compare an agent's first call with the call before it, whoever made that.
+        # An agent's first call is compared with the call before it, of any agent.
         previous = latest.get(call.agent, before)
         if place[call.index][1] == 0 and previous is not None:
             group, at = place[previous.index]

@@ -1,7 +1,7 @@
-"""Micro-batches of a token budget: first fit decreasing, the same number on every rank.
+"""Packs samples into micro-batches of a token budget, the same number of them on every rank.
 
-A micro-batch is a tuple of samples; `join_samples` lays them side by side as one forest. Trees over
-the budget are split and repeat their ancestors.
+A micro-batch is a tuple of samples, which `join_samples` puts side by side as one forest. Packing
+is first-fit decreasing; trees over the budget are split, and the parts repeat their ancestors.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ MicroBatch: TypeAlias = tuple[Sample, ...]
 
 @dataclass(frozen=True, slots=True)
 class PackedSamples:
-    """`ranks[r][m]` is micro-batch m of rank r; every rank has the same number, maybe none.
+    """`ranks[r][m]` is micro-batch m of rank r; every rank has the same number, which may be 0.
 
-    Iterating gives the micro-batches of all ranks, rank by rank.
+    Iterating yields the micro-batches of all ranks, rank by rank.
 
     `report`: `num_micro_batches` per rank, `num_tokens` computed, `num_repeated_tokens` of split
     trees, `num_untrained_samples` and `num_untrained_tokens` left out because nothing in them
-    trains, `num_filler_batches` (one token, one record of weight 0, so that ranks stay in step),
-    `padding_waste` (share of the budget left empty), `repetition_waste` (share of computed tokens
-    that are repeated context) and `rank_imbalance` (fullest rank over mean, minus 1).
+    trains, `num_filler_batches` (one token and one record of weight 0, so that all ranks have the
+    same number), `padding_waste` (unused share of the budget), `repetition_waste` (share of
+    computed tokens that are repeated context) and `rank_imbalance` (tokens of the fullest rank over
+    the mean, minus 1).
     """
 
     ranks: tuple[tuple[MicroBatch, ...], ...]
@@ -45,8 +46,8 @@ class PackedSamples:
 def pack_samples(samples: Sequence[Sample], max_tokens: int, num_ranks: int = 1) -> PackedSamples:
     """Pack samples into micro-batches of at most `max_tokens`, balanced over `num_ranks`.
 
-    Samples without a record of weight other than 0 train nothing and are left out and counted. The
-    order of micro-batches carries no meaning: normalizers are sums over all of them.
+    Samples whose records all have weight 0 train nothing; they are left out and counted. The order
+    of micro-batches has no effect, since normalizers are sums over all of them.
 
     Raises:
         ConfigError: `max_tokens` or `num_ranks` below 1.
@@ -58,7 +59,7 @@ def pack_samples(samples: Sequence[Sample], max_tokens: int, num_ranks: int = 1)
         )
     trained = [sample for sample in samples if (sample.records.weight != 0).any()]
     parts = [part for sample in trained for part in split_sample(sample, max_tokens)]
-    # A part of a split tree may contain masked tokens only.
+    # A part of a split tree may contain only masked tokens.
     parts = [part for part in parts if (part.records.weight != 0).any()]
     sizes = [part.num_tokens for part in parts]
     bins = _balance(sizes, _first_fit_decreasing(sizes, max_tokens), max_tokens, num_ranks)
@@ -71,7 +72,7 @@ def pack_samples(samples: Sequence[Sample], max_tokens: int, num_ranks: int = 1)
 
 
 def _first_fit_decreasing(sizes: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Return the members of each bin: no bin overflows, and they are few."""
+    """Return the members of each bin, such that no bin overflows and there are few bins."""
     bins: list[list[int]] = []
     room = np.empty(0, np.int64)
     # Ties are broken by index, so that all ranks get the same packs without communicating.
@@ -91,16 +92,17 @@ def _balance(
 ) -> list[list[int]]:
     """Spread the samples evenly over the next multiple of `num_ranks` bins.
 
-    Longest first into the emptiest bin; if that overflows, the first-fit bins stay and empty
-    ones are added.
+    The longest sample goes first, into the emptiest bin; if that overflows, the first-fit bins stay
+    and empty ones are added.
     """
-    # Round up, because ranks with different numbers of micro-batches wait for each other forever.
+    # Rounded up, because ranks with different numbers of micro-batches would wait for each other
+    # forever.
     count = -(-len(bins) // num_ranks) * num_ranks
     even: list[list[int]] = [[] for _ in range(count)]
     load = np.zeros(count, np.int64)
     for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         slot = int(load.argmin())
-        # If the emptiest bin has no room, no bin has.
+        # If the emptiest bin has no room, none has.
         if load[slot] + sizes[index] > max_tokens:
             return _fill_empty(bins + [[] for _ in range(count - len(bins))])
         even[slot].append(index)
@@ -109,18 +111,18 @@ def _balance(
 
 
 def _fill_empty(bins: list[list[int]]) -> list[list[int]]:
-    """Move samples from crowded bins into empty ones: fewer micro-batches that train nothing."""
+    """Move samples from full bins into empty ones, so that fewer micro-batches train nothing."""
     for empty in (members for members in bins if not members):
         donor = max(bins, key=len)
         if len(donor) > 1:
-            # Take every other one: bins are filled by size, so both keep large and small samples.
+            # Every other one: bins are sorted by size, so both get large and small samples.
             empty.extend(donor[1::2])
             del donor[1::2]
     return bins
 
 
 def _deal(sizes: Sequence[int], bins: list[list[int]], num_ranks: int) -> list[list[list[int]]]:
-    """Deal bins to ranks, equally many each, the heaviest to the rank with the least so far."""
+    """Deal equally many bins to each rank, the heaviest first, to the lightest rank so far."""
     per_rank = len(bins) // num_ranks
     ranks: list[list[list[int]]] = [[] for _ in range(num_ranks)]
     load = [0] * num_ranks
@@ -134,9 +136,9 @@ def _deal(sizes: Sequence[int], bins: list[list[int]], num_ranks: int) -> list[l
 
 
 def _filler() -> Sample:
-    """Return a sample that computes one token and trains nothing: its record has weight 0."""
+    """Return a sample of one token that trains nothing, since its record has weight 0."""
     ints = np.zeros(1, np.int32)
-    # Not 0, because logits are divided by the temperature.
+    # The temperature is not 0, because logits are divided by it.
     record = blank_records(1, temperature=np.ones(1, np.float32))
     return Sample(ints, ints, ints + 1, record, origins=(), info={"filler": True})
 

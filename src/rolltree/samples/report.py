@@ -1,6 +1,6 @@
 """Accounts for every sampled token: the metrics of a batch, and the metadata of each sample.
 
-Every token that a call sampled is trained, masked or skipped; the three counts add up to the total.
+Every sampled token is trained, masked or skipped; the three counts add up to the total.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SEQ_LEN_KEYS = ("seq_len_original", "seq_len_kept", "seq_len_lost")
 
 
 class SkipReason(StrEnum):
-    """Why sampled tokens, or a whole step, were left out of all samples."""
+    """Why sampled tokens, or a whole step, are in no sample."""
 
     # The server returned no ids for this step.
     NO_TOKENS = "no_tokens"
@@ -35,7 +35,7 @@ class SkipReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """Sampled tokens of one step that were left out of all samples."""
+    """Sampled tokens of one step that are in no sample."""
 
     rollout: int
     call: int
@@ -52,9 +52,9 @@ def make_report(
 ) -> dict[str, float]:
     """Return the metrics of a batch.
 
-    `num_tokens` counts the tokens that one forward pass over all samples computes, `num_raw_tokens`
-    the prompt and completion tokens of all calls. `break_rate/<cause>` is the number of breaks per
-    call that has an earlier call.
+    `num_tokens` counts the tokens of a forward pass over all samples, `num_raw_tokens` the prompt
+    and completion tokens of all calls. `break_rate/<cause>` is the number of breaks per call that
+    follows another.
     """
     calls = [(rollout, call) for rollout in rollouts for call in rollout.calls]
     reasons = Counter(skip.reason for skip in skipped)
@@ -85,7 +85,7 @@ def make_report(
         "num_skipped_tokens": sum(skipped_tokens.values()),
         "num_calls_without_advantage": sum(call.advantage is None for _, call in calls),
         "num_calls_without_logprobs": sum(
-            # Logprobs are always stored as arrays, so a negative offset means that there are none.
+            # Logprobs are always stored as arrays, so a negative offset means that none are known.
             rollout.tree.sampled["logprob"].offset[call.handle] < 0
             for rollout, call in calls
         ),
@@ -111,9 +111,9 @@ def sample_meta(sample: Sample, states: Sequence[Mapping[str, Any]]) -> list[dic
     `terminated` and `truncated` are the flags of the origin's last step in this sample;
     `truncated` is also set if `max_seq_len` cut one of the origin's calls. `episode_truncated` and
     `truncation_reason` are the episode's; the reason is "max_seq_len" for a cut origin whose
-    episode has none. `finish_reason` says why the model stopped and nothing else.
-    `seq_len_truncated` tells whether this cut took tokens from the origin; if so,
-    `seq_len_original`, `seq_len_kept` and `seq_len_lost` are the token counts of the whole sample.
+    episode has none. `finish_reason` says only why the model stopped. `seq_len_truncated` says
+    whether `max_seq_len` cut tokens of the origin; if so, `seq_len_original`, `seq_len_kept` and
+    `seq_len_lost` are the token counts of the whole sample.
     """
     metas = []
     cut = sample.info.get("seq_len_cut", (False,) * len(sample.origins))
@@ -124,7 +124,7 @@ def sample_meta(sample: Sample, states: Sequence[Mapping[str, Any]]) -> list[dic
         extras = peek(steps[last], "extras") or {}
         is_end = last == len(steps) - 1
         episode_truncated = bool(state.get("truncated"))
-        # A last step without its own flag has the episode's.
+        # A last step without its own flag gets the episode's.
         is_truncated = bool(extras.get("truncated", is_end and episode_truncated))
         reason = state.get("truncation_reason")
         if is_cut and not reason:

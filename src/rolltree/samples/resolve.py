@@ -1,4 +1,4 @@
-"""A trajectory, read once: its token tree, its calls in order, and how it ended."""
+"""Reads a trajectory once: its token tree, its calls in order, and how it ended."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ Advantages: TypeAlias = Sequence[float] | NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class ResolvedStep:
-    """One step: its index in the trajectory, its call's handle in the tree (or `NO_TOKENS`).
+    """One step, with its index in the trajectory and its call's handle in the tree.
 
-    `advantage` is what credit gave the call, else the step's, else the state's, else None.
+    The handle is `NO_TOKENS` if the step has none. `advantage` is the one that was passed in, else
+    the step's, else the state's, else None.
     """
 
     index: int
@@ -43,8 +44,8 @@ class ResolvedStep:
 class ResolvedRollout:
     """One trajectory: `steps` has every step, `calls` those whose tokens are in `tree`.
 
-    `weight` multiplies the loss weight of every token: 0 for a rollout that failed or that the
-    truncation policy masks. `truncated` and its reason are the episode's own.
+    `weight` multiplies the loss weight of every token; it is 0 for a rollout that failed or is
+    masked. `truncated` and its reason are the episode's own.
     """
 
     index: int
@@ -61,7 +62,7 @@ class ResolvedRollout:
 
     @property
     def weight(self) -> float:
-        """The factor of every token's loss weight: 1 or 0."""
+        """The factor of every token's loss weight, 1 or 0."""
         return float(self.effect.in_loss and not self.failed)
 
     def origins(self, calls: Sequence[ResolvedStep]) -> list[SampleOrigin]:
@@ -90,10 +91,10 @@ def resolve_rollout(
     effect: TruncationEffect | None = None,
     advantages: Advantages | None = None,
 ) -> ResolvedRollout:
-    """Read a state, or a plain list of steps; without an `effect`, truncation changes nothing.
+    """Read a state or a plain list of steps; without an `effect`, truncation changes nothing.
 
-    Steps whose tokens are views on one tree use that tree as it is. Steps with plain lists, with
-    assigned token keys or with views on several trees are inserted into a fresh tree.
+    If the tokens of all steps are views of one tree, that tree is used. If there are plain lists,
+    assigned token keys or views of several trees, all steps are inserted into a new tree.
 
     Raises:
         TokenError: a step's tokens contradict themselves; the message names the step.
@@ -124,7 +125,7 @@ def resolve_rollout(
         steps=tuple(steps),
         calls=tuple(step for step in steps if step.handle >= 0),
         reward=_number(state.get("reward")),
-        # For a plain list of steps, the last step says it.
+        # For a plain list of steps, the flag of the last step.
         terminated=bool(state.get("terminated", extras.get("terminated", False))),
         truncated=truncated,
         truncation_reason=reason,
@@ -147,7 +148,7 @@ def _text(value: Any) -> str | None:
 
 
 def _shared_tree(steps: Sequence[Any]) -> tuple[TokenTree, list[int]] | None:
-    """Return the one tree that all recorded steps are views on, or None."""
+    """Return the tree of which all steps are unchanged views, with their handles, or None."""
     tree = steps.tree if isinstance(steps, Trajectory) else None
     handles: list[int] = []
     for step in steps:
@@ -155,12 +156,12 @@ def _shared_tree(steps: Sequence[Any]) -> tuple[TokenTree, list[int]] | None:
         if tokens is None:
             handles.append(NO_TOKENS)
             continue
-        # Edits are in the step only; the tree has the recorded values.
+        # An edit is only in the step; the tree has the recorded values.
         if not isinstance(tokens, StepTokens) or not tokens.as_recorded:
             return None
         if tree is None:
             tree = tokens.tree
-        # Handles are only valid in their own tree.
+        # Handles are valid only in their own tree.
         if tokens.tree is not tree:
             return None
         handles.append(tokens.call)
@@ -185,9 +186,9 @@ def _fresh_tree(index: int, steps: Sequence[Any]) -> tuple[TokenTree, list[int]]
 
 
 def _insert_view(tree: TokenTree, tokens: StepTokens) -> int:
-    """Insert a recorded call with the token keys that were assigned to it since.
+    """Insert a recorded call with the token keys that were assigned later.
 
-    Versions and temperatures stay the recorded ones. Streams do unless the ids were changed, for
+    Versions and temperatures stay as recorded. So do streams, unless the ids were changed, since
     they describe the recorded ids.
     """
     recorded, call = tokens.tree, tokens.call
@@ -197,16 +198,16 @@ def _insert_view(tree: TokenTree, tokens: StepTokens) -> int:
     values = recorded.values(call)
     other_ids = "completion_ids" in new or "prompt_ids" in new
     if other_ids and len(tokens["completion_ids"]) != recorded.num_sampled(call):
-        # The recorded values do not fit the new number of tokens, so all get the oldest or the
-        # lowest.
+        # The recorded values do not fit the new number of tokens, so all tokens get the oldest
+        # version and the lowest temperature.
         for name in ("version", "temperature"):
             values[name] = float(np.min(values[name]))
 
     def given(key: str, name: str) -> Any:
-        """Return what was assigned, None for an empty list, else what was recorded."""
+        """Return the assigned values (None for an empty list), else the recorded ones."""
         if key not in new:
             return values[name]
-        # In verifiers' steps an empty list says that there are none.
+        # In verifiers' steps, an empty list means that there are no values.
         return new[key] if new[key] is not None and len(new[key]) else None
 
     return tree.insert(
@@ -219,6 +220,6 @@ def _insert_view(tree: TokenTree, tokens: StepTokens) -> int:
         prompt_mask=given("prompt_mask", "prompt_mask"),
         agent=recorded.agent(call),
         turn=recorded.turn(call),
-        # Streams belong to the recorded ids.
+        # Streams describe the recorded ids.
         streams={} if other_ids else recorded.streams(call),
     )

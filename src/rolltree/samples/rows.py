@@ -16,15 +16,15 @@ from rolltree.types import Sample, TrainingExample
 def process_trajectories_for_training(
     states: Sequence[Mapping[str, Any]], mask_prompts: bool = True
 ) -> list[TrainingExample]:
-    """Make one training row per trajectory step (verifiers' horizontal processing).
+    """Return one training row per trajectory step (verifiers' horizontal processing).
 
     Args:
         states: rollouts with a `trajectory`; steps whose `tokens` are None are left out.
-        mask_prompts: use the steps' masks; False trains every token, prompts included.
+        mask_prompts: use the steps' masks; False trains every token, even those of prompts.
 
     Returns:
-        Rows of equal-length lists `[_T]`: ids, logprobs (0.0 on prompts, NaN where the engine gave
-        none), mask, and the step's reward (0.0 when the step has no such key) and advantage.
+        Rows of equal-length lists `[_T]`: ids, logprobs (0.0 for prompts, NaN if the engine
+        returned none), mask, and the step's reward (0.0 if the step lacks the key) and advantage.
 
     Raises:
         TokenError: a step's masks or logprobs do not fit its ids.
@@ -38,7 +38,7 @@ def process_trajectories_for_training(
             # `peek`, so that reading does not build and keep the lists of every step.
             tokens = {key: peek(tokens, key) for key in tokens}
             prompt_ids, completion_ids = tokens["prompt_ids"], tokens["completion_ids"]
-            # NaN instead of 0, which would claim a probability of 1.
+            # NaN instead of 0, which would mean a probability of 1.
             logprobs = _filled(tokens, "completion_logprobs", len(completion_ids), math.nan)
             mask = [1] * (len(prompt_ids) + len(completion_ids))
             if mask_prompts:
@@ -57,7 +57,7 @@ def process_trajectories_for_training(
 
 
 def _filled(tokens: Mapping[str, Any], key: str, count: int, missing: Any) -> list[Any]:
-    """Return the list under `key`, or `missing` for each token when there is none."""
+    """Return the list under `key`, or `missing` for each token if there is no list."""
     values = tokens.get(key)
     if values is None or not len(values):
         return [missing] * count
@@ -70,19 +70,19 @@ def _filled(tokens: Mapping[str, Any], key: str, count: int, missing: Any) -> li
 
 
 def to_examples(samples: Sequence[Sample]) -> list[TrainingExample]:
-    """Return flat samples as rows: logprob and weight are at the sampled token, 0 elsewhere.
+    """Return flat samples as rows; logprob and mask are at the sampled token, and 0 elsewhere.
 
-    The advantage is that of the sample's first record when all are equal, else None.
+    A row's advantage is that of the sample's records if all are equal, else None.
 
     Raises:
-        TokenError: a tree sample with branches; a row is one path.
+        TokenError: a sample has branches, while a row is one path.
     """
     examples = []
     for index, sample in enumerate(samples):
         records = sample.records
         # On a path, a sampled token directly follows its source.
         at = records.source + 1
-        # Only on a path do positions count up without a jump.
+        # Only the positions of a path count up without a jump.
         if not np.array_equal(sample.positions, np.arange(len(sample.ids))):
             raise TokenError(
                 f"sample {index} is a tree and a row is one path; flattening it would change what "

@@ -1,8 +1,8 @@
 """Extra streams of a sample, such as routed experts or images: values at packed positions.
 
-A token of the tree has one value per stream, that of the call that first gave it one: by causality
-all calls describe the same forward pass. (Routed experts of several policy versions do not: the
-newest count.) So every sample carries the streams of every token on its paths, whichever call of
+A token of the tree has one value per stream, from the first call that gave one: by causality, the
+calls would all give the same value. (Routed experts of several policy versions differ, and the
+newest version counts.) So a sample has the streams of all tokens on its paths, whichever call of
 the rollout gave them.
 """
 
@@ -25,28 +25,28 @@ from rolltree.types import IntArray
 class SampleStream:
     """Values at packed positions: `positions` int32 `[n]`, ascending and unique.
 
-    `values` is an array `[n, ...]` for per-token streams and a tuple of n arrays of any shape for
-    placed ones.
+    `values` is an array `[n, ...]` for per-token streams, and a tuple of n arrays of any shape for
+    placed streams.
     """
 
     positions: IntArray
     values: NDArray[Any] | tuple[NDArray[Any], ...]
 
     def take(self, index: NDArray[Any], positions: IntArray) -> SampleStream:
-        """Return the values at `index`, now at `positions`."""
+        """Return the values at `index`, moved to `positions`."""
         values = self.values
         taken = tuple(values[i] for i in index) if isinstance(values, tuple) else values[index]
         return SampleStream(positions, taken)
 
 
 def tree_streams(tree: TokenTree) -> dict[str, SampleStream]:
-    """Return every stream of a tree, by arena index; the first call to give a value wins.
+    """Return every stream of a tree, by arena index; the first call that has a value wins.
 
-    Of routed experts those of the newest weights win: with them a token that these weights sampled
-    gets the logprob that it was sampled with, and older tokens are off-policy either way.
+    For routed experts, the newest weights win: with their experts, tokens that these weights
+    sampled get the logprobs that they were sampled with, and older tokens are off-policy anyway.
     """
     streams: dict[str, SampleStream] = {}
-    # The sort is stable, so among equal versions the first call wins.
+    # The sort is stable, so for equal versions the first call wins.
     newest_first = sorted(range(tree.num_calls), key=lambda call: -routing_version(tree, call))
     for name in tree.extra.names():
         parts = [
@@ -68,12 +68,12 @@ def _range(start: int, values: NDArray[Any]) -> IntArray:
 
 
 def _by_token(tree: TokenTree, handle: int, positions: Any, values: Any) -> SampleStream:
-    """Return values at path positions of a call as values at arena indices."""
+    """Return values at path positions of a call, moved to arena indices."""
     at = np.asarray(positions, dtype=np.int32)
     if not len(at):
         return SampleStream(at, values)
     low, high = int(at.min()), int(at.max()) + 1
-    # Walk only the stretch of the path that has values, which may be a few tokens of a long one.
+    # Walk only the part of the path that has values, which may be a few tokens of a long path.
     last = tree.arena.up(tree.calls.end(handle), tree.path_len(handle) - high)
     path = [np.arange(*part, dtype=np.int32) for part in tree.arena.slices(last, high - low)]
     return SampleStream(np.concatenate(path)[at - low], values)
@@ -97,11 +97,11 @@ def _join(parts: Sequence[SampleStream]) -> SampleStream:
 def move_streams(
     streams: Mapping[str, SampleStream], position_of: IntArray
 ) -> dict[str, SampleStream]:
-    """Return streams at new positions; `position_of[old]` is the new position or -1 for gone."""
+    """Return streams at new positions; `position_of[old]` is the new position, or -1 to drop it."""
     moved: dict[str, SampleStream] = {}
     for name, stream in streams.items():
         positions = position_of[stream.positions]
-        # Depth-first order differs from the order of the arena.
+        # Sorted again, since depth-first order differs from the order of the arena.
         order = np.argsort(positions, kind="stable")
         order = order[positions[order] >= 0]
         if len(order):
@@ -112,7 +112,7 @@ def move_streams(
 def join_streams(
     parts: Sequence[Mapping[str, SampleStream]], starts: Sequence[int]
 ) -> dict[str, SampleStream]:
-    """Return the streams of samples put side by side, part p shifted by `starts[p]`."""
+    """Return the streams of samples side by side, with part p shifted by `starts[p]`."""
     return {
         name: _join(
             [

@@ -1,6 +1,6 @@
-"""Samples to samples: prune, cut at `max_seq_len`, join side by side, split at a token budget.
+"""Transforms samples: prunes, cuts at `max_seq_len`, joins side by side, splits at a token budget.
 
-Each keeps what is left exact: a kept token keeps its ancestors, and joining and splitting keep
+The remaining tokens stay exact: a kept token keeps its ancestors, and joining and splitting keep
 every record exactly once.
 """
 
@@ -24,20 +24,20 @@ _COLUMNS = tuple(column.name for column in fields(Records) if column.name != "ex
 
 
 def blank_records(count: int, **columns: Any) -> Records:
-    """Return `count` records of zeros, but for the columns given."""
+    """Return `count` records of zeros, except for the given columns."""
     kinds = {name: np.float32 if name in _FLOATS else np.int32 for name in _COLUMNS}
     return Records(**{name: np.zeros(count, kind) for name, kind in kinds.items()} | columns)
 
 
 def take_records(records: Records, keep: NDArray[Any], **changes: Any) -> Records:
-    """Return the records selected by a mask or an index, with some columns replaced after that."""
+    """Return the records selected by a mask or an index, then replace the columns in `changes`."""
     columns = {name: getattr(records, name)[keep] for name in _COLUMNS}
     extra = {name: values[keep] for name, values in records.extra.items()}
     return Records(**(columns | {"extra": extra} | changes))
 
 
 def concat_records(parts: Sequence[Records]) -> Records:
-    """Join records in order; an extra input that a part does not have is NaN there."""
+    """Join records in order; an extra input is NaN for the parts that lack it."""
     if not parts:
         return blank_records(0)
     columns = {name: np.concatenate([getattr(part, name) for part in parts]) for name in _COLUMNS}
@@ -52,7 +52,7 @@ def concat_records(parts: Sequence[Records]) -> Records:
 
 
 def count_records(records: Records) -> list[tuple[int, int, int]]:
-    """Return (rollout, call, how many records) for every call that has one."""
+    """Return (rollout, call, number of records) for every call that has records."""
     pairs = np.stack([records.rollout, records.call], axis=1)
     calls, counts = np.unique(pairs, axis=0, return_counts=True)
     return [(int(r), int(c), int(n)) for (r, c), n in zip(calls, counts, strict=True)]
@@ -66,7 +66,7 @@ def subset(
     `keep` must hold every ancestor of what it keeps and the sources of the kept records. `info` is
     added to the sample's.
     """
-    # `[_T + 1]`, because a subtree may end at `_T`: the number of kept tokens before each place.
+    # The number of kept tokens before each position; `[_T + 1]`, because a subtree may end at `_T`.
     before = np.concatenate([[0], np.cumsum(keep)]).astype(np.int32)
     position_of = np.where(keep, before[:-1], -1).astype(np.int32)
     return Sample(
@@ -86,9 +86,10 @@ def subset(
 
 
 def prune_sample(sample: Sample) -> Sample:
-    """Drop the tokens that no record needs: those with no source at or below them.
+    """Drop the tokens that no record needs: those without a source at or below them.
 
-    The last sampled token of a path is one: its logits train nothing. Saves computing it.
+    The last sampled token of a path is such a token: its logits train nothing, so they need not be
+    computed.
 
     Example: ids `[5 6 7 8 9]` with `subtree_end` `[5 5 3 5 5]` and sources 1 and 3 keep `[5 6 8]`.
     """
@@ -105,24 +106,24 @@ def prune_sample(sample: Sample) -> Sample:
 def cap_sample(
     sample: Sample, max_seq_len: int
 ) -> tuple[Sample | None, list[tuple[int, int, int]]]:
-    """Cut a sample at `max_seq_len` tokens per path: by depth, so all scopes lose the same tokens.
+    """Cut a sample at `max_seq_len` tokens per path, so that all scopes lose the same tokens.
 
-    A cut sample has `info["seq_len_truncated"]` True, `seq_len_original` and `seq_len_kept` in
-    tokens, `seq_len_lost` in sampled tokens, and `seq_len_cut`, which says for each origin whether
-    it lost any; such an origin is `truncated`, with reason `max_seq_len` where the episode gave
-    none.
+    The `info` of a cut sample has `seq_len_truncated` True, `seq_len_original` and `seq_len_kept`
+    in tokens, `seq_len_lost` in sampled tokens, and `seq_len_cut`, which says for each origin
+    whether it lost any; such an origin is `truncated`, with reason `max_seq_len` unless the episode
+    has its own.
 
     Returns:
-        The cut sample, None when nothing trainable is left of it, and what was lost as
+        The cut sample, or None if nothing trainable is left of it, and the lost tokens as
         `(rollout, call, number of sampled tokens)`.
     """
     keep = sample.positions < max_seq_len
     if keep.all():
         return sample, []
     records = sample.records
-    # The sampled token comes one after its source and has to fit, too.
+    # The sampled token follows its source and has to fit, too.
     inside = sample.positions[records.source] + 1 < max_seq_len
-    # A sample that was entirely masked before stays, to be counted as masked.
+    # A sample that was already masked entirely stays, and is counted as masked.
     if (records.weight != 0).any() and not (records.weight[inside] != 0).any():
         return None, count_records(records)
     lost = count_records(take_records(records, ~inside))
@@ -155,7 +156,7 @@ def cap_sample(
 
 
 def join_samples(samples: Sequence[Sample]) -> Sample:
-    """Return one sample that holds all of them side by side; no token attends to another sample."""
+    """Return one sample with all samples side by side; no token attends to a different sample."""
     starts = np.cumsum([0, *(sample.num_tokens for sample in samples)], dtype=np.int32)[:-1]
     both = list(zip(samples, starts, strict=True))
     return Sample(
@@ -177,11 +178,10 @@ def _shifted(records: Records, start: np.int32) -> Records:
 def split_sample(sample: Sample, max_tokens: int) -> list[Sample]:
     """Split a tree sample into parts of at most `max_tokens`, repeating as few tokens as possible.
 
-    Parts are intervals of the depth-first order, cut where a branch ends, each after the path to
-    its first token. The cuts with the fewest repeated tokens are found by dynamic programming.
-    `info["num_repeated"]` is how many leading tokens of a part are repeated context,
-    `info["interval"]` the positions of the sample it covers. A record goes to the part that covers
-    its source.
+    Parts are intervals of the depth-first order, cut where a branch ends, each with the path to its
+    first token in front. Dynamic programming finds the cuts with the fewest repeated tokens.
+    `info["num_repeated"]` is the number of leading tokens of a part that are repeated context. A
+    record goes to the part whose interval has its source.
 
     Raises:
         TokenError: one path alone is longer than `max_tokens`.
@@ -200,16 +200,16 @@ def split_sample(sample: Sample, max_tokens: int) -> list[Sample]:
 
 
 def _best_cuts(positions: IntArray, max_tokens: int) -> list[int]:
-    """Return the bounds of the parts, 0 and the number of tokens included."""
+    """Return the bounds of the parts, including 0 and the number of tokens."""
     total = len(positions)
-    # Where depth does not grow by 1, a branch has ended; the depth there is the context to repeat.
+    # If the depth does not grow by 1, a branch has ended; the depth there is the context to repeat.
     jumps = np.flatnonzero(np.diff(positions) != 1) + 1
     cuts = [0, *jumps.tolist(), total]
     context = [0, *positions[jumps].tolist()]
     cost = [0.0] + [np.inf] * (len(cuts) - 1)
     came_from = [0] * len(cuts)
     first = 0
-    # There always is a solution: one branch with its context is a path, and every path fits.
+    # A solution always exists: one branch with its context is a path, and every path fits.
     for end in range(1, len(cuts)):
         while cuts[end] - cuts[first] > max_tokens:
             first += 1
@@ -227,7 +227,7 @@ def _best_cuts(positions: IntArray, max_tokens: int) -> list[int]:
 
 def _part(sample: Sample, low: int, high: int) -> Sample:
     keep = np.zeros(sample.num_tokens, np.bool_)
-    # Ancestors of the first token include those of all later ones that come before `low`.
+    # All ancestors before `low` of later tokens are ancestors of the first token, too.
     keep[:low] = sample.subtree_end[:low] > low
     num_repeated = int(keep.sum())
     keep[low:high] = True

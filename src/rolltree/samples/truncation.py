@@ -8,12 +8,12 @@
 | penalise  | yes    | as any     | reward - penalty      | counted, unshaped |
 | bootstrap | yes    | as any     | reward + g * value    | counted, unshaped |
 
-A rollout is truncated when its episode says so, or when a call is longer than
-`max_seq_len`. That is neither `terminated` nor the model's finish reason: a completion cut by
-`max_tokens` is not a truncated episode, whatever the mode. `mask_truncated_completions` is about
-those, as in TRL: the tokens of a rollout whose last answer was cut have weight 0, its reward counts
-as usual. `assign_credit` decides with `truncation_effect` and reports the effects; `build_samples`
-takes them, or decides itself when it is given a policy.
+A rollout is truncated if its episode says so, or if a call is longer than `max_seq_len`. This is
+neither `terminated` nor the model's finish reason: a completion that `max_tokens` cut does not make
+a truncated episode, in any mode. Such completions have their own setting,
+`mask_truncated_completions`, as in TRL: the tokens of a rollout whose last answer was cut have
+weight 0, and its reward counts as usual. `assign_credit` decides with `truncation_effect` and
+reports the effects; `build_samples` takes them, or decides itself if it gets a policy.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ WithoutValue = Literal["keep", "drop", "mask"]
 
 @dataclass(frozen=True, slots=True)
 class TruncationPolicy:
-    """How training treats a truncated rollout. See the table of this module.
+    """How training treats truncated rollouts; see the table of this module.
 
     Args:
-        mode: one of the table.
-        reasons: truncation reasons it applies to; None is all. Others are kept.
+        mode: a mode of the table.
+        reasons: truncation reasons that it applies to; None: all. Other rollouts are kept.
         penalty: for `penalise`, subtracted from the reward.
         discount: for `bootstrap`, g in the table.
         without_value: for `bootstrap`, the mode for a rollout without `state["bootstrap_value"]`.
-        mask_truncated_completions: leave a rollout out of the loss if its last answer ran into
+        mask_truncated_completions: leave a rollout out of the loss if its last answer reached
             `max_tokens` or the context window; its reward still counts in the baseline (TRL's
             setting of this name, after DAPO, https://arxiv.org/abs/2503.14476).
 
     Raises:
-        ConfigError: an unknown mode, or a number that this mode would ignore.
+        ConfigError: the mode is unknown, or a setting would be ignored in this mode.
     """
 
     mode: TruncationMode = "keep"
@@ -86,9 +86,9 @@ class TruncationPolicy:
 class TruncationEffect:
     """The effect of the policy on one rollout.
 
-    `reward` is the one that credit is computed from (None when the rollout has none). `mode` is the
-    mode in effect, `keep` for a rollout that is not truncated. `is_completion_cut`: its last answer
-    ran into a token limit; `is_completion_masked`: it is out of the loss for that.
+    `reward` is what credit is computed from (None if the rollout has no reward). `mode` is the mode
+    in effect, `keep` for a rollout that is not truncated. `is_completion_cut`: its last answer
+    reached a token limit; `is_completion_masked`: it is left out of the loss for that reason.
     """
 
     mode: TruncationMode
@@ -100,7 +100,7 @@ class TruncationEffect:
 
     @property
     def counts(self) -> bool:
-        """Whether it has samples and counts in baselines and statistics: all modes but `drop`."""
+        """Whether it has samples and counts in baselines and statistics; not so for `drop`."""
         return self.mode != "drop"
 
     @property
@@ -112,9 +112,9 @@ class TruncationEffect:
 def own_truncation(
     trajectory: Mapping[str, Any] | Sequence[Mapping[str, Any]],
 ) -> tuple[bool, str | None]:
-    """Return whether the episode says that it was truncated, and its reason.
+    """Return whether the episode was marked as truncated, and its reason.
 
-    A state says so itself, else its last step's `extras` do; so for a plain list of steps.
+    The mark is in the state, or else in the `extras` of the last step.
     """
     state: Mapping[str, Any] = trajectory if isinstance(trajectory, Mapping) else {}
     steps = state.get("trajectory") if isinstance(trajectory, Mapping) else trajectory
@@ -135,7 +135,7 @@ def truncation_effect(
     Args:
         trajectory: a state, whose `truncated`, `truncation_reason`, `reward`, `bootstrap_value`
             and `trajectory` are read, or a plain list of steps.
-        policy: what to do.
+        policy: the policy for truncated rollouts.
         max_seq_len: a rollout with a longer call counts as truncated by `max_seq_len`.
     """
     state: Mapping[str, Any] = (
@@ -144,25 +144,25 @@ def truncation_effect(
     truncated, reason = own_truncation(trajectory)
     # An episode's own reason takes precedence.
     if not truncated and max_seq_len is not None:
-        # Steps without tokens are in no sample, so nothing of them is cut.
+        # Steps without tokens are in no sample and cannot be cut.
         calls = [s for s in state.get("trajectory") or () if peek(s, "tokens") is not None]
         if any(num_call_tokens(step) > max_seq_len for step in calls):
             truncated, reason = True, str(TruncationReason.MAX_SEQ_LEN)
     mode: TruncationMode = "keep"
     if truncated and (policy.reasons is None or str(reason) in policy.reasons):
         mode = policy.mode
-    # rolltree trains no value function, so the environment has to provide this.
+    # rolltree trains no value function, so the environment has to provide this value.
     value = state.get("bootstrap_value")
     if mode == "bootstrap" and value is None:
         mode = policy.without_value
     reward = None if state.get("reward") is None else float(state["reward"])
-    # For credit only: statistics read the reward in the state.
+    # This changes credit only; statistics read the reward in the state.
     if reward is not None and mode == "penalise":
         reward -= policy.penalty
     if reward is not None and mode == "bootstrap":
         reward += policy.discount * float(value)  # type: ignore[arg-type]
     steps = state.get("trajectory") or ()
-    # Only the last answer: one that was cut earlier did not end the rollout.
+    # Only the last answer, since an earlier one that was cut did not end the rollout.
     last = (peek(steps[-1], "extras") or {}) if steps else {}
     is_cut = str(last.get("finish_reason")) == FinishReason.LENGTH
     is_masked = is_cut and policy.mask_truncated_completions

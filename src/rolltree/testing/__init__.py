@@ -1,7 +1,7 @@
 """The public test kit: scripted and faulty models and servers, and a byte tokenizer.
 
-No other room imports it. `ScriptedClient` answers in this process,
-`ScriptedServer` over real HTTP on loopback; both report exact token ids and logprobs.
+No other room imports it. `ScriptedClient` answers in this process, and `ScriptedServer` over real
+HTTP on loopback; both report exact token ids and logprobs.
 """
 
 from rolltree.testing.faults import FaultRow, FaultyClient, HttpFault

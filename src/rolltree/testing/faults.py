@@ -1,7 +1,7 @@
-"""Faults in a row: what goes wrong at the first call, the second, and so on.
+"""Rows of faults: what goes wrong at the first call, the second, and so on.
 
-`FaultyClient` puts them in front of any model client; `ScriptedServer` takes `HttpFault`s;
-`rolltree.testing.hostile` has a table of them.
+`FaultyClient` injects faults in front of any model client; `ScriptedServer` takes `HttpFault`s, of
+which `rolltree.testing.hostile` has a table.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ FaultT = TypeVar("FaultT")
 
 
 class FaultRow(Generic[FaultT]):
-    """Faults by call number: a list (none after its end) or a function of 0, 1, ...
+    """Faults by call number: a list (with none after its end) or a function of 0, 1, ...
 
-    `num_calls` and `num_faults` count what was handed out. It may be used from several threads.
+    `num_calls` and `num_faults` count the calls and faults so far. It is thread-safe.
     """
 
     def __init__(
@@ -50,26 +50,26 @@ class FaultRow(Generic[FaultT]):
 
 @dataclass(frozen=True, slots=True)
 class HttpFault:
-    """How a server fails one request; the fields combine."""
+    """How a server fails one request; the fields can be combined."""
 
-    # Answers with this error; 0 answers normally.
+    # Status of an error answer; 0 answers normally.
     status: int = 0
     message: str = "scripted fault"
-    # Adds the header `Retry-After`.
+    # Value of the header `Retry-After`.
     retry_after_s: float | None = None
-    # Passes before anything else.
+    # Delay before anything else.
     delay_s: float = 0.0
-    # Drops the connection without an answer.
+    # Whether the connection is dropped without an answer.
     reset: bool = False
-    # Spoils a normal answer: "broken" is complete and not JSON, "truncated" ends before its stated
-    # length.
+    # How a normal answer is spoiled: "broken" is complete but not JSON, "truncated" ends before its
+    # stated length.
     body: Literal["whole", "broken", "truncated"] = "whole"
-    # From the answer, as JSON data that it may change, to what is sent in its place: bytes, or data
-    # (NaN, integers of any size and lone surrogates are written as Python does).
+    # A function from the answer's JSON data, which it may change, to what is sent instead: bytes,
+    # or data (with NaN, large integers and lone surrogates written as Python's `json` does).
     spoil: Callable[[dict[str, Any]], object] | None = None
-    # Added to the answer.
+    # Headers that are added to the answer.
     headers: Mapping[str, str] = field(default_factory=dict)
-    # These are fields of `Reply`.
+    # The rest are fields of `Reply`.
     drip_s: float = 0.0
     raw: bytes | None = None
     num_copies: int = 1
@@ -82,7 +82,7 @@ ClientFault: TypeAlias = BaseException | float
 
 
 class FaultyClient(DelegatingClient):
-    """Any client with faults in front of it, in the order of the calls of all its sessions.
+    """A client with faults in front of it, in the order of the calls of all its sessions.
 
     Example:
         >>> from rolltree.errors import ConnectionFailed
@@ -105,7 +105,7 @@ class FaultyClient(DelegatingClient):
             self.faults = FaultRow(faults)
 
     async def call(self, call: ModelCall) -> ModelResponse:
-        """Meet the next fault, then ask the inner client."""
+        """Apply the next fault, then call the inner client."""
         fault = self.faults.next()
         if isinstance(fault, BaseException):
             raise fault

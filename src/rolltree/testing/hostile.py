@@ -1,7 +1,7 @@
-"""A table of what servers, proxies and networks do to a request: `HOSTILE`, faults by name.
+"""`HOSTILE`: a table of what servers, proxies and networks do to a request, as faults by name.
 
-A client must end each of them in the right answer of a retry, in a typed error or in a call that is
-not trained, and within its deadline. Give them to `ScriptedServer(faults=...)`.
+With each of them, a client must get the right answer by a retry, raise a typed error, or return a
+call that is not trained, all within its deadline. Pass them to `ScriptedServer(faults=...)`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Answer: TypeAlias = dict[str, Any]
 
 
 def _spoil(change: Callable[[Answer], object], **more: Any) -> HttpFault:
-    """Return a fault that changes the answer in place, or by what `change` returns."""
+    """Return a fault that sends what `change` returns, or, if that is None, the changed answer."""
 
     def spoil(answer: Answer) -> object:
         changed = change(answer)
@@ -33,7 +33,7 @@ def _choice(**fields: Any) -> HttpFault:
 
 
 def _without(*names: str) -> HttpFault:
-    """Return a fault that leaves fields of the first choice and of the answer out."""
+    """Return a fault that leaves out fields of the first choice and of the answer."""
 
     def drop(answer: Answer) -> None:
         for holder in (answer, answer["choices"][0]):
@@ -105,7 +105,7 @@ def _logprobs(change: Callable[[list[Any]], list[Any]]) -> HttpFault:
 
 
 def _text(text: str) -> HttpFault:
-    """Return a fault that changes what was said, whatever the ids are."""
+    """Return a fault that changes the text, but not the ids."""
 
     def spoil(answer: Answer) -> None:
         choice = answer["choices"][0]
@@ -179,7 +179,7 @@ HOSTILE: Mapping[str, HttpFault] = {
     "gzip bomb": HttpFault(spoil=_bomb, headers=_GZIP),
     "lone surrogate": _text("half of \ud83d"),
     "wrong types": _spoil(lambda answer: {**answer, "choices": {"0": answer["choices"][0]}}),
-    # Answers that are none
+    # Answers without an answer
     "no choices": _spoil(lambda answer: {**answer, "choices": []}),
     "no message": _without("message", "text", "token_ids", "logprobs"),
     "an error with status 200": _spoil(lambda _: {"error": {"message": "out of memory"}}),
@@ -209,10 +209,10 @@ HOSTILE: Mapping[str, HttpFault] = {
     "logprobs of NaN": _logprobs(lambda values: [float("nan")] * len(values)),
     "placeholder logprobs": _logprobs(lambda values: [-9999.0] * len(values)),
     "version of 2^63": _choice(weight_versions=[{"version": str(2**63), "start": 0, "end": 1}]),
-    # Tokens that only a tokenizer, or the ids that were sent, can tell from the right ones
+    # Wrong tokens that only a tokenizer, or a comparison with the ids that were sent, can detect
     "another prompt of the same length": _prompt(lambda ids: ids[::-1]),
     "swapped ids": _spoil(_swap),
-    # Tokens that are missing: such a call is not trained
+    # Missing tokens, so that the call is not trained
     "no ids": _without("token_ids", "prompt_token_ids", "logprobs"),
     "no logprobs": _without("logprobs"),
 }

@@ -1,9 +1,9 @@
 """A minimal HTTP/1.1 server on loopback in its own thread, for tests over real sockets.
 
-The server keeps connections alive and can misbehave: answer late, cut a body short, let it drip,
-send something that is not an answer, reset the connection, be gone. Requests need a Content-Length;
-TLS and chunked requests are not supported. `DirectTransport` serves the same handlers without a
-socket.
+The server keeps connections alive and can misbehave: answer late, cut a body short, send it byte by
+byte, send bytes that are not an answer, reset the connection, or disappear. Requests need a
+Content-Length; TLS and chunked requests are not supported. `DirectTransport` serves the same
+handlers without a socket.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An answer, or what comes instead."""
+    """An answer, or a failure instead of it."""
 
     status: int
     body: bytes
     headers: Mapping[str, str] = field(default_factory=dict)
-    # Cuts the body short, and the connection is closed.
+    # Bytes of the body that are sent before the connection is closed; None: all, and it stays open.
     num_sent_bytes: int | None = None
-    # Passes after every byte of the body.
+    # Delay after every byte of the body.
     drip_s: float = 0.0
-    # Sent as it is, in the place of head and body.
+    # Bytes that are sent instead of head and body.
     raw: bytes | None = None
-    # So many answers are sent for one request, so far apart.
+    # Number of answers to one request, and the seconds between them.
     num_copies: int = 1
     gap_s: float = 0.0
-    # Drops the connection instead.
+    # Whether the connection is dropped instead.
     reset: bool = False
-    # Drops the whole server: later connections are refused.
+    # Whether the server stops: all connections are dropped, and later ones refused.
     gone: bool = False
 
 
@@ -76,7 +76,7 @@ class DirectTransport:
         content: bytes | None,
         on_part: Callable[[bytes], None] | None = None,
     ) -> HttpAnswer:
-        """Return the handler's reply; `reset` and a body cut short are a lost connection."""
+        """Return the handler's reply; a `reset` or a body cut short raises ConnectionResetError."""
         where = urlsplit(url)
         reply = await self._handler(
             Request(
@@ -86,8 +86,7 @@ class DirectTransport:
                 content or b"",
             )
         )
-        # Without a socket there is nothing to cut or to send raw; the client sees what it would see
-        # of a lost connection.
+        # Without a socket nothing can be cut or sent raw, so the client sees a lost connection.
         broken = reply.reset or reply.gone or reply.raw is not None
         if broken or reply.num_sent_bytes is not None:
             raise ConnectionResetError("the reply was cut short")
@@ -97,7 +96,7 @@ class DirectTransport:
         return HttpAnswer(reply.status, reply.body, reply.headers.get("Retry-After"))
 
     async def aclose(self) -> None:
-        """Return: nothing is open."""
+        """Do nothing, since nothing is open."""
 
 
 class LoopbackServer:
@@ -118,7 +117,7 @@ class LoopbackServer:
         self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
 
     def __enter__(self) -> LoopbackServer:
-        # Its own thread: the server answers although the test's loop is busy or blocked.
+        # In its own thread, so that the server answers while the test's loop is busy or blocked.
         self._thread.start()
         try:
             asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
@@ -152,7 +151,7 @@ class LoopbackServer:
 
     async def _start(self) -> None:
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", self._port)
-        # Port 0 takes a free one, so that tests that run concurrently do not meet.
+        # Port 0 takes a free port, so that concurrent tests do not collide.
         self._port = self._server.sockets[0].getsockname()[1]
 
     async def _stop(self) -> None:
@@ -180,14 +179,14 @@ class LoopbackServer:
                 if is_last or not (is_open or request.method == "HEAD"):
                     break
         except (ConnectionError, asyncio.CancelledError):
-            # The client left, or the server stops.
+            # The client left, or the server is stopping.
             pass
         finally:
             self._connections.pop(task, None)
             writer.close()
 
     def _be_gone(self) -> None:
-        """Refuse connections from now on, and drop those there are."""
+        """Refuse connections from now on, and drop the open ones."""
         if self._server is not None:
             self._server.close()
         for writer in self._connections.values():
@@ -195,7 +194,7 @@ class LoopbackServer:
 
 
 async def _read_request(reader: asyncio.StreamReader) -> Request | None:
-    """Return the next request, None if the connection ends or says something else."""
+    """Return the next request, or None if the connection ends or sends something else."""
     try:
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
         first, *lines = head.rstrip("\r\n").split("\r\n")

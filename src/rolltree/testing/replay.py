@@ -1,4 +1,4 @@
-"""A pytest plugin: recorded rollouts as regression tests of an environment.
+"""A pytest plugin that uses recorded rollouts as regression tests of an environment.
 
     pytest_plugins = ["rolltree.testing.replay"]  # in conftest.py
 
@@ -6,8 +6,8 @@
     def test_the_environment_answers_as_recorded(replayed):
         assert replayed.live.states[0]["reward"] == 1.0
 
-The test runs once for each recorded rollout, and fails with both sides if the environment says
-something else.
+The test runs once for each recorded rollout, and fails with both sides of the first difference if
+the environment answers differently.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class Recorded:
     run: Path
     # The names of the rollouts; None: all of them.
     rollouts: Sequence[str] | None = None
-    # At most so many.
+    # The most rollouts to replay.
     num: int | None = None
     # Only rollouts with these columns, such as `{"phase": "eval"}`.
     where: Mapping[str, Any] | None = None
     # The environment: its name or path (from the working directory), or a function that makes it.
     # None: the name in the run.
     env: Any = None
-    # These four are `rolltree.records.replay_async`'s.
+    # The last four are arguments of `rolltree.records.replay_async`.
     env_args: Mapping[str, Any] | None = None
     compat: bool = False
     score: bool = True
@@ -70,16 +70,16 @@ class Recorded:
 
 
 def recorded_of(item: Any) -> Recorded:
-    """Return the marker of a test.
+    """Return the arguments of a test's marker.
 
     Raises:
-        UsageError: there is none, or its arguments are wrong.
+        UsageError: the test has no marker, or its arguments are wrong.
     """
     marker = item.get_closest_marker(MARKER)
     if marker is None:
         raise pytest.UsageError(
-            f"{item.name} asks for the fixture 'replayed' and does not say what is recorded. Mark "
-            f'it with @pytest.mark.{MARKER}("RUN").'
+            f"{item.name} uses the fixture 'replayed' and does not say what is recorded. Mark it "
+            f'with @pytest.mark.{MARKER}("RUN").'
         )
     try:
         (run,) = marker.args
@@ -102,7 +102,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="module")
 def _environments() -> dict[int, Any]:
-    """The environments of a module's tests, by marker: they are loaded once."""
+    """The environments of a module's tests, by marker, so that each is loaded once."""
     return {}
 
 
@@ -110,13 +110,13 @@ def _environments() -> dict[int, Any]:
 def replayed(request: pytest.FixtureRequest, _environments: dict[int, Any]) -> ReplayReport:
     """Replay a recorded rollout; a difference fails the test and is shown."""
     recorded = recorded_of(request.node)
-    # By marker, because one of a class or module covers many tests.
+    # By marker, because the marker of a class or module covers many tests.
     key = id(request.node.get_closest_marker(MARKER))
     if key not in _environments:
         _environments[key] = recorded.source()
     options = {"score": recorded.score, "ignore": recorded.ignore}
     report = replay(recorded.run, request.param, _environments[key], **options)
     if not report.is_equal:
-        # Both sides are shown; a traceback of this file would say nothing.
+        # Both sides are shown, without a traceback of this file, which would not help.
         pytest.fail("\n".join(replay_lines(report)), pytrace=False)
     return report

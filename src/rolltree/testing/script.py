@@ -1,8 +1,8 @@
-"""The script of a scripted model: answers in a row or a function of the prompt, with tokens.
+"""The script of a scripted model: a list of answers or a function of the prompt, with tokens.
 
 It turns an answer's text into the ids and logprobs that an engine with this tokenizer would have
 reported, and obeys `max_tokens`, `stop` and `stop_token_ids`. Nothing is sampled, so temperature,
-top_p, top_k and seed have nothing to act on.
+top_p, top_k and seed have no effect.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rolltree.types import (
 
 @dataclass(frozen=True, slots=True)
 class ScriptedAnswer:
-    """One answer. `ids` (end token included) and `logprobs` are made from the text when None."""
+    """One answer. If None, `ids` (with the end token) and `logprobs` are made from the text."""
 
     text: str
     finish_reason: FinishReason = FinishReason.STOP
@@ -46,7 +46,7 @@ ScriptSource: TypeAlias = (
 
 
 class Script:
-    """A cursor over answers. A function is called each time."""
+    """A cursor over a list of answers, or a function that is called each time."""
 
     def __init__(self, source: ScriptSource) -> None:
         self.source = [source] if isinstance(source, str) else source
@@ -56,9 +56,9 @@ class Script:
         """Return the next answer.
 
         Raises:
-            BadResponse: all answers in the row have been given.
+            BadResponse: all answers of the list have been returned.
         """
-        # Taken before anything is awaited: calls that run at once get different answers.
+        # Taken before anything is awaited, so that concurrent calls get different answers.
         number, self.num_answers = self.num_answers, self.num_answers + 1
         if callable(self.source):
             given = self.source(prompt)
@@ -73,9 +73,9 @@ class Script:
 
 @dataclass(frozen=True, slots=True)
 class ScriptedTokens:
-    """An answer as an engine reports it: int32 `[_C]`, float32 `[_C]`, text without its stop.
+    """An answer as an engine reports it: `ids` int32 `[_C]`, `logprobs` float32 `[_C]`.
 
-    `stop` is the stop string that ended it.
+    `stop` is the stop string that ended it, which `text` does not have.
     """
 
     ids: IntArray
@@ -114,7 +114,7 @@ def scripted_logprobs(ids: Sequence[int] | IntArray) -> FloatArray:
 def tokens_of(
     answer: ScriptedAnswer, renderer: ChatRenderer, sampling: SamplingParams
 ) -> ScriptedTokens:
-    """Return the answer's tokens, ended where `sampling` says.
+    """Return the answer's tokens, cut where `sampling` ends them.
 
     Raises:
         UnsupportedSetting: `max_tokens` is below 1.
@@ -127,7 +127,7 @@ def tokens_of(
     if given is None:
         given = renderer.encode_text(answer.text, start=False).tolist()
         if answer.finish_reason in (FinishReason.STOP, FinishReason.TOOL_CALLS):
-            # An engine reports the end token that it sampled; an answer that was cut has none.
+            # An engine reports the sampled end token; an answer that was cut has none.
             given = [*given, renderer.end_ids[0]]
     ids, reason, num_stop = _ended(list(given), answer.finish_reason, renderer, sampling)
     text = renderer.decode_answer(ids[: len(ids) - num_stop] if num_stop == 1 else ids)
@@ -137,7 +137,7 @@ def tokens_of(
     )
     logprobs = answer.logprobs
     values = scripted_logprobs(ids) if logprobs is None else np.array(logprobs, np.float32)
-    # A wrong number stays wrong.
+    # A wrong number of logprobs is kept, for tests of it.
     if logprobs is None or len(values) == len(given):
         values = values[: len(ids)]
     return ScriptedTokens(np.array(ids, np.int32), values, reason, text[:end], stop)
@@ -146,9 +146,9 @@ def tokens_of(
 def _ended(
     ids: list[int], reason: FinishReason, renderer: ChatRenderer, sampling: SamplingParams
 ) -> tuple[list[int], FinishReason, int]:
-    """Cut `ids` where sampling would have ended; the last number is 1 after a stop token id."""
+    """Cut `ids` where sampling would end; the last value is 1 after a stop token id, else 0."""
     for index, token in enumerate(ids):
-        # A stop string may span tokens, so all of them are decoded each time; scripts are short.
+        # A stop string may span tokens, so all are decoded each time; scripts are short.
         text = renderer.decode(ids[: index + 1]) if sampling.stop else ""
         if token in sampling.stop_token_ids and token not in renderer.end_ids:
             return ids[: index + 1], FinishReason.STOP, 1

@@ -1,8 +1,8 @@
-"""A model for unit tests, in this process: it says what a script says.
+"""A model for unit tests that answers from a script, in this process.
 
 `ScriptedClient` is a full `ModelClient`: prompts are rendered, continued token by token and
-remembered as with a real engine, and every answer has ids and logprobs. `ScriptedServer` is the
-same behind HTTP.
+remembered as with a real engine, and every answer has ids and logprobs. `ScriptedServer` does the
+same over HTTP.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ScriptedCall:
 
 
 class _ScriptedMemory(TokenSession):
-    """The calls of one rollout, and how far its script has come."""
+    """The calls of one rollout, and the position in its script."""
 
     def __init__(self, renderer: ChatRenderer, script: Script) -> None:
         super().__init__(renderer)
@@ -45,11 +45,11 @@ class _ScriptedMemory(TokenSession):
 class ScriptedClient(RootClient[_ScriptedMemory]):
     """A `ModelClient` that answers from a script, with exact byte-level ids and logprobs.
 
-    Answers in a row start over in every session, so that each rollout meets the same model; calls
-    without a session go through the row once. `calls` lists every call of all sessions.
+    A list of answers starts over in every session, so that each rollout gets the same model; calls
+    without a session share one pass through the list. `calls` has the calls of all sessions.
 
-    An answer comes after `delay_s`, and each of its tokens takes `token_delay_s` more: a caller
-    that streams the answer sees one token after another.
+    An answer comes after `delay_s`, and each of its tokens takes `token_delay_s` more, so a caller
+    that streams the answer gets one token at a time.
 
     Example:
         >>> client = ScriptedClient(["12", "13"])
@@ -79,20 +79,20 @@ class ScriptedClient(RootClient[_ScriptedMemory]):
 
     @property
     def model(self) -> str:
-        """The name this model goes by."""
+        """The name of the model."""
         return self._model
 
     def new_memory(self) -> _ScriptedMemory:
-        """Return a session's memory, at the start of the script."""
+        """Return the memory of a new session, at the start of the script."""
         return _ScriptedMemory(self.renderer, Script(self._source))
 
     async def call(self, call: ModelCall) -> ModelResponse:
-        """Give the next answer, with no memory of earlier calls."""
+        """Return the next answer, without memory of earlier calls."""
         response = await self.respond(call, _ScriptedMemory(self.renderer, self._script))
         return annotate_sampling(response, call.sampling)
 
     async def respond(self, call: ModelCall, memory: _ScriptedMemory) -> ModelResponse:
-        """Give the script's next answer; a function is asked with messages or decoded ids."""
+        """Return the script's next answer; a function is called with messages or decoded ids."""
         tokens: TokenSession = memory
         if isinstance(call.prompt, np.ndarray):
             asked: Messages = self.renderer.decode(call.prompt)
@@ -103,12 +103,12 @@ class ScriptedClient(RootClient[_ScriptedMemory]):
             prompt = memory.prepare(
                 call.prompt, call.tools, message_type=call.message_type, model=call.model
             )
-        # What a test looks at is how the prompt was continued; ids that were given were not
-        # rendered.
+        # `ScriptedCall.prompt` shows how a prompt was continued; given ids were not rendered.
         rendered = None if isinstance(call.prompt, np.ndarray) else prompt
         tools, model = tuple(call.tools or ()), call.model or self._model
         self.calls.append(ScriptedCall(asked, tools, call.sampling, model, rendered))
-        # Also for 0 s: a model that answers without giving up the loop hides what a real one shows.
+        # Also for 0 s: a model that answers without yielding to the loop would hide bugs that occur
+        # with a real one.
         await asyncio.sleep(self.delay_s)
         said = tokens_of(await memory.script.next(asked), self.renderer, call.sampling)
         await self._tell(said, call)
@@ -123,7 +123,7 @@ class ScriptedClient(RootClient[_ScriptedMemory]):
         return tokens.complete(prompt, answer, call)
 
     async def _tell(self, said: ScriptedTokens, call: ModelCall) -> None:
-        """Report the tokens but the last one by one, as an engine does."""
+        """Report all tokens except the last one by one, as an engine does."""
         if call.on_delta is None:
             if self.token_delay_s:
                 await asyncio.sleep(self.token_delay_s * len(said.ids))
@@ -135,5 +135,5 @@ class ScriptedClient(RootClient[_ScriptedMemory]):
         await asyncio.sleep(self.token_delay_s)
 
     async def aclose(self) -> None:
-        """Note that the client was closed."""
+        """Record that the client was closed."""
         self.is_closed = True

@@ -1,8 +1,8 @@
-"""An OpenAI-compatible server that says what a script says, over real HTTP, and fails on demand.
+"""An OpenAI-compatible server that answers from a script, over real HTTP, and fails on demand.
 
 It answers `/v1/chat/completions`, `/v1/completions`, `/v1/models` and `/health`, with vLLM's token
-id fields made by a byte tokenizer. It checks what vLLM checks as far as clients depend on it:
-context length, unknown models, API key. It does not stream.
+id fields made by a byte tokenizer. It has those checks of vLLM that clients depend on: context
+length, unknown models, API key. It does not stream.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _TOKEN_IN_PATH = "/inference/v1/generate"
 
 @dataclass(frozen=True, slots=True)
 class ServedRequest:
-    """One request as it came in: `body` is the decoded JSON, None when there was none."""
+    """One request as it was received: `body` is the decoded JSON, or None without a body."""
 
     method: str
     path: str
@@ -49,21 +49,21 @@ class ServedRequest:
 
 
 class ScriptedServer:
-    """A scripted model behind HTTP, from `with` to the end of its block.
+    """A scripted model behind HTTP, inside its `with` block.
 
     Args:
         script: answers in the order of the requests, or a function from the messages (from the
             decoded prompt, for text completions) to the answer.
         faults: what goes wrong with the first completion request, the second, ...
-        token_ids: `"vllm"` returns ids and logprobs if they are asked for, `"ignore"` ignores
-            the request for them, `"reject"` answers it with status 400, as OpenAI does.
+        token_ids: `"vllm"` returns ids and logprobs if they are requested, `"ignore"` ignores
+            the request for them, and `"reject"` answers it with status 400, as OpenAI does.
         token_in: also serve vLLM's `/inference/v1/generate`.
-        api_key: requests must carry it as a bearer token.
-        context_length: longest prompt and completion, in tokens; a longer one gets status 400.
+        api_key: requests must have it as a bearer token.
+        context_length: the most tokens of prompt and completion; longer requests get status 400.
         delay_s: how long each answer takes.
 
     Attributes:
-        requests: every request, in order of arrival, but for the version of the weights.
+        requests: every request, in order of arrival, except those for the version of the weights.
 
     Example:
         >>> with ScriptedServer(["12"]) as server:
@@ -132,7 +132,7 @@ class ScriptedServer:
         except ValueError:
             return _error(400, "the body is not JSON")
         path = request.path.partition("?")[0]
-        # Asked before evaluations, and no part of a script.
+        # Clients ask for it before evaluations; it does not belong to a script.
         if path == "/weight_info":
             return _error(404, "this server's weights have no version")
         self.requests.append(ServedRequest(request.method, path, body, request.headers))
@@ -272,7 +272,7 @@ class ScriptedServer:
 
 
 def _problem(body: Mapping[str, Any], message_type: MessageType, vocab_size: int) -> str:
-    """Return what makes the request's prompt unusable, an empty string when nothing does."""
+    """Return what is wrong with the request's prompt, or an empty string."""
     if message_type == "chat":
         asked = body.get("messages")
         fits = isinstance(asked, list) and all(isinstance(item, dict) for item in asked)
@@ -285,16 +285,16 @@ def _problem(body: Mapping[str, Any], message_type: MessageType, vocab_size: int
 
 
 def _as_completion(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a token-in request as one for a text completion."""
+    """Return a token-in request as a request for a text completion."""
     sampling = {**body.get("sampling_params", {}), "logprobs": 1, "return_token_ids": True}
     return {"model": body.get("model"), "prompt": body.get("token_ids"), **sampling}
 
 
 def _ids_only(completion: dict[str, Any]) -> dict[str, Any]:
-    """Return a text completion as the token-in endpoint answers it."""
+    """Return a text completion in the form of the token-in endpoint."""
     choice = completion["choices"][0]
     content = [{"logprob": value} for value in choice["logprobs"]["token_logprobs"]]
-    # A script's numbers stay.
+    # Not strict, since a script may have a wrong number of logprobs.
     for entry, token in zip(content, choice["token_ids"], strict=False):
         entry["token"] = f"token_id:{token}"
     choice["logprobs"] = {"content": content}
@@ -303,7 +303,7 @@ def _ids_only(completion: dict[str, Any]) -> dict[str, Any]:
 
 
 def _spoiled(reply: Reply, fault: HttpFault) -> Reply:
-    """Return what a fault makes of a normal answer."""
+    """Return a normal answer changed by a fault."""
     body, size = reply.body, None
     if fault.spoil is not None:
         changed = fault.spoil(json.loads(body))

@@ -1,7 +1,8 @@
 """A byte tokenizer with ChatML special tokens, for tests that must not wait for a real one.
 
-Every byte is a token; special tokens get ids from 256 on. It has what a Hugging Face tokenizer has
-as far as rolltree asks: `encode`, `decode`, `chat_template`, `eos_token_id`, `all_special_ids`.
+Every byte is a token; special tokens get ids from 256 on. It has those parts of a Hugging Face
+tokenizer that rolltree uses: `encode`, `decode`, `chat_template`, `eos_token_id`,
+`all_special_ids`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ CHATML_TEMPLATE = """\
 
 
 class ByteTokenizer:
-    """Text as UTF-8 bytes; `special_tokens` spelled out in a text become single ids.
+    """Encodes text as UTF-8 bytes; `special_tokens` in the text become single ids.
 
     >>> ByteTokenizer().encode("hi<|im_end|>")
     [104, 105, 258]
@@ -65,7 +66,7 @@ class ByteTokenizer:
         return self.vocab_size
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Return the ids of `text`. `add_special_tokens` has no effect: there are none to add."""
+        """Return the ids of `text`. `add_special_tokens` has no effect, since none are added."""
         ids: list[int] = []
         for piece in self._pattern.split(text):
             token = self._special_ids.get(piece)

@@ -1,7 +1,7 @@
 """The token tree: every model call of a rollout as a path of ids in one radix tree.
 
-`TokenTree` stores calls, `Trajectory` is the list of steps that an environment sees, `StepTokens`
-the dict view between them. numpy only.
+`TokenTree` stores calls, `Trajectory` is the list of steps that an environment sees, and
+`StepTokens` is the dict view of a call. The package needs only numpy.
 """
 
 from rolltree.tokens.arena import ROOT, CallTable, Place, TokenArena

@@ -1,9 +1,9 @@
 """The radix tree of token ids, an append-only arena of int32 ids cut into runs, and its calls.
 
-A token's identity is its index in the arena and never changes. A run is a contiguous piece of the
-arena that hangs below one parent token; a branch inside a run is an entry of a dictionary, so
-nothing is ever split or moved. That is what makes call ends permanent, serialization append-only
-and merging a walk over runs.
+A token is identified by its index in the arena, which never changes. A run is a contiguous piece of
+the arena that hangs below one parent token; a branch inside a run is an entry of a dictionary, so
+nothing is ever split or moved. Therefore the ends of calls are permanent, serialization is
+append-only, and merging is a walk over runs.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import numpy as np
 from rolltree.tokens.buffers import concat
 from rolltree.types import IntArray
 
-# After a mismatch ids are compared in pieces of this size: the first difference may be early in a
-# long run.
+# After a mismatch, ids are compared in pieces of this size, since the first difference may come
+# early in a long run.
 _COMPARE_TOKENS = 8192
 # Branch points per run that are tried before its own continuation (design/0001).
 _MAX_GUESSES = 8
-# Keys of branches are unsigned. Negative ids, which an int32 array may hold here, match no stored
-# one.
+# Makes ids unsigned for the keys of branches. Negative ids, which are still possible here, match no
+# stored id.
 _MASK = 0xFFFFFFFF
 
 
@@ -41,8 +41,8 @@ NO_TURN = -1
 class TokenArena:
     """Token ids in insertion order plus runs: `run_start`, `run_parent` (token), `run_depth`.
 
-    Run r covers the arena from `run_start[r]` to `run_start[r + 1]`. `run_depth[r]` is how many
-    tokens precede its first token on the path from the root.
+    Run r covers the arena from `run_start[r]` to `run_start[r + 1]`. `run_depth[r]` is the number
+    of tokens before its first token on the path from the root.
     """
 
     __slots__ = (
@@ -67,7 +67,7 @@ class TokenArena:
         self.run_depth = array("i")
         # (parent token + 1) << 32 | first id -> run; plus 1, because the root is -1.
         self._branches: dict[int, int] = {}
-        # run -> tokens of it below which other runs hang.
+        # run -> its tokens below which other runs hang.
         self._branch_tokens: dict[int, list[int]] = {}
 
     @property
@@ -77,12 +77,12 @@ class TokenArena:
 
     @property
     def num_runs(self) -> int:
-        """How many runs the tokens are cut into."""
+        """The number of runs."""
         return len(self.run_start)
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, buffer slack and a dictionary estimate included."""
+        """Bytes held, with the buffer's unused space and an estimate for the dictionaries."""
         tables = 104 * len(self._branches) + 200 * len(self._branch_tokens)
         return len(self._bytes) + 16 * self.num_runs + tables
 
@@ -91,16 +91,16 @@ class TokenArena:
         return self.run_start[run + 1] if run + 1 < len(self.run_start) else self.num_tokens
 
     def place(self, token: int) -> Place:
-        """Return the place of a token index: its run is found by bisection."""
+        """Return the place of a token index; its run is found by bisection."""
         return Place(token, bisect_right(self.run_start, token) - 1)
 
     def depth(self, place: Place) -> int:
-        """Return how many tokens the path from the root to `place` has, `place` included."""
+        """Return the number of tokens on the path from the root to `place`, including `place`."""
         token, run = place
         return self.run_depth[run] + token - self.run_start[run] + 1 if run >= 0 else 0
 
     def match(self, ids: IntArray, place: Place = ROOT) -> tuple[int, Place]:
-        """Walk down from `place` as far as `ids` agree; return how many did, and where that is.
+        """Walk down from `place` while `ids` match; return how many matched, and the place reached.
 
         One `memcmp` per run, no Python per token.
         """
@@ -108,7 +108,7 @@ class TokenArena:
         num_ids, matched = len(ids), 0
         if not num_ids:
             return 0, place
-        # Items of a memoryview are Python's integers, and its slices copy nothing.
+        # Items of a memoryview are Python integers, and its slices are not copies.
         raw = ids.data
         raw_bytes = raw.cast("B")
         stored, starts, branches = self._bytes, self.run_start, self._branches
@@ -117,13 +117,13 @@ class TokenArena:
             if run >= 0:
                 end = starts[run + 1] if run < last_run else self.num_tokens
                 count = min(end - token - 1, num_ids - matched)
-                # A conversation that left this run once goes the same way in later prompts.
+                # If a conversation left this run before, later prompts usually leave at that token.
                 for branch in branch_tokens.get(run, ()) if count else ():
                     size = branch - token
                     if 0 <= size < count and branches.get(
                         ((branch + 1) << 32) | (raw[matched + size] & _MASK)
                     ):
-                        # A hit is never run 0, which hangs below the root.
+                        # A hit is never 0 (false), since run 0 hangs below the root.
                         count = size
                         break
                 if count:
@@ -144,7 +144,7 @@ class TokenArena:
         return matched, Place(token, run)
 
     def _agreement(self, ids: IntArray, start: int, follow: int, count: int) -> int:
-        """Return how many of `count` ids agree from `ids[start]` and arena index `follow` on."""
+        """Return how many of `count` ids match, from `ids[start]` and arena index `follow` on."""
         for done in range(0, count, _COMPARE_TOKENS):
             size = min(_COMPARE_TOKENS, count - done)
             differs = (
@@ -158,7 +158,7 @@ class TokenArena:
 
     def extend(self, ids: IntArray, place: Place = ROOT) -> Place:
         """Walk down from `place` by `ids`, adding what is missing; return the last place."""
-        if place.token == self.num_tokens - 1:  # nothing can continue the newest token yet
+        if place.token == self.num_tokens - 1:  # nothing continues the newest token yet
             return self.append(ids, place)
         matched, place = self.match(ids, place)
         return self.append(ids[matched:], place) if matched < len(ids) else place
@@ -174,8 +174,8 @@ class TokenArena:
         self._ids[start:end] = ids
         self.num_tokens = end
         token, run = place
-        # What continues the newest token makes its run longer, and anything else begins a run. So
-        # no run is ever split (design/0001).
+        # Ids below the newest token make its run longer, and all others begin a new run. So no run
+        # is ever split (design/0001).
         if run < 0 or token != start - 1:
             new_run = len(self.run_start)
             self.run_start.append(start)
@@ -191,7 +191,7 @@ class TokenArena:
         return Place(end - 1, run)
 
     def trim(self) -> None:
-        """Give back what is reserved beyond the tokens stored."""
+        """Free memory that is reserved beyond the stored tokens."""
         if 4 * self.num_tokens < len(self._bytes):
             self._resize(self.num_tokens)
 
@@ -199,7 +199,7 @@ class TokenArena:
         self._resize(num_tokens + num_tokens // 2 + 256)
 
     def _resize(self, capacity: int) -> None:
-        # Not resized in place: arrays that a reader holds are views of the old buffer.
+        # Not resized in place, since readers may hold arrays that are views of the old buffer.
         grown = bytearray(4 * capacity)
         used = 4 * self.num_tokens
         grown[:used] = memoryview(self._bytes)[:used]
@@ -214,7 +214,7 @@ class TokenArena:
         token, run = place
         starts, parents, parent_runs = self.run_start, self.run_parent, self.run_parent_run
         parts: list[tuple[int, int]] = []
-        # From the last token up; the ranges come out in reverse.
+        # From the last token upwards, so the ranges come out in reverse.
         while count > 0:
             low, after = starts[run], token + 1
             if low < after - count:
@@ -232,9 +232,7 @@ class TokenArena:
         return concat([ids[low:high] for low, high in self.slices(place, wanted)], np.int32)
 
     def path_view(self, place: Place, count: int) -> IntArray:
-        """Return the last `count` ids of the path to `place`, read-only and without a copy where
-        they are in one piece.
-        """
+        """Return the last `count` ids of the path to `place`, read-only; no copy if in one run."""
         ids = self._ids
         parts = [ids[low:high] for low, high in self.slices(place, count)]
         joined = parts[0] if len(parts) == 1 else concat(parts, np.int32)
@@ -254,8 +252,8 @@ class TokenArena:
 
     def common(self, left: Place, right: Place) -> Place:
         """Return the last place that the paths to `left` and `right` share."""
-        # Parents have lower numbers than their children, so the run with the higher one is not
-        # above the other.
+        # Parents have lower numbers than their children, so the run with the higher number is not
+        # above the other one.
         while left.run != right.run:
             if left.run > right.run:
                 left = Place(self.run_parent[left.run], self.run_parent_run[left.run])
@@ -266,13 +264,13 @@ class TokenArena:
     def absorb(self, other: TokenArena) -> IntArray:
         """Add all tokens of `other`; return the new arena index of each of its tokens.
 
-        Walks run by run, parents first: O(unique tokens) at memcmp speed.
+        It walks over runs, parents first, in O(unique tokens) at memcmp speed.
         """
         mapped = np.empty(other.num_tokens, dtype=np.int32)
         for run in range(other.num_runs):
             start, end = other.run_start[run], other.run_end(run)
             parent = other.run_parent[run]
-            # The parent's token is mapped: parents come first.
+            # Parents come first, so the parent's token is already mapped.
             place = self.place(int(mapped[parent])) if parent >= 0 else ROOT
             last = self.extend(other.ids[start:end], place)
             position = start
@@ -285,9 +283,9 @@ class TokenArena:
 class CallTable:
     """One row per call, as columns of machine integers.
 
-    `prompt_token`/`end_token` are arena indices of the last prompt and the last token (-1: none),
-    `parent` the call whose path this prompt was known to extend (-1: none), `num_tokens` and
-    `num_runs` the sizes of the arena after the call: they make saving incremental.
+    `prompt_token` and `end_token` are arena indices of the last prompt token and the last token
+    (-1: none); `parent` is the call whose path this prompt was known to extend (-1: none);
+    `num_tokens` and `num_runs` are the sizes of the arena after the call, for incremental saving.
     """
 
     COLUMNS = (

@@ -1,19 +1,19 @@
 """Explains why a prompt does not extend an earlier call: position, surroundings and a cause.
 
-Causes are derived from ids alone if they suffice; with a decoder, which the caller passes in, equal
-text under other ids is detected too. A broken prefix opens a new sample.
+Causes are derived from ids alone if those suffice; with a decoder, which the caller passes, equal
+text with different ids is detected, too. A broken prefix begins a new sample.
 
-Rules, the first that holds gives the cause:
+The first rule that holds gives the cause:
 
 1. `agent_handoff`: this agent has no earlier call in the rollout.
 2. `retokenized` (decoder only): after the divergence both sides decode to the same text.
-3. `system_or_tools_changed`: it diverges before anything was sampled, and all that was sampled
-   survives after the change.
-4. `reasoning_stripped`: it diverges within 32 tokens of the start of a sampled completion, the
-   front of that completion is gone and its end survives.
-5. `compaction`: sampled completions left the prompt and it became shorter, or their later history
-   survives without them.
-6. `history_rewritten`: everything else, a rollback to an earlier point included.
+3. `system_or_tools_changed`: the prompt diverges before the first sampled token, and all sampled
+   tokens survive after the change.
+4. `reasoning_stripped`: the prompt diverges within 32 tokens of the start of a sampled completion,
+   whose beginning is gone and whose end survives.
+5. `compaction`: sampled completions are gone and the prompt became shorter, or the history after
+   them survives.
+6. `history_rewritten`: everything else, including a rollback to an earlier point.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from rolltree.types import IntArray
 
 Decoder = Callable[[list[int]], str]
 
-# All in tokens: what a report shows on each side, and how far the rules below look.
+# In tokens: how much a report shows on each side, and how far the rules below look.
 NEIGHBOURHOOD_TOKENS = 16
 _CONTEXT_TOKENS = 8
 _WINDOW_TOKENS = 64
 _FRONT_TOKENS = 32
 _GLUE_TOKENS = 16
-# Ends of the marks that open or close reasoning in common templates.
+# Ends of the marks that begin or end reasoning in common templates.
 _MARKERS = ("think>", "reasoning>", "thought>", "analysis", "[/THINK]")
 
 
 class BreakCause(StrEnum):
-    """Why the exact prefix did not hold."""
+    """Why a prompt does not begin with the earlier path."""
 
     AGENT_HANDOFF = "agent_handoff"  # another agent's first call
-    RETOKENIZED = "retokenized"  # same text, other ids
+    RETOKENIZED = "retokenized"  # same text, different ids
     SYSTEM_CHANGED = "system_or_tools_changed"  # the text before the first sampled token
     REASONING_STRIPPED = "reasoning_stripped"  # the template dropped earlier thinking
     COMPACTION = "compaction"  # history was summarized or dropped
@@ -57,9 +57,9 @@ class Break:
     """One broken prefix.
 
     `call` and `previous` are call handles of a tree or, in a batch of samples, steps of rollout
-    `rollout`. `previous` is None when the agent had no earlier call. `position` is how many ids
-    agree. `previous_ids` and `current_ids` are up to 16 ids on each side of it, as they were and
-    as they are; the texts are None without a decoder.
+    `rollout`. `previous` is None if the agent had no earlier call. `position` is the number of ids
+    that match. `previous_ids` and `current_ids` are up to 16 ids on each side of it, in the earlier
+    path and in the prompt; the texts are None without a decoder.
     """
 
     rollout: int
@@ -89,7 +89,7 @@ class Break:
 
 @dataclass(frozen=True)
 class _Divergence:
-    """The two sides of a break from the first differing token on, and what was sampled when."""
+    """Both sides of a break from the first differing token on, and where completions are."""
 
     position: int
     context: IntArray
@@ -101,7 +101,7 @@ class _Divergence:
 
     @cached_property
     def surviving(self) -> int:
-        """How many of the last ids of the previous path occur in the new prompt."""
+        """The number of last ids of the previous path that occur in the new prompt."""
         return surviving_tail(self.previous, self.current)[0]
 
     @cached_property
@@ -111,7 +111,7 @@ class _Divergence:
 
 
 def surviving_tail(old: IntArray, new: IntArray) -> tuple[int, int]:
-    """Return the longest suffix of `old` that occurs in `new`: its length and where it starts."""
+    """Return the longest suffix of `old` that occurs in `new`: its length and start in `new`."""
     hits = np.empty(0, dtype=np.int64)
     # Long endings first, since they occur in few places.
     for needed in (4, 2, 1):
@@ -122,7 +122,7 @@ def surviving_tail(old: IntArray, new: IntArray) -> tuple[int, int]:
             if len(hits):
                 break
     best, start = 0, 0
-    # A common ending, such as an end token, has thousands of places.
+    # Only the first ones: a common ending, such as an end token, occurs in thousands of places.
     for hit in hits[:64].tolist():
         count = min(hit + 1, len(old))
         agree = old[len(old) - count :][::-1] == new[hit + 1 - count : hit + 1][::-1]
@@ -135,15 +135,15 @@ def surviving_tail(old: IntArray, new: IntArray) -> tuple[int, int]:
 def _retokenized(d: _Divergence) -> bool:
     if d.decode is None or not len(d.previous) or not len(d.current):
         return False
-    # A token may be a part of a character: it is decoded after those before it, and the window may
-    # end within one.
+    # A token may be part of a character, so the tokens before it are decoded with it, and a partial
+    # character at the end of the window is dropped.
     context = d.context.tolist()
     texts = [
         d.decode(context + side[:_WINDOW_TOKENS].tolist()).rstrip("\ufffd")
         for side in (d.previous, d.current)
     ]
     shorter = min(map(len, texts))
-    # Equal beyond the context, which is the same on both sides anyway.
+    # Equal beyond the context, which is the same on both sides.
     return texts[0][:shorter] == texts[1][:shorter] and shorter > len(d.decode(context))
 
 
@@ -157,13 +157,13 @@ def _reasoning_stripped(d: _Divergence) -> bool:
             continue
         completion = d.previous[max(0, start - d.position) : end - d.position]
         window = d.current[: len(completion) + _WINDOW_TOKENS]
-        # Also without the last id: a template may write the end of an answer with another one.
+        # Also without the last id, since a template may end an answer with a different one.
         kept, inserted = max(surviving_tail(side, window) for side in (completion, completion[:-1]))
         removed = completion[: len(completion) - kept]
-        # With more put in than was kept it is a rewrite.
+        # If more was inserted than was kept, it is a rewrite.
         if not len(removed) or inserted >= max(kept, 1):
             continue
-        # Two ids, because one may be equal by chance.
+        # At least two ids, because one may match by chance.
         if d.decode is None:
             return kept >= 2
         text = d.decode(removed.tolist())
@@ -174,7 +174,7 @@ def _reasoning_stripped(d: _Divergence) -> bool:
 def _compaction(d: _Divergence) -> bool:
     if not len(d.current):
         return False
-    kept = d.end - d.surviving + 1  # an end token may match the one of another message
+    kept = d.end - d.surviving + 1  # an end token may match that of a different message
     lost = sum(start >= d.position and end <= kept for start, end in d.sampled)
     shorter = len(d.current) < len(d.previous)
     early = d.position < d.first_prompt_len
@@ -199,19 +199,18 @@ def explain_break(
     handoff: bool = False,
     decode: Decoder | None = None,
 ) -> Break:
-    """Compare the prompt of `call` with the path of `previous`; say where and why they part.
+    """Compare the prompt of `call` with the path of `previous`; return where and why they differ.
 
     Args:
-        history: calls along the path of `previous` whose sampled tokens are on it, in order,
-            `previous` included.
-        first_prompt_len: prompt length of the agent's first call: what stood before anything was
-            sampled.
-        handoff: `previous` is another agent's call, and this agent had none.
+        history: calls whose sampled tokens are on the path of `previous`, in order, including
+            `previous`.
+        first_prompt_len: prompt length of the agent's first call, before anything was sampled.
+        handoff: `previous` is a different agent's call, and this agent had none before.
         decode: ids to text, for `retokenized` and the two texts.
     """
     calls, arena = tree.calls, tree.arena
     old_end, new_end = calls.end(previous), calls.prompt_end(call)
-    # The tree knows where the paths part; no id is compared again.
+    # The tree knows where the paths part, so no ids are compared again.
     position = arena.depth(arena.common(old_end, new_end))
     old_len, new_len = tree.path_len(previous), tree.prompt_len(call)
     divergence = _Divergence(

@@ -14,7 +14,7 @@ from rolltree.types import FloatArray, IntArray
 _INT32_MAX = 2**31 - 1
 EMPTY_IDS: IntArray = np.empty(0, dtype=np.int32)
 MIN_LOGPROB = -1000.0
-# A dtype's place in this list is its code on the disk: append new ones.
+# A dtype's index in this list is its code on disk, so append new ones at the end.
 STORED_DTYPES = ("u1", "i1", "<u2", "<i2", "<u4", "<i4", "<i8", "<f4", "<f8", "<f2", "?", "<u8")
 STORED_CODES = {np.dtype(name).str: code for code, name in enumerate(STORED_DTYPES)}
 MAX_NDIM = 8
@@ -41,7 +41,7 @@ class GrowBuffer:
 
     @property
     def nbytes(self) -> int:
-        """Allocated bytes, the slack included."""
+        """Allocated bytes, with the unused space."""
         return self._data.nbytes
 
     def extend(self, values: NDArray[Any]) -> int:
@@ -56,12 +56,12 @@ class GrowBuffer:
         return start
 
     def trim(self) -> None:
-        """Give back what is reserved beyond the items stored."""
+        """Free memory that is reserved beyond the stored items."""
         if self.size < len(self._data):
             self._data = self._data[: self.size].copy()
 
     def view(self, start: int, end: int) -> NDArray[Any]:
-        """Return a view of `[start, end)`. Copy it before handing it to a user."""
+        """Return a view of `[start, end)`. Copy it before returning it to users."""
         return self._data[start:end]
 
 
@@ -81,10 +81,10 @@ def as_array(values: Any, name: str) -> NDArray[Any]:
 
 
 def check_stored(values: NDArray[Any], name: str) -> None:
-    """Refuse an array that cannot be written to disk.
+    """Check that an array can be written to disk.
 
     Raises:
-        TokenError: its dtype is none of `STORED_DTYPES`, or it has more than 8 dimensions.
+        TokenError: its dtype is not in `STORED_DTYPES`, or it has more than 8 dimensions.
     """
     if values.dtype.newbyteorder("<").str not in STORED_CODES or values.ndim > MAX_NDIM:
         raise TokenError(
@@ -95,10 +95,10 @@ def check_stored(values: NDArray[Any], name: str) -> None:
 
 
 def check_label(label: object, name: str) -> None:
-    """Refuse a label that is not text or that UTF-8 cannot hold.
+    """Check that a label is text that UTF-8 can encode.
 
     Raises:
-        TokenError: it names the label.
+        TokenError: it is not; the message names the label.
     """
     try:
         label.encode()  # type: ignore[attr-defined]
@@ -109,12 +109,12 @@ def check_label(label: object, name: str) -> None:
 
 
 def check_labels(agent: object, turn: object) -> None:
-    """Refuse what is not the name of an agent or the number of a turn.
+    """Check that labels are the name of an agent and the number of a turn or None.
 
     Raises:
-        TokenError: it names the label.
+        TokenError: one is not; the message names it.
     """
-    # ASCII is always storable, and nearly every name is.
+    # Nearly every name is ASCII, which can always be stored.
     if type(agent) is not str or not agent.isascii():
         check_label(agent, "agent")
     if turn is not None and not (
@@ -130,9 +130,9 @@ def check_labels(agent: object, turn: object) -> None:
 
 
 def as_ids(values: ArrayLike, name: str) -> IntArray:
-    """Return `values` as contiguous int32 `[_T]`, without a copy when it already is.
+    """Return `values` as contiguous int32 `[_T]`, without a copy if they already are.
 
-    Negative ids of an int32 array pass here; they are refused where tokens become new.
+    Negative ids of an int32 array pass here; `check_new_ids` refuses them when tokens are added.
 
     Raises:
         TokenError: not one-dimensional, not integers, or out of the int32 range.
@@ -145,7 +145,7 @@ def as_ids(values: ArrayLike, name: str) -> IntArray:
     ):
         return values
     array = as_array(values, name)
-    # numpy makes floats of an empty list.
+    # numpy makes an empty list an array of floats.
     if array.size == 0 and array.ndim == 1:
         return EMPTY_IDS
     if array.ndim != 1 or array.dtype.kind not in "iu":
@@ -153,7 +153,7 @@ def as_ids(values: ArrayLike, name: str) -> IntArray:
             f"{name} must be a flat sequence of token ids, got dtype {array.dtype} with shape "
             f"{array.shape}; matching is by integer id only. Pass the ids the engine reported."
         )
-    # Before the conversion, which would wrap larger ids around.
+    # Checked before the conversion, which would wrap larger ids around.
     low, high = int(array.min()), int(array.max())
     if low < 0 or high > _INT32_MAX:
         raise TokenError(
@@ -164,20 +164,20 @@ def as_ids(values: ArrayLike, name: str) -> IntArray:
 
 
 def check_new_ids(ids: IntArray, name: str) -> None:
-    """Refuse negative ids, which are padding or placeholders and never tokens."""
+    """Raise for negative ids, which are padding or placeholders and never tokens."""
     if len(ids) and ids.min() < 0:
         position = int(np.argmax(ids < 0))
         raise TokenError(
             f"{name} holds the negative id {int(ids[position])} at offset {position} of what is "
-            "new; such ids are padding or placeholders that no model was given. Drop them."
+            "new; such ids are padding or placeholders that no model ever got. Drop them."
         )
 
 
 def checked_logprobs(values: object, count: int) -> FloatArray:
     """Return one logprob per sampled token as float32 `[count]`, each at most 0.
 
-    The one check of logprobs in the project, for what a server says and for what enters a tree. An
-    engine's rounding may pass 0 by up to 1e-3; such a value becomes 0.
+    The only check of logprobs in the project, both for servers' answers and for insertion into a
+    tree. By rounding, an engine's logprob may exceed 0 by up to 1e-3; such a value becomes 0.
 
     Raises:
         TokenError: the length differs, or a value is not a logprob: missing, NaN, infinite, above
@@ -185,7 +185,7 @@ def checked_logprobs(values: object, count: int) -> FloatArray:
     """
     try:
         array = np.asarray(values)
-        if array.dtype.kind not in "fiuO":  # texts and booleans would be converted
+        if array.dtype.kind not in "fiuO":  # else texts and booleans would be converted
             raise TypeError(f"their dtype is {array.dtype}")
         if array.dtype.kind == "O":
             array = array.astype(np.float64)  # None becomes NaN
@@ -207,7 +207,7 @@ def checked_logprobs(values: object, count: int) -> FloatArray:
     if not count:
         return np.empty(0, np.float32)
     high, low = np.maximum.reduce(array), np.minimum.reduce(array)  # NaN if one is NaN
-    # Written so that NaN, which fails every comparison, is refused.
+    # Written so that NaN, for which every comparison is false, is refused.
     if not (high <= 1e-3 and low >= MIN_LOGPROB):
         bad = int(np.argmax(~((array <= 1e-3) & (array >= MIN_LOGPROB))))
         raise TokenError(
@@ -222,13 +222,13 @@ def checked_logprobs(values: object, count: int) -> FloatArray:
 def readable_floats(values: FloatArray) -> list[float]:
     """Return float32 values as Python floats that round back to them, bit for bit.
 
-    Where a decimal of at most six digits does, it is taken, else the exact value: what was written
-    as `-0.1` reads `-0.1` and not `-0.10000000149011612`.
+    A decimal of at most six digits is used if it does, else the exact value, so that `-0.1` does
+    not become `-0.10000000149011612`.
     """
     exact = values.astype(np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):
         magnitude = np.floor(np.log10(np.abs(exact)))
-    # Six significant digits always survive in a float32. 10^22 is the largest power of ten that is
+    # A float32 always preserves six significant digits. 10^22 is the largest power of ten that is
     # exact in float64.
     power = 5 - magnitude
     usable = (power >= 0) & (power <= 22)
@@ -240,7 +240,7 @@ def readable_floats(values: FloatArray) -> list[float]:
 
 
 def concat(parts: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
-    """Concatenate into a fresh array that the caller owns, also for no part or one."""
+    """Concatenate parts into a new array that the caller owns; always a copy."""
     if not parts:
         return np.empty(0, dtype=dtype)
     return np.concatenate(parts) if len(parts) > 1 else parts[0].copy()

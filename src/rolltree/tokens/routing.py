@@ -1,12 +1,12 @@
-"""Routed experts: those of a mixture to which the engine sent each token of a call.
+"""Routed experts: the experts of a mixture model to which the engine sent each token of a call.
 
 They are the stream `ROUTED_EXPERTS` of a token tree, integers `[layers, experts per token]` per
-token. A call stores those of its new tokens; its last sampled token was never the model's input, so
-the call that continues it is the first to know where that went.
+token. A call stores the experts of its new tokens. Its last sampled token was never an input of the
+model, so the experts of that token come with the call that continues it.
 
-Experts belong to weights. An engine that gets new weights computes a context again, so those of a
-whole call are of the version that sampled its last token; a call of another version than the one it
-extends stores them all.
+Experts depend on the weights. An engine that gets new weights computes a context again, so the
+experts of a whole call belong to the version that sampled its last token; a call whose version
+differs from that of the call it extends stores all of its experts.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ if TYPE_CHECKING:
     from rolltree.tokens.tree import TokenTree
 
 ROUTED_EXPERTS = "routed_experts"
-"""The name of the stream."""
+"""The name of the stream in a token tree."""
 
 
 def checked_routing(values: Any, path_len: int) -> NDArray[Any]:
-    """Return routed experts, `[n, layers, top_k]`, of a call of `path_len` tokens.
+    """Return the routed experts, `[n, layers, top_k]`, of a call of `path_len` tokens.
 
     Raises:
-        TokenError: they are not integers of that shape, or of more tokens than the model was given.
+        TokenError: they are not integers of that shape, or cover more tokens than the model's
+            input.
     """
     array = np.asarray(values)
     if array.ndim != 3 or array.dtype.kind not in "iu" or not all(array.shape[1:]):
@@ -54,22 +55,22 @@ def routing_streams(
     parent: int | None,
     versions: ArrayLike,
 ) -> dict[str, TokenStream]:
-    """Return what a new call of `tree` adds: `values` without what its `parent` recorded.
+    """Return the stream of a new call of `tree`: `values` without those that `parent` recorded.
 
-    `values`, `[n, layers, top_k]`, are those of the n tokens before the call's last one; `versions`
-    those of its sampled tokens, as `TokenTree.insert` takes them.
+    `values`, `[n, layers, top_k]`, are the experts of the n tokens before the call's last one, and
+    `versions` those of its sampled tokens, as in `TokenTree.insert`.
 
     Raises:
-        TokenError: as `checked_routing`.
+        TokenError: as in `checked_routing`.
     """
     if values is None:
         return {}
     array = checked_routing(values, path_len)
-    # They end with the token before the last, and may begin anywhere: a server need not repeat
+    # They end at the token before the last and may begin anywhere, since a server need not repeat
     # what it has reported.
     start = path_len - 1 - len(array)
     before = None
-    # Experts that other weights chose are another choice, also for the same tokens.
+    # Different weights may choose different experts for the same tokens.
     if parent is not None and routing_version(tree, parent) == _last(versions):
         before = tree.stream(ROUTED_EXPERTS, parent)
     if isinstance(before, TokenStream):
@@ -79,26 +80,26 @@ def routing_streams(
 
 
 def routing_version(tree: TokenTree, call: int) -> int:
-    """Return the policy version whose experts a call stores: -1 if it sampled nothing."""
+    """Return the policy version whose experts a call stores; -1 if it sampled nothing."""
     return _last(tree.versions(call))
 
 
 def _last(versions: ArrayLike) -> int:
-    # One number for all tokens, one for each, or none.
+    # `versions` may be one number for all tokens, one for each, or empty.
     return int(next(iter(np.ravel(versions)[-1:]), -1))
 
 
 def recorded_routing(tree: TokenTree, call: int) -> NDArray[Any] | None:
-    """Return the routed experts of a call, as far back as it and those it extends have some.
+    """Return the routed experts of a call, as far back as it and the calls it extends have them.
 
-    `[n, layers, top_k]`, of the n tokens before the call's last one; None without any.
+    `[n, layers, top_k]`, for the n tokens before the call's last one; None without any.
     """
     parts: list[NDArray[Any]] = []
     first, at, version = tree.path_len(call) - 1, call, routing_version(tree, call)
     while True:
         stream = tree.stream(ROUTED_EXPERTS, at)
         parent = tree.parent(at)
-        # The chain has to be without a gap: experts belong to consecutive tokens.
+        # The chain must not have gaps, since the result is for consecutive tokens.
         if not isinstance(stream, TokenStream) or (stream.start or 0) + len(stream.values) != first:
             break
         parts.append(stream.values)

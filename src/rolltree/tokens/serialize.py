@@ -1,9 +1,8 @@
-"""A token tree as bytes and back, in one piece or call by call.
+"""Converts token trees to bytes and back, in one piece or call by call.
 
-The tree is append-only, so "what is new since call k" is a slice of every buffer, and the
-concatenation of all pieces is the whole. Values are raw little-endian arrays, integers in the
-smallest type that fits. Reading executes nothing and trusts nothing: every length is checked before
-it is used.
+The tree is append-only, so what is new since a call is a slice of every buffer, and all pieces
+together are the whole tree. Values are raw little-endian arrays, integers in the smallest type that
+fits. Reading executes no code and trusts no value: every length is checked before it is used.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 MAGIC = b"RTT1"
 _HEAD = struct.Struct("<4sIQ")
 MAX_SAMPLED = 2**25
-"""Calls can share tokens; all calls of a tree together have at most 34 million sampled ones."""
+"""The most sampled tokens over all calls of a tree; calls may share tokens."""
 _NARROWING = tuple(np.dtype(name) for name in ("u1", "i1", "<u2", "<i2", "<u4", "<i4"))
 _FEW = 16
 _SEQUENCES = (list, array)
@@ -47,7 +46,7 @@ _NARROW_CODES = tuple(
     (STORED_CODES[dtype.str], letter, int(np.iinfo(dtype).min), int(np.iinfo(dtype).max))
     for dtype, letter in zip(_NARROWING, "BbHhIi", strict=True)
 )
-"""Of each narrow type: its code, its letter in `struct`, and its limits."""
+"""For each narrow type: its code, its letter in `struct`, and its limits."""
 _ONE = tuple(
     (struct.Struct(f"<BBI{letter}").pack, code, least, most)
     for code, letter, least, most in _NARROW_CODES
@@ -87,11 +86,11 @@ class Writer:
         self._parts.append(raw)
 
     def array(self, values: NDArray[Any]) -> None:
-        """Write an array of any listed dtype, as it is."""
+        """Write an array whose dtype is one of `STORED_DTYPES`."""
         if not values.size and values.ndim == 1 and values.dtype.str in _EMPTY:
             self._parts.append(_EMPTY[values.dtype.str])
             return
-        # Machines may have another byte order; files have one.
+        # Files are little-endian on every machine.
         little = np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("<"))
         check_stored(little, "an array")
         code = STORED_CODES[little.dtype.str]
@@ -112,8 +111,8 @@ class Writer:
         self.array(wide)
 
     def _few(self, values: Sequence[int]) -> None:
-        # The same bytes without numpy, which takes ten times as long for a few numbers: a journal
-        # saves call after call.
+        # The same bytes without numpy, which takes ten times as long for a few numbers. It matters
+        # for a journal, which saves call by call.
         if not values:
             self._parts.append(_EMPTY["|u1"])
             return
@@ -143,13 +142,13 @@ class Writer:
             self.array(np.array(values, np.float64))
 
     def chunk(self) -> bytes:
-        """Return everything written, framed."""
+        """Return everything written, with a length and a checksum in front."""
         body = b"".join(self._parts)
         return _HEAD.pack(MAGIC, zlib.crc32(body), len(body)) + body
 
 
 class Reader:
-    """Reads back what a `Writer` wrote."""
+    """Reads the values that a `Writer` wrote."""
 
     def __init__(self, body: memoryview) -> None:
         self._body = body
@@ -175,7 +174,7 @@ class Reader:
 
     def array(self) -> NDArray[Any]:
         """Read an array."""
-        # By offsets and not by `_take`: a small tree is 27 arrays, and slices were half its time.
+        # By offsets instead of `_take`: a small tree has 27 arrays, and slicing took half the time.
         body, head = self._body, self._at + 2
         if head > len(body):
             raise damaged_tokens("a value runs past the end")
@@ -204,7 +203,7 @@ class Reader:
             raise damaged_tokens("an array has an impossible shape") from error
 
     def ints(self, count: int | None = None) -> NDArray[Any]:
-        """Read a flat array of integers, of a known length when `count` is given."""
+        """Read a flat array of integers, of length `count` if that is given."""
         values = self.array()
         if values.dtype not in _INTEGERS or values.ndim != 1:
             raise damaged_tokens("integers were expected")
@@ -213,9 +212,9 @@ class Reader:
         return values
 
     def numbers(self, count: int | None = None) -> list[int]:
-        """Read what `ints` reads as Python's numbers."""
-        # Most trees have a handful of calls: for so few numbers a numpy operation takes longer
-        # than a loop over them, and most of these numbers fit in a byte.
+        """Read what `ints` reads, as Python integers."""
+        # Without numpy for numbers that fit in a byte: most trees have a handful of calls, and for
+        # so few numbers a numpy operation takes longer than a loop.
         body, at = self._body, self._at
         if body[at : at + 2] == _FLAT_BYTES and (
             count is None or body[at + 2 : at + 6] == count.to_bytes(4, "little")
@@ -229,13 +228,13 @@ class Reader:
         return numbers
 
     def done(self) -> None:
-        """Refuse bytes that are left over."""
+        """Raise if bytes are left over."""
         if self._at != len(self._body):
             raise damaged_tokens("bytes are left over")
 
 
 def chunks(data: bytes | bytearray | memoryview) -> list[Reader]:
-    """Split concatenated chunks into readers, lengths and checksums verified."""
+    """Split concatenated chunks into readers, after checking lengths and checksums."""
     view = memoryview(data)
     found: list[Reader] = []
     while len(view):
@@ -256,7 +255,7 @@ def chunks(data: bytes | bytearray | memoryview) -> list[Reader]:
 
 # -- trees ---------------------------------------------------------------------------------------
 
-# Without the runs of tokens, which are found again by bisection.
+# Without the columns of runs, which are found again by bisection.
 _SAVED_COLUMNS = (
     "prompt_token",
     "end_token",
@@ -271,7 +270,7 @@ _SAVED_COLUMNS = (
 
 
 def save(tree: TokenTree, since: int) -> bytes:
-    """Return the calls from handle `since` on, with every token and value they brought."""
+    """Return the bytes of the calls from handle `since` on, with their new tokens and values."""
     calls, arena = tree.calls, tree.arena
     if not 0 <= since <= len(calls):
         raise TokenError(
@@ -279,8 +278,8 @@ def save(tree: TokenTree, since: int) -> bytes:
             "many calls were saved before."
         )
     out = Writer()
-    # What each call left behind: everything after it is new, so a piece is a slice of every
-    # buffer.
+    # The sizes after call `since - 1`: everything beyond them is new, so a piece is a slice of
+    # every buffer.
     num_tokens = calls.num_tokens[since - 1] if since else 0
     num_runs = calls.num_runs[since - 1] if since else 0
     for number in (since, len(calls) - since, num_tokens, num_runs):
@@ -290,7 +289,7 @@ def save(tree: TokenTree, since: int) -> bytes:
     out.ints(arena.run_parent[num_runs:])
     for name in _SAVED_COLUMNS:
         out.ints(getattr(calls, name)[since:])
-    # All of them, not only new ones: a call of an earlier piece may have been labelled since.
+    # All agents, not only new ones: a call of an earlier piece may have been labelled since then.
     out.number(len(tree.agents))
     for agent in tree.agents:
         out.text(agent)
@@ -302,7 +301,7 @@ def save(tree: TokenTree, since: int) -> bytes:
 
 def _save_sampled(out: Writer, stream: SampledStream, since: int) -> None:
     given = stream.offset[since:]
-    # Offsets count from the piece's own first value, so a piece says the same wherever it is put.
+    # Offsets count from the first value of this piece, so they do not depend on earlier pieces.
     if len(given) <= _FEW:
         first = next((offset for offset in given if offset >= 0), stream.buffer.size)
         out.ints([offset - first if offset >= 0 else offset for offset in given])
@@ -360,8 +359,8 @@ def load(tree: TokenTree, data: bytes | bytearray | memoryview) -> None:
     """Append saved chunks to a tree that holds exactly the calls before them.
 
     Raises:
-        TokenError: the bytes are torn, foreign, out of order, or contradict themselves, or there
-            are none. The tree must not be used after that.
+        TokenError: the bytes are missing, truncated, of another format, out of order, or contradict
+            themselves. The tree must not be used after that.
     """
     found = chunks(data)
     if not found:
@@ -375,7 +374,7 @@ def load(tree: TokenTree, data: bytes | bytearray | memoryview) -> None:
 def _load_chunk(tree: TokenTree, reader: Reader) -> None:
     calls, arena = tree.calls, tree.arena
     since, count, num_tokens, num_runs = (reader.number() for _ in range(4))
-    # A piece fits only behind the calls that it was saved after.
+    # A piece fits only after the calls that preceded it when it was saved.
     if (since, num_tokens, num_runs) != (len(calls), arena.num_tokens, arena.num_runs):
         raise damaged_tokens(
             f"the record continues after call {since}, but the tree holds {len(calls)} calls"
@@ -385,7 +384,7 @@ def _load_chunk(tree: TokenTree, reader: Reader) -> None:
     _load_runs(tree, ids, starts, reader.numbers(len(starts)))
     columns = [reader.numbers(count) for _ in _SAVED_COLUMNS]
     agents = [reader.text() for _ in range(reader.number())]
-    # Pieces of earlier versions have the new ones only.
+    # Pieces that earlier versions saved have only the new agents.
     known = len(tree.agents)
     tree.agents += agents[known:] if agents[:known] == tree.agents else agents
     if len(set(tree.agents)) < len(tree.agents):
@@ -407,8 +406,8 @@ def _load_runs(tree: TokenTree, ids: Any, starts: list[int], parents: list[int])
     first = arena.num_tokens
     total = first + len(ids)
     edges = [first, *starts, total]
-    # Runs are not empty, lie within these tokens, in order, and hang below an earlier token; and
-    # the first token of a tree begins one.
+    # Runs must not be empty, must lie within these tokens, in order, and hang below an earlier
+    # token; and the first token of a tree must begin a run.
     if (
         any(low >= high for low, high in pairwise(edges[1:]))
         or edges[1] < first
@@ -417,7 +416,7 @@ def _load_runs(tree: TokenTree, ids: Any, starts: list[int], parents: list[int])
     ):
         raise damaged_tokens("the runs do not tile the tokens")
     ids = ids.astype(np.int32)
-    # Tokens before the first new run make the newest old one longer.
+    # Tokens before the first new run continue the newest old run.
     if edges[1] > first:
         last = first - 1
         if arena.append(ids[: edges[1] - first], arena.place(last)).token != edges[1] - 1 or (
@@ -427,8 +426,8 @@ def _load_runs(tree: TokenTree, ids: Any, starts: list[int], parents: list[int])
     for low, high, parent in zip(edges[1:], edges[2:], parents, strict=False):
         place = arena.place(parent) if parent >= 0 else ROOT
         piece = ids[low - first : high - first]
-        # `insert` would have walked along the other run, or made it longer: matching finds only
-        # one of two equal paths.
+        # `insert` would have followed the other run or continued it; matching would find only one
+        # of two equal paths.
         if (parent == low - 1 and parent >= 0) or arena.match(piece[:1], place)[0]:
             raise damaged_tokens("two runs hold the same path")
         arena.append(piece, place)
@@ -446,7 +445,7 @@ def _load_call(
     num_tokens: int,
     num_runs: int,
 ) -> None:
-    """Append a row of `_SAVED_COLUMNS`, which is the order of the arguments."""
+    """Append a call; the arguments are in the order of `_SAVED_COLUMNS`."""
     arena, calls = tree.arena, tree.calls
     if not (-1 <= prompt_token <= end_token < arena.num_tokens) or not (
         -1 <= parent < len(calls) and 0 <= agent < len(tree.agents)
@@ -454,7 +453,7 @@ def _load_call(
         raise damaged_tokens("a call points outside the tree")
     prompt_end = arena.place(prompt_token) if prompt_token >= 0 else ROOT
     end = arena.place(end_token) if end_token >= 0 else ROOT
-    # Samples are cut by these lengths: a wrong one would train prompt tokens.
+    # Samples are cut by these lengths, and a wrong one would train prompt tokens.
     if (
         arena.depth(prompt_end) != prompt_len
         or arena.depth(end) != prompt_len + sampled
@@ -462,7 +461,7 @@ def _load_call(
         or arena.up(end, sampled) != prompt_end
     ):
         raise damaged_tokens("a call's lengths do not fit its path")
-    # What extends a call shares its path by handle, without comparing ids again.
+    # Later code trusts `parent` without comparing ids again.
     if parent >= 0:
         added = prompt_len - tree.path_len(parent)
         if added < 0 or arena.up(prompt_end, added) != calls.end(parent):
@@ -470,7 +469,7 @@ def _load_call(
     if not NO_TURN <= turn < 2**31:
         raise damaged_tokens("a turn is not a number from 0 on")
     before = calls.num_tokens[-1] if len(calls) else 0
-    # `save` cuts by these numbers, so wrong ones would show in the next piece.
+    # `save` slices by these numbers, so wrong ones would damage the next piece.
     if not max(before, end_token + 1) <= num_tokens <= arena.num_tokens or (
         num_runs != bisect_left(arena.run_start, num_tokens)
     ):
@@ -494,8 +493,8 @@ def _check_reached(tree: TokenTree) -> None:
     if arena.num_tokens != (calls.num_tokens[-1] if len(calls) else 0):
         raise damaged_tokens("tokens belong to no call")
     reached = [-1] * (arena.num_runs + 1)  # the last one is for the root, whose run is -1
-    # A run is needed up to the last end of a call on it, or to the last token below which another
-    # run hangs.
+    # A run is reached up to the last end of a call on it, or the last token below which another run
+    # hangs.
     for runs, tokens in (
         (calls.end_run, calls.end_token),
         (arena.run_parent_run, arena.run_parent),
@@ -521,7 +520,7 @@ def _load_sampled(reader: Reader, stream: SampledStream, lengths: Sequence[int])
         raise damaged_tokens("a stream does not fit its calls")
     at, first = 0, stream.buffer.size
     for length, offset, constant in zip(lengths, offsets, constants.tolist(), strict=True):
-        # Values of calls lie one after the other; what is not used is 0.
+        # The calls' values are consecutive, and an unused constant is 0.
         if offset == CONSTANT:
             fits = stream.accepts(constant)
         elif offset == ABSENT:
@@ -557,14 +556,14 @@ def _load_extra(reader: Reader, tree: TokenTree, since: int) -> None:
         extra.check_kind(name, (values.dtype.str, values.shape[1:]))
         offset = extra.append_values(name, values)
         for call, start, count in zip(handles, starts, counts, strict=True):
-            # The later one would hide the first, whose values would stay unread.
+            # The second would hide the first, whose values would never be read.
             if call in extra.dense[name]:
                 raise damaged_tokens("a call has two streams of one name")
             if start < 0 or start + count > path_len(call):
                 raise damaged_tokens("a stream runs past its call")
             extra.dense[name][call] = DenseEntry(start, count, offset)
             offset += count
-    # Arrays are numbered across pieces.
+    # Blobs are numbered across pieces.
     if reader.number() != len(extra.blobs):
         raise damaged_tokens("placed arrays are missing")
     for _ in range(reader.number()):

@@ -1,11 +1,11 @@
-"""Step dicts as views on the token tree: `RecordedStep` and its `StepTokens`.
+"""Step dicts as views of the token tree: `RecordedStep` and its `StepTokens`.
 
-T turns restate T prompts, each with the ids, masks and numbers of its call. A recorded step keeps
-what is new in its prompt, the step before it, and a handle into the token tree. The values of a
-step and of its `StepTokens` become lists and dicts when they are first read, and stay from then on,
-so that changing them in place works as with any dict; `peek` reads without keeping.
+T turns repeat T prompts, each with the ids, masks and numbers of its call. A recorded step keeps
+only the new part of its prompt, the step before it, and a handle into the token tree. The values of
+a step and of its `StepTokens` become lists and dicts when they are first read, and are kept from
+then on, so that changing them in place works as in any dict; `peek` reads without keeping.
 
-Readers that bypass Python methods see markers instead of values: hand those `dict(step)`.
+Code that bypasses Python methods sees markers instead of values: pass it `dict(step)`.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ TOKEN_KEYS = (
 
 
 class LazyDict(dict[str, Any]):
-    """A dict that builds values when they are read: those that hold the marker `_unread`."""
+    """A dict that builds the values that hold the marker `_unread` when they are read."""
 
     __slots__ = ()
     _unread: ClassVar[Any] = None
     _builders: ClassVar[Mapping[str, Callable[[Any], Any]]] = {}
 
     def peek(self, key: str) -> Any:
-        """Return `self[key]` without keeping what was built for it: for readers that only look."""
+        """Return `self[key]` without keeping the built value, for readers that do not change it."""
         value = dict.__getitem__(self, key)
         return self._builders[key](self) if self._is_unread(key, value) else value
 
@@ -49,10 +49,10 @@ class LazyDict(dict[str, Any]):
         value = dict.__getitem__(self, key)
         if self._is_unread(key, value):
             value = self._builders[key](self)
-            dict.__setitem__(self, key, value)  # or an edit in place would change a copy
+            dict.__setitem__(self, key, value)  # else an edit in place would change a copy
         return value
 
-    def __iter__(self) -> Iterator[str]:  # `dict(step)` and `{**step}` then ask __getitem__
+    def __iter__(self) -> Iterator[str]:  # makes `dict(step)` and `{**step}` call __getitem__
         return dict.__iter__(self)
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -60,7 +60,7 @@ class LazyDict(dict[str, Any]):
         return self[key] if key in self else default  # noqa: SIM401 (this is get)
 
     def setdefault(self, key: str, default: Any = None) -> Any:
-        """Return the value under `key`, after setting it to `default` when it is missing."""
+        """Return the value under `key`, after setting it to `default` if it is missing."""
         if key not in self:
             self[key] = default
         return self[key]
@@ -103,7 +103,7 @@ class LazyDict(dict[str, Any]):
     def __repr__(self) -> str:
         return repr({key: self.peek(key) for key in self})
 
-    # A step on its own travels as plain data; `Trajectory` keeps the sharing.
+    # A single step is pickled as plain data; a `Trajectory` keeps the sharing.
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return dict, ({key: self.peek(key) for key in self},)
 
@@ -112,7 +112,7 @@ class LazyDict(dict[str, Any]):
 
 
 def mask_list(weights: FloatArray) -> list[Any]:
-    """Return loss weights as ints where all are whole numbers, else as floats."""
+    """Return loss weights as ints if all are whole numbers, else as floats."""
     whole = weights.astype(np.int64)
     return whole.tolist() if np.array_equal(whole, weights) else readable_floats(weights)
 
@@ -125,9 +125,9 @@ def _logprob_list(view: StepTokens) -> list[float]:
 class StepTokens(LazyDict):
     """The tokens of one call, as a dict of lists that are built when they are first read.
 
-    `completion_logprobs` is empty when the engine gave none. What was assigned or edited in place
-    overrides the tree (None under one of the five keys means what the tree says). Logprobs are
-    float32, so `==` compares them as such.
+    `completion_logprobs` is empty if the engine returned none. Values that were assigned or edited
+    in place override the tree (None under one of the five keys means the tree's value). Logprobs
+    are float32, and `==` compares them as such.
     """
 
     __slots__ = ("_held", "_seen", "call", "tree")
@@ -143,12 +143,12 @@ class StepTokens(LazyDict):
         super().__init__(dict.fromkeys(TOKEN_KEYS))
         self.tree = tree
         self.call = call
-        # An author's own dict, and what was under its keys when it was last looked at.
+        # An author's own dict, and the values of its keys when it was last read.
         self._held: Mapping[str, Any] | None = None
         self._seen: tuple[Any, ...] = ()
 
     def peek(self, key: str) -> Any:
-        """Return `self[key]` without keeping what was built for it."""
+        """Return `self[key]` without keeping the built value."""
         self._follow()
         return super().peek(key)
 
@@ -158,13 +158,13 @@ class StepTokens(LazyDict):
 
     @property
     def assigned(self) -> tuple[str, ...]:
-        """The keys that no longer say what was recorded: they were assigned or edited in place."""
+        """The keys whose values differ from the record: they were assigned or edited in place."""
         self._follow()
         return tuple(key for key, value in dict.items(self) if self._differs(key, value))
 
     @property
     def as_recorded(self) -> bool:
-        """Whether the tree still says all that training reads: no token key was changed."""
+        """Whether the tree still has all that training reads, since no token key was changed."""
         return not any(key in TOKEN_KEYS for key in self.assigned)
 
     def _differs(self, key: str, value: Any) -> bool:
@@ -175,9 +175,9 @@ class StepTokens(LazyDict):
         return not self._same(key, self._builders[key](self), value)
 
     def hold(self, tokens: Mapping[str, Any]) -> None:
-        """Make the author's own lists the view's, if they are equal to the recorded ones.
+        """Use the author's own lists as values of this view, if they equal the recorded ones.
 
-        Whoever built the step may hold its lists or this dict, and edit them later.
+        The author's code may still refer to these lists or this dict, and edit them later.
         """
         for key, value in tokens.items():
             if key not in self._builders:
@@ -188,7 +188,7 @@ class StepTokens(LazyDict):
             self._held, self._seen = tokens, tuple(map(tokens.get, TOKEN_KEYS))
 
     def _follow(self) -> None:
-        """Take what was assigned in the dict that `hold` was given since it was last looked at."""
+        """Take over values that were assigned, since the last read, in the dict of `hold`."""
         if self._held is None:
             return
         found = tuple(map(self._held.get, TOKEN_KEYS))
@@ -235,9 +235,9 @@ _NO_INFO: Mapping[str, Any] = {}
 class KeptResponse(NamedTuple):
     """The values of its `ModelResponse` that a step keeps, copies, pickles and stores.
 
-    The tree has the rest: ids, logprobs, versions, routed experts. A further field of a call is
-    in two places, in `ModelResponse` and here; the store writes all that is here
-    (`rolltree.rollouts.record_steps`), and a test fails for a field that gets lost on that way.
+    The tree has the rest: ids, logprobs, versions, routed experts. A new field of a call has to be
+    added in two places, in `ModelResponse` and here; the store writes all fields of this class
+    (`rolltree.rollouts.record_steps`), and a test fails if a field is lost on the way.
     """
 
     message: ChatMessage
@@ -255,8 +255,8 @@ class KeptResponse(NamedTuple):
 
     @classmethod
     def of(cls, response: ModelResponse) -> KeptResponse:
-        """Return what a step keeps of a response."""
-        # Most calls have no notes: a million of them need not keep a million empty dicts.
+        """Return the part of a response that a step keeps."""
+        # Most calls have no `info`; a million of them share one empty dict.
         return cls._make((*_kept_of(response), response.info or _NO_INFO))
 
 
@@ -264,10 +264,10 @@ _kept_of = attrgetter(*(name for name in KeptResponse._fields if name != "info")
 
 
 class RecordedStep(LazyDict):
-    """A `TrajectoryStep` that a client's `ModelResponse` was recorded as.
+    """The `TrajectoryStep` of a client's `ModelResponse`.
 
-    `head` is the step that this one's prompt continues, or None; `added` is what the prompt has
-    beyond it. Of the response the step keeps what the tree does not have.
+    `head` is the step that this one's prompt continues, or None; `added` is the part of the prompt
+    after it. Of the response, the step keeps what the tree does not have.
     """
 
     __slots__ = ("_added", "_answer", "_kept", "call", "head", "tree")
@@ -290,10 +290,10 @@ class RecordedStep(LazyDict):
         completion: Messages,
     ) -> None:
         super().__init__(
-            # A marker and not None, which is a value that an author may assign.
+            # A marker instead of None, because an author may assign None.
             prompt=_UNREAD,
             completion=_UNREAD,
-            # A wrapped client's own object is kept: nothing here can build it again.
+            # A wrapped client's own object is kept, since it cannot be built again.
             response=_UNREAD if response.raw is None else response.raw,
             tokens=_UNREAD,
             reward=None,
@@ -314,26 +314,26 @@ class RecordedStep(LazyDict):
 
     @property
     def response_record(self) -> Any:
-        """The response without the arrays, which the tree has; or what was assigned instead."""
+        """The response without its arrays, which the tree has; or the value that was assigned."""
         value = dict.get(self, "response")
         return self._response() if value is _UNREAD else value
 
     def recorded_conversation(self) -> Messages:
-        """Return prompt and completion as they were recorded; a list is a new one."""
+        """Return the prompt and completion as they were recorded; a list is a new object."""
         return self._build_prompt() + _unpacked(self._answer)  # type: ignore[operator]
 
     def new_messages(self, step: object) -> Messages | None:
-        """Return what this prompt adds to the conversation of `step`; None when that is not known.
+        """Return what this prompt adds to the conversation of `step`; None if that is not known.
 
-        It is known where the prompt continues `step` and neither was changed since.
+        It is known if the prompt continues `step` and neither was changed since.
         """
-        # By identity: an equal step of another conversation says nothing about this prompt.
+        # By identity: an equal step of another conversation proves nothing about this prompt.
         if step is not self.head or self.head is None or self.head.is_changed():
             return None
         return None if self.is_changed() else _unpacked(self._added)
 
     def is_changed(self) -> bool:
-        """Whether prompt or completion are no longer as they were recorded."""
+        """Whether prompt or completion differ from the record."""
         prompt, completion = dict.get(self, "prompt"), dict.get(self, "completion")
         return not (
             (prompt is _UNREAD or prompt == self._build_prompt())
@@ -343,7 +343,7 @@ class RecordedStep(LazyDict):
     def _build_prompt(self) -> Messages:
         parts: list[Messages] = []
         step: RecordedStep | None = self
-        # A loop, because a rollout of many turns is a long chain.
+        # A loop instead of recursion, because a rollout of many turns is a long chain.
         while step is not None:
             parts.append(_unpacked(step._added))
             step = step.head
@@ -364,7 +364,7 @@ class RecordedStep(LazyDict):
 
     def _build_response(self) -> ModelResponse:
         tree, call = self.tree, self.call
-        # With its place, so logprobs and prompt come from the tree.
+        # With its place, so that logprobs and prompt come from the tree.
         return self._response(
             completion_ids=tree.completion_ids(call),
             versions=tree.versions(call),
@@ -391,7 +391,7 @@ class RecordedStep(LazyDict):
         return extras
 
     def pop(self, key: str, *default: Any) -> Any:
-        """Remove `key` and return its value (or `default` when given)."""
+        """Remove `key` and return its value; if it is missing, `default` if given."""
         if key not in self:
             return dict.pop(self, key, *default)
         value = self[key]
@@ -406,7 +406,7 @@ class RecordedStep(LazyDict):
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
         """Return a plain dict; its tokens are in the copy of the tree that `memo` has."""
         copied: dict[str, Any] = {}
-        # First, for a step that leads back to itself.
+        # Noted first, for a step that refers to itself.
         memo[id(self)] = copied
         copied.update({key: deepcopy(self.peek(key), memo) for key in self})
         return copied
@@ -414,7 +414,7 @@ class RecordedStep(LazyDict):
     # -- in a copied or pickled trajectory ---------------------------------------------------
 
     def to_parts(self, places: Mapping[int, int]) -> tuple[Any, ...]:
-        """Return what `from_parts` makes the step of; `places` are steps by `id`."""
+        """Return the arguments of `from_parts`; `places` has the indices of steps by `id`."""
         place = None if self.head is None else places.get(id(self.head))
         # Without its head, as in a slice, the step needs the whole prompt.
         added = self._build_prompt() if place is None else _unpacked(self._added)
@@ -430,7 +430,7 @@ class RecordedStep(LazyDict):
 
     @staticmethod
     def from_parts(tree: TokenTree, parts: tuple[Any, ...], steps: list[Any]) -> RecordedStep:
-        """Return the step that `to_parts` took apart; `steps` are those before it."""
+        """Return the step that `to_parts` took apart; `steps` are the earlier ones."""
         call, response, place, added, completion, kept, gone = parts
         head = None if place is None else steps[place]
         step = RecordedStep(tree, call, response, head, added, completion)
@@ -444,16 +444,16 @@ class RecordedStep(LazyDict):
 
 
 def peek(step: Mapping[str, Any], key: str) -> Any:
-    """Return `step.get(key)`; a recorded step keeps nothing of what is built for it."""
+    """Return `step.get(key)`; a recorded step does not keep the value that it builds."""
     if isinstance(step, LazyDict):
         return step.peek(key) if key in step else None
     return step.get(key)
 
 
 def num_call_tokens(step: Mapping[str, Any]) -> int:
-    """Return how many prompt and sampled tokens a step's call has, as far as is known."""
+    """Return the number of prompt and sampled tokens of a step's call, as far as it is known."""
     tokens = peek(step, "tokens")
-    if tokens is None:  # the server gave no ids
+    if tokens is None:  # the server returned no ids
         extras = peek(step, "extras") or {}
         return sum(extras.get(key) or 0 for key in ("num_prompt_tokens", "num_completion_tokens"))
     if isinstance(tokens, StepTokens) and tokens.as_recorded:
@@ -462,14 +462,14 @@ def num_call_tokens(step: Mapping[str, Any]) -> int:
 
 
 def _packed(messages: Messages) -> str | ChatMessage | tuple[ChatMessage, ...]:
-    """Return messages in little memory: the one message itself, or a tuple."""
+    """Return messages in a compact form: a single message itself, else a tuple."""
     if isinstance(messages, str):
         return messages
     return messages[0] if len(messages) == 1 else tuple(messages)
 
 
 def _unpacked(packed: str | ChatMessage | tuple[ChatMessage, ...]) -> Messages:
-    """Return what `_packed` was given; a list is a new one."""
+    """Return the messages that `_packed` got; a list is a new object."""
     if isinstance(packed, str):
         return packed
     return list(packed) if isinstance(packed, tuple) else [packed]

@@ -1,8 +1,9 @@
 """Streams: a call's values per token, or its arrays at placeholder positions.
 
-Three containers, all append-only and in flat buffers: `SampledStream` (a scalar per sampled token;
-a constant costs one number), `TokenStream` values (any item shape, any stretch of the path) and
-`PlacedStream` values (one array per placeholder, ragged, each distinct array kept once).
+There are three kinds, all append-only and stored in flat buffers: `SampledStream` (a scalar per
+sampled token; a constant costs one number), `TokenStream` (values of any item shape for any part of
+the path) and `PlacedStream` (one array per placeholder, of any shape; each distinct array is kept
+once).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from rolltree.errors import TokenError
 from rolltree.tokens.buffers import GrowBuffer, as_array, check_label, check_stored
 from rolltree.types import IntArray
 
-# In place of an offset, which is at least 0.
+# Stored in place of an offset, which is at least 0.
 ABSENT = -1
 CONSTANT = -2
 _INT32_MAX = 2**31 - 1
@@ -34,8 +35,8 @@ class SampledStream:
 
     Args:
         dtype: int32 or float32.
-        low, high: the smallest and the largest value that is accepted.
-        optional: whether a call may go without.
+        low, high: the smallest and the largest accepted value.
+        optional: whether a call may have no values.
     """
 
     __slots__ = ("buffer", "constant", "high", "low", "offset", "optional")
@@ -51,14 +52,14 @@ class SampledStream:
         self.buffer = GrowBuffer(dtype)
         self.offset = array("q")
         self.constant = array("d")
-        # So that infinity is out of range for both.
+        # Finite, so that infinity is out of range for both dtypes.
         largest = _INT32_MAX if self.buffer.dtype.kind == "i" else _FLOAT32_MAX
         self.low, self.high = low, min(high, largest)
         self.optional = optional
 
     def holds(self, values: NDArray[Any]) -> bool:
         """Return whether all values are numbers from `low` to `high` that the dtype can hold."""
-        # Whole numbers may come as floats: some writers of JSON make them so.
+        # Whole numbers may be floats, as some JSON writers make them.
         kind, whole = values.dtype.kind, self.buffer.dtype.kind == "i"
         if kind not in ("iuf" if whole else "iufb"):
             return False
@@ -69,16 +70,16 @@ class SampledStream:
         return bool(values.min() >= self.low and values.max() <= self.high)
 
     def accepts(self, value: float) -> bool:
-        """Return what `holds` would return of one Python number."""
+        """Return what `holds` would return for one Python number."""
         return self.low <= value <= self.high and (value % 1 == 0 or self.buffer.dtype.kind == "f")
 
     def check(self, values: Any, count: int, name: str) -> float | NDArray[Any]:
-        """Return a scalar when `values` is one or is constant, else an array `[count]`.
+        """Return a scalar if `values` is one or is constant, else an array `[count]`.
 
         Raises:
-            TokenError: an array of another length, or values that this stream does not hold.
+            TokenError: an array has a different length, or values that this stream cannot hold.
         """
-        # Nearly every call has one temperature and one version; no array is made for them.
+        # Nearly every call has one temperature and one version, for which no array is made.
         if type(values) in (int, float) and self.accepts(values):
             return float(values)
         found = as_array(values, name)
@@ -96,7 +97,7 @@ class SampledStream:
         if found.size == 0:
             return 0.0
         first = found.reshape(-1)[0]
-        # One number instead of an array, which most streams of a call are.
+        # Most streams of a call are constant, and are stored as one number.
         if found.ndim == 0 or (found == first).all():
             return float(first)
         return found.astype(self.buffer.dtype)
@@ -120,15 +121,15 @@ class SampledStream:
             return self.buffer.view(offset, offset + count)
         if offset == ABSENT:
             return None
-        # Made when it is read: the buffer holds nothing for it.
+        # Made when it is read, since the buffer does not have it.
         return np.full(count, self.constant[call], dtype=self.buffer.dtype)
 
     def raw(self, call: int, count: int) -> float | NDArray[Any] | None:
-        """Return what `add` was given."""
+        """Return the value that `add` got."""
         return self.constant[call] if self.offset[call] == CONSTANT else self.get(call, count)
 
     def value_range(self, call: int, count: int) -> tuple[Any, Any] | None:
-        """Return the smallest and the largest of a call's `count` values; None without values."""
+        """Return the smallest and largest of a call's `count` values, or None without values."""
         offset = self.offset[call]
         if offset == ABSENT or not count:
             return None
@@ -148,8 +149,8 @@ class SampledStream:
 class TokenStream:
     """Values `[n, ...]` for path positions `start .. start + n` of one call.
 
-    `start=None` means the call's sampled tokens. Give values for what is new in this call only:
-    positions of an earlier call's tokens already carry that call's values.
+    `start=None` means the call's sampled tokens. Give values only for tokens that are new in this
+    call: those of an earlier call already have that call's values.
 
     Example: routed experts of 3 sampled tokens, 2 layers, top 4: `TokenStream(array[3, 2, 4])`.
     """
@@ -206,11 +207,10 @@ class ExtraStreams:
             return {}
         if not isinstance(streams, Mapping):
             raise TokenError(
-                f"streams is a {type(streams).__name__} without names; they are found by name "
-                'later. Give a dict: streams={"name": values}.'
+                f"streams is a {type(streams).__name__}, but streams are looked up by name later. "
+                'Give a dict: streams={"name": values}.'
             )
-        # All are checked before the first is stored, so a call that is refused leaves nothing
-        # behind.
+        # All are checked before the first is stored, so that a refused call changes nothing.
         return {
             name: self.check(name, value, prompt_len, num_sampled)
             for name, value in streams.items()
@@ -222,8 +222,8 @@ class ExtraStreams:
         """Return `value` as a stream that fits a call of this size, without storing anything.
 
         Raises:
-            TokenError: wrong length, positions outside the call, or another kind, dtype or item
-                shape than `name` had before.
+            TokenError: the length is wrong, positions are outside the call, or the kind, dtype or
+                item shape differs from earlier values of `name`.
         """
         check_label(name, "a stream's name")
         total = prompt_len + num_sampled
@@ -248,17 +248,17 @@ class ExtraStreams:
         return TokenStream(values, int(start))
 
     def kind(self, name: str) -> tuple[str, tuple[int, ...]] | None:
-        """Return the dtype and item shape of a dense stream, `PLACED`, or None when unknown."""
+        """Return the dtype and item shape of a dense stream, `PLACED`, or None if unknown."""
         buffer = self.buffers.get(name)
         if buffer is not None:
             return buffer.dtype.str, buffer.item_shape
         return PLACED if name in self.placed else None
 
     def check_kind(self, name: str, kind: tuple[str, tuple[int, ...]] | None) -> None:
-        """Refuse values of another kind than `name` had before.
+        """Check that values are of the same kind as earlier values of `name`.
 
         Raises:
-            TokenError: another dtype, item shape, or placed arrays against one value per token.
+            TokenError: the dtype or item shape differs, or only one of them is placed arrays.
         """
         known = self.kind(name)
         if known is not None and kind is not None and known != kind:
@@ -304,24 +304,24 @@ class ExtraStreams:
         return self.buffers[name].extend(values)
 
     def add_blob(self, item: NDArray[Any]) -> int:
-        """Keep a copy of an array once; return its index."""
-        # An image that is in the prompt of every turn is kept once. Type and shape belong to it:
-        # equal bytes may be other arrays.
+        """Keep a copy of an array, once; return its index."""
+        # An image in the prompt of every turn is kept once. The key has type and shape, since
+        # different arrays may have equal bytes.
         key = hashlib.blake2b(item.tobytes(), digest_size=16)
         key.update(f"{item.dtype.str}{item.shape}".encode())
         digest = key.digest()
         if digest not in self._digests:
             self._digests[digest] = len(self.blobs)
-            # The caller may write into its own array later.
+            # Copied, since the caller may write into its array later.
             self.blobs.append(item.copy())
         return self._digests[digest]
 
     def names(self) -> list[str]:
-        """Return the names of all streams, in order of first use by kind."""
+        """Return the names of all streams: dense ones, then placed ones, in order of first use."""
         return [*self.dense, *self.placed]
 
     def get(self, name: str, call: int) -> TokenStream | PlacedStream | None:
-        """Return what `call` carries under `name`, or None."""
+        """Return the stream `name` of `call`, or None."""
         dense = self.dense.get(name, {}).get(call)
         if dense is not None:
             values = self.buffers[name].view(dense.offset, dense.offset + dense.count)

@@ -1,7 +1,7 @@
-"""`state["trajectory"]`: a list of spec-1 step dicts whose tokens live in one token tree.
+"""`state["trajectory"]`: a list of `TrajectoryStep`s whose tokens are in one token tree.
 
-Steps appended by hand with plain token lists are taken into the tree too, so every step costs O(new
-tokens).
+The token lists of steps that are appended by hand are moved into the tree, too, so every step costs
+O(new tokens).
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from rolltree.types import Messages, ModelResponse, TrajectoryStep, concat_messa
 class Trajectory(list[TrajectoryStep]):
     """The steps of one rollout, and `tree`, the tokens of all of them.
 
-    A list in every respect. A slice or a shallow copy is a Trajectory over the same tree, which
-    only ever grows; a deep copy has its own.
+    It is a list in every respect. A slice or a shallow copy is a Trajectory over the same tree,
+    which only grows; a deep copy has its own tree.
     """
 
     def __init__(
         self, steps: Iterable[TrajectoryStep] = (), *, tree: TokenTree | None = None
     ) -> None:
         super().__init__()
-        self._tree = tree  # None until it is needed: the first response's may become this one's
+        self._tree = tree  # None until it is needed, since the first response's may be taken over
         self._handles: dict[int, int] = {}
         self._said: tuple[RecordedStep, Messages] | None = None  # the last step's conversation
         self.extend(steps)
 
     @classmethod
     def of(cls, steps: Iterable[TrajectoryStep] | None) -> Trajectory:
-        """Return `steps` as a trajectory: itself, or one over the tree of its last step.
+        """Return `steps` as a trajectory: itself, or a new one over the tree of its last step.
 
-        An author may put any list into `state["trajectory"]`.
+        It is for lists that an author put into `state["trajectory"]`.
         """
         if isinstance(steps, cls):
             return steps
@@ -66,22 +66,22 @@ class Trajectory(list[TrajectoryStep]):
     ) -> TrajectoryStep:
         """Record one model call as a step and return the step.
 
-        A response that its session put into this tree (an empty trajectory takes over the
-        session's tree) stays where it is. Otherwise its ids are inserted: O(new tokens) when
-        `response.extends` names a call recorded here, one scan of the prompt if not. Without ids
-        `step["tokens"]` is None. `extras` overrides what is derived: `agent`, `turn`, `call_id`,
+        A response that its session already stored in this tree (an empty trajectory takes over the
+        session's tree) stays there. Otherwise its ids are inserted: O(new tokens) if
+        `response.extends` names a call recorded here, else a scan of the prompt. Without ids
+        `step["tokens"]` is None. `extras` overrides derived values: `agent`, `turn`, `call_id`,
         `finish_reason`, `temperature`, `num_prompt_tokens`, `num_completion_tokens` and, with ids,
         `policy_version_min` and `policy_version_max`.
 
         Raises:
             TokenError: the response's arrays contradict each other.
         """
-        # Without ids a call is evaluated and never trained.
+        # Without ids a call can be evaluated but not trained.
         has_ids = response.prompt_ids is not None and response.completion_ids is not None
         call = self._place(response, agent, turn, streams) if has_ids else None
         chat = isinstance(prompt, list) and isinstance(completion, list)
         text = isinstance(prompt, str) and isinstance(completion, str)
-        # A view needs everything from the tree or the record; other steps are plain dicts.
+        # A view needs every value in the tree or the record; other steps are plain dicts.
         if call is not None and response.versions is not None and (chat or text):
             step: dict[str, Any] = self._record(call, prompt, completion, response)
             if extras:
@@ -96,17 +96,17 @@ class Trajectory(list[TrajectoryStep]):
     def _record(
         self, call: int, prompt: Messages, completion: Messages, response: ModelResponse
     ) -> RecordedStep:
-        """Return the step of a call; it shares what its prompt has in common with the last one."""
+        """Return the step of a call; if it continues the last step, they share messages."""
         head, said = self._last_said()
         added = prompt
-        # Usually the very same message objects, which Python compares by identity: this costs no
-        # more than the pointers.
+        # Usually these are the same message objects, which Python compares by identity, so this
+        # costs only a comparison of pointers.
         if head is not None and type(said) is type(prompt) and prompt[: len(said)] == said:
             added = prompt[len(said) :]
         else:
             head = None
         step = RecordedStep(self.tree, call, response, head, added, completion)
-        # In place, so that T turns do not copy T histories; nobody else holds this list.
+        # In place, so that T turns do not copy T histories; the list is not shared.
         if head is not None and isinstance(said, list):
             said += added  # type: ignore[arg-type]
             said += completion  # type: ignore[arg-type]
@@ -116,7 +116,7 @@ class Trajectory(list[TrajectoryStep]):
         return step
 
     def _last_said(self) -> tuple[RecordedStep | None, Messages]:
-        """Return the last step and its conversation, or None if it must be matched again."""
+        """Return the last step and its conversation, or None if it is not a recorded step."""
         last = self[-1] if self else None
         if not isinstance(last, RecordedStep):
             return None, ""
@@ -126,10 +126,10 @@ class Trajectory(list[TrajectoryStep]):
         return self._said
 
     def conversation(self) -> Messages:
-        """Return what was said up to the end of the last step, its prompt included; a new list.
+        """Return the last step's prompt and completion together; a list is a new object.
 
         Raises:
-            IndexError: there is no step.
+            IndexError: there are no steps.
         """
         last = self[-1]
         if isinstance(last, RecordedStep) and not last.is_changed():
@@ -138,8 +138,8 @@ class Trajectory(list[TrajectoryStep]):
         return concat_messages([last["prompt"], last["completion"]])
 
     def trim(self) -> None:
-        """Give back memory that is reserved for further calls; calls can still be recorded."""
-        # It can be built again from the steps.
+        """Free memory that is reserved for further calls; calls can still be recorded."""
+        # The conversation can be built again from the steps.
         self._said = None
         self.tree.trim()
 
@@ -150,12 +150,12 @@ class Trajectory(list[TrajectoryStep]):
         turn: int | None,
         streams: Mapping[str, Any] | None,
     ) -> int:
-        """Return the call's handle: the one that it has in this tree already, or a new one."""
+        """Return the call's handle: the one that it already has in this tree, or a new one."""
         # Only at a session's first call: later, its tree has calls that are not in this trajectory.
-        # Whoever looked at the tree before the first call has made an empty one.
+        # If `tree` was read before the first call, an empty one was made.
         if response.call == 0 and (self._tree is None or not self._tree.num_calls):
             self._tree = response.tree
-        # A response that is recorded again is another call with the same tokens.
+        # A response that is recorded again is a new call with the same tokens.
         if response.tree is not self.tree or response.call_id in self._handles:
             return self._insert(response, agent, turn, streams)
         call = cast(int, response.call)
@@ -175,7 +175,7 @@ class Trajectory(list[TrajectoryStep]):
             parent = self._handles.get(response.extends)
         prompt, completion = cast(Any, response.prompt_ids), cast(Any, response.completion_ids)
         routing = response.routed_experts
-        # The record gave its experts to the tree that it was made in.
+        # A stored response has its experts in its tree.
         if routing is None and response.call is not None:
             routing = recorded_routing(response.tree, response.call)
         size = len(prompt) + len(completion)
@@ -198,7 +198,7 @@ class Trajectory(list[TrajectoryStep]):
         return call
 
     def call_of(self, step_index: int) -> int | None:
-        """Return the handle in `tree` of a step's call, or None when the step has no tokens."""
+        """Return the handle in `tree` of a step's call, or None if the step has no tokens there."""
         step = list.__getitem__(self, step_index)
         if isinstance(step, RecordedStep) and step.has_own_tokens:
             return step.call if step.tree is self.tree else None
@@ -262,7 +262,7 @@ class Trajectory(list[TrajectoryStep]):
 
     def _to_parts(self) -> list[Any]:
         """Return the steps in a form that shares messages and tokens: parts, or a plain dict."""
-        # By identity; a step refers to its head by where that is in the list.
+        # Indices by identity: a step refers to its head by its index in the list.
         places: dict[int, int] = {}
         taken: list[Any] = []
         for index, step in enumerate(self):
@@ -282,8 +282,7 @@ class Trajectory(list[TrajectoryStep]):
 def record_call(steps: Any, **call: Any) -> TrajectoryStep:
     """Append a call to a trajectory, or to the plain list that an author put in its place.
 
-    `call` is what `Trajectory.append_call` takes. A plain list stays the author's: the step is
-    appended to it.
+    `call` has the arguments of `Trajectory.append_call`.
 
     Raises:
         ConfigError: `steps` is not a list.
@@ -297,7 +296,7 @@ def record_call(steps: Any, **call: Any) -> TrajectoryStep:
 
 
 def check_steps(steps: object) -> None:
-    """Check that model calls can be recorded in what an author put into `state["trajectory"]`.
+    """Check that model calls can be recorded in the value of `state["trajectory"]`.
 
     Raises:
         ConfigError: it is not a list.
@@ -317,7 +316,7 @@ def _plain_step(
     turn: int | None,
     extras: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """Return the step of a call that the tree does not fully know."""
+    """Return the step of a call whose values are not all in the tree."""
     derived: dict[str, Any] = {
         "agent": agent,
         "turn": turn,
@@ -356,17 +355,17 @@ def _rebuild(tree: TokenTree, parts: list[Any], handles: dict[int, int]) -> Traj
             part["tokens"].update(assigned)
         steps.append(part)
     made = Trajectory(tree=tree)
-    # Past `_adopt`: the tokens of these steps are in the tree already.
+    # Without `_adopt`, since the tokens of these steps are already in the tree.
     list.extend(made, steps)
     made._handles = handles
     return made
 
 
 def insert_step(tree: TokenTree, step: Mapping[str, Any]) -> int:
-    """Insert a spec-1 step with plain token lists into a tree; return the call handle.
+    """Insert a step with plain token lists into a tree; return the call's handle.
 
-    `extras` may hold `agent`, `turn`, `temperature` and `policy_version`. Empty logprobs for a
-    completion that is not empty mean that the engine gave none.
+    `extras` may hold `agent`, `turn`, `temperature`, `policy_version` and `token_streams`. Empty
+    logprobs of a completion that is not empty mean that the engine returned none.
 
     Raises:
         TokenError: a key is missing, or lengths differ.

@@ -1,8 +1,8 @@
 """The token tree of a rollout: every model call is a path of ids in one radix tree.
 
-`TokenTree` adds the calls to the radix tree of `arena.py`: where each prompt and completion ends,
-and the per-token streams that ride along. Calls get the handles 0, 1, 2, ... in order of insertion
-and stay.
+`TokenTree` adds calls to the radix tree of `arena.py`: where each prompt and completion ends, and
+the per-token streams. Calls get the handles 0, 1, 2, ... in order of insertion and are never
+removed.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from rolltree.tokens.streams import (
 )
 from rolltree.types import FloatArray, IntArray
 
-# A wrong hint differs near its end: other calls share the beginning (design/0001).
+# Wrong hints differ near the end, since calls share their beginnings (design/0001).
 _BOUNDARY_TOKENS = 64
 
 
 class TokenTree:
     """All model calls of one rollout (or, merged, of a group) over shared token ids.
 
-    `arena` holds the ids, `calls` one row per call, `sampled` the streams with one number per
-    sampled token (`logprob`, `temperature`, `version`, `weight`) and, with one per prompt token,
-    `prompt_mask`; `extra` holds named streams of any shape.
+    `arena` holds the ids, `calls` one row per call, and `sampled` the streams with one number per
+    sampled token (`logprob`, `temperature`, `version`, `weight`) or per prompt token
+    (`prompt_mask`); `extra` holds named streams of any shape.
 
     Example:
         >>> tree = TokenTree()
@@ -66,7 +66,7 @@ class TokenTree:
         self.agents: list[str] = []
 
     def trim(self) -> None:
-        """Give back memory that is reserved for further calls; calls can still be inserted."""
+        """Free memory that is reserved for further calls; calls can still be inserted."""
         self.arena.trim()
         for stream in self.sampled.values():
             stream.buffer.trim()
@@ -89,25 +89,25 @@ class TokenTree:
         verify: bool = False,
         streams: Mapping[str, Any] | None = None,
     ) -> int:
-        """Add one model call; return its handle. A call that is refused leaves no trace.
+        """Add one model call; return its handle. A call that is refused changes nothing.
 
         Args:
             prompt_ids: int `[_P]`, the whole prompt. int32 arrays are scanned at memcmp speed.
-            completion_ids: int `[_C]`, what was sampled, the end token included when it was.
-            logprobs: float `[_C]` of the distribution sampled from; None when unknown.
+            completion_ids: int `[_C]`, the sampled ids, with the end token if it was sampled.
+            logprobs: float `[_C]` of the distribution sampled from; None if unknown.
             temperature, versions, mask: one number, or one per sampled token. `mask` is the loss
                 weight (default 1).
             prompt_mask: one number per prompt token; recorded, never trained.
             agent, turn: labels for turn samples and break reports.
-            parent: the call whose prompt and completion this prompt extends, id for id. Makes the
-                cost O(new tokens). The length and the last 64 ids are checked, all with `verify`.
+            parent: the call whose prompt and completion this prompt extends, id for id; the cost is
+                O(new tokens) then. Its length and last 64 ids are checked; with `verify`, all ids.
             streams: name to `TokenStream`, `PlacedStream` or an array `[_C, ...]`.
 
         Raises:
-            TokenError: data that contradicts itself, or a `parent` that is not a prefix.
+            TokenError: the data contradicts itself, or `parent` is not a prefix.
         """
         prompt = as_ids(prompt_ids, "prompt_ids")
-        # Ids that are known by a match or a hint were checked when they were new.
+        # Only new ids need checks: matched ones were checked when they were added.
         if parent is None:
             known, place = self.arena.match(prompt)
         else:
@@ -144,7 +144,7 @@ class TokenTree:
     ) -> int:
         """Add a call whose prompt is `parent`'s prompt and completion plus `suffix_ids`.
 
-        O(new tokens): nothing before the suffix is looked at. Otherwise as `insert`.
+        O(new tokens): nothing before the suffix is read. Otherwise like `insert`.
         """
         self._check_call(parent)
         suffix = as_ids(suffix_ids, "suffix_ids")
@@ -185,7 +185,7 @@ class TokenTree:
         check_new_ids(completion, "completion_ids")
         count = len(completion)
         sampled = self.sampled
-        # Everything is checked before the arena grows, since nothing can be taken out of it again.
+        # Everything is checked before the arena grows, since nothing can be removed from it.
         values: dict[str, float | NDArray[Any] | None] = {
             "logprob": None if logprobs is None else checked_logprobs(logprobs, count),
             "temperature": sampled["temperature"].check(temperature, count, "temperature"),
@@ -223,7 +223,7 @@ class TokenTree:
         values: Mapping[str, float | NDArray[Any] | None],
         extra: Mapping[str, TokenStream | PlacedStream],
     ) -> int:
-        """Add the row of a call whose tokens are in the arena already and whose data was checked.
+        """Add the row of a call whose tokens are already in the arena and whose data was checked.
 
         For `rolltree.tokens` itself; other code calls `insert`.
         """
@@ -239,7 +239,7 @@ class TokenTree:
             num_tokens=self.arena.num_tokens,
             num_runs=self.arena.num_runs,
         )
-        # Every stream gets an entry for every call: a handle is an index into all of them.
+        # Every stream gets an entry for every call, so that a handle is an index into each.
         for name, stream in self.sampled.items():
             stream.add(values[name])
         for name, checked in extra.items():
@@ -247,14 +247,14 @@ class TokenTree:
         return handle
 
     def merge(self, other: TokenTree) -> int:
-        """Add all calls of `other`; return the handle that its call 0 now has.
+        """Add all calls of `other`; return the handle of its call 0 in this tree.
 
-        Common prefixes are shared. `other` stays as it is. O(unique tokens of `other`).
+        Common prefixes are shared, and `other` does not change. O(unique tokens of `other`).
 
         Raises:
-            TokenError: a named stream has another kind, dtype or item shape in `other`.
+            TokenError: a named stream has a different kind, dtype or item shape in `other`.
         """
-        # Before the first token is added.
+        # Checked before the first token is added.
         for name in other.extra.names():
             self.extra.check_kind(name, other.extra.kind(name))
         mapped = self.arena.absorb(other.arena)
@@ -264,7 +264,7 @@ class TokenTree:
             return self.arena.place(int(mapped[token])) if token >= 0 else ROOT
 
         for call in range(len(other.calls)):
-            # Handles shift by the calls that are here already.
+            # Handles shift by the number of calls that are already here.
             parent = other.calls.parent[call]
             self.record(
                 moved(other.calls.prompt_token[call]),
@@ -280,7 +280,7 @@ class TokenTree:
         return first
 
     def copy_call(self, other: TokenTree, call: int) -> int:
-        """Add one call of another tree; return its handle here."""
+        """Add one call of another tree; return its handle in this one."""
         prompt_len, count = other.prompt_len(call), other.num_sampled(call)
         checked = {
             name: self.extra.check(name, stream, prompt_len, count)
@@ -292,7 +292,7 @@ class TokenTree:
             self.arena.extend(other.completion_ids(call), prompt_end),
             prompt_len,
             count,
-            # The call that it extends in the other tree need not be here.
+            # The call that it extends in the other tree may be missing here.
             parent=-1,
             agent=other.agent(call),
             turn=other.turn(call),
@@ -308,10 +308,10 @@ class TokenTree:
         turn: int | None = None,
         streams: Mapping[str, Any] | None = None,
     ) -> None:
-        """Name the agent and turn of a call that was inserted without, and add its streams.
+        """Set the agent and turn of a call that was inserted without them, and add its streams.
 
         Raises:
-            TokenError: a label or a stream does not fit the call; nothing has changed.
+            TokenError: a label or a stream does not fit the call; nothing is changed then.
         """
         self._check_call(call)
         checked = self.extra.check_all(streams, self.prompt_len(call), self.num_sampled(call))
@@ -336,14 +336,14 @@ class TokenTree:
     def _check_call(self, call: int) -> None:
         if not (isinstance(call, int | np.integer) and 0 <= call < len(self.calls)):
             raise TokenError(
-                f"call {call!r} is not in this tree, which has {len(self.calls)}; a prompt cannot "
+                f"call {call!r} is not in this tree of {len(self.calls)} calls; a prompt cannot "
                 "extend a call of another rollout. Insert the full prompt without a parent."
             )
 
     def _check_parent(self, parent: int, prompt: IntArray, verify: bool) -> tuple[int, Place]:
         self._check_call(parent)
         known, place = self.path_len(parent), self.calls.end(parent)
-        # Comparing all ids would make T turns cost O(T^2).
+        # Comparing all ids would make the cost of T turns O(T^2).
         count = known if verify else min(known, _BOUNDARY_TOKENS)
         if known > len(prompt) or not np.array_equal(
             self.arena.path(place, count), prompt[known - count : known]
@@ -360,31 +360,31 @@ class TokenTree:
     def to_bytes(self, since: int | None = None) -> bytes:
         """Return the tree as compact bytes, or only what calls `since`, `since + 1`, ... added.
 
-        Pieces concatenate: `to_bytes()` after 3 calls plus `to_bytes(since=3)` is the whole. A
-        call that is labelled after its piece was saved has its old label there.
+        Pieces can be concatenated: `to_bytes()` after 3 calls plus `to_bytes(since=3)` is the whole
+        tree. A call that is labelled after its piece was saved has its old label in the piece.
         """
         return save(self, 0 if since is None else since)
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> Self:
-        """Return the tree that one piece, or several concatenated in order, describe.
+        """Return the tree of one piece, or of several that were concatenated in order.
 
         Raises:
-            TokenError: the bytes are torn, foreign or contradict themselves, there are none, or
-                they hold a call that `insert` would refuse.
+            TokenError: the bytes are missing, truncated, of another format, contradict themselves,
+                or hold a call that `insert` would refuse.
         """
         tree = cls()
         load(tree, data)
         return tree
 
-    # The checked format instead of the buffers with their slack.
+    # Pickled in the checked format, without the unused space of the buffers.
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self).from_bytes, (self.to_bytes(),)
 
-    # -- what a call is ----------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------------
 
     def _repr_html_(self) -> str:
-        """Return the calls as a table for a notebook: what each shares with an earlier one."""
+        """Return the calls as a table for a notebook, with the parent and sizes of each."""
         rows = [
             (call, self.agent(call), self.turn(call), self.parent(call), *self._sizes(call))
             for call in range(self.num_calls)
@@ -403,12 +403,12 @@ class TokenTree:
 
     @property
     def num_tokens(self) -> int:
-        """How many unique tokens the tree holds."""
+        """The number of unique tokens in the tree."""
         return self.arena.num_tokens
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers, their slack included."""
+        """Bytes of all buffers, with their unused space."""
         columns = len(CallTable.COLUMNS) * 4 * len(self.calls)
         sampled = sum(stream.nbytes for stream in self.sampled.values())
         return self.arena.nbytes + columns + sampled + self.extra.nbytes
@@ -450,12 +450,12 @@ class TokenTree:
         return None if values is None else values.copy()
 
     def logprobs(self, call: int) -> FloatArray | None:
-        """Return the behaviour logprobs, float32 `[_C]`, or None when the engine gave none."""
+        """Return the behaviour logprobs, float32 `[_C]`, or None if the engine returned none."""
         return self._sampled("logprob", call)
 
     def temperature(self, call: int) -> FloatArray:
         """Return the sampling temperature of each sampled token, float32 `[_C]`."""
-        # Only logprobs can be missing; None is what the type allows.
+        # Never None, since only logprobs can be missing.
         values = self._sampled("temperature", call)
         return EMPTY_IDS.astype(np.float32) if values is None else values
 
@@ -470,17 +470,17 @@ class TokenTree:
         return EMPTY_IDS.astype(np.float32) if values is None else values
 
     def prompt_mask(self, call: int) -> FloatArray:
-        """Return the recorded mask of each prompt token, float32 `[_P]`, normally zeros."""
+        """Return the recorded mask of each prompt token, float32 `[_P]`, usually zeros."""
         values = self.sampled["prompt_mask"].get(call, self.calls.prompt_len[call])
         return EMPTY_IDS.astype(np.float32) if values is None else values.copy()
 
     def value_range(self, name: str, call: int) -> tuple[Any, Any] | None:
-        """Return the smallest and the largest value that a call has in the stream `sampled[name]`.
+        """Return the smallest and the largest value of a call in the stream `sampled[name]`.
 
-        None if it has none. Most calls have one version and one temperature, so this makes no
-        array.
+        None if it has no values. A constant, such as the one temperature of most calls, is not
+        expanded to an array.
         """
-        # `prompt_mask` is the one stream with a value per prompt token.
+        # Only `prompt_mask` has a value per prompt token.
         size = self.prompt_len(call) if name == "prompt_mask" else self.num_sampled(call)
         return self.sampled[name].value_range(call, size)
 
@@ -494,12 +494,12 @@ class TokenTree:
         return None if turn == NO_TURN else turn
 
     def parent(self, call: int) -> int | None:
-        """Return the call whose path the caller said this prompt extends, or None."""
+        """Return the call that was passed as `parent` on insertion, or None."""
         parent = self.calls.parent[call]
         return None if parent < 0 else parent
 
     def values(self, call: int) -> dict[str, Any]:
-        """Return a call's per-token values as they were given: a number, an array or None."""
+        """Return a call's per-token values as they are stored: a number, an array or None."""
         prompt, sampled = self.prompt_len(call), self.num_sampled(call)
         return {
             name: stream.raw(call, prompt if name == "prompt_mask" else sampled)
@@ -507,14 +507,14 @@ class TokenTree:
         }
 
     def streams(self, call: int) -> dict[str, TokenStream | PlacedStream]:
-        """Return the named extra streams that a call carries."""
+        """Return the named extra streams of a call."""
         found = ((name, self.extra.get(name, call)) for name in self.extra.names())
         return {name: stream for name, stream in found if stream is not None}
 
     def stream(self, name: str, call: int) -> TokenStream | PlacedStream | None:
-        """Return a named extra stream of a call, or None when it carries none."""
+        """Return a named extra stream of a call, or None."""
         return self.extra.get(name, call)
 
     def find(self, ids: ArrayLike) -> int:
-        """Return how many of `ids` are a path of this tree."""
+        """Return how many of the first `ids` form a path from the root of this tree."""
         return self.arena.match(as_ids(ids, "ids"), ROOT)[0]

@@ -1,4 +1,4 @@
-"""The web page on stored runs: it reads the store and computes nothing of its own.
+"""The web page of stored runs, which shows what `records` computes from the store.
 
-`serve` starts it, `app` guards and routes, `api` answers in JSON; `static/` is the page.
+`serve` starts it, `app` guards and routes requests, `api` answers in JSON; `static/` is the page.
 """

@@ -1,7 +1,7 @@
-"""The JSON endpoints: maps paths and parameters to functions of `records`.
+"""The JSON endpoints, which map paths and parameters to functions of `records`.
 
-A run is named by its path relative to the root, percent-encoded as one segment. A parameter that an
-endpoint does not know is an error.
+A run's name is its path relative to the root, percent-encoded as one segment. A parameter that an
+endpoint does not have is an error.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _ODD = (
     ValueError,
 )
 _PATIENCE_S, _LEAST_PATIENCE_S = 3.0, 0.1
-"""How long a list waits for slow runs: for all together, then for each."""
+"""How long a list waits for all slow runs together, and then still for each of them."""
 _STILL_READ = "it is still being read: it is large, or another program has locked it."
 _MAX_INTEGER = 2**63 - 1  # SQLite's
 Offset = Annotated[int, msgspec.Meta(ge=0, le=_MAX_INTEGER)]
@@ -91,7 +91,7 @@ class _Look(threading.Thread):
         self.error = ""
 
     def run(self) -> None:
-        """Read it; what is odd about one run does not hide the others."""
+        """Read the row; an unreadable run must not hide the others."""
         try:
             with Run.open(self.folder, mode="r", check="rows") as run:
                 self.row = {"id": self.run_name, **run_overview(run)}
@@ -102,7 +102,7 @@ class _Look(threading.Thread):
 
 
 class Runs:
-    """The runs at and below a folder, opened for reading when they are asked for."""
+    """The runs at and below a folder, opened for reading on demand."""
 
     def __init__(self, root: Path) -> None:
         root = root.resolve()
@@ -118,17 +118,17 @@ class Runs:
         return list(run_folders(self.root)) if self._only is None else [self._only]
 
     def overviews(self) -> dict[str, list[dict[str, Any]]]:
-        """Return a row per run, the newest first, and which cannot be read and why.
+        """Return a row per run, the newest first, and the unreadable runs with their errors.
 
-        A run to which nothing was added since it was asked for is not opened again. One that takes
-        long is read on while the others are shown.
+        A run that has not changed since the last request is not opened again. While a slow run is
+        still being read, the others are shown.
         """
         found, unreadable = [], []
         looks: dict[Path, _Look] = {}
-        # For all that take long together: a disk that hangs must not hide the runs that do not.
+        # Shared by all slow runs: a disk that hangs must not hide the other runs.
         patience = _PATIENCE_S
         for folder in self.folders():
-            # The mark before the run is read: what is written meanwhile makes another one.
+            # Taken before the run is read, so that writes meanwhile change the next mark.
             mark = change_mark([folder])
             look = self._looks.get(folder)
             if look is None or not (look.is_alive() or (look.row and look.mark == mark)):
@@ -148,7 +148,7 @@ class Runs:
         return {"runs": found, "unreadable": unreadable}
 
     def mark(self) -> str:
-        """Return a text that changes after the list has changed."""
+        """Return a text that changes when the list changes."""
         num_read_on = sum(look.is_alive() for look in self._looks.values())
         return f"{change_mark(self.folders())}-{num_read_on}"
 
@@ -162,18 +162,18 @@ class Runs:
         Raises:
             UnknownName: there is no run of this name.
         """
-        # The name comes from a URL: it names a folder below the root, however it is spelled.
+        # The name comes from a URL, and must name a folder below the root however it is spelled.
         parts = name.split("/")
         folder = self.root.joinpath(*parts)
         is_below = all(part not in ("", ".", "..") and "\0" not in part for part in parts)
         is_shown = self._only is None or folder == self._only
         is_named = is_below and is_shown and len(parts) <= 4
-        if not (is_named and os.path.isfile(folder / "run.db")):  # False for what has no name, too
+        if not (is_named and os.path.isfile(folder / "run.db")):  # False for impossible names, too
             raise UnknownName(f"there is no run {shorten(name, 200)!r} below {self.root}.")
         return folder
 
     def get(self, name: str) -> Run:
-        """Return a run, open for reading; it closes when it is no longer used.
+        """Return a run, open for reading, which closes when it is no longer used.
 
         Raises:
             UnknownName: there is no run of this name.
@@ -189,7 +189,7 @@ class Runs:
         with self._lock:
             found = self._open.get(name)
         if found is None or found.file != file:
-            # Outside the lock: another program's lock on one file may make this wait.
+            # Outside the lock, since another program's lock on the file may make this wait.
             run = Run.open(folder, mode="r", check="rows")
             # A request may still read a run that left the list, so it closes with its last user.
             weakref.finalize(run, run._database.close)
@@ -236,14 +236,14 @@ def _previews(run: Run, *, of: list[str]) -> Any:
         index, colon, request_id = each.partition(":")
         if not (colon and index.isdecimal() and len(index) < 10):
             raise ConfigError(
-                f"a preview is of INDEX:REQUEST, which {shorten(each, 100)!r} is not."
+                f"a preview is named by INDEX:REQUEST, not by {shorten(each, 100)!r}."
             )
         names.append((request_id, int(index)))
     return row_previews(run, names, index_of(run))
 
 
 def _index(run: Run, *, build: bool = False) -> Any:
-    """Return how far the index of texts is, and begin to build it if that is wanted."""
+    """Return the progress of the text index; with `build`, begin to build it."""
     index = index_of(run)
     found = index.state()
     worker = _INDEXING.get(run)
@@ -260,7 +260,7 @@ def _index(run: Run, *, build: bool = False) -> Any:
 
 
 class _Indexing(threading.Thread):
-    """Builds an index of texts in its own thread, which rests between batches."""
+    """Builds a text index in its own thread, which pauses between batches."""
 
     def __init__(self, index: SearchIndex) -> None:
         super().__init__(name="index of texts", daemon=True)
@@ -268,9 +268,9 @@ class _Indexing(threading.Thread):
         self.error: RolltreeError | None = None
 
     def run(self) -> None:
-        """Build it; an error is reported to the next request."""
+        """Build the index; the next request reports an error."""
         try:
-            # Other requests of this process are answered in the meantime.
+            # The pauses let this process answer other requests.
             self._index.build(pause=lambda: time.sleep(0.005))
         except RolltreeError as error:
             self.error = error
@@ -280,13 +280,13 @@ _INDEXING: weakref.WeakKeyDictionary[Run, _Indexing] = weakref.WeakKeyDictionary
 
 
 def index_of(run: Run) -> SearchIndex:
-    """Return the index of what a run's rollouts say, which is kept in the user's cache folder."""
+    """Return the index of the texts of a run's rollouts, kept in the user's cache folder."""
     try:
         return SearchIndex(run, cache_file(run.path, ".texts.db"))
     except OSError as error:
         raise ConfigError(
-            f"{cache_folder()} cannot be made ({error.strerror}), so no index of texts is kept. "
-            "Name a folder that can be written to in ROLLTREE_CACHE."
+            f"{cache_folder()} cannot be created ({error.strerror}), so texts cannot be indexed. "
+            "Set ROLLTREE_CACHE to a writable folder."
         ) from error
 
 
@@ -324,24 +324,24 @@ def _tokens(
 
 def _tree(run: Run, *, id: str | None = None, index: Offset = 0, group: str | None = None) -> Any:
     if (id is None) == (group is None):
-        raise ConfigError("a tree is that of a rollout or of a group. Give either id or group.")
+        raise ConfigError("a tree belongs to a rollout or a group. Give either id or group.")
     return tree_picture(run, id, index, group_id=group)
 
 
 _STORIES: weakref.WeakKeyDictionary[Run, tuple[int, float, Any]] = weakref.WeakKeyDictionary()
-"""Each run's story, its number of commits, and when it may be computed again."""
+"""For each run: the number of commits, when the story may be computed again, and the story."""
 _PAUSE = 20
 """The story of a running run is recomputed after this many times as long as it took."""
 _STORY_LOCKS: weakref.WeakKeyDictionary[Run, threading.Lock] = weakref.WeakKeyDictionary()
-"""A lock per run: none waits for the story of another one."""
+"""A lock per run, so that no run waits for the story of another."""
 
 
 def _story(run: Run) -> Any:
-    """Return the story of what is stored; it reads all rows, so it is recomputed after a pause.
+    """Return the story of a run; it reads all rows, so it is recomputed only after a pause.
 
     `again_s`: seconds until a request computes it again; None if nothing new is stored.
     """
-    # One thread computes a story, which reads all rows; the others wait for it.
+    # One thread computes a story, and the others wait for it.
     with _STORY_LOCKS.setdefault(run, threading.Lock()):
         commits, began = run.num_commits, time.monotonic()
         stored, due, story = _STORIES.get(run, (-1, 0.0, None))
@@ -353,7 +353,7 @@ def _story(run: Run) -> Any:
 
 
 _GAINS: weakref.WeakKeyDictionary[Run, tuple[int, Any]] = weakref.WeakKeyDictionary()
-"""Each run's gain, and after how many evaluations: a live page asks again and again."""
+"""For each run, the number of evaluations and their gain; a live page requests it repeatedly."""
 
 
 def _gain(run: Run) -> Any:
@@ -400,19 +400,19 @@ class Api:
         self._glances = Glances(lambda: self._num_asked > 0)
 
     async def answer(self, request: Request) -> Response:
-        """Answer one request; an error is `{"error": what happened and what to do}`."""
-        # The raw path: a run's name may have an encoded "/", which does not divide between parts.
+        """Answer one request; an error is `{"error": message}`."""
+        # The raw path, since a run's name may have an encoded "/", which does not separate parts.
         raw = request.scope.get("raw_path") or request.scope["path"].encode()
         path = [unquote(part) for part in raw.decode("latin-1").split("/")[2:]]
         query = request.scope["query_string"].decode("latin-1")
-        self._num_asked += 1  # on the event loop, as everything of this function
+        self._num_asked += 1  # needs no lock, since all of this function runs on the event loop
         try:
             return await run_in_threadpool(lambda: api_response(self._answer(path, query)))
         except RolltreeError as error:
             return api_response({"error": str(error)}, _status(error))
-        except asyncio.CancelledError:  # the server ends
+        except asyncio.CancelledError:  # the server is stopping
             return api_response({"error": "the server was stopped."}, 503)
-        # A bug in rolltree, or a run that rolltree did not write: the page goes on without it.
+        # A bug in rolltree, or a run that rolltree did not write; the page shows the error.
         except Exception as error:
             logger.error("GET %s failed", request.url.path, exc_info=error)
             return api_response({"error": _unexpected(error)}, 500)
@@ -435,7 +435,7 @@ class Api:
         raise UnknownName(f"there is nothing at /api/{shorten('/'.join(path), 200)}.")
 
     def _runs(self) -> Any:
-        # Before they are read: later writes are seen by the next request.
+        # Taken before they are read, so that the next request sees later writes.
         mark = self.runs.mark()
         return {"root": str(self.runs.root), "mark": mark, **self.runs.overviews()}
 
@@ -467,8 +467,8 @@ class Api:
 def _unexpected(error: Exception) -> str:
     said = shorten(f"{type(error).__name__}: {error}", _MAX_SAID)
     return (
-        f"this cannot be shown ({said}). The run holds what rolltree does not write, or the viewer "
-        "has a mistake: `rolltree audit` checks the run."
+        f"this cannot be shown ({said}). The run has data that rolltree does not write, or the "
+        "viewer has a bug: `rolltree audit` checks the run."
     )
 
 
@@ -479,24 +479,24 @@ def _status(error: RolltreeError) -> int:
 
 
 def _call(function: Callable[..., Any], query: str, *given: Any) -> Any:
-    """Call an endpoint with the parameters of a query, converted to the types it names.
+    """Call an endpoint with the parameters of a query, converted to its types.
 
     Only a parameter that is a list may be repeated.
 
     Raises:
-        ConfigError: a parameter that it does not have, one too few, or of another type.
+        ConfigError: a parameter is unknown, missing, repeated, or of the wrong type.
     """
     model = _parameters(function)
     named: dict[str, Any] = {}
     for name, value in parse_qsl(query, keep_blank_values=True):
         if name not in model.__struct_fields__:
             near = did_you_mean(name, model.__struct_fields__)
-            raise ConfigError(f"the query has a parameter that is not taken: {name!r}.{near}")
+            raise ConfigError(f"the query has an unknown parameter: {name!r}.{near}")
         kind: Any = model.__annotations__[name]
         if get_origin(kind) is list:
             named.setdefault(name, []).append(value)
         elif name in named:
-            raise ConfigError(f"the query has {name!r} twice, which is taken once.")
+            raise ConfigError(f"the query has the parameter {name!r} twice. Give it once.")
         else:
             named[name] = value
     try:

@@ -1,4 +1,4 @@
-"""The application: who may ask (host, origin, token), which headers answers carry, static files."""
+"""The application: access control (host, origin, token), response headers, static files."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _TYPES = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-# What models wrote is shown on this page. If some of it ever became markup, it could still run no
-# script, load nothing, and send nothing away.
+# This page shows text of models. Even if some of it became markup, it could not run a script, load
+# anything, or send anything away.
 HEADERS = {
     "Content-Security-Policy": "; ".join(
         (
@@ -56,19 +56,19 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
 }
-"""On every answer. No script or style but the page's own files, and no text becomes either."""
+"""Headers of every answer. Only the page's own files are scripts and styles; text never is."""
 
 
 def create_viewer_app(
     root: Path, token: str, hosts: Collection[str], *, code: str | None = None
 ) -> Starlette:
-    """Return the ASGI application on the runs at and below `root`.
+    """Return the ASGI application for the runs at and below `root`.
 
     Args:
         root: a run directory, or a folder with runs below it.
-        token: what requests for data carry as a bearer token.
+        token: the bearer token that requests for data must have.
         hosts: the `Host` headers that are answered, such as `127.0.0.1:8321`.
-        code: what the token is given for, once.
+        code: a code that can be exchanged for the token, once.
     """
     api = Api(root)
     app = Starlette(
@@ -86,44 +86,44 @@ def create_viewer_app(
 
 
 class Exchange:
-    """Gives the token to requests that have it, and once to one that has the code."""
+    """Returns the token to requests that have it, and once to a request that has the code."""
 
-    # The arguments of a browser are in the list of processes, which every user of
-    # the machine can read. So the link has a code: one that was used is worth nothing, and one that
-    # another user's program brings is not taken.
+    # The arguments of a browser are in the list of processes, which every user of the machine can
+    # read. So the link has a code, which is worthless after its use and rejected if another user's
+    # program sends it.
 
     def __init__(self, token: str, code: str | None) -> None:
         self._token, self._code = token, code
 
     async def answer(self, request: Request) -> Response:
-        """Answer a request with the token, and the first one that has the code."""
+        """Answer requests that have the token, and the first one that has the code."""
         if _is_same(request.headers.get("authorization", ""), f"Bearer {self._token}"):
             return api_response({"token": self._token})
         given = request.headers.get("x-code", "")
         if self._code is None or not _is_same(given, self._code) or _is_foreign(request):
-            said = "the link was opened before. Open the one that `rolltree view` printed."
+            said = "the link was already used. Open the one that `rolltree view` printed."
             return api_response({"error": said}, 401)
         self._code = None
         return api_response({"token": self._token})
 
 
 def _is_same(given: str, secret: str) -> bool:
-    # In the same time wherever they differ: a guess learns nothing from how long it took.
+    # In constant time, so that the time says nothing about where a guess differs.
     return hmac.compare_digest(given.encode("utf-8", "replace"), secret.encode())
 
 
 def _is_foreign(request: Request) -> bool:
-    """Whether another user's program asks, where Linux says whose a connection is."""
+    """Whether the request comes from another user's program, as far as Linux shows it."""
     if request.client is None:
         return False
-    # A port of this machine is open to all of its users; the kernel says whose end it is. Without
-    # Linux's tables the code alone has to do.
+    # A port of this machine is open to all of its users, but the kernel knows whose connection it
+    # is. Without Linux's tables, only the code protects the token.
     user = user_of(request.client.host, request.client.port, request.scope["server"][1])
     return user not in (None, os.getuid(), 0)
 
 
 def user_of(host: str, port: int, server_port: int | None) -> int | None:
-    """Return who connects from an IPv4 address to a port of this machine; None: nobody."""
+    """Return the user id of a connection from an IPv4 address to a local port, or None."""
     number = int.from_bytes(socket.inet_aton(host), sys.byteorder)
     here, there = f"{number:08X}:{port:04X}", f":{server_port or 0:04X}"
     for table in _TABLES:
@@ -136,8 +136,9 @@ def user_of(host: str, port: int, server_port: int | None) -> int | None:
 
 
 async def _page(request: Request) -> Response:
-    """Answer with the page; it asks for every module at once, not for one after another."""
-    # Modules that import each other would be asked for one round trip after another (design/0025).
+    """Answer with the page, with links that preload every module."""
+    # Without them, modules that import each other would be loaded one round trip after another
+    # (design/0025).
     script = '<script type="module"'
     before, found, after = (STATIC / "index.html").read_text(encoding="utf-8").partition(script)
     names = sorted(path.name for path in STATIC.glob("*.js"))
@@ -150,7 +151,7 @@ async def _static(request: Request) -> Response:
 
 
 def _file(name: str) -> Response:
-    # Compared with the names that are there, so that no name leads out of the folder.
+    # Compared with the existing names, so that no name leads out of the folder.
     path = next((each for each in STATIC.iterdir() if each.name == name), None)
     if path is None or path.suffix not in _TYPES or not path.is_file():
         raise HTTPException(404, "there is no such file.")
@@ -166,10 +167,10 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 
 class Guard:
-    """Refuses what does not come from the page, before anything of it is read.
+    """Refuses requests that do not come from the page, before reading their bodies.
 
-    A foreign `Host` is answered 421 (a name that was rebound to this machine), a foreign `Origin`
-    403, a request for data without the token 401, anything but GET and HEAD 405.
+    A foreign `Host` gets status 421 (a name that was rebound to this machine), a foreign `Origin`
+    403, a request for data without the token 401, and a method other than GET and HEAD 405.
     """
 
     def __init__(self, app: ASGIApp, token: str, hosts: Collection[str]) -> None:
@@ -179,7 +180,7 @@ class Guard:
         self._bearer = f"Bearer {token}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or refuse it."""
+        """Pass a request on, or refuse it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -200,7 +201,7 @@ class Guard:
             return foreign
         if scope["method"] not in ("GET", "HEAD"):
             return 405, "this server only reads: use GET."
-        # The page's own files are public; what they show is not.
+        # The page's own files are public, but the data is not.
         if not scope["path"].startswith("/api/"):
             return None
         if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):

@@ -1,7 +1,7 @@
-"""The page as one HTML file: its modules joined into one script, its style and icon inside, data.
+"""Builds the page as one HTML file, with its modules joined into one script, style, icon and data.
 
-The file's `Content-Security-Policy` names the hashes of that script and that style, so nothing else
-runs or is loaded, whatever the data says.
+The file's `Content-Security-Policy` has the hashes of that script and that style, so nothing else
+runs or is loaded, whatever the data contains.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def page_with(data: bytes) -> str:
     script = join_modules(sources, _ENTRY)
     style = (STATIC / "style.css").read_text(encoding="utf-8")
     icon = quote((STATIC / "icon.svg").read_text(encoding="utf-8").strip())
-    # "<!--<script" in a script makes HTML look for two ends.
+    # "<!--<script" in a script would make HTML look for two ends.
     if _ENDS_SCRIPT.search(script) or "</style" in style.lower():
         raise ValueError("the page's own script or style has a tag that would end it in HTML.")
     policy = "; ".join(
@@ -71,28 +71,28 @@ def page_with(data: bytes) -> str:
 
 
 def escaped(data: bytes) -> str:
-    r"""Return JSON that nothing in a `<script>` element ends: the same values, other escapes.
+    r"""Return the same JSON with escapes, so that nothing in it ends a `<script>` element.
 
     >>> escaped(b'["</script><!--", "a & b"]')
     '["\\u003c/script\\u003e\\u003c!--", "a \\u0026 b"]'
     """
     text = data.decode()
-    # HTML ends a script at "</script" wherever it occurs; these escapes are JSON's own. The last
-    # two end a line in JavaScript and not in JSON.
+    # HTML ends a script at "</script" wherever it occurs; JSON has these escapes. The last two
+    # characters end a line in JavaScript, but not in JSON.
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
 
 
 def join_modules(sources: Mapping[str, str], entry: str) -> str:
-    """Return modules as one script: each is a function, and gives what it exports.
+    """Return modules as one script, in which each is a function that returns its exports.
 
-    Modules import from files beside them, by name or all (`import * as`), and export functions,
-    constants and classes where they are defined.
+    Modules import from files in the same folder, by name or all (`import * as`), and export
+    functions, constants and classes where they are defined.
 
     Raises:
-        ValueError: a file is missing, modules import each other in a circle, or an import or export
-            is of another form.
+        ValueError: a file is missing, imports are circular, or an import or export has a different
+            form.
     """
     joined: dict[str, str] = {}
     open_: list[str] = []
@@ -117,8 +117,8 @@ def join_modules(sources: Mapping[str, str], entry: str) -> str:
 
 
 def _as_function(name: str, source: str) -> str:
-    # A function per module keeps its names to itself, as modules do; the file needs no server, and
-    # browsers refuse modules from a disk.
+    # A function keeps the names of a module private, as in a module. Modules themselves would need
+    # a server, since browsers do not load them from disk.
     exported = [found["name"] for found in _EXPORT.finditer(source)]
     body = _IMPORT.sub(_import, _EXPORT.sub("", source))
     left = _LEFT.search(body)

@@ -1,4 +1,4 @@
-"""What the viewer has computed of runs and keeps between starts, beside the runs: never in them."""
+"""Keeps what the viewer has computed for runs between starts, outside the run folders."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rolltree.records.values import json_bytes
 
 
 def cache_folder() -> Path:
-    """Return where it is kept: `ROLLTREE_CACHE`, else `rolltree` in the user's cache folder."""
+    """Return the folder: `ROLLTREE_CACHE`, else `rolltree` in the user's cache folder."""
     if named := os.environ.get("ROLLTREE_CACHE"):
         return Path(named)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rolltree"
@@ -25,7 +25,7 @@ def cache_file(folder: Path, suffix: str) -> Path:
     """Return the file for a run, in a folder that only this user can read.
 
     Raises:
-        OSError: the folder cannot be made.
+        OSError: the folder cannot be created.
     """
     where = cache_folder()
     where.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -34,8 +34,8 @@ def cache_file(folder: Path, suffix: str) -> Path:
 
 
 def kept(folder: Path, mark: str) -> Any:
-    """Return what was kept of a run in this state, else None."""
-    # What cannot be read is computed again: a cache is never the reason for an error.
+    """Return the value that was kept for a run in this state, else None."""
+    # A cache never causes an error: unreadable values are computed again.
     with contextlib.suppress(OSError, ValueError, msgspec.MsgspecError):
         found = msgspec.json.decode(read_regular(cache_file(folder, ".json")))
         if isinstance(found, dict) and found.get("mark") == mark:
@@ -44,6 +44,6 @@ def kept(folder: Path, mark: str) -> Any:
 
 
 def keep(folder: Path, mark: str, value: Any) -> None:
-    """Keep what was computed of a run in this state."""
+    """Keep a value that was computed for a run in this state."""
     with contextlib.suppress(OSError):
         write_whole(cache_file(folder, ".json"), json_bytes({"mark": mark, "value": value}))

@@ -1,7 +1,7 @@
 """Exports a run as one HTML file that opens from disk and can be mailed.
 
 The file is the viewer's page with the responses of its endpoints embedded. Numbers and curves cover
-the whole run; of the rollouts only the chosen ones are in the file.
+the whole run, but only the chosen rollouts are in the file.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from rolltree.store import Run, to_plain
 from rolltree.viewer.bundle import page_with
 
 MAX_BYTES = 12_000_000
-"""Size limit of the embedded data if nobody chooses rollouts: mail takes 20 MB, after encoding."""
+"""Size limit of the embedded data unless rollouts are chosen: mail takes 20 MB after encoding."""
 _DEFAULT_LIMIT = 24
 _MIN_SAME = 8
 
 
 @dataclass(frozen=True, slots=True)
 class ExportedPage:
-    """The contents of a file: `num_...` of them, out of `of_...` in the run."""
+    """The contents of a file: `num_...` are in the file, out of `of_...` in the run."""
 
     num_bytes: int
     num_rollouts: int
@@ -58,7 +58,7 @@ class ExportedPage:
     of_groups: int
     # Rollouts whose tokens were left out for lack of room.
     num_without_tokens: int
-    # Rollouts by the reason why they were chosen; empty if the caller chose, or all are in it.
+    # Number of rollouts by the reason for their choice; empty if the caller chose, or all are in.
     reasons: Mapping[str, int]
 
 
@@ -74,16 +74,16 @@ def export_page(
 
     Args:
         path: the run.
-        target: the file to write, which ends with `.html`. An existing file is replaced once the
+        target: the file to write, which ends with `.html`. An existing file is replaced when the
             new one is complete.
         where: conditions that rollouts must meet, as in `Run.rollouts`.
         sort: the order in which rollouts are taken.
-        limit: how many requests to take; 24 if there are conditions or an order. With none of the
-            three, the most informative ones are taken (`telling_requests`), up to `MAX_BYTES`.
+        limit: how many requests to take; 24 if there are conditions or an order. Without any of the
+            three, the most informative requests are taken (`telling_requests`), up to `MAX_BYTES`.
 
     Raises:
-        ConfigError: the file has another suffix, a filter cannot be read, or no rollout passes it.
-        StoreError: there is no run, it is damaged, or the file cannot be written.
+        ConfigError: the file has a different suffix, a filter is invalid, or no rollout passes it.
+        StoreError: the run is missing or damaged, or the file cannot be written.
     """
     target = Path(target)
     if target.suffix.lower() not in (".html", ".htm"):
@@ -99,7 +99,7 @@ def export_page(
             if not chosen.request_ids:
                 raise ConfigError(
                     f"no rollout of {run.path} passes {' and '.join(where) or 'this choice'}, so "
-                    "the file would be empty. `rolltree show` lists what there is."
+                    "the file would be empty. `rolltree show` lists the run's rollouts."
                 )
             file = _File(run, None, dict.fromkeys(chosen.request_ids, ""))
         else:
@@ -119,12 +119,12 @@ class _File:
         self._reasons = reasons
         self._of_rollouts = run.num_rollouts()
         self._of_groups = group_counts(run)
-        self._rollouts: dict[tuple[str, int], list[int]] = {}  # with the numbers of their calls
+        self._rollouts: dict[tuple[str, int], list[int]] = {}  # to the numbers of their calls
         self._groups: list[str] = []
         self._num_without_tokens = 0
 
     def data(self, story: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what `static/stored.js` reads."""
+        """Return the data that `static/stored.js` reads."""
         run, name = self._run, _name(self._run.path.resolve().name)
         glance = {**run_glance(run), "health": health_of(story["sentences"])}
         overview = {"id": name, **run_overview(run), "path": name}
@@ -155,7 +155,7 @@ class _File:
         }
 
     def exported(self, num_bytes: int) -> ExportedPage:
-        """Return what is in the file."""
+        """Return a summary of the file's contents."""
         reasons = Counter(self._reasons[request_id] for request_id, _ in self._rollouts)
         del reasons[""]
         return ExportedPage(
@@ -178,7 +178,7 @@ class _File:
         return True
 
     def _views(self) -> dict[str, Any]:
-        """Return the views of rollouts and groups, and tokens as far as there is room."""
+        """Return the views of rollouts and groups, and as many tokens as there is room for."""
         run = self._run
         rollouts: dict[str, Any] = {}
         trees: dict[str, Any] = {}
@@ -189,8 +189,7 @@ class _File:
         order = {request_id: at for at, request_id in enumerate(self._reasons)}
         rows.sort(key=lambda row: (order[row[0]], row[1]))
         wanted: dict[str, None] = {}
-        # In the order in which people read: text before trees, and tokens last, since they take
-        # most of the room.
+        # In the order in which people read: text before trees, and tokens last, which are largest.
         for request_id, index, group_id in rows:
             view = rollout_view(run, request_id, index)
             answer = _answer(view)
@@ -221,7 +220,7 @@ class _File:
         return {"rollout": rollouts, "tree": trees, "group": groups, "tokens": tokens}
 
     def _rollout_table(self, story: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the rows of the file's rollouts, and which of them pass each filter in a link."""
+        """Return the rows of the file's rollouts, and which of them pass each linked filter."""
         run, ids = self._run, list({request_id: None for request_id, _ in self._rollouts})
         rows: list[dict[str, Any]] = []
         while ids and (page := rollout_page(run, request_id=ids, offset=len(rows), limit=1000)):
@@ -262,12 +261,12 @@ def _key(row: Mapping[str, Any]) -> tuple[str, int]:
 
 def _answer(value: Any) -> msgspec.Raw:
     """Encode a response for the file: JSON without secrets."""
-    # Files are passed on, so secrets that were stored before they were known are cut out here.
+    # Files are passed on, so secrets that were stored before they were known are redacted here.
     return msgspec.Raw(json_bytes(redact(to_plain(value))))
 
 
 def _name(text: str) -> str:
-    """Return a name as `_answer` would encode it."""
+    """Return a name in the form that `_answer` would give it."""
     return str(redact(clean_text(text)))
 
 
@@ -280,10 +279,10 @@ def _at(found: dict[str, Any], request_id: str) -> dict[str, Any]:
 
 
 def _packed_calls(run: Run, request_id: str, index: int, calls: Sequence[int]) -> dict[str, Any]:
-    """Return the token lens of every call that has tokens; what calls share is stored once.
+    """Return the token lens of every call that has tokens; common prefixes are stored once.
 
-    Each has `lens` (all but the columns), `columns`, and `after`: the earlier call with the longest
-    common prefix.
+    Each has `lens` (all except the columns), `columns`, and `after`: the earlier call with the
+    longest common prefix.
     """
     found: dict[str, Any] = {}
     known: dict[int, dict[str, Any]] = {}
@@ -294,7 +293,8 @@ def _packed_calls(run: Run, request_id: str, index: int, calls: Sequence[int]) -
             continue
         columns: dict[str, Any] = {name: _short(lens.pop(name)) for name in COLUMNS}
         ids = columns["ids"]
-        # A later turn repeats the earlier ones. Stored once, T turns take O(T) bytes, not O(T^2).
+        # A later turn repeats earlier ones. With these stored once, T turns take O(T) bytes, not
+        # O(T^2).
         after = max(
             list(known)[-_MIN_SAME:],
             key=lambda each: common_prefix_len(known[each]["ids"], ids),

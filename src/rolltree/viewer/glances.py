@@ -1,4 +1,4 @@
-"""The health and the reward curve of every run in the list, computed one after another."""
+"""Computes the health and reward curve of every run in the list, one run after another."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from rolltree.viewer.cache import keep, kept
 logger = logging.getLogger("rolltree.viewer")
 
 _PAUSE = 20
-"""A run that goes on is looked at again after this many times as long as it took."""
+"""A run in progress is examined again after this many times as long as it took."""
 _VERSION = 1
-"""Of what `run_glance` returns; a kept one of another version is computed again."""
+"""Version of the values of `run_glance`; kept values of other versions are computed again."""
 
 
 class _Seen:
-    """What was found out about a run, in which state, and when it may be looked at again."""
+    """The value for a run, the mark of its state, and when it may be examined again."""
 
     def __init__(self, mark: str, value: dict[str, Any], due: float) -> None:
         self.mark, self.value, self.due = mark, value, due
 
 
 class Glances:
-    """Looks at runs in one thread of its own, so that no list waits for stories."""
+    """Examines runs in its own thread, so that no list waits for stories."""
 
     def __init__(self, is_busy: Callable[[], bool] = lambda: False) -> None:
         self._is_busy = is_busy
@@ -41,7 +41,7 @@ class Glances:
         self._worker: threading.Thread | None = None
 
     def answer(self, folders: Iterable[tuple[str, Path]]) -> dict[str, Any]:
-        """Return what is known of these runs by name, and how many are still looked at."""
+        """Return the known values of these runs by name, and how many are still to be examined."""
         found: dict[str, Any] = {}
         wanted: list[tuple[Path, str]] = []
         now = time.monotonic()
@@ -67,10 +67,10 @@ class Glances:
                     return
                 folder, mark = self._wanted.pop()
             if (seen := self._seen.get(folder)) is not None and seen.mark == mark:
-                continue  # it was asked for again while it was looked at
+                continue  # it was requested again while it was being examined
             value, began = kept(folder, mark), time.monotonic()
             if value is None:
-                # A view that somebody waits for goes first: threads of Python share one core.
+                # Requests that someone waits for go first, since Python's threads share one core.
                 while self._is_busy() and time.monotonic() - began < 1.0:
                     time.sleep(0.02)
                 began = time.monotonic()
@@ -85,9 +85,9 @@ def _glance(folder: Path) -> dict[str, Any]:
         with Run.open(folder, mode="r", check="rows") as run:
             return run_glance(run)
     except (RolltreeError, OSError) as error:
-        said = f"What happened in it is unknown: {error}"
+        said = f"The run cannot be read: {error}"
     except Exception as error:  # a run that rolltree did not write must not hide the others
         logger.warning("no health of %s", folder, exc_info=error)
-        said = f"What happened in it is unknown ({type(error).__name__}): audit it."
+        said = f"The run cannot be read ({type(error).__name__}): check it with `rolltree audit`."
     sentence = {"kind": "unreadable", "severity": "error", "text": said, "evidence": None}
     return {"health": sentence, "curve": []}

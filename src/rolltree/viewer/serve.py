@@ -1,4 +1,4 @@
-"""The process of the page: where it listens, its link, and the browser that it opens."""
+"""Serves the page: listens on a port, announces the link, and opens a browser."""
 
 from __future__ import annotations
 
@@ -23,19 +23,18 @@ def serve_viewer(
 ) -> None:
     """Serve the page for the runs at and below `root`, to this machine only, until stopped.
 
-    `on_ready(link)` is called when the first request can come. The link carries the token of this
-    start after `#`, which browsers keep to themselves; the browser that is opened here gets a code
-    that works once.
+    `on_ready(link)` is called when requests can come. The link has the token of this start after
+    `#`, which browsers do not send; the browser that is opened here gets a code that works once.
 
     Raises:
-        ConfigError: there is no such folder, or the port cannot be listened on.
+        ConfigError: the folder does not exist, or the port is not available.
     """
     if not root.is_dir():
         raise ConfigError(
             f"{root} is not a folder, so there are no runs to show. Name a run directory or a "
             "folder of runs: rolltree view runs."
         )
-    # The token is after "#", which browsers do not send: it is in no log and no referrer.
+    # The token is after "#", which browsers do not send, so it is not in logs or referrers.
     token, code = secrets.token_urlsafe(24), secrets.token_urlsafe(24) if browser else None
     listener = listen(HOST, port)
     port = listener.getsockname()[1]
@@ -45,7 +44,7 @@ def serve_viewer(
         log_level="warning",
         access_log=False,
         server_header=False,
-        # A header must not say whose connection it is: `user_of` looks the address up.
+        # A header must not override the client's address, which `user_of` looks up.
         proxy_headers=False,
         timeout_graceful_shutdown=1,
         ws="none",

@@ -1,4 +1,4 @@
-"""Worlds: what agents act in, as text, with one adapter per library or protocol of worlds.
+"""Worlds in which agents act by text, with an adapter for each library or protocol.
 
 Gymnasium, PettingZoo and TextArena are imported only to make a world by its id.
 """

@@ -1,7 +1,7 @@
 """`GymWorld`: any `gymnasium.Env` as text, and readers from text to an action of a space.
 
-Spaces are known by the name of their class, so the `gymnasium` package is needed only to make a
-world by its id. Vector environments and images are not supported.
+Spaces are recognized by the names of their classes, so the `gymnasium` package is needed only to
+make a world by its id. Vector environments and images are not supported.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 def action_reader(space: Any, names: tuple[str, ...] = ()) -> ActionReader:
     """Return the function from text to an action of `space`.
 
-    A `Text` space is given the text itself; `Discrete` the last of `names` in the text, or the last
-    integer when there are no names; `MultiDiscrete` and `Box` their last numbers, in order.
+    A `Text` space gets the text itself; `Discrete` the last of `names` in the text, or the last
+    integer if there are no names; `MultiDiscrete` and `Box` the last numbers, in order.
 
     Raises:
-        ConfigError: how text becomes an action of such a space is not known.
+        ConfigError: there is no reader for this kind of space.
     """
     kind = type(space).__name__
     make = _READERS.get(kind)
@@ -66,7 +66,7 @@ def _discrete(space: Any, names: tuple[str, ...]) -> ActionReader:
             f"there are {len(names)} action names and {space.n} actions, so names would be "
             "assigned to the wrong actions. Pass one name per action, in order."
         )
-    # The numbers that the model says are the space's own, which need not begin at 0.
+    # The model's numbers are those of the space, which need not begin at 0.
     first = int(space.start)
     numbers = {name.lower(): first + number for number, name in enumerate(names)}
     pattern = re.compile(
@@ -79,7 +79,7 @@ def _discrete(space: Any, names: tuple[str, ...]) -> ActionReader:
         if not found:
             what = f"one of: {', '.join(names)}" if names else "an integer"
             raise ValueError(f"say {what}")
-        # `int` refuses more than 4,300 digits with an error that a model could cause.
+        # `int` raises for more than 4,300 digits, which a model could write.
         if len(found[-1]) > _MAX_DIGITS:
             raise ValueError(f"actions are {first} to {first + int(space.n) - 1}")
         action = numbers[found[-1]] if names else int(found[-1])
@@ -94,7 +94,7 @@ def _box(space: Any, names: tuple[str, ...]) -> ActionReader:
     shape = space.shape
     is_whole = np.issubdtype(space.dtype, np.integer)
     limits = np.iinfo(space.dtype) if is_whole else np.finfo(space.dtype)
-    # What no cast overflows at.
+    # The largest value that can be cast without overflow.
     most = np.nextafter(float(limits.max), 0.0)
     low, high = np.maximum(space.low, -most), np.minimum(space.high, most)
 
@@ -119,7 +119,7 @@ def _multi_discrete(space: Any, names: tuple[str, ...]) -> ActionReader:
 
     def read(text: str) -> Any:
         numbers = _last_numbers(text, int(np.prod(space.shape)))
-        # A cast of a float beyond the integer's range is undefined.
+        # Casting a float beyond the integer's range is undefined.
         small = np.clip(np.array(numbers, np.float64), -(2.0**31), 2.0**31)
         action = small.reshape(space.shape).astype(space.dtype)
         if action not in space or not np.array_equal(action.ravel(), numbers):
@@ -135,7 +135,7 @@ def _last_numbers(text: str, count: int) -> list[float]:
     if len(found) < count:
         plural = "numbers" if count > 1 else "number"
         raise ValueError(f"say {count} {plural}")
-    # The last ones: a model thinks aloud before it says what to do.
+    # The last ones, since a model thinks aloud before it names its action.
     return found[len(found) - count :]
 
 
@@ -153,23 +153,23 @@ _ESCAPE = re.compile(r"\x1b\[([0-9;]*)m")
 class GymWorld(Adapter):
     """A Gymnasium world for one agent.
 
-    An action that is a text becomes one of the world's by `to_action`, without it by the action
-    space (`action_reader`); a `ValueError` is told to the model and changes nothing. Any other
-    action, which the agent's parser made, is passed on as it is. An observation becomes text by
-    `to_text`; without it, strings stay as they are and everything else is an error.
+    `to_action`, by default a reader for the action space (`action_reader`), converts a text action;
+    if it raises ValueError, the model is told why and the world does not change. Any other action,
+    which the agent's parser made, is passed on unchanged. `to_text` converts an observation;
+    without it, only strings are allowed.
 
     Args:
         world: a Gymnasium id, a world, or a function that returns one.
         to_action: from text to an action.
-        to_text: from an observation to text, or "render": what the world renders as "ansi" (then
-            make it with `render_mode="ansi"`), highlighted cells in brackets.
+        to_text: from an observation to text; or "render": the world's "ansi" rendering, with
+            highlighted cells in brackets (the world needs `render_mode="ansi"`).
         action_names: names of a `Discrete` space's actions, in order.
         world_args: arguments of `gymnasium.make`, or of the function.
-        snapshots: "own", or "deepcopy" for worlds that keep nothing outside themselves.
+        snapshots: "own", or "deepcopy" for worlds without state outside themselves.
         in_thread: whether its methods block and are called in a thread.
 
     Raises:
-        ConfigError: there is no such id, or the action space needs `to_action`.
+        ConfigError: the id is unknown, or the action space needs `to_action`.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class GymWorld(Adapter):
         return self._to_text(observation), info
 
     def step(self, action: Any) -> StepOutcome:
-        """Step the world, or say why the text is not an action."""
+        """Step the world, or return why the text is not an action."""
         if isinstance(action, str):
             try:
                 action = self._to_action(action)
@@ -218,10 +218,10 @@ class GymWorld(Adapter):
 
 
 def gym_maker(world: Any, args: dict[str, Any]) -> Any:
-    """Return a function that makes the world; a world that exists passes through.
+    """Return a function that makes the world; a given world is returned as it is.
 
     Raises:
-        ConfigError: the package is missing, or has no such id.
+        ConfigError: the package is missing, or the id is unknown.
     """
     if not isinstance(world, str):
         return (lambda: world(**args)) if args else world
@@ -232,7 +232,7 @@ def gym_maker(world: Any, args: dict[str, Any]) -> Any:
             f"making {world!r} by its id needs the `gymnasium` package. Install it with "
             "`pip install rolltree[envs]`."
         ) from error
-    # An id with a package is registered when that package is imported, by `make`.
+    # For an id with a package, `make` imports that package, which registers the id.
     if ":" not in world and world not in gymnasium.registry:
         raise ConfigError(
             f"Gymnasium has no world {world!r}.{_nearest(world, gymnasium.registry)} Import the "
@@ -242,10 +242,10 @@ def gym_maker(world: Any, args: dict[str, Any]) -> Any:
 
 
 def plain_text(observation: Any) -> str:
-    """Return an observation that is text.
+    """Return an observation that is already text.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: it is not text.
     """
     if isinstance(observation, str):
         return observation
@@ -256,7 +256,7 @@ def plain_text(observation: Any) -> str:
 
 
 def plain_ansi(text: str) -> str:
-    r"""Return ANSI text without escapes, what was coloured in brackets.
+    r"""Return ANSI text without escape sequences, with coloured parts in brackets.
 
     >>> plain_ansi("\x1b[41mS\x1b[0mFF")
     '[S]FF'
@@ -269,7 +269,7 @@ def plain_ansi(text: str) -> str:
         if found[1] in ("", "0"):
             was_open, is_open = is_open, False
             return "]" if was_open else ""
-        # A highlight that is never reset marks nothing, and a bracket that never closes would
+        # Highlights that are never reset are ignored, since a bracket that never closes would
         # confuse the model.
         if is_open or found[1][0] in "0;" or found.start() > last_reset:
             return ""

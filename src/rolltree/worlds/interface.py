@@ -1,4 +1,4 @@
-"""The interface of worlds, and the base of the adapters to other libraries' worlds.
+"""The interface of worlds, and the base class of adapters to worlds of other libraries.
 
 `World` is for one agent, `ParallelWorld` for several that act at once (PettingZoo's
 `ParallelEnv`), and `TurnWorld` for several that act one after another (PettingZoo's `AECEnv`). A
@@ -22,9 +22,9 @@ from rolltree.types import Info
 class World(Protocol):
     """A world for one agent. Methods may be asynchronous.
 
-    `in_thread`, if a world has it, says whether its methods block and run in a thread (default:
-    yes). An action that the world does not understand is answered with an observation that says
-    so; it is not an exception.
+    The optional attribute `in_thread` says whether its methods block and run in a thread (default:
+    yes). For an action that it does not understand, a world returns an observation that says so,
+    instead of raising.
     """
 
     def reset(self, *, seed: int | None = None) -> tuple[str, Info]:
@@ -32,7 +32,7 @@ class World(Protocol):
         ...
 
     def step(self, action: Any) -> StepOutcome:
-        """Do what the agent decided: what its parser made of its text."""
+        """Take the agent's action, which its parser made of its text."""
         ...
 
     def close(self) -> None:
@@ -55,7 +55,7 @@ class ParallelWorld(Protocol):
         ...
 
     def step(self, actions: Mapping[str, Any]) -> dict[str, StepOutcome]:
-        """Do what the agents decided; an agent that gave no action is absent from `actions`."""
+        """Take the agents' actions; an agent that gave none is missing in `actions`."""
         ...
 
     def close(self) -> None:
@@ -70,7 +70,7 @@ class TurnWorld(Protocol):
 
     @property
     def current(self) -> str | None:
-        """Whose turn it is, None when the episode is over."""
+        """The agent whose turn it is; None if the episode is over."""
         ...
 
     def reset(self, *, seed: int | None = None) -> None:
@@ -82,9 +82,9 @@ class TurnWorld(Protocol):
         ...
 
     def step(self, action: Any) -> dict[str, StepOutcome]:
-        """Do what the current agent decided; return what that was to every agent still in play.
+        """Take the current agent's action; return the outcome for every agent still in play.
 
-        An outcome's reward is that of this step alone, also for agents whose turn it is not.
+        An outcome's reward is that of this step alone, also for the other agents.
         """
         ...
 
@@ -95,27 +95,27 @@ class TurnWorld(Protocol):
 
 @runtime_checkable
 class CanSnapshot(Protocol):
-    """A world whose state can be saved and put back, any number of times."""
+    """A world whose state can be saved and restored, any number of times."""
 
     def snapshot(self) -> Any:
-        """Return the state, independent of what happens to the world later."""
+        """Return the state, which later steps of the world do not change."""
         ...
 
     def restore(self, saved: Any) -> None:
-        """Put a state back."""
+        """Restore a state."""
         ...
 
 
 async def drive(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a method of a world; blocking ones run in a thread.
 
-    Example: `outcome = await drive(world.step, action)`. When the calling task is cancelled, a
-    thread is stopped as `rolltree.threads` says.
+    Example: `outcome = await drive(world.step, action)`. If the calling task is cancelled, the
+    thread is stopped as described in `rolltree.threads`.
     """
     world = getattr(method, "__self__", None)
     if inspect.iscoroutinefunction(method):
         return await method(*args, **kwargs)
-    # By default in a thread: a world that blocks would hold every other rollout.
+    # By default in a thread, since a world that blocks would block all other rollouts.
     if not getattr(world, "in_thread", True):
         result = method(*args, **kwargs)
     else:
@@ -124,20 +124,20 @@ async def drive(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 BAD_ACTION = "bad_action"
-"""Key of `StepOutcome.info`: why a text was not an action. Nothing was done then."""
+"""Key of `StepOutcome.info`: why a text was not an action; the world did not change."""
 
 Snapshots: TypeAlias = Literal["own", "deepcopy"]
-"""How a world is saved: by its own `snapshot` and `restore`, or by `copy.deepcopy`, which is right
-only for worlds that keep nothing outside themselves."""
+"""How a world is saved: by its own `snapshot` and `restore`, or by `copy.deepcopy`, which is only
+correct for worlds without state outside themselves."""
 
 
 def bad_action(error: ValueError) -> StepOutcome:
-    """Return what a model is told about a text that is not an action."""
+    """Return the outcome that tells a model why its text is not an action."""
     return StepOutcome(f"Invalid action: {error}", info={BAD_ACTION: str(error)})
 
 
 class Adapter:
-    """Base of the adapters; `env` is the world of the other library.
+    """Base class of the adapters; `env` is the world of the other library.
 
     Args:
         make: a world, or a function that returns one.
@@ -154,14 +154,14 @@ class Adapter:
     ) -> None:
         if snapshots not in ("own", "deepcopy"):
             raise ConfigError(f"snapshots is {snapshots!r}; it is 'own' or 'deepcopy'.")
-        # A class has a `step` too, and is what makes a world.
+        # A class has a `step`, too, but it makes a world instead of being one.
         is_world = callable(getattr(make, "step", None)) and not isinstance(make, type)
         self.env: Any = make if is_world else make()
         self.in_thread = in_thread
         self._snapshots = snapshots
 
     def snapshot(self) -> Any:
-        """Return the state, independent of what happens to the world later.
+        """Return the state, which later steps of the world do not change.
 
         Raises:
             ConfigError: this world cannot be saved.
@@ -171,7 +171,7 @@ class Adapter:
         return self._own("snapshot")()
 
     def restore(self, saved: Any) -> None:
-        """Put a state back; it can be put back again later.
+        """Restore a state, which can be restored again later.
 
         Raises:
             ConfigError: this world cannot be saved.
@@ -198,8 +198,8 @@ class Adapter:
 def copy_world(world: Any) -> Any:
     """Return a deep copy of a world and of the worlds that it wraps.
 
-    Many worlds of Gymnasium and PettingZoo say (`EzPickle`) that copying them means making new ones
-    from the arguments that they were made with, which forgets the episode. That is passed over.
+    Many worlds of Gymnasium and PettingZoo define copying (by `EzPickle`) as making a new world
+    from the original arguments, which loses the episode. This function bypasses that.
     """
     inner = _wrapped(world, {})
     # Filled in two steps, since worlds refer to each other.
@@ -210,7 +210,7 @@ def copy_world(world: Any) -> Any:
 
 
 def _wrapped(world: Any, known: dict[int, Any]) -> dict[int, Any]:
-    """Return `world` and all worlds that it holds, by their id."""
+    """Return `world` and all worlds inside it, by `id`."""
     known[id(world)] = world
     for value in vars(world).values():
         is_world = callable(getattr(type(value), "step", None)) and hasattr(value, "__dict__")

@@ -1,7 +1,7 @@
-"""`OpenEnvWorld`: a session of an OpenEnv server, read and acted on by text.
+"""`OpenEnvWorld`: a session of an OpenEnv server, with observations and actions as text.
 
-It speaks the protocol of `openenv` 0.10 and `openenv-core` 0.3 (`/ws`, and `/schema` for the form
-of actions) itself, and needs neither package.
+It implements the protocol of `openenv` 0.10 and `openenv-core` 0.3 (`/ws`, and `/schema` for the
+form of actions), and needs neither package.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     import aiohttp
 
 ToAction: TypeAlias = Callable[[str], Mapping[str, Any]]
-"""From what a model said to the fields of an action; it raises ValueError if there is none."""
+"""A function from a model's text to the fields of an action; raises ValueError without one."""
 ToText: TypeAlias = Callable[[Mapping[str, Any]], str]
 _MAX_MESSAGE_BYTES = 2**26
-# What an action can bring about, and so the model; other codes are the server's.
+# Errors that an action, and so the model, can cause; other codes are failures of the server.
 _ACTION_CODES = ("VALIDATION_ERROR", "EXECUTION_ERROR")
 
 
 def observation_text(observation: Mapping[str, Any]) -> str:
-    """Return the fields of an observation as text: the only one as it is, several as JSON."""
+    """Return the fields of an observation as text: a single text as it is, others as JSON."""
     told = {
         name: value
         for name, value in observation.items()
@@ -44,7 +44,7 @@ def observation_text(observation: Mapping[str, Any]) -> str:
 
 
 def action_of_schema(schema: Mapping[str, Any]) -> ToAction:
-    """Return how text becomes an action: as its only field, if that is text, or else as JSON."""
+    """Return a function from text to an action: to its only field, if that is text, or by JSON."""
     fields = {
         name: part for name, part in (schema.get("properties") or {}).items() if name != "metadata"
     }
@@ -69,11 +69,11 @@ class OpenEnvWorld:
     """One session of a server; `reset` opens it.
 
     Args:
-        url: the server's, with http or https.
-        to_action: from text to an action's fields; None asks the server's `/schema`.
+        url: the address of the server, with http or https.
+        to_action: from text to an action's fields; None: according to the server's `/schema`.
         to_text: from an observation's fields to text.
-        reset_args: what `reset` is told beside the seed.
-        headers: of every request; they are stored nowhere.
+        reset_args: arguments of `reset` in addition to the seed.
+        headers: of every request; they are not stored anywhere.
         message_limit_s: how long the server may take for an answer.
     """
 
@@ -101,10 +101,10 @@ class OpenEnvWorld:
         self._socket: aiohttp.ClientWebSocketResponse | None = None
 
     async def reset(self, *, seed: int | None = None) -> tuple[str, Info]:
-        """Open a session if there is none, begin an episode, return the first observation.
+        """Open a session if none is open, begin an episode, and return the first observation.
 
         Raises:
-            WorldUnavailable: the server cannot be reached, has no session left, or broke.
+            WorldUnavailable: the server cannot be reached, has no free session, or failed.
         """
         import aiohttp
 
@@ -124,10 +124,10 @@ class OpenEnvWorld:
         return outcome.obs or "", dict(outcome.info)
 
     async def step(self, action: Any) -> StepOutcome:
-        """Do what the model said; what the server rejects is told to it.
+        """Take the action in the model's text; if the server rejects it, the outcome says so.
 
         Raises:
-            WorldUnavailable: the server hung up, or broke.
+            WorldUnavailable: the server hung up or failed.
         """
         assert self.to_action is not None
         try:
@@ -145,18 +145,18 @@ class OpenEnvWorld:
         return replace(outcome, info={**outcome.info, "state": await self.state()})
 
     async def state(self) -> dict[str, Any]:
-        """Return what the server says of the episode: its id, the number of steps, and its own.
+        """Return the server's state of the episode: its id, number of steps, and further fields.
 
         Raises:
-            WorldUnavailable: the server hung up, or broke.
+            WorldUnavailable: the server hung up or failed.
         """
         answer = await self._ask("state")
         if answer["type"] == "error":
-            raise self._broken(f"did not tell its state: {_message_of(answer)}")
+            raise self._broken(f"did not return its state: {_message_of(answer)}")
         return dict(answer["data"])
 
     async def close(self) -> None:
-        """End the session. Doing it twice does nothing."""
+        """End the session; a second call does nothing."""
         socket, self._socket = self._socket, None
         http, self._http = self._http, None
         if socket is not None:
@@ -190,7 +190,7 @@ class OpenEnvWorld:
             raise self._unreached(error) from error
 
     async def _ask(self, kind: str, data: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Send a message and return the answer, which has `type` and `data`."""
+        """Send a message and return the answer, a dict with `type` and `data`."""
         import aiohttp
 
         if self._socket is None:
@@ -210,7 +210,7 @@ class OpenEnvWorld:
         try:
             answer = json.loads(got.data)
         except ValueError as error:
-            raise self._broken(f"answered what is not JSON ({error})") from error
+            raise self._broken(f"answered with something that is not JSON ({error})") from error
         if not isinstance(answer, dict) or not isinstance(answer.get("data"), dict):
             raise self._broken("answered without data")
         if answer.get("type") not in ("observation", "state", "error"):

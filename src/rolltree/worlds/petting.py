@@ -1,7 +1,7 @@
-"""PettingZoo's worlds for several agents, read and acted on by text.
+"""PettingZoo's worlds for several agents, with observations and actions as text.
 
-`ParallelGame` adapts a `ParallelEnv`, in which all live agents act at once, `TurnGame` an `AECEnv`,
-in which they act one after another. The package (1.27 or later) is needed only to make a world by
+`ParallelGame` adapts a `ParallelEnv`, in which all live agents act at once, and `TurnGame` an
+`AECEnv`, in which they take turns. The package (1.27 or later) is needed only to make a world by
 its id.
 """
 
@@ -20,7 +20,7 @@ from rolltree.worlds.gym import action_reader, plain_text
 from rolltree.worlds.interface import BAD_ACTION, Adapter, bad_action
 
 LayerMask: TypeAlias = Callable[[Any, str], str]
-"""From an observation and the name of the agent that sees it to text."""
+"""A function from an observation, and the name of the agent that sees it, to text."""
 
 
 class _Game(Adapter):
@@ -28,14 +28,14 @@ class _Game(Adapter):
 
     Args:
         world: a PettingZoo id such as "classic/rps-v2", a world, or a function that returns one.
-        to_text: from an observation and its agent to text; without it, observations are text.
-        to_action: from text to an action; without it, by the agent's action space.
+        to_text: from an observation and its agent to text; without it, observations must be text.
+        to_action: from text to an action; by default a reader for the agent's action space.
         action_names: names of a `Discrete` space's actions, in order.
         world_args: arguments of `pettingzoo.make`, or of the function.
-        settings: `Adapter`'s.
+        settings: those of `Adapter`.
 
     Raises:
-        ConfigError: there is no such id, or an action space needs `to_action`.
+        ConfigError: the id is unknown, or an action space needs `to_action`.
     """
 
     _kind = ""
@@ -69,7 +69,7 @@ class ParallelGame(_Game):
     """A `ParallelEnv`: a `ParallelWorld` over text.
 
     An agent without an action (its answer held none, or its text is not an action of its space)
-    does `idle_action`.
+    takes `idle_action`.
 
     Args:
         world: a PettingZoo id such as "classic/rps-v2", a world, or a function that returns one.
@@ -78,7 +78,7 @@ class ParallelGame(_Game):
             `snapshots` and `in_thread`, as in `GymWorld`.
 
     Raises:
-        ConfigError: there is no such id, or an action space needs `to_action`.
+        ConfigError: the id is unknown, or an action space needs `to_action`.
     """
 
     _kind = "parallel"
@@ -101,13 +101,13 @@ class ParallelGame(_Game):
         }
 
     def step(self, actions: Mapping[str, Any]) -> dict[str, StepOutcome]:
-        """Do what the agents decided.
+        """Take the agents' actions.
 
         Raises:
             ConfigError: an agent gave no action, and there is no `idle_action`.
         """
-        # All act at once, so one text that is not an action must not stop the others: that agent
-        # does the idle action, and is told.
+        # All act at once, so an agent whose text is not an action must not stop the others: it
+        # takes the idle action, and is told why.
         problems: dict[str, str] = {}
         done: dict[str, Any] = {}
         for agent in self.agents:
@@ -143,24 +143,24 @@ class ParallelGame(_Game):
 
 
 class TurnGame(_Game):
-    """An `AECEnv`: a `TurnWorld` over text. Agents that are out of the game are stepped over.
+    """An `AECEnv`: a `TurnWorld` over text. Agents that are out of the game are skipped.
 
-    A text that is not an action of the space changes nothing and the turn stays; an illegal move is
-    the game's to judge.
+    A text that is not an action of the space changes nothing, and the turn stays. The game itself
+    judges illegal moves.
 
     Args:
         world: a PettingZoo id such as "classic/tictactoe-v3", a world, or a function.
         settings: as in `ParallelGame`.
 
     Raises:
-        ConfigError: there is no such id, or an action space needs `to_action`.
+        ConfigError: the id is unknown, or an action space needs `to_action`.
     """
 
     _kind = "aec"
 
     @property
     def current(self) -> str | None:
-        """Whose turn it is, None when the episode is over."""
+        """The agent whose turn it is; None if the episode is over."""
         return self.env.agent_selection if self.env.agents else None
 
     def reset(self, *, seed: int | None = None) -> None:
@@ -173,13 +173,13 @@ class TurnGame(_Game):
         return self._seen(self.env.observe(agent), agent)
 
     def step(self, action: Any) -> dict[str, StepOutcome]:
-        """Do what the current agent decided; return what that was to every agent in play."""
+        """Take the current agent's action; return the outcome for every agent in play."""
         agent = self.env.agent_selection
         try:
             action = self._action(action, agent)
         except ValueError as error:
             return {agent: bad_action(error)}
-        # Before the step: the agents that it ends have outcomes, too.
+        # Noted before the step, since agents for which it ends the game have outcomes, too.
         playing = list(self.env.agents)
         self.env.step(action)
         outcomes = {
@@ -200,7 +200,7 @@ class TurnGame(_Game):
         while env.agents and (
             env.terminations[env.agent_selection] or env.truncations[env.agent_selection]
         ):
-            # PettingZoo wants None from each agent that is out before the next one may act.
+            # PettingZoo needs a step with None for each agent that is out.
             env.step(None)
 
 
@@ -226,8 +226,8 @@ def _maker(kind: str, world: Any, args: dict[str, Any]) -> Any:
 def board_text(number: Callable[[int, int], int] | None = None) -> LayerMask:
     """Return a `to_text` for boards given as two planes, mine and theirs, `[rows, columns, 2]`.
 
-    `number(row, column)` is the action that takes a cell, shown where the cell is free; without it
-    free cells are dots. What `action_mask` allows is listed.
+    `number(row, column)` is the action that takes a cell, shown in free cells; without it, free
+    cells are dots. The moves that `action_mask` allows are listed.
 
     Example: tic-tac-toe is `board_text(lambda row, column: 3 * row + column)`, connect four is
     `board_text()`.

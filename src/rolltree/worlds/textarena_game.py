@@ -1,7 +1,7 @@
 """`TextArenaWorld`: a game of the `textarena` package, played against fixed opponents.
 
-TextArena's games draw from Python's global `random`. Here every game has its own stream, put in
-place while one of its steps runs, so that games that run at the same time are reproducible.
+TextArena's games use Python's global `random`. Here every game has its own random stream, which is
+installed while one of its steps runs, so that concurrent games are reproducible.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _RANDOM = threading.Lock()
 class TextArenaWorld(Adapter):
     """A TextArena game as player 0 sees it.
 
-    Many games restate all earlier text; the agent has read it, so it gets only what is new. An
-    illegal move is the game's to judge. The reward comes at the end.
+    Many games repeat all earlier text; the agent gets only the new part. The game itself judges
+    illegal moves. The reward comes at the end.
 
     Args:
         game: a TextArena id, such as "GuessTheNumber-v0", or a function that returns a new game.
-        opponents: one function from an observation to an action per further player.
+        opponents: for each further player, a function from an observation to an action.
         game_args: arguments of `textarena.make`, or of the function.
-        snapshots: "deepcopy" for games that keep nothing outside themselves.
+        snapshots: "own", or "deepcopy" for games without state outside themselves.
         in_thread: whether its methods block and are called in a thread.
 
     Raises:
-        ConfigError: the package is missing, or has no such game.
+        ConfigError: the package is missing, or does not have this game.
     """
 
     def __init__(
@@ -80,25 +80,24 @@ class TextArenaWorld(Adapter):
             return self._ended(info) if done else self._until_our_turn()
 
     def snapshot(self) -> Any:
-        """Return the game's state, its random numbers included."""
+        """Return the game's state, with that of its random stream."""
         return super().snapshot(), self._stream, self._read
 
     def restore(self, saved: Any) -> None:
-        """Put a state back."""
+        """Restore a state."""
         env, self._stream, self._read = saved
         super().restore(env)
 
     def close(self) -> None:
-        """Do nothing: a game closes itself when it ends, and holds nothing."""
+        """Do nothing: a game closes itself when it ends, and holds no resources."""
 
     def _until_our_turn(self) -> StepOutcome:
         while True:
             player, observation = self.env.get_observation()
-            # Every player is asked in turn; the model is player 0, and the others answer here.
+            # Players take turns; the model is player 0, and the opponents move here.
             text = _text(observation)
             if player == 0:
-                # The agent has the rest in its history, and a prompt that restates it would be
-                # O(T^2).
+                # The agent has the rest in its history; repeating it would make prompts O(T^2).
                 said = text.removeprefix(self._read).strip()
                 self._read = text
                 return StepOutcome(said)
@@ -119,15 +118,15 @@ class TextArenaWorld(Adapter):
 
     @contextmanager
     def _own_random(self) -> Iterator[None]:
-        """Let the global `random` be the game's own stream."""
-        # One lock for all games: the stream that is swapped is the process's.
+        """Install the game's random stream as the global `random` inside the block."""
+        # One lock for all games, since the stream of the whole process is swapped.
         with _RANDOM:
             before = random.getstate()
             random.setstate(self._stream)
             try:
                 yield
             finally:
-                # The current position of this game's stream, for its next step.
+                # Saved for the game's next step.
                 self._stream = random.getstate()
                 random.setstate(before)
 
@@ -136,7 +135,7 @@ def game_maker(game: str | Callable[..., Any], args: dict[str, Any]) -> Callable
     """Return a function that makes a game.
 
     Raises:
-        ConfigError: the package is missing, or has no such game.
+        ConfigError: the package is missing, or does not have this game.
     """
     if not isinstance(game, str):
         return lambda: game(**args)

@@ -1,11 +1,11 @@
-// The server's answers; those of a page that was exported are inside it.
+// Requests to the server; an exported page has the answers inside.
 
 import { keep, kept, withQuery } from "./dom.js";
 import { file, storedApi } from "./stored.js";
 
-/** The token comes behind the link's `#`, or a code for it that works once; it leaves the address and stays in
- * this origin's storage, which no other port shares, as a cookie would. A link with a wrong one, which any page can
- * open, takes nothing away. */
+/** The link has the token, or a code for it that works once, after its `#`. It is removed from the address and kept in
+ * this origin's storage, which other ports do not share, unlike a cookie. A link with a wrong token, which any page
+ * can open, does not replace a valid one. */
 async function takeToken() {
   if (file) return null;
   const given = /^#(token|code)=([\w-]+)/.exec(location.hash);
@@ -20,17 +20,17 @@ async function takeToken() {
 
 const taken = takeToken();
 
-/** Tell the shell whether the server answers: "ok", "gone", or "token" if it wants another token. */
+/** Tell the shell whether the server answers: "ok", "gone", or "token" if it rejects the token. */
 const reached = (state) => document.dispatchEvent(new CustomEvent("reached", { detail: state }));
 
-addEventListener("hashchange", () => { // a new link in a tab that is open
+addEventListener("hashchange", () => { // a new link was opened in this tab
   if (/^#(token|code)=/.test(location.hash)) location.reload();
 });
 
 async function get(path, query, signal) {
   const url = withQuery(`api/${path}`, query);
   const first = await taken;
-  const headers = { Authorization: `Bearer ${kept("token") ?? first}` }; // another tab may have taken a newer one
+  const headers = { Authorization: `Bearer ${kept("token") ?? first}` }; // another tab may have stored a newer one
   const answer = await fetch(url, { signal, headers }).catch((error) => {
     if (signal?.aborted) throw error;
     reached("gone");
@@ -42,7 +42,7 @@ async function get(path, query, signal) {
   throw new Error(said.error ?? `The server answers ${answer.status} to ${url.slice(0, 200)}.`);
 }
 
-/** The endpoints, for one view: what it still waits for ends with `signal`. */
+/** The endpoints for one view, whose pending requests end with `signal`. */
 export function apiFor(signal) {
   if (file) return { signal, isExported: true, ...storedApi };
   const ask = (path, query = {}) => get(path, query, signal);
@@ -72,7 +72,7 @@ export function apiFor(signal) {
   };
 }
 
-/** What tells whether a run has grown or ended; its summary has it, too. */
+/** A text that changes when a run grows or ends, from its summary or its `changed` endpoint. */
 export const markOf = ({ commits, num_commits: number, is_running: running, state }) =>
   `${commits ?? number} ${running ?? state === "running"}`;
 
@@ -83,7 +83,7 @@ const seen = () => new Promise((resolve) => {
   else document.addEventListener("visibilitychange", resolve, { once: true });
 });
 
-/** Ask for a mark every `period_ms` while the page is seen; one that differs from `mark` calls `update`. */
+/** Request a mark every `period_ms` while the page is visible; if it has changed, call `update`. */
 export async function follow(api, mark, ask, update, period_ms = 2000) {
   let known = mark;
   while (!api.isExported && !api.signal.aborted) {
@@ -95,7 +95,7 @@ export async function follow(api, mark, ask, update, period_ms = 2000) {
       if (now !== known && !api.signal.aborted) await update();
       known = now;
     } catch {
-      // The shell says that the server is gone; it is asked again.
+      // The shell shows that the server is gone; the next request tries again.
     }
   }
 }

@@ -1,4 +1,4 @@
-// Curves in SVG: lines with their intervals, a common pointer and a common zoom for all charts.
+// Curves in SVG: lines with their intervals, with one pointer and one zoom for all charts.
 
 import { h, isNone, muted, num, put, s, short } from "./dom.js";
 
@@ -8,8 +8,8 @@ const LEFT = 46;
 const RIGHT = 8;
 const TOP = 8;
 const BOTTOM = 22;
-const DIGIT = 3.5; // half of what a digit of a mark takes
-const MOST = 5e307; // twice as much is a finite number
+const DIGIT = 3.5; // half the width of a digit
+const MOST = 5e307; // so that twice as much is finite
 
 /** Round values that divide a range into about `wanted` parts. */
 function ticks(low, high, wanted = 4) {
@@ -24,7 +24,7 @@ function ticks(low, high, wanted = 4) {
 
 const clipped = (value) => Math.max(-MOST, Math.min(MOST, value));
 
-/** Powers of ten within a range of logarithms; between two of them 2 and 5, if there are few. */
+/** Logarithms of round values in a range of logarithms: powers of ten, and 2 and 5 times them if these are few. */
 function powers(low, high) {
   const found = [];
   for (let power = Math.floor(low); power <= Math.ceil(high); power += 1) {
@@ -35,7 +35,7 @@ function powers(low, high) {
   return found.filter((_, at) => at % every === 0);
 }
 
-/** The values between which a chart's lines and intervals lie, with a margin. */
+/** The range of a chart's lines and intervals, with a margin. */
 function limits(series, steps, range) {
   const isSeen = (value, at) => Number.isFinite(value) && steps[at] >= range[0] && steps[at] <= range[1];
   const lists = series.flatMap((each) => [each.values, each.low, each.high]);
@@ -44,7 +44,7 @@ function limits(series, steps, range) {
   let low = seen.reduce((least, value) => Math.min(least, value));
   const high = seen.reduce((most, value) => Math.max(most, value));
   if (low >= 0 && low < 0.35 * high) low = 0;
-  if (high - low <= 1e-6 * Math.abs(high)) { // what differs by rounding only is a flat line
+  if (high - low <= 1e-6 * Math.abs(high)) { // values that differ only by rounding make a flat line
     const room = Math.abs(high) * 0.1 || 1;
     return low === 0 ? [0, room] : [low - room, high + room];
   }
@@ -52,10 +52,10 @@ function limits(series, steps, range) {
   return [low === 0 ? 0 : low - room, high + room];
 }
 
-/** A line through points. null, a step without a value, interrupts a line of neighbouring steps, and no other. */
+/** A line through points. null, a step without a value, interrupts only a line of neighbouring steps. */
 function path(points) {
   const known = points.flatMap((point, at) => point ? [at] : []);
-  // By neighbours: every second step, as of `eval.every = 2`, is no more than every tenth a line with gaps.
+  // Judged by neighbours: values at every second step (`eval.every = 2`) are not a line with gaps.
   const isDense = known.filter((at, place) => place && at - known[place - 1] === 1).length > 0.5 * (known.length - 1);
   let isOpen = false;
   return points.map((point) => {
@@ -71,7 +71,7 @@ function path(points) {
 
 const MANY = 200;
 
-/** The mean around each step of a long curve, over `window` steps; null where the step has no value. */
+/** The mean around each step of a long curve, over `window` steps; null if the step has no value. */
 function smoothed(values, window) {
   const half = Math.floor(window / 2);
   return values.map((value, at) => {
@@ -92,7 +92,7 @@ export function board(begun, panels, { onStep, readout }) {
   let all = whole();
   let range = all;
   const logs = h("button", {
-    type: "button", class: "quiet", "aria-pressed": "false", title: "curves above 0 on an axis of powers of ten",
+    type: "button", class: "quiet", "aria-pressed": "false", title: "Show curves above 0 on a logarithmic axis",
     onclick: () => {
       isLog = !isLog;
       logs.setAttribute("aria-pressed", isLog);
@@ -116,7 +116,7 @@ export function board(begun, panels, { onStep, readout }) {
     for (const each of charts) each.point(at);
   }
 
-  /** Take longer curves of the same panels; the zoom, the pointer and what is focused stay. */
+  /** Replace the curves by longer ones of the same panels; zoom, pointer and focus stay. */
   function update(grown, longer) {
     steps = grown;
     const wasWhole = range === all;
@@ -153,7 +153,7 @@ export function board(begun, panels, { onStep, readout }) {
       });
     }
 
-    /** Series on the axis that is drawn: logarithms of values that are all above 0, or the values. */
+    /** The series as logarithms if these are wanted and all values are above 0, else null. */
     function scaled() {
       const lists = panel.series.flatMap((each) => [each.values, each.low, each.high]).filter(Boolean);
       if (!isLog || lists.some((values) => values.some((value) => !isNone(value) && value <= 0))) return null;
@@ -182,7 +182,7 @@ export function board(begun, panels, { onStep, readout }) {
       const points = (list) => steps.map((step, at) =>
         step >= range[0] && step <= range[1] && Number.isFinite(list[at]) ? [x(step), y(list[at])] : null);
       panel.series.forEach((each, number) => {
-        if (each.is_points) { // nothing is known between two evaluations, so nothing joins them
+        if (each.is_points) { // no line, since nothing is known between two evaluations
           points(each.values).forEach((point, at) => {
             if (!point) return;
             const [cx, cy] = point;
@@ -293,7 +293,7 @@ export function board(begun, panels, { onStep, readout }) {
   return { element, reset, logs, update, zoom, range: () => range === all ? null : range };
 }
 
-/** Panels that follow each other and are of one group. */
+/** Sections of consecutive panels of the same group. */
 function sections(panels) {
   const found = [];
   panels.forEach(({ group }, at) => {
@@ -305,7 +305,7 @@ function sections(panels) {
 
 const last = (values) => values.findLast((value) => !isNone(value));
 
-/** The names of an axis' marks, which are round values. */
+/** The labels of an axis' marks, which are round values. */
 function axis(values) {
   const most = Math.max(...values.map(Math.abs));
   const [scale, letter] = most >= 1e9 ? [1e9, "G"] : most >= 1e6 ? [1e6, "M"] : most >= 1e4 ? [1e3, "k"] : [1, ""];
@@ -317,7 +317,7 @@ function axis(values) {
   });
 }
 
-/** A value with its interval on a line from `low` to `high`; `zero` draws where nothing changes. */
+/** A value with its interval on a line from `low` to `high`; `zero` marks the place of no change. */
 export function interval(mean, bounds, [low, high], { zero = null, label = "" } = {}) {
   const x = (value) => 2 + 96 * ((value - low) / (high - low || 1));
   const [from, to] = bounds ?? [mean, mean];

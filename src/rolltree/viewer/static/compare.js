@@ -1,4 +1,4 @@
-// Two evaluations or more, paired by example: how far each is from the first, whether that is noise, what flipped.
+// Several evaluations, paired by example: each one's difference to the first, whether it is noise, what flipped.
 
 import { folded, h, href, num, plainTable, put, select } from "./dom.js";
 import { board, interval } from "./chart.js";
@@ -17,7 +17,7 @@ export async function render(root, params, api) {
 const OVERLAID = ["reward/mean", "eval/reward", "train/entropy", "train/kl", "train/grad_norm",
   "train/completions/mean_length"];
 
-/** The curves of several training runs in one chart each, by their arms. */
+/** The curves of several training runs, overlaid in one chart per metric. */
 async function overlaid(arms, api) {
   const runs = [...new Map(arms.map((arm) => [arm.id, arm])).values()];
   if (runs.length < 2) return null;
@@ -42,7 +42,7 @@ async function overlaid(arms, api) {
   return h("section", null, bar, drawn.element);
 }
 
-/** The settings that are not the same in the two arms. */
+/** The settings that differ between the two arms. */
 function settingsOf(pair) {
   const rows = Object.entries(pair.settings ?? {});
   const said = (value) => value === null ? "–" : typeof value === "string" ? value : JSON.stringify(value);
@@ -57,7 +57,7 @@ const bounds = ({ low, high }, sign) =>
   low === null || low === undefined ? "–" : `[${num(low, sign)}, ${num(high, sign)}]`;
 const sizeOf = ({ mean, low, high }) => Math.max(Math.abs(mean), Math.abs(low ?? 0), Math.abs(high ?? 0)) || 1;
 
-/** A row per arm, with its difference to the baseline; another baseline and other phases are chosen here. */
+/** A row per arm, with its difference to the baseline; the baseline and the phases can be chosen here. */
 function armsOf({ arms, pairs, confidence }) {
   const rewards = pairs.map((pair) => pair.measures.reward);
   const size = Math.max(...rewards.map((each) => sizeOf(each.difference)));
@@ -100,7 +100,7 @@ function gain(name, { difference, verdict }, size = sizeOf(difference)) {
   return [num(mean, true), said, interval(mean, said === "–" ? null : [low, high], [-size, size], about), verdict];
 }
 
-/** Which example it is, and how its reward changed. */
+/** The name of an example, and the change of its reward. */
 function headOf(change) {
   const kind = change.flip === "won" ? "good" : change.flip === "lost" ? "bad" : "zero";
   return [

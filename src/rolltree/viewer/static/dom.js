@@ -1,4 +1,4 @@
-// Elements without HTML: text reaches the page as text nodes only, so nothing a model wrote can run.
+// Builds elements without HTML: text reaches the page only as text nodes, so text of models cannot run.
 
 import { isInside } from "./stored.js";
 
@@ -26,7 +26,7 @@ function add(element, children) {
   }
 }
 
-/** Whether a record has no such value. */
+/** Whether a value is null or undefined. */
 export const isNone = (value) => value === null || value === undefined;
 
 /** An HTML element. `on...` attributes are listeners, `vars` sets style properties. */
@@ -39,7 +39,7 @@ export function s(tag, attributes, ...children) {
   return fill(document.createElementNS(SVG, tag), attributes, children);
 }
 
-/** Replace what an element holds. */
+/** Replace the children of an element. */
 export function put(element, ...children) {
   element.replaceChildren();
   add(element, children);
@@ -50,8 +50,8 @@ const drawn = new WeakMap();
 const CONTROLS = "a, button, input, select, summary, [tabindex]";
 
 /**
- * Redraw a part of a live view if its data has changed; what was open, marked or focused stays so, and what
- * follows stays where the reader looks at it.
+ * Redraw a part of a live view if its data has changed. What was open, marked or focused stays so, and the
+ * following parts do not move in front of the reader.
  */
 export function redraw(box, data, draw) {
   const said = JSON.stringify(data);
@@ -64,23 +64,23 @@ export function redraw(box, data, draw) {
   const next = box.nextElementSibling;
   const place = next?.getBoundingClientRect().top;
   draw();
-  // Not at the top, where the reader sees what is new.
+  // Not at the top of the page, where the reader sees the new content.
   if (next && scrollY > 0 && place < innerHeight) scrollBy(0, next.getBoundingClientRect().top - place);
   all("details").forEach((each, at) => { each.open = open[at] ?? each.open; });
   all("[data-row]")[marked]?.classList.add("marked");
   all(CONTROLS)[focused]?.focus({ preventScroll: true });
 }
 
-/** What steers, reorders, or cannot be seen, as in Python's `untrusted.visible`; joiners and emoji selectors stay. */
+/** Control, direction and invisible characters, as in Python's `untrusted.visible`; emoji selectors stay. */
 const HIDDEN = new RegExp("[\\u0000-\\u0008"
   + "\\u000b-\\u001f\\u007f-\\u009f\\u00ad\\u034f\\u061c\\u115f\\u1160\\u17b4\\u17b5"
   + "\\u180b-\\u180f\\u200b\\u200e\\u200f\\u2028-\\u202e\\u2060-\\u206f\\u3164\\ud800-\\udfff\\ufe00-\\ufe0d"
   + "\\ufeff\\uffa0\\ufff0-\\ufffb"
   + "\\u{13430}-\\u{1345f}\\u{1bca0}-\\u{1bca3}\\u{1d173}-\\u{1d17a}\\u{e0000}-\\u{e0fff}]", "gu");
 const TOWER = /(\p{M}{6})(\p{M}+)/gu;
-const PLAIN = /^[\t\n -~]*$/; // nearly every text, and read much faster
+const PLAIN = /^[\t\n -~]*$/; // matches nearly every text, and much faster
 
-/** The text with its control, direction and invisible characters shown, and without towers of accents. */
+/** The text with control, direction and invisible characters shown, and without stacks of accents. */
 export function visible(text) {
   if (PLAIN.test(text)) return text;
   return text.replace(/\r\n/g, "\n").replace(HIDDEN, (found) => {
@@ -91,7 +91,7 @@ export function visible(text) {
   }).replace(TOWER, (_, kept, rest) => `${kept}⟨${[...rest].length} more marks⟩`);
 }
 
-/** The first characters of a text; no pair of surrogates is torn. */
+/** The first characters of a text, without splitting a surrogate pair. */
 function cut(text, limit) {
   const code = text.charCodeAt(limit - 1);
   return text.slice(0, code >= 0xd800 && code < 0xdc00 ? limit - 1 : limit);
@@ -117,13 +117,13 @@ export function folded(text, limit = 4000) {
   return h("span", null, whole, more);
 }
 
-/** One line of a text: no line breaks, at most `limit` characters. */
+/** A text as one line of at most `limit` characters. */
 export function line(text, limit = 120) {
   const flat = String(text ?? "").slice(0, 4 * limit).replace(/\s+/g, " ").trim();
   return flat.length > limit ? `${cut(flat, limit - 1)}…` : flat;
 }
 
-const COMMAS = new Intl.NumberFormat("en-US", { maximumFractionDigits: 1 }); // made once: that takes long
+const COMMAS = new Intl.NumberFormat("en-US", { maximumFractionDigits: 1 }); // once, since it is slow
 
 /** A whole number with commas. */
 export const count = (value) => num(typeof value === "number" ? Math.round(value) : value);
@@ -140,7 +140,7 @@ export function num(value, sign = false) {
   return (sign && value > 0 ? `+${text}` : text).replaceAll("-", "−");
 }
 
-/** A large number in short: 5,176 is 5.2k. */
+/** A large number in short form: 5,176 is 5.2k. */
 export function short(value) {
   if (isNone(value)) return "–";
   for (const [size, unit] of [[1e9, "G"], [1e6, "M"], [1e3, "k"]]) {
@@ -159,12 +159,12 @@ export function duration(seconds) {
   return `${seconds < 10 ? seconds.toFixed(1) : Math.round(seconds)} s`;
 }
 
-/** A link within the page: parts are path segments, `query` what follows them. */
+/** A link within the page, from path segments and a query. */
 export function href(parts, query = {}) {
   return withQuery(`#/${parts.map(encodeURIComponent).join("/")}`, query);
 }
 
-/** A path with what is given of a query. */
+/** A path with the parameters of a query that have a value. */
 export function withQuery(path, query) {
   const text = new URLSearchParams(Object.entries(query).filter(([, value]) => !isNone(value) && value !== ""));
   return text.size ? `${path}?${text}` : path;
@@ -173,31 +173,31 @@ export function withQuery(path, query) {
 /** A link that looks like a button. */
 export const button = (name, address, more) => h("a", { class: "button", href: address, ...more }, name);
 
-/** A choice: names by value. */
+/** A select element; `names` are pairs of value and name. */
 export const select = (label, names, value, choose) => h("select", {
   "aria-label": label, onchange: ({ target }) => choose(target.value),
 }, names.map(([each, name]) => h("option", { value: each, selected: each === value }, name)));
 
 export const muted = (...children) => h("span", { class: "muted" }, children);
 
-/** What opens below its title. */
+/** Content that opens below its title. */
 export const details = (title, ...body) => h("details", null, h("summary", null, title), body);
 
 /** A record as indented JSON. */
 export const json = (value) => h("pre", null, folded(JSON.stringify(value, null, 2), 20_000));
 
-/** Facts with their names; what has no value is left out. */
+/** Facts with their names; facts without a value are left out. */
 export function factList(facts) {
   return h("dl", { class: "facts" }, facts.filter(([, value]) => !isNone(value)).map(([name, value]) =>
     h("div", null, h("dt", null, name), h("dd", null, value))));
 }
 
-/** Say in the page's head whether the run goes on. */
+/** Show in the page's head whether the run is in progress. */
 export function showLive({ state }, { isExported }) {
   put(document.getElementById("live"), state === "running" && !isExported && "live");
 }
 
-/** What the browser keeps for this page under a name, or null; a page from disk may have no storage. */
+/** The text that the browser keeps under a name, or null; a page from disk may have no storage. */
 export function kept(name) {
   try {
     return localStorage.getItem(name);
@@ -206,12 +206,12 @@ export function kept(name) {
   }
 }
 
-/** Keep a text; if there is no storage, the page has it until it is left. */
+/** Keep a text under a name, if the browser has storage; return the text. */
 export function keep(name, text) {
   try {
     localStorage.setItem(name, text);
   } catch {
-    // The link, or the choice, is made again.
+    // Without storage, the link or the choice is needed again next time.
   }
   return text;
 }
@@ -225,7 +225,7 @@ export function plainTable(heads, rows, numeric = []) {
     h("table", { class: "plain" }, h("thead", null, h("tr", null, head)), h("tbody", null, body)));
 }
 
-/** A reward as a word with a colour: the amount, or that there was none. */
+/** A reward with a colour: the number, or "no reward". */
 export function reward(value) {
   if (isNone(value)) return h("span", { class: "reward none" }, "no reward");
   const kind = value > 0 ? "good" : value < 0 ? "bad" : "zero";

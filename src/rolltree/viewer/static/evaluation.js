@@ -1,4 +1,4 @@
-// One evaluation: reward, pass@k and metrics with their intervals, failures by kind, the worst examples.
+// One evaluation: reward, pass@k and metrics with their intervals, failures by kind, worst examples.
 
 import {
   button, count, duration, factList, h, href, isNone, line, muted, num, plainTable, put, reward,
@@ -9,7 +9,7 @@ import { comparison } from "./runs.js";
 const bounds = ({ low, high }) => isNone(low) ? "–" : `[${num(low)}, ${num(high)}]`;
 const section = (title, ...parts) => h("section", null, h("h2", null, title), parts);
 
-/** Estimates with their intervals, all on one axis: names to estimates. */
+/** A table of estimates by name, with their intervals on one axis. */
 function estimates(title, found) {
   const rows = Object.entries(found ?? {});
   if (!rows.length) return null;
@@ -50,7 +50,7 @@ export async function render(root, { run, phase }, api) {
     estimates(`A pass is a reward of at least ${num(report.pass_threshold)}`, Object.fromEntries(passes)),
     estimates("Metrics", report.metrics),
     Object.keys(report.tasks ?? {}).length > 1 && estimates("Reward by task", report.tasks),
-    Object.keys(failures ?? {}).length > 0 && section("Failures", plainTable(["kind", "rollouts", "what it said"],
+    Object.keys(failures ?? {}).length > 0 && section("Failures", plainTable(["kind", "rollouts", "first message"],
       Object.entries(failures).map(([kind, number]) => [
         h("a", { class: "bad", href: rollouts({ where: `error_type = "${kind}"` }) }, kind), count(number),
         line(messages?.[kind] ?? "", 300)]), [1])),

@@ -1,13 +1,13 @@
-// One group as one tree: what its rollouts share once, then where they part and what each earned.
+// One group as one tree: the shared tokens once, then the branches and the reward of each rollout.
 
 import { button, count, folded, h, href, muted, num, put, reward } from "./dom.js";
 import { forest, times } from "./tree.js";
 
 const MAX_DRAWN = 300;
 const ALL = "*";
-const ROUNDING = 1e-6; // an advantage below it is none: the mean of a group's is 0
+const ROUNDING = 1e-6; // smaller advantages are rounding errors, since their mean in a group is 0
 
-/** The group as it is asked for; if several agents play, the rollouts of the first: they got the same prompt. */
+/** The requested group; by default only the first agent's rollouts, which have the same prompt. */
 async function read({ run, id, agent }, api) {
   const found = await api.group(run, { id, agent: agent === ALL ? null : agent });
   if (agent !== undefined || found.agents.length < 2) return { found, agent: agent ?? ALL };
@@ -15,7 +15,7 @@ async function read({ run, id, agent }, api) {
   return { found: await api.group(run, { id, agent: first }), agent: first };
 }
 
-/** A link per agent, and one to the tree of all. */
+/** A link for each agent, and one to the tree of all. */
 function agentsOf(found, agent, { run, id }) {
   if (found.agents.length < 2) return null;
   return h("p", { class: "bar" }, muted("Several agents play here. The rollouts of"),
@@ -37,7 +37,7 @@ export async function render(root, params, api) {
   const high = Math.max(...scored);
   let drawn = 0;
 
-  /** What a branch earned beside its group: better, worse, or all alike. */
+  /** The class of a branch by its reward in the group: better, worse, between, or none. */
   function tone(segment) {
     if (segment.reward === null || high === low || segment.members.length === members.length) return "";
     const share = (segment.reward - low) / (high - low);
@@ -66,7 +66,7 @@ export async function render(root, params, api) {
       head, said(segment), leaves[at].map((each) => ending(members[each])), more);
   }
 
-  /** The text of a segment, what the model wrote on its own ground; ids if there is no tokenizer. */
+  /** The text of a segment, with a background for the model's own part; ids if there is no tokenizer. */
   function said(segment) {
     let from = 0;
     const pieces = segment.pieces ?? segment.authors.map(([author, size]) =>

@@ -1,4 +1,4 @@
-// The shell: which view an address opens, the keys, the theme.
+// The shell: routes addresses to views, and handles keys and the theme.
 
 import { apiFor, follow } from "./api.js";
 import { h, href, keep, kept, line, put, visible } from "./dom.js";
@@ -109,7 +109,7 @@ async function show() {
   document.body.dataset.ready = location.hash || "#/";
 }
 
-/** The reader's place in a view: the address that is gone back to has it, a new one does not. */
+/** Restore the reader's place in a view; an address that is gone back to has one, a new one does not. */
 function goTo(place) {
   scrollTo(0, place?.y ?? 0);
   const table = root.querySelector("[data-virtual]");
@@ -135,7 +135,7 @@ const NOTICES = {
 
 const isAway = () => notice.dataset.state in NOTICES;
 
-/** Say that the server cannot be reached, once and calmly. */
+/** Show that the server cannot be reached, once per change. */
 function say(state) {
   if (notice.dataset.state === state) return;
   notice.dataset.state = state;
@@ -152,7 +152,7 @@ function move(by) {
   const rows = [...root.querySelectorAll("[data-row]")].filter((row) => row.offsetParent !== null);
   const at = rows.findIndex((row) => row.classList.contains("marked"));
   const isSeen = (row) => row.getBoundingClientRect().bottom > 60 && row.getBoundingClientRect().top < innerHeight;
-  const seen = at < 0 || !isSeen(rows[at]) ? rows.findIndex(isSeen) : -1; // the view does not jump to what is away
+  const seen = at < 0 || !isSeen(rows[at]) ? rows.findIndex(isSeen) : -1; // does not jump to a row out of sight
   const next = rows[seen >= 0 ? seen : Math.max(0, Math.min(rows.length - 1, at + by))];
   if (!next) return;
   rows[at]?.classList.remove("marked");

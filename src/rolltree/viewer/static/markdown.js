@@ -1,4 +1,4 @@
-// Markdown as elements. No link, image or HTML is made of it: what a model wrote cannot load or run anything.
+// Markdown as elements, without links, images and HTML, so that text of models cannot load or run anything.
 
 import { h } from "./dom.js";
 
@@ -30,7 +30,7 @@ export function markdown(text) {
   const all = text.split("\n");
   for (let at = 0; at < all.length; at += 1) {
     const fence = /^\s*(```+|~~~+)/.exec(all[at]);
-    const heading = /^(#{1,6})[ \t]+(\S[^]*)?$/.exec(all[at]); // each of these reads a line once
+    const heading = /^(#{1,6})[ \t]+(\S[^]*)?$/.exec(all[at]); // each of these patterns reads a line once
     const item = /^([ \t]*)([-*+]|\d{1,9}[.)])[ \t]+(\S[^]*)?$/.exec(all[at]);
     if (fence) {
       close();

@@ -1,4 +1,4 @@
-// One rollout: what was said, what it earned, where the time went, and what broke.
+// One rollout: the conversation, the reward, the times, and the breaks.
 
 import {
   button, count, details, duration, factList, folded, h, href, isNone, json, muted, num, plainTable, put, reward,
@@ -16,7 +16,7 @@ export async function render(root, params, api) {
   const tokens = (call, at) => href(["run", run, "tokens", id, index, call], { at });
   const relative = (each) => h("a", { href: href(["run", run, "rollout", each.request_id, each.trajectory_index]) },
     each.agent || `rollout ${each.trajectory_index}`);
-  /** The next in the list that the reader came from, else of the same request. */
+  /** A button to the next rollout of the list that the reader came from, else of the same request. */
   const other = (by, sign, key) => {
     const listed = by < 0 ? near?.before : near?.after;
     const at = row.trajectory_index + by;
@@ -72,7 +72,7 @@ export async function render(root, params, api) {
 
 const section = (title, ...parts) => h("section", null, h("h2", null, title), parts);
 
-/** What adds up to the reward, and the metrics beside it. */
+/** The parts that add up to the reward, and the other metrics. */
 function paid({ functions, rest, metrics, is_recorded: isRecorded }, row) {
   const others = Object.entries(metrics);
   const isSplit = functions.length > 0 || (isRecorded && row.reward !== null);
@@ -103,7 +103,7 @@ const ROLES = ["system", "user", "assistant", "tool"];
 
 /** One message of the conversation, with its reasoning and its tool calls. */
 function message(each, tokens) {
-  const role = ROLES.includes(each.role) ? each.role : "other"; // a class of the model's choice could hide it
+  const role = ROLES.includes(each.role) ? each.role : "other"; // a class that the model chose could hide the message
   return h("article", { class: `message ${role}`, "data-row": true },
     h("header", null, h("b", null, each.role), each.name && muted(` ${each.name}`),
       each.is_prompt && each.role === "assistant" && h("span", { class: "badge zero",
@@ -120,7 +120,7 @@ const thinking = (text) => h("details", { class: "reasoning" },
 
 const MAX_PRETTY = 8000;
 const MAX_MARKED = 400_000;
-let marked = 0; // characters of this view that were read as markdown
+let marked = 0; // characters of this view that were parsed as Markdown
 const THINKING = /^\s*<think>([\s\S]*?)(?:<\/think>|$)/;
 
 function content(value) {
@@ -144,7 +144,7 @@ function pretty(value) {
   }
 }
 
-/** The calls; a column that no call has a value for is left out. */
+/** The calls as a table; a column without any value is left out. */
 function steps(list, tokens) {
   if (!list.length) return null;
   const signed = (value) => num(value, true);
@@ -160,7 +160,7 @@ function steps(list, tokens) {
     columns.flatMap(([, , , isNumber], at) => isNumber ? at + 1 : [])));
 }
 
-/** When each call was sent, how long it waited in the queue, and how long it took itself. */
+/** When each call was sent, how long it waited in the queue, and how long the call itself took. */
 function timing({ calls, timing: sums }, tokens) {
   const known = calls.filter((each) => each.time_ms !== null);
   if (!known.length) return null;
@@ -186,7 +186,7 @@ function breaks(list, tokens) {
   return section("Breaks", list.length ? list.map((each) => breakCard(each, tokens(each.call, each.position))) : none);
 }
 
-/** A broken prefix: where, why, and what stood there before beside what stands there now. */
+/** A broken prefix: where and why, with the earlier and the new text side by side. */
 export function breakCard(each, address) {
   const { call, previous_call: previous, num_common: common } = each;
   const isText = !isNone(each.common_text);

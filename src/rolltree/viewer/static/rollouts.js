@@ -1,4 +1,4 @@
-// A run's rollouts, or its groups, as a table of any length, with filters and an order.
+// A run's rollouts or groups as a table of any length, with filters and an order.
 
 import { follow, markOf } from "./api.js";
 import {
@@ -37,7 +37,7 @@ const COLUMNS = [
   counted("sampled", "4.6rem", "num_completion_tokens"),
   number("time", "4.4rem", (row) => duration(row.total_ms === null ? null : row.total_ms / 1000), "total_ms"),
 ];
-const INDEXED = ["breaks", "advantage", "question", "answer"]; // what is known once all rollouts were read
+const INDEXED = ["breaks", "advantage", "question", "answer"]; // known only after all rollouts were read
 const HIDDEN = ["task", "agent", "prompt"];
 const ORDERS = [
   ["", "any order"], ["-reward", "best first"], ["reward", "worst first"], ["-num_completion_tokens", "longest first"],
@@ -50,7 +50,7 @@ const PRESETS = [
 const isIndexed = ({ text, where, sort }) => Boolean(text) || INDEXED.includes(sort?.replace("-", "")) ||
   INDEXED.some((name) => new RegExp(`(^|\\band\\s+)${name}\\s*[=!<>~]`, "i").test(where ?? ""));
 
-/** The columns of a table: those that were chosen, else the usual ones, and the metrics of its order or filter. */
+/** The columns of a table: the chosen or else the usual ones, and the metrics in its order or filter. */
 function columnsFor(rows, { sort, where }, chosen) {
   const names = [...new Set(rows.flatMap((row) => Object.keys(row.metrics ?? {})))].sort();
   const isUsed = (name) => [sort, where].some((each) => each?.includes(`metrics/${name}`));
@@ -81,7 +81,7 @@ const GROUPS = [
   number("failed", "4rem", (row) => row.num_failed ? h("span", { class: "bad" }, row.num_failed) : "0"),
 ];
 
-/** A name whose end stays readable when it is too long. */
+/** A name whose end stays readable if it is too long. */
 function front(text) {
   const [begin, end] = [text.slice(0, -8), text.slice(-8)].map((each) => h("span", null, each));
   return h("span", { class: "front", title: text }, begin, end);
@@ -92,7 +92,7 @@ const numScored = (row) => row.rewards.filter((value) => value !== null).length;
 /** Whether a group taught nothing: several rewards, all equal. */
 const isFlat = (row) => numScored(row) > 1 && row.std === 0;
 
-/** Rewards of a group as bars, the least first, pale if they are all equal; one without a reward is a red line. */
+/** Rewards of a group as bars, the lowest first, pale if all are equal; a rollout without one is a red line. */
 function spread(row) {
   const { rewards } = row;
   const scored = rewards.filter((value) => value !== null).sort((a, b) => a - b);
@@ -113,7 +113,7 @@ function spread(row) {
 
 const ALL = "*";
 
-/** Read all rollouts once, so that they are found by what they say; `say` is told how far that is. */
+/** Have all rollouts indexed, so that their texts can be searched; `say` is called with the progress. */
 async function indexed(api, run, say) {
   for (;;) {
     const found = await api.index(run, { build: true });
@@ -127,10 +127,10 @@ async function indexed(api, run, say) {
 export async function render(root, params, api) {
   const { run, by, step, where, sort, text } = params;
   const isGroups = by === "group";
-  const asked = api.run(run); // the table is read beside it, and after it only if it depends on it
+  const asked = api.run(run); // in parallel with the table, unless the table depends on it
   const namesOf = (found) => (found.phases ?? []).map((each) => each.phase);
   const isTrained = isGroups && params.phase === undefined && namesOf(await asked).includes("train");
-  const phase = params.phase ?? (isTrained ? "train" : ALL); // groups are there to train
+  const phase = params.phase ?? (isTrained ? "train" : ALL); // groups matter for training
   const shown = { by, phase: params.phase, step, where, sort, text };
   const go = (changes) => { location.hash = href(["run", run, "rollouts"], { ...shown, ...changes }); };
   const total = h("span", { class: "muted", role: "status" });
@@ -225,7 +225,7 @@ export async function render(root, params, api) {
     !isGroups && filters, total, button(isGroups ? "Rollouts" : "Groups", other)), box);
   if (needsIndex) reading.then((element) => put(box, element), () => null);
 
-  /** Take what the run has added, where the table stands. */
+  /** Show what the run has added, at the present place of the table. */
   async function update() {
     say(await api.run(run));
     if (needsIndex) await indexed(api, run, () => null);

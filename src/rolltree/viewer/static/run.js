@@ -1,4 +1,4 @@
-// One run: what the numbers say in sentences, the curves, the phases, the settings.
+// One run: its story in sentences, the curves, the phases, the settings.
 
 import { follow, markOf } from "./api.js";
 import { board } from "./chart.js";
@@ -46,7 +46,7 @@ export async function render(root, params, api) {
     return summary;
   }
 
-  /** The story reads all rollouts: nothing waits for it, and it is asked for last. */
+  /** The story reads all rollouts, so it is requested last, and nothing waits for it. */
   async function tell() {
     clearTimeout(again);
     const told = await api.story(run).catch((error) => ({ error }));
@@ -68,7 +68,7 @@ export async function render(root, params, api) {
 
 const bounds = ({ low, high }, sign) => isNone(low) ? "" : ` [${num(low, sign)}, ${num(high, sign)}]`;
 
-/** The first and the last held-out evaluation, and how far they are apart. */
+/** The first and the last held-out evaluation, and their difference. */
 function gained(found, run) {
   const { a, b, before, after, difference, phases, verdict } = found;
   const part = (name, value, said) =>
@@ -82,13 +82,13 @@ function gained(found, run) {
       h("a", { href: comparison(phases.map((phase) => `${run}:${phase}`)) }, "what changed"))));
 }
 
-/** What the run said of itself, each sentence once; many are folded. */
+/** The notices of the run, each once; all except the latest three are folded. */
 function drawNotices(box, notices) {
   const lines = (notices ?? []).map((each) => h("p", { class: "sentence", "data-row": true }, each.text,
     muted(" ", isNone(each.step) ? "" : `step ${each.step}, `, dateOf(each),
       each.times > 1 && `, ${count(each.times)} times`)));
   const [latest, earlier] = [lines.slice(-3).reverse(), lines.slice(0, -3).reverse()];
-  const title = "What the run said";
+  const title = "Notices of the run";
   put(box, lines.length > 0 && h("section", { "aria-label": title }, h("h2", null, title), latest,
     earlier.length > 0 && details(`${count(earlier.length)} earlier`, earlier)));
 }
@@ -120,10 +120,10 @@ function drawHead(head, run, params) {
     factList(facts));
 }
 
-/** The curves that a sentence rests on: one, or a second one that the first is to be seen beside. */
+/** The curves behind a sentence: one, or two that are to be compared. */
 const curvesIn = ({ series, beside }) => [series, beside].flat().filter(Boolean);
 
-/** The address of what a sentence rests on. */
+/** The address of the evidence for a sentence. */
 function evidenceLink(run, view, evidence) {
   const { phase, where, step, request_id: id, trajectory_index: index, call, position: at } = evidence;
   const [from, to] = evidence.steps ?? [];
@@ -152,13 +152,13 @@ function drawStory(box, sentences, run, pair) {
 
 const SEEN = { curves: "the curve", rollout: "the rollout" };
 
-/** Whether a curve says nothing by its form: all of its values are one. */
+/** Whether all values of a curve are equal, so that its shape says nothing. */
 const isConstant = ({ series }) => series.every(({ values }) => {
   const known = values.filter((value) => !isNone(value));
   return known.length > 1 && known.every((value) => value === known[0]);
 });
 
-/** Curves that are read together are one chart, under the first one's place; the others have one each. */
+/** Curves that belong together share a chart, in the place of the first; the others have their own. */
 function panelsOf(series) {
   const known = new Map(series.map((each) => [each.name, each]));
   return series.flatMap((each) => {
@@ -169,7 +169,7 @@ function panelsOf(series) {
   });
 }
 
-/** The curves with their search and zoom; `update` takes what a run has added, and moves nothing. */
+/** The curves with search and zoom; `update` adds new steps of a run without moving anything. */
 function curvesOf(params) {
   const element = h("div");
   const readout = h("span", { class: "muted", role: "status" });
@@ -192,7 +192,7 @@ function curvesOf(params) {
   let names = "";
   let isWhole = false;
 
-  /** The panels that are looked for, or those that come first; the reward is the largest. */
+  /** The panels that match the search, or else the most important ones; the reward is the largest. */
   function chosen() {
     const wanted = search.value.toLowerCase();
     if (params.beside && search.value === params.metric) return alone([params.metric, params.beside]);
@@ -209,7 +209,7 @@ function curvesOf(params) {
   const alone = (wanted) => wanted.map((name) => data.series.find((each) => each.name === name)).filter(Boolean)
     .map((each) => ({ title: each.label, unit: each.unit, group: "", series: [each] }));
 
-  /** Two curves next to each other, for the sentence that rests on both. */
+  /** Two curves next to each other, for a sentence about both. */
   const pair = (wanted) => board(data.steps, alone(wanted), { onStep }).element;
 
   function draw() {

@@ -1,4 +1,4 @@
-// All runs: how far they are, what they reach, and which to compare.
+// All runs: their progress and rewards, and a choice of runs to compare.
 
 import { follow } from "./api.js";
 import { count, duration, h, href, isNone, num, plainTable, put, redraw, short } from "./dom.js";
@@ -6,7 +6,7 @@ import { interval, sparkline } from "./chart.js";
 
 const STATES = { running: "live", done: "good", stopped: "zero", failed: "bad", killed: "bad", unknown: "zero" };
 
-/** A run's state as a badge; what ended it is its title. */
+/** A run's state as a badge, whose title says what ended the run. */
 export function stateBadge(run) {
   const kind = Object.hasOwn(STATES, run.state) ? STATES[run.state] : "zero";
   return h("span", { class: `badge ${kind}`, title: run.error ?? run.writer ?? null }, run.state);
@@ -23,7 +23,7 @@ export function failures(run) {
     first && h("span", { class: "minor small" }, first));
 }
 
-/** How far a run is, as a bar with its numbers. */
+/** The progress of a run, as a bar with its numbers. */
 export function progress(run) {
   const found = run.progress;
   if (!found) return h("span", { class: "muted" }, run.num_steps ? `${count(run.num_steps)} steps` : "–");
@@ -51,7 +51,7 @@ const text = (name, label, value) =>
   column(name, label, "minor short", value, (run) => h("span", { title: value(run) }, value(run) ?? "–"));
 const number = (name, label, value, said) => column(name, label, "number minor", value, (run) => said(value(run)));
 
-/** What is known of a run: `value` sorts and filters it, `cell` shows it. */
+/** The columns of the table: `value` is for sorting and filtering, `cell` shows it. */
 const COLUMNS = [
   column("run", "run", "", (run) => run.id),
   column("health", "health", "", (run) => SEVERITIES.indexOf(run.health?.severity), healthOf),
@@ -76,7 +76,7 @@ function environments(run) {
   return (run.envs ?? []).join(", ");
 }
 
-/** The worst sentence of a run's story; it is told in full on the page of the run. */
+/** The worst sentence of a run's story; the page of the run has the whole story. */
 function healthOf(run) {
   if (run.health === undefined) return h("span", { class: "muted" }, "…");
   if (run.health === null) return h("span", { class: "muted" }, "nothing stands out");
@@ -85,14 +85,14 @@ function healthOf(run) {
     h("span", { class: "hidden" }, `${severity}: `), said);
 }
 
-/** What a field is filtered by: the words of its cell. */
+/** The text by which a field is filtered: that of its cell. */
 function fieldOf(run, name) {
   if (name === "health") return run.health?.severity ?? (run.health === null ? "none" : "");
   const value = COLUMNS.find((each) => each.name === name).value(run);
   return isNone(value) ? "" : String(value);
 }
 
-/** Whether a run passes: every word is in its names, or `field:word` in the field. */
+/** Whether a run passes: its names have every word, or for `field:word` the field has it. */
 function passes(run, words, fields) {
   const about = [run.id, run.kind, run.state, run.model, environments(run)].join(" ").toLowerCase();
   const names = COLUMNS.map(({ name }) => name);
@@ -127,8 +127,8 @@ function scalesOf(runs) {
 export async function render(root, params, api) {
   const found = await api.runs();
   const chosen = new Set();
-  const rows = new Map(); // by id: the row's element, what it says, and its age
-  const glances = new Map(); // by id: what was found out about a run
+  const rows = new Map(); // by id: the row's element, its data, and its age
+  const glances = new Map(); // by id: the health and the curve of a run
   const read = { runs: found.runs, unreadable: found.unreadable, at: performance.now() };
   let { sort } = params;
   let most = MOST;
@@ -146,7 +146,7 @@ export async function render(root, params, api) {
   }));
   const heads = h("tr");
 
-  /** The address says what is filtered and sorted, so that going back leads here. */
+  /** Put the filter and the order into the address, so that going back leads here. */
   function remember() {
     const chosenFields = fields.map((each) => [each.dataset.field, each.value]);
     const query = { q: search.value, sort, ...Object.fromEntries(chosenFields) };
@@ -162,7 +162,7 @@ export async function render(root, params, api) {
     put(baseline, first !== undefined && `${first} is the baseline`, chosen.size === 1 && "; choose more");
   }
 
-  /** The row of a run: the same element as before, with other cells if the run has grown. */
+  /** The row of a run: the same element as before, with new cells if the run has grown. */
   function rowOf(run, scale) {
     const { age_s: age, ...rest } = run;
     const said = JSON.stringify([rest, scale]);
@@ -202,7 +202,7 @@ export async function render(root, params, api) {
       }));
   }
 
-  /** The values that the runs have; one that was chosen stays. */
+  /** Offer the values that the runs have; a chosen value stays. */
   function drawFields(runs) {
     for (const each of fields) {
       const name = each.dataset.field;
@@ -228,7 +228,7 @@ export async function render(root, params, api) {
     if (shown.length && isSame) return;
     const focused = document.activeElement;
     put(body, shown, !shown.length && h("tr", null,
-      h("td", { colspan: COLUMNS.length + 1, class: "muted" }, "No run has that name.")));
+      h("td", { colspan: COLUMNS.length + 1, class: "muted" }, "No run matches.")));
     if (focused?.isConnected) focused.focus({ preventScroll: true });
   }
 
@@ -244,7 +244,7 @@ export async function render(root, params, api) {
   }
 
   let again = null;
-  /** Stories take longer than the list: what is known of them is asked for until all are told. */
+  /** Stories take longer than the list, so the known ones are requested until all are there. */
   async function tell(wait_ms = 100) {
     clearTimeout(again);
     const told = await api.health().catch(() => null);

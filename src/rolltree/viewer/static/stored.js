@@ -1,11 +1,11 @@
-// A file that `rolltree view --export` wrote carries its answers inside: the same views draw them, without a server.
+// A file that `rolltree view --export` wrote contains the answers, which the same views show without a server.
 
 const element = document.getElementById("data");
 
-/** What the file says of itself, and its `answers` by the parts of their addresses; null on a served page. */
+/** The data of the file, with its `answers` by the parts of their addresses; null on a served page. */
 export const file = element ? JSON.parse(element.textContent) : null;
 
-/** The parts of an address behind its `#/`, without its query. */
+/** The parts of an address after its `#/`, without its query. */
 export function partsOf(address) {
   const path = address.replace(/^#\/?/, "").split("?")[0];
   return path ? path.split("/").map((part) => {
@@ -32,7 +32,7 @@ async function need(...names) {
   return found;
 }
 
-/** Whether an address opens something. A file has only some rollouts, and the others' links are drawn as text. */
+/** Whether an address can be opened. A file has only some rollouts, and links to others are drawn as text. */
 export function isInside(address) {
   if (!file || !address.startsWith("#/")) return true;
   const parts = partsOf(address);
@@ -40,10 +40,10 @@ export function isInside(address) {
   return look(parts) !== undefined;
 }
 
-/** A page of the rows that are inside, and `of`: how many the run has that pass the same filter. */
+/** A page of the file's rows, and `of`: the number of rows in the run that pass the same filter. */
 async function page(table, { phase, step, where, sort, offset, limit }) {
   const filter = table.filters.find((each) => each.where === (where || null));
-  if (!filter) throw new Error("This file only has the filters of its links; `rolltree view` has all.");
+  if (!filter) throw new Error("This file has only the filters of its links; `rolltree view` has all.");
   const isWanted = (of, at) => (!phase || of === phase) && (!step || at === Number(step));
   const rows = filter.rows.map((at) => table.rows[at]).filter((row) => isWanted(row.phase, row.train_step));
   const of = filter.counts.reduce((sum, [its, at, number]) => sum + (isWanted(its, at) ? number : 0), 0);
@@ -62,7 +62,7 @@ const unpacked = new Map();
 const mapped = (columns, change) =>
   Object.fromEntries(Object.entries(columns).map(([name, column]) => [name, column && change(column, name)]));
 
-/** A column as it was: it may begin like the one of a call before, and repeated values are in the file once. */
+/** The unpacked column: it may begin like that of an earlier call, and repeated values are stored once. */
 function unpack(column, before) {
   const found = column[0]?.same ? before.slice(0, column[0].same) : [];
   for (const each of column) {

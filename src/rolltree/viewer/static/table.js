@@ -1,23 +1,23 @@
-// A table of any length: only the rows that are seen exist, and their data comes page by page.
+// A table of any length: only the visible rows exist, and their data is loaded page by page.
 
 import { h } from "./dom.js";
 
 const ROW_PX = 32;
 export const PAGE = 200;
-const SPARE = 16; // rows drawn above and below what is seen, and how few may be left before more are drawn
-const LEAST = 8;
-const REST_MS = 120; // after so long without a scroll, what takes longer to read is asked for
+const SPARE = 16; // rows that are drawn above and below the visible ones
+const LEAST = 8; // rows that may be left there before more are drawn
+const REST_MS = 120; // after so long without a scroll, slow values are requested
 
 /**
  * A virtual table. `columns` are {name, label, width, cell(row), numeric, minor, sort};
- * `fetchRows(offset, limit)` gives {total, rows}, the first of them in `begun`; `link(row)` the address that a row
- * opens, and `onOpen(row, at)` is told of it; `complete(rows)` gives what else is known of rows, by their addresses.
+ * `fetchRows(offset, limit)` returns {total, rows}, and `begun` is its first result; `link(row)` returns the address
+ * that a row opens, and `onOpen(row, at)` is called then; `complete(rows)` returns further values by address.
  */
 export async function virtualTable({ columns, fetchRows, begun, link, sort, onSort, onOpen, complete, empty }) {
   const pages = new Map();
   const drawn = new Map();
   const extras = new Map();
-  const addresses = new WeakMap(); // an address is made once: every frame of a scroll asks for those in sight
+  const addresses = new WeakMap(); // cached, since every frame of a scroll needs those of the visible rows
   const addressOf = (row) => {
     if (!addresses.has(row)) addresses.set(row, link(row));
     return addresses.get(row);
@@ -32,7 +32,7 @@ export async function virtualTable({ columns, fetchRows, begun, link, sort, onSo
   let marked = -1;
   let isBusy = false;
   let isDue = false;
-  let sight = [0, 0]; // the rows that are drawn
+  let sight = [0, 0]; // the range of rows that are drawn
 
   const head = h("div", { class: "vrow vhead", role: "row" }, columns.map((column) => {
     const isSorted = column.sort && sort?.replace("-", "") === column.sort;
@@ -55,7 +55,7 @@ export async function virtualTable({ columns, fetchRows, begun, link, sort, onSo
 
   const rowAt = (at) => pages.get(Math.floor(at / PAGE))?.[at % PAGE];
 
-  /** Read what is missing where the table stands now, a page at a time: pages that were passed by are not read. */
+  /** Load missing pages one at a time at the table's present place, so that pages scrolled past are not loaded. */
   async function load() {
     if (isBusy) return;
     isBusy = true;
@@ -70,14 +70,14 @@ export async function virtualTable({ columns, fetchRows, begun, link, sort, onSo
     isBusy = false;
   }
 
-  /** The next page to read: one that is seen, else one that is near. */
+  /** The next page to load: a visible one, else one nearby. */
   function missing() {
     const [top, end] = sight;
     const wanted = [top, end - 1, end - 1 + PAGE / 2, top - PAGE / 2].filter((at) => at >= 0 && at < total);
     return wanted.map((at) => Math.floor(at / PAGE)).find((page) => !pages.has(page));
   }
 
-  /** Draw the rows that come into sight, and take those away that left it: the others stay as they are. */
+  /** Draw the rows that come into sight, and remove those that left it; the others stay. */
   function draw() {
     const first = Math.floor(box.scrollTop / ROW_PX);
     const last = first + Math.ceil((box.clientHeight || 600) / ROW_PX);
@@ -104,7 +104,7 @@ export async function virtualTable({ columns, fetchRows, begun, link, sort, onSo
     if (complete) rest = setTimeout(fillIn, REST_MS);
   }
 
-  /** Ask for what else the rows in sight show. */
+  /** Load the further values of the rows in sight. */
   async function fillIn() {
     const rows = [...drawn.values()].map(({ row }) => row).filter((row) => row && !asked.has(addressOf(row)));
     if (!rows.length || !box.isConnected) return;
@@ -135,7 +135,7 @@ export async function virtualTable({ columns, fetchRows, begun, link, sort, onSo
     return ["cell", column.numeric && "number", column.minor && "minor"].filter(Boolean).join(" ");
   }
 
-  /** Read again what is seen. Rows stay under the eye, and the marked one marked, where others came before them. */
+  /** Load the visible rows again. They stay in place, and the marked one marked, if rows were added before them. */
   async function refresh() {
     const top = Math.floor(box.scrollTop / ROW_PX);
     const [seen, chosen] = [top, marked].map((at) => rowAt(at) && link(rowAt(at)));
@@ -156,7 +156,7 @@ export async function virtualTable({ columns, fetchRows, begun, link, sort, onSo
     for (const [number, rows] of fresh) {
       const known = pages.get(number) ?? [];
       const isSame = (row, at) => known[at] && JSON.stringify(known[at]) === JSON.stringify(row);
-      fresh.set(number, rows.map((row, at) => isSame(row, at) ? known[at] : row)); // its element stays, with its focus
+      fresh.set(number, rows.map((row, at) => isSame(row, at) ? known[at] : row)); // its element keeps the focus
     }
     pages.clear();
     for (const [number, rows] of fresh) pages.set(number, rows);
@@ -182,7 +182,7 @@ export async function virtualTable({ columns, fetchRows, begun, link, sort, onSo
   }, { passive: true });
   box.addEventListener("move", (event) => {
     const seen = [Math.ceil(box.scrollTop / ROW_PX), Math.floor((box.scrollTop + box.clientHeight) / ROW_PX) - 2];
-    const isAway = marked < seen[0] - 1 || marked > seen[1] + 1; // the first key marks what is seen: it does not jump
+    const isAway = marked < seen[0] - 1 || marked > seen[1] + 1; // then the first key marks a visible row
     const next = isAway ? seen[event.detail > 0 ? 0 : 1] : marked + event.detail;
     mark(Math.max(0, Math.min(total - 1, next)));
     const above = marked * ROW_PX;

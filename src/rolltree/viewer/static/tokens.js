@@ -1,20 +1,20 @@
-// Every token of a call's exact context, coloured by a chosen value; blocks are read when they come into view.
+// All tokens of a call's exact context, coloured by a chosen value; blocks are loaded when they come into view.
 
 import { button, count, h, href, isNone, muted, num, put, visible } from "./dom.js";
 import { breakCard } from "./rollout.js";
 
 const BLOCK = 1000;
 
-/** How a value becomes a colour: `scale` is where it is full, null takes the largest value seen. */
+/** How a value becomes a colour: `scale` is the value of full colour; null: the largest value so far. */
 const COLOURS = {
   author: { label: "who wrote it", kind: "author" },
   logprob: { label: "logprob", kind: "cold", scale: 6, says: ["certain", "surprising: −6 nats or less"] },
   advantage: { label: "advantage", kind: "signed", scale: null, says: ["paid less", "paid more"] },
   entropy: { label: "entropy", kind: "hot", scale: 4, says: ["certain", "open: 4 nats or more"] },
   difference: { label: "trainer minus engine", kind: "signed", scale: null, floor: 0.02,
-    says: ["engine likes it more", "trainer likes it more"] },
+    says: ["higher in the engine", "higher in the trainer"] },
   version: { label: "policy version", kind: "category" },
-  gradient: { label: "advantage × loss weight", kind: "signed", scale: null, says: ["made rarer", "made likelier"] },
+  gradient: { label: "advantage × loss weight", kind: "signed", scale: null, says: ["less likely", "more likely"] },
   loss_weight: { label: "loss weight", kind: "hot", scale: null, says: ["not trained", "full weight"] },
 };
 const AUTHORS = {
@@ -35,7 +35,7 @@ export async function render(root, params, api) {
   const call = Number(params.call);
   const read = async (offset) => {
     const data = await api.tokens(run, { id, index, call, offset, limit: BLOCK });
-    const { advantage, loss_weight: weight } = data; // their product is what a token's gradient is multiplied by
+    const { advantage, loss_weight: weight } = data; // a token's gradient is multiplied by their product
     const gradient = advantage && weight && advantage.map((value, at) => isNone(value) ? null : value * weight[at]);
     return { ...data, gradient };
   };
@@ -101,7 +101,7 @@ export async function render(root, params, api) {
     }
   }
 
-  /** Draw a block of tokens, with the breaks where they are. */
+  /** Draw a block of tokens, with the breaks between them. */
   function fill(from, data) {
     const block = blocks.get(from);
     block.data = data;
@@ -200,7 +200,7 @@ export async function render(root, params, api) {
     history.replaceState(history.state, "", address(call, { at: position }));
   }
 
-  /** Let the values follow the pointer again. */
+  /** Unpin the token, so that the values follow the pointer again. */
   function release() {
     text.querySelector(".chosen")?.classList.remove("chosen");
     loose.hidden = true;
@@ -237,7 +237,7 @@ function authorOf(data, at) {
   return data.author?.[at] === "model" ? "earlier" : "environment";
 }
 
-/** What a token is shown as: its text, a mark for what is invisible, or its id. */
+/** A token as it is shown: its text, a mark if that is invisible, or its id. */
 function shownText(data, at) {
   const text = data.texts?.[at];
   if (isNone(text)) return `${data.ids[at]} `;

@@ -1,4 +1,4 @@
-// The token tree to scale: a bar per run of tokens, as long as it is, as high as the calls that share it.
+// The token tree to scale: a bar per run of tokens, as long as the run and as high as the branches below it.
 
 import { button, count, h, href, muted, num, put, s } from "./dom.js";
 
@@ -8,7 +8,7 @@ const AXIS = 20;
 /** How often a token is used. */
 export const times = (factor) => factor === 1 ? "once" : `${num(factor)} times`;
 
-/** The places of the segments that begin a tree, and of each segment's children. */
+/** The indices of the segments without a parent, and of each segment's children. */
 export function forest(segments) {
   const tops = [];
   const children = segments.map(() => []);

@@ -1,12 +1,12 @@
-// The list that the reader came from: `[` and `]` walk it, and `u` leads back to it with its filter.
+// The list that the reader came from: `[` and `]` step through it, and `u` returns to it with its filter.
 
 import { href } from "./dom.js";
 
-let list = null; // of one run: its query, and the places of the rollouts that were opened from it
+let list = null; // the run, the query, and the indices of the rollouts that were opened from it
 
 const nameOf = (row) => `${row.request_id} ${row.trajectory_index}`;
 
-/** Remember that a row was opened, which is the `at`th of a list. */
+/** Remember that a row was opened, and its index `at` in the list. */
 export function opened(run, query, row, at) {
   if (list?.run !== run || JSON.stringify(list.query) !== JSON.stringify(query)) {
     list = { run, query, places: new Map() };
@@ -14,10 +14,10 @@ export function opened(run, query, row, at) {
   list.places.set(nameOf(row), at);
 }
 
-/** The address of the list that was seen last. */
+/** The address of the last list. */
 export const listOf = (run) => href(["run", run, "rollouts"], list?.run === run ? list.query : {});
 
-/** Before and after a rollout in the list that it was opened from: rows or null, and where it is. */
+/** The rows before and after a rollout in its list (or null), and its index there. */
 export async function neighbours(api, run, row) {
   const at = list?.run === run ? list.places.get(nameOf(row)) : undefined;
   if (at === undefined) return null;
