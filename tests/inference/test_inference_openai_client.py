@@ -491,6 +491,22 @@ async def test_newer_openai_models_want_max_completion_tokens() -> None:
     assert keys == [{"max_tokens"}, {"max_completion_tokens"}, {"max_completion_tokens"}]
 
 
+async def test_calls_that_start_together_all_find_out_about_max_completion_tokens() -> None:
+    together = asyncio.Barrier(3)
+
+    async def handle(request: Request) -> Reply:
+        if "max_tokens" in json.loads(request.body):
+            await together.wait()
+            return Reply(400, b"Use 'max_completion_tokens' instead.")
+        return Reply(200, b'{"choices": [{"message": {"content": "hi"}, "finish_reason": "stop"}]}')
+
+    transport = DirectTransport(handle)
+    client = OpenAIClient("http://mock/v1", "m", transport=transport, token_ids="off")
+    calls = [client.chat([user("a")], sampling=SamplingParams(max_tokens=5)) for _ in range(3)]
+    assert [got.text for got in await asyncio.gather(*calls)] == ["hi"] * 3
+    await client.aclose()
+
+
 def tool_answer(arguments: str, reason: str) -> dict[str, Any]:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
     return {

@@ -254,6 +254,8 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
         reader: PromptReader,
         stream: CompletionStream | None = None,
     ) -> Outcome[Response]:
+        field = self._max_tokens_field  # read first: a concurrent call may change it meanwhile
+
         async def send(with_tokens: bool) -> Outcome[Response]:
             body = {
                 "model": model or self._model,
@@ -264,8 +266,8 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
                 body |= self.tokens.standard(message_type) | self.tokens.extension()
             # The caller's fields last: they override the defaults that are sent for ids.
             body |= extension_fields(sampling) | extra_fields(sampling)
-            if "max_tokens" in body and self._max_tokens_field != "max_tokens":
-                body[self._max_tokens_field] = body.pop("max_tokens")
+            if "max_tokens" in body:
+                body[field] = body.pop("max_tokens")
             if stream is not None:
                 stream.with_ids = with_tokens and self.tokens.wanted
             return await self._posts.post(_PATHS[message_type], body, reader.decode, stream)
@@ -273,9 +275,11 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
         try:
             return await send_with_token_fields(self.tokens, send)
         except ServerError as error:
-            if "max_completion_tokens" not in str(error) or self._max_tokens_field != "max_tokens":
+            if "max_completion_tokens" not in str(error) or field != "max_tokens":
                 raise
-            self._max_tokens_field = "max_completion_tokens"  # newer OpenAI models insist on it
+            field = self._max_tokens_field = (
+                "max_completion_tokens"  # newer OpenAI models insist on it
+            )
             return await send_with_token_fields(self.tokens, send)
 
     async def _respond_by_token(
