@@ -480,6 +480,15 @@ def mock_client(answers: list[dict[str, Any] | tuple[int, str]], **options: Any)
     return client
 
 
+@pytest.mark.parametrize("body", [None, {"stop_token_ids": None}])
+async def test_prompts_of_ids_may_have_an_empty_extra_body(body: Any) -> None:
+    with ScriptedServer(["12"]) as server:
+        client = client_of(server, renderer=RENDERER)
+        got = await client.chat([user("a")], sampling=SamplingParams(extra={"extra_body": body}))
+        await client.aclose()
+    assert got.completion_ids is not None
+
+
 async def test_newer_openai_models_want_max_completion_tokens() -> None:
     answer = {"choices": [{"message": {"content": "hi"}, "finish_reason": "stop"}]}
     refusal = (400, "Unsupported parameter: 'max_tokens'. Use 'max_completion_tokens' instead.")

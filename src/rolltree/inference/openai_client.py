@@ -373,7 +373,7 @@ class TokenInEndpoint:
 
 def _with_ends(sampling: SamplingParams, end_ids: Sequence[int]) -> SamplingParams:
     """Return the settings with the renderer's end tokens as further stop tokens."""
-    body = dict(sampling.extra.get("extra_body", {}))
-    ends = (*sampling.stop_token_ids, *body.pop("stop_token_ids", ()), *end_ids)
+    body = dict(sampling.extra.get("extra_body") or {})
+    ends = (*sampling.stop_token_ids, *(body.pop("stop_token_ids", None) or ()), *end_ids)
     extra = {**sampling.extra, "extra_body": body} if sampling.extra else {}
     return replace(sampling, stop_token_ids=tuple(dict.fromkeys(ends)), extra=extra)
