@@ -480,6 +480,15 @@ def mock_client(answers: list[dict[str, Any] | tuple[int, str]], **options: Any)
     return client
 
 
+@pytest.mark.parametrize("body", [None, {"stop_token_ids": None}])
+async def test_prompts_of_ids_may_have_an_empty_extra_body(body: Any) -> None:
+    with ScriptedServer(["12"]) as server:
+        client = client_of(server, renderer=RENDERER)
+        got = await client.chat([user("a")], sampling=SamplingParams(extra={"extra_body": body}))
+        await client.aclose()
+    assert got.completion_ids is not None
+
+
 async def test_newer_openai_models_want_max_completion_tokens() -> None:
     answer = {"choices": [{"message": {"content": "hi"}, "finish_reason": "stop"}]}
     refusal = (400, "Unsupported parameter: 'max_tokens'. Use 'max_completion_tokens' instead.")
@@ -489,6 +498,22 @@ async def test_newer_openai_models_want_max_completion_tokens() -> None:
     await client.aclose()
     keys = [body.keys() & {"max_tokens", "max_completion_tokens"} for body in client.sent]  # type: ignore[attr-defined]
     assert keys == [{"max_tokens"}, {"max_completion_tokens"}, {"max_completion_tokens"}]
+
+
+async def test_calls_that_start_together_all_find_out_about_max_completion_tokens() -> None:
+    together = asyncio.Barrier(3)
+
+    async def handle(request: Request) -> Reply:
+        if "max_tokens" in json.loads(request.body):
+            await together.wait()
+            return Reply(400, b"Use 'max_completion_tokens' instead.")
+        return Reply(200, b'{"choices": [{"message": {"content": "hi"}, "finish_reason": "stop"}]}')
+
+    transport = DirectTransport(handle)
+    client = OpenAIClient("http://mock/v1", "m", transport=transport, token_ids="off")
+    calls = [client.chat([user("a")], sampling=SamplingParams(max_tokens=5)) for _ in range(3)]
+    assert [got.text for got in await asyncio.gather(*calls)] == ["hi"] * 3
+    await client.aclose()
 
 
 def tool_answer(arguments: str, reason: str) -> dict[str, Any]:

@@ -134,6 +134,22 @@ async def test_tokens_that_every_server_gets_wrong_are_not_tried_for_long() -> N
     assert [len(server.asked) for server in servers] == [1, 1]
 
 
+async def test_a_server_that_was_removed_meanwhile_still_counts_as_wrong() -> None:
+    asked = list[Any]()
+
+    class Wrong(Recording):
+        def session(self) -> Any:
+            asked.append(self)
+            if len(asked) == 3:
+                pool.remove(asked[0])
+            return super().session()
+
+    pool = pool_of(*(Wrong(name, [TokenError("wrong")] * 9) for name in "abc"))
+    with pytest.raises(TokenError, match="wrong"):
+        await pool.chat([user("x")])
+    assert len(asked) == len(set(asked)) == 3
+
+
 async def test_a_server_comes_back_after_a_health_check() -> None:
     bad = Recording("a")
     pool = pool_of(bad, Recording("b"), cool_down_s=0.0)

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltree.errors import ServerError, UnsupportedSetting
+from rolltree.inference.engine import extra_of
 from rolltree.inference.message_session import send_with_token_fields
 from rolltree.inference.request_fields import (
     TokenFields,
@@ -36,6 +37,12 @@ def test_sampling_fields_hold_what_is_set() -> None:
     }
     assert extension_fields(sampling) == {"top_k": 3, "stop_token_ids": [4], "min_p": 0.1}
     assert extra_fields(sampling) == {}
+
+
+def test_an_extra_body_of_none_is_not_sent() -> None:
+    sampling = SamplingParams(extra={"extra_body": None})
+    assert extension_fields(sampling) == extra_fields(sampling) == extra_of(sampling) == {}
+    assert samples_the_model(sampling)
 
 
 def test_extra_fields_go_out_as_they_came() -> None:

@@ -8,6 +8,7 @@ import gzip
 import logging
 import ssl
 import subprocess
+import time
 import tracemalloc
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -267,6 +268,24 @@ async def test_packed_answers_up_to_the_limit_are_unpacked(packing: str, size: i
 def test_a_damaged_packing_is_a_bad_response(body: bytes, packing: str) -> None:
     with pytest.raises(BadResponse):
         unpacked(body, packing, 100)
+
+
+def test_a_gzip_answer_of_several_members_is_whole() -> None:
+    members = [gzip.compress(part, mtime=0) for part in (b"one", b"", b"x" * 10**5, b"two")]
+    whole = b"one" + b"x" * 10**5 + b"two"
+    assert unpacked(b"".join(members), "gzip", len(whole)) == whole
+    with pytest.raises(AnswerTooLarge):
+        unpacked(b"".join(members), "gzip", len(whole) - 1)
+    with pytest.raises(BadResponse, match="ends too early"):
+        unpacked(b"".join(members)[:-1], "gzip", len(whole))
+    assert unpacked(members[0] + bytes(9), "gzip", 3) == b"one"  # padding
+
+
+def test_very_many_members_take_no_longer_than_their_bytes() -> None:
+    body = gzip.compress(b"", mtime=0) * 100_000
+    began = time.process_time()
+    assert unpacked(body, "gzip", 0) == b""
+    assert time.process_time() - began < 5.0
 
 
 async def test_large_requests_arrive_whole() -> None:

@@ -258,6 +258,15 @@ class TestFailures:
         assert "no such model" in answers_of(parent)[0]
         assert parent.terminated
 
+    async def test_a_timeout_of_its_world_is_not_its_budget(self):
+        class Slow(CountWorld):
+            def step(self, action):
+                raise TimeoutError("the site does not answer")
+
+        kind = child(["move 1"], world=lambda args: Slow(), budget=Budget(time_limit_s=60.0))
+        _, sub = await delegate([a_call("x"), "move 1"], children={"delegate": kind})
+        assert (sub.error.type, sub.error.phase) == ("TimeoutError", "environment")
+
     async def test_its_answer_was_cut_off(self):
         kind = child([ScriptedAnswer("move 1", FinishReason.LENGTH)], max_steps=1)
         parent, sub = await delegate([a_call("x"), "move 1"], children={"delegate": kind})

@@ -389,6 +389,39 @@ async def test_the_deadline_is_put_off_while_no_server_answers():
     assert clock.past_deadline
 
 
+async def test_overlapping_postponements_count_once_and_end():
+    clock = Clock(deadline_s=0.2)
+    async with clock.guard() as scope:
+        began, first, second = time.monotonic(), clock.postponed(), clock.postponed()
+        first.__enter__()
+        await asyncio.sleep(0.05)
+        second.__enter__()
+        await asyncio.sleep(0.2)
+        first.__exit__(None, None, None)
+        await asyncio.sleep(0.05)
+        assert 0.0 < clock.left_s <= 0.2  # the time left stands still
+        second.__exit__(None, None, None)
+        assert 0.29 < clock.deadline_s - 0.2 < time.monotonic() - began
+    assert not scope.expired()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(5), clock.guard() as scope:
+            await asyncio.Event().wait()
+    assert scope.expired()
+
+
+async def test_a_retry_has_the_time_that_the_server_was_away():
+    async def play(request, client, state):
+        if played.append(0) or len(played) > 1:
+            return
+        with current_episode().clock.postponed():
+            await asyncio.sleep(0.3)
+        raise ConnectionFailed("gone")
+
+    played = []
+    result = (await engine(play, deadline_s=0.2, retries=1).run_all(requests(1)))[0]
+    assert (result.error, len(played)) == (None, 2)
+
+
 async def test_the_deadline_is_one_for_all_attempts():
     async def play(request, client, state):
         await asyncio.sleep(0.1)

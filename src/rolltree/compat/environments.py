@@ -154,7 +154,7 @@ class Environment(OwnNames, Batches, rooms.Environment):
         # Authors change these in place, including `extra_body`, so both are copied.
         self.sampling_args = deepcopy(_DEFAULT_ARGS)
         for name, value in (sampling_args or {}).items():
-            self.sampling_args[name] = dict(value) if name == "extra_body" else value
+            self.sampling_args[name] = dict(value or {}) if name == "extra_body" else value
         self.max_workers = max_workers
         # verifiers sets keywords that it does not know as attributes, and environments read them.
         for name, value in kwargs.items():

@@ -40,6 +40,8 @@ class Clock:
         self._start = time.monotonic()
         self._waited_s = 0.0
         self._calls_in_flight = 0
+        self._num_postponed = 0
+        self._postponed_at = 0.0
         self._scope: asyncio.Timeout | None = None
 
     @property
@@ -59,7 +61,15 @@ class Clock:
     @property
     def past_deadline(self) -> bool:
         """Whether the deadline has passed."""
-        return self.deadline_s is not None and self._left_s() == 0.0
+        return self.left_s == 0.0
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds until the deadline, which stand still while it is postponed; None without one."""
+        if self.deadline_s is None:
+            return None
+        now = self._postponed_at if self._num_postponed else time.monotonic()
+        return max(self._start + self.deadline_s - now, 0.0)
 
     def guard(self) -> asyncio.Timeout:
         """Return the scope that cancels the episode at its deadline or `grace_s` after its limit.
@@ -85,19 +95,25 @@ class Clock:
 
     @contextmanager
     def postponed(self) -> Iterator[None]:
-        """Postpone the deadline by the time that the block takes, such as a server's restart."""
+        """Postpone the deadline by the time that the block takes, such as a server's restart.
+
+        Blocks may nest or overlap: their time is added once.
+        """
         if self.deadline_s is None:
             yield
             return
-        # The block's duration is known only at its end; until then there is no deadline.
-        began, deadline_s = time.monotonic(), self.deadline_s
-        self.deadline_s = math.inf
-        self._reschedule()
+        # The duration is known only at the end of the last block; until then nothing is cancelled.
+        self._num_postponed += 1
+        if self._num_postponed == 1:
+            self._postponed_at = time.monotonic()
+            self._reschedule()
         try:
             yield
         finally:
-            self.deadline_s = deadline_s + time.monotonic() - began
-            self._reschedule()
+            self._num_postponed -= 1
+            if not self._num_postponed:
+                self.deadline_s += time.monotonic() - self._postponed_at
+                self._reschedule()
 
     def call_started(self) -> None:
         """Suspend the hard limit: a model call is in flight."""
@@ -122,16 +138,11 @@ class Clock:
 
     def _remaining_s(self) -> float | None:
         """Return the seconds until the scope cancels; None without a limit."""
+        left = math.inf if self._num_postponed else self.left_s
         if self.limit_s is None or self._calls_in_flight:
-            return self._left_s()
+            return left
         own = max(self.limit_s + self.grace_s - self.spent_s, 0.0)
-        left = self._left_s()
         return own if left is None else min(own, left)
-
-    def _left_s(self) -> float | None:
-        if self.deadline_s is None:
-            return None
-        return max(self._start + self.deadline_s - time.monotonic(), 0.0)
 
 
 class RolloutClient(DelegatingClient):

@@ -501,7 +501,7 @@ def check_sampling(sampling: SamplingParams) -> None:
 
 def extra_of(sampling: SamplingParams) -> dict[str, Any]:
     """Return the settings in `extra`, including those in its `extra_body`."""
-    extra = {**sampling.extra, **sampling.extra.get("extra_body", {})}
+    extra = {**sampling.extra, **(sampling.extra.get("extra_body") or {})}
     extra.pop("extra_body", None)
     return extra
 

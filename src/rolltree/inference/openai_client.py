@@ -254,6 +254,8 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
         reader: PromptReader,
         stream: CompletionStream | None = None,
     ) -> Outcome[Response]:
+        field = self._max_tokens_field  # read first: a concurrent call may change it meanwhile
+
         async def send(with_tokens: bool) -> Outcome[Response]:
             body = {
                 "model": model or self._model,
@@ -264,8 +266,8 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
                 body |= self.tokens.standard(message_type) | self.tokens.extension()
             # The caller's fields last: they override the defaults that are sent for ids.
             body |= extension_fields(sampling) | extra_fields(sampling)
-            if "max_tokens" in body and self._max_tokens_field != "max_tokens":
-                body[self._max_tokens_field] = body.pop("max_tokens")
+            if "max_tokens" in body:
+                body[field] = body.pop("max_tokens")
             if stream is not None:
                 stream.with_ids = with_tokens and self.tokens.wanted
             return await self._posts.post(_PATHS[message_type], body, reader.decode, stream)
@@ -273,9 +275,11 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
         try:
             return await send_with_token_fields(self.tokens, send)
         except ServerError as error:
-            if "max_completion_tokens" not in str(error) or self._max_tokens_field != "max_tokens":
+            if "max_completion_tokens" not in str(error) or field != "max_tokens":
                 raise
-            self._max_tokens_field = "max_completion_tokens"  # newer OpenAI models insist on it
+            field = self._max_tokens_field = (
+                "max_completion_tokens"  # newer OpenAI models insist on it
+            )
             return await send_with_token_fields(self.tokens, send)
 
     async def _respond_by_token(
@@ -369,7 +373,7 @@ class TokenInEndpoint:
 
 def _with_ends(sampling: SamplingParams, end_ids: Sequence[int]) -> SamplingParams:
     """Return the settings with the renderer's end tokens as further stop tokens."""
-    body = dict(sampling.extra.get("extra_body", {}))
-    ends = (*sampling.stop_token_ids, *body.pop("stop_token_ids", ()), *end_ids)
+    body = dict(sampling.extra.get("extra_body") or {})
+    ends = (*sampling.stop_token_ids, *(body.pop("stop_token_ids", None) or ()), *end_ids)
     extra = {**sampling.extra, "extra_body": body} if sampling.extra else {}
     return replace(sampling, stop_token_ids=tuple(dict.fromkeys(ends)), extra=extra)

@@ -288,7 +288,7 @@ class PooledSession(ClientBase):
                 # like this, the cause is the request.
                 if isinstance(error, TokenError):
                     wrong.add(endpoint.name)
-                    if len(wrong) == len(self._pool.endpoints):
+                    if wrong >= {each.name for each in self._pool.endpoints}:
                         raise  # it is not one server's fault
                 failed.append(endpoint.name)
                 self._pool.note_failure(endpoint)

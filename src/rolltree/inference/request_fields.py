@@ -86,7 +86,7 @@ def extension_fields(sampling: SamplingParams) -> dict[str, Any]:
         fields["top_k"] = sampling.top_k
     if sampling.stop_token_ids:
         fields["stop_token_ids"] = list(sampling.stop_token_ids)
-    fields.update(sampling.extra.get("extra_body", {}))
+    fields.update(sampling.extra.get("extra_body") or {})
     return fields
 
 
@@ -149,7 +149,7 @@ def distribution_changes(sampling: SamplingParams) -> dict[str, Any]:
     if not sampling.extra and sampling.top_p == 1 and sampling.top_k in _NEUTRAL["top_k"]:
         return {}  # the fast path of most calls
     neutral = {**_NEUTRAL, "temperature": (sampling.temperature,)}
-    body: Mapping[str, Any] = sampling.extra.get("extra_body", {})
+    body: Mapping[str, Any] = sampling.extra.get("extra_body") or {}
     own = {"top_p": sampling.top_p, "top_k": sampling.top_k}
     return {
         name: value

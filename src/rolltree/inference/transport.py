@@ -26,6 +26,8 @@ _CONNECT_S = 10.0
 _KEEP_ALIVE_S = 4.0
 """How long an idle connection is kept: uvicorn, and so vLLM, closes it after 5 seconds."""
 _LARGE_BYTES = 2**20
+_GZIP_MAGIC = b"\x1f\x8b"
+_PART_BYTES = 2**14
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,11 +238,21 @@ def unpacked(body: bytes, packing: str, max_bytes: int) -> bytes:
         )
     # Some servers leave the zlib header out; the lower half of its first byte is 8.
     raw_deflate = packing == "deflate" and body[:1] and body[0] & 0x0F != 8
+    wbits = -zlib.MAX_WBITS if raw_deflate else 32 + zlib.MAX_WBITS
+    unpacker, packed, at, found = zlib.decompressobj(wbits), memoryview(body), 0, bytearray()
     try:
-        unpacker = zlib.decompressobj(-zlib.MAX_WBITS if raw_deflate else 32 + zlib.MAX_WBITS)
-        # Limited while decompressing, since a small body may expand to gigabytes. One byte more
-        # shows that the body is larger than the limit.
-        found = unpacker.decompress(body, max_bytes + 1)
+        while at < len(body) and len(found) <= max_bytes:
+            # A gzip body may have several members, one after another (RFC 1952).
+            if unpacker.eof:
+                if not body.startswith(_GZIP_MAGIC, at):
+                    break
+                unpacker = zlib.decompressobj(wbits)
+            # In parts, since zlib copies what follows a member, of which there may be very many.
+            part = packed[at : at + _PART_BYTES]
+            # Limited while decompressing, since a small body may expand to gigabytes. One byte more
+            # shows that the body is larger than the limit.
+            found += unpacker.decompress(part, max_bytes + 1 - len(found))
+            at += len(part) - len(unpacker.unused_data)
         if len(found) <= max_bytes and not unpacker.eof:
             raise zlib.error("it ends too early")
     except zlib.error as error:
@@ -250,7 +262,7 @@ def unpacked(body: bytes, packing: str, max_bytes: int) -> bytes:
         ) from error
     if len(found) > max_bytes:
         raise too_large(max_bytes)
-    return found
+    return bytes(found)
 
 
 def is_event_stream(status: int, content_type: str | None) -> bool:

@@ -6,13 +6,14 @@ that an agent makes outside its dialog.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import asyncio
+from dataclasses import dataclass, field, replace
 
 from rolltree.errors import BudgetSpent, ConfigError
 from rolltree.inference.call import ModelCall
 from rolltree.inference.client import ModelClient
 from rolltree.inference.client_base import DelegatingClient
-from rolltree.types import ModelResponse, SamplingParams
+from rolltree.types import ModelResponse
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class BudgetedClient(DelegatingClient):
     """A client that counts its calls and tokens, and rejects calls beyond a budget.
 
     Its sessions share the counts. The last call may be shorter than requested, so that no token is
-    sampled beyond `max_tokens`.
+    sampled beyond `max_tokens`. Concurrent calls whose limits add up to more wait for each other.
     """
 
     def __init__(self, inner: ModelClient, budget: Budget) -> None:
@@ -70,12 +71,35 @@ class BudgetedClient(DelegatingClient):
         Raises:
             BudgetSpent: nothing of the budget is left.
         """
-        response = await super().call(replace(call, sampling=self._begin(call.sampling)))
-        # Sampled tokens only: the prompt is restated in every call.
-        self._spent.tokens += response.num_completion_tokens
-        return response
+        spent, limit, size = self._spent, self._budget.max_tokens, 0
+        if limit is not None:
+            size = await self._share(limit, call.sampling.max_tokens)
+            call = replace(call, sampling=replace(call.sampling, max_tokens=size))
+        self._check_left()
+        # Counted before the call, so that concurrent calls cannot all take the last one.
+        spent.calls += 1
+        spent.reserved += size
+        try:
+            response = await super().call(call)
+            # Sampled tokens only: the prompt is restated in every call.
+            spent.tokens += response.num_completion_tokens
+            return response
+        finally:
+            spent.reserved -= size
+            spent.freed.set()
+            spent.freed.clear()
 
-    def _begin(self, sampling: SamplingParams) -> SamplingParams:
+    async def _share(self, limit: int, asked: int | None) -> int:
+        """Return how many tokens a call may sample, once those in flight cannot need them."""
+        spent = self._spent
+        while True:
+            left = limit - spent.tokens
+            size = min(left, asked or left)
+            if spent.reserved + size <= left:
+                return size
+            await spent.freed.wait()
+
+    def _check_left(self) -> None:
         budget, spent = self._budget, self._spent
         for name, limit, used in (
             ("model calls", budget.max_calls, spent.calls),
@@ -86,15 +110,13 @@ class BudgetedClient(DelegatingClient):
                     f"all {limit} {name} of this agent's budget are spent. Raise its Budget, or "
                     "give it smaller tasks."
                 )
-        # Counted before the call, so that concurrent calls cannot all take the last one.
-        spent.calls += 1
-        if budget.max_tokens is None:
-            return sampling
-        left = budget.max_tokens - spent.tokens
-        return replace(sampling, max_tokens=min(left, sampling.max_tokens or left))
 
 
 @dataclass(slots=True)
 class _Spent:
     calls: int = 0
     tokens: int = 0
+    # The most that calls in flight may sample.
+    reserved: int = 0
+    # Set when one of them has ended.
+    freed: asyncio.Event = field(default_factory=asyncio.Event)

@@ -236,12 +236,13 @@ class _Delegator(Player):
         make = kind.world
         world = None if make is None else (lambda: make(builder.meta["arguments"]))
         try:
-            async with clock.guard(), open_world(world) as place:
+            async with clock.guard() as scope, open_world(world) as place:
                 await play_alone(
                     child, place, max_steps=kind.max_steps, task=builder.meta["subtask"]
                 )
         except Exception as error:  # noqa: BLE001  the parent is told, the child's rollout keeps it
-            late = isinstance(error, TimeoutError)
+            # A TimeoutError of the child's own world is none of its budget's.
+            late = isinstance(error, TimeoutError) and scope.expired()
             builder.fail(record_error(error, "timeout" if late else "environment"))
         finally:
             clock.stop()

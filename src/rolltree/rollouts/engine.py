@@ -14,7 +14,6 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from time import monotonic
 from typing import Any, Protocol
 
 from numpy.typing import NDArray
@@ -358,7 +357,7 @@ class RolloutEngine:
             done.end()
 
     async def _run_one(self, request: RolloutRequest) -> RolloutResult:
-        attempt, left_s, began = 1, self.deadline_s, monotonic()
+        attempt, left_s = 1, self.deadline_s
         while True:
             # The episode swallowed the cancellation; the next attempt must not begin.
             if being_cancelled():
@@ -370,11 +369,10 @@ class RolloutEngine:
             error = result.error
             if error is None or attempt > self.retries or error.type not in INFRASTRUCTURE:
                 return result
-            if self.deadline_s is not None:
-                # The deadline covers the whole rollout: a retry gets the time that is left.
-                left_s = began + self.deadline_s - monotonic()
-                if left_s <= 0:
-                    return result
+            # The deadline covers the whole rollout: a retry gets the time that is left.
+            left_s = clock.left_s
+            if left_s == 0.0:
+                return result
             attempt += 1
 
     async def _attempt(self, request: RolloutRequest, attempt: int, clock: Clock) -> RolloutResult:

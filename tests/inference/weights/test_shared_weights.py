@@ -185,3 +185,21 @@ class TestChoice:
         assert set(caught.value.clients) == {gone, poor}
         assert ways[0].sent == [([near, poor], 1)]
         assert ways[1].sent == [([far], 1)]
+
+    async def test_a_choice_outlives_a_send_that_broke_off(self, clients):
+        class Full(Way):
+            async def why_not(self, client):
+                if client is far and not self.log:
+                    self.log.append("full")
+                    raise ConfigError("no memory")
+                return None
+
+        _, near, far, _ = clients
+        way = Full("memory")
+        auto, said = AutoWay([way, Way("disk")]), []
+        auto.notify = said.append
+        with pytest.raises(ConfigError, match="no memory"):
+            await auto.send([far, near], 1)
+        await auto.send([far, near], 2)
+        assert way.sent == [([far, near], 2)]
+        assert said == ["http://a:3, http://a:2: weights go by memory."]

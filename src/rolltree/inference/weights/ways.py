@@ -185,7 +185,7 @@ class AutoWay(Way):
 
     def __init__(self, ways: Sequence[Way], *, because: str = "") -> None:
         self._ways, self._because = list(ways), because
-        self._chosen: dict[HasServer, Way] = {}
+        self._chosen: dict[HasServer, tuple[Way, str]] = {}
         self._said: dict[str, str] = {}  # by URL
         self.notify: Callable[[str], None] = lambda message: None
 
@@ -241,9 +241,8 @@ class AutoWay(Way):
 
     async def _choose(self, client: HasServer) -> tuple[Way, str]:
         """Return a server's way, and the way's name with the reasons against earlier ways."""
-        way = self._chosen.get(client)
-        if way is not None:
-            return way, self._said[client.server.root_url]
+        if client in self._chosen:
+            return self._chosen[client]
         # Raises if the server is unreachable, since its failures would say nothing about its ways.
         await served_version(client.server)
         reasons = [f"({self._because}.)"] if self._because else []
@@ -254,5 +253,5 @@ class AutoWay(Way):
             reasons.append(f"Not by {way.name}: {why.rstrip('.')}.")
         else:
             way = self._ways[-1]
-        self._chosen[client] = way
-        return way, " ".join([f"{way.name}.", *reasons])
+        choice = self._chosen[client] = way, " ".join([f"{way.name}.", *reasons])
+        return choice
