@@ -27,7 +27,6 @@ from rolltree.training.transcripts import COLUMNS, Transcript, transcripts
 from rolltree.types import ErrorRecord, RolloutRequest, RolloutResult, State
 from wait_kit import wait_until
 
-
 # As the loop gives it, with every section; without a cluster its section is None.
 SETTINGS = redact(TrainConfig().as_dict())
 
@@ -175,8 +174,8 @@ class TestOthers:
             from rolltree.training.trackers import TRACKERS, TrackedRun
             from rolltree.training.transcripts import Transcript
             for step, value in ((1, 0.25), (2, 0.75)):
-                run = TrackedRun(Path({str(tmp_path)!r}), "rolltree", "addition", {SETTINGS!r}, step)
-                sink = TRACKERS["trackio"](run)
+                path, settings = Path({str(tmp_path)!r}), {SETTINGS!r}
+                sink = TRACKERS["trackio"](TrackedRun(path, "rolltree", "addition", settings, step))
                 sink.log({{"reward/mean": value}}, step)
                 shown = Transcript(step, "train", "r", "", "*p*", "c", 1.0, None, "")
                 sink.show("completions", [shown], step)
