@@ -166,7 +166,7 @@ def token_guard(token: str) -> Any:
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
         if not hmac.compare_digest(given, bearer):
-            return refusal(401, "this server takes requests with the run's token only")
+            return refusal(401, "this server accepts only requests with the run's token")
         return await handler(request)
 
     return guard
