@@ -214,6 +214,16 @@ def message_of(error: BaseException) -> str:
         return f"({type(error).__name__} without a readable message)"
 
 
+def as_sentence(said: object) -> str:
+    """Return a message that another sentence can follow: with a full stop if it has no end mark.
+
+    >>> as_sentence(KeyError("id"))
+    "'id'."
+    """
+    text = str(said).rstrip()
+    return text if text.endswith((".", "!", "?")) else f"{text}."
+
+
 def record_error(
     error: BaseException,
     phase: Literal["setup", "model", "environment", "scoring", "cleanup", "timeout", "cancelled"],

@@ -35,6 +35,15 @@ def test_the_extra_is_what_an_installation_brings():
     assert PROJECT["optional-dependencies"]["compat"] == list(packages.BROUGHT.values())
 
 
+def test_an_environment_whose_import_fails_is_said_in_sentences(monkeypatch):
+    def load(env_id, **args):
+        raise ImportError("No module named 'numbers2'")
+
+    monkeypatch.setattr(packages, "load", load)
+    with pytest.raises(ValueError, match=r"No module named 'numbers2'\. Ensure the package for"):
+        packages.load_environment("numbers")
+
+
 def test_commands_have_the_names_of_the_real_package():
     names = {"vf-eval", "vf-init", "vf-install", "vf-tui"}
     assert names <= set(PROJECT["scripts"])

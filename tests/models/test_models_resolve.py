@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -11,10 +12,23 @@ from pathlib import Path
 import pytest
 
 from rolltree.errors import ConfigError, UnknownName
-from rolltree.models import TinyConfig, eos_token_ids, load_model, make_tiny, resolve_model
+from rolltree.models import (
+    TinyConfig,
+    eos_token_ids,
+    load_model,
+    load_tokenizer,
+    make_tiny,
+    resolve_model,
+)
 from rolltree.models import made as made_module
 
 SMALL = TinyConfig(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=24)
+
+
+def assert_sentences(message):
+    """Check that what follows another package's message begins a sentence."""
+    for begin in (" rolltree loads", " Point at"):
+        assert begin not in message or re.search(rf"[.?!]{begin}", message), message
 
 
 @pytest.fixture(scope="module")
@@ -171,8 +185,13 @@ class TestLoading:
     )
     def test_damaged_files_are_said(self, model, file, content):
         (model / file).write_bytes(content)
-        with pytest.raises(ConfigError, match=rf"{model}.* cannot be (loaded|read)"):
+        with pytest.raises(ConfigError, match=rf"{model}.* cannot be (loaded|read)") as caught:
             load_model(str(model))
+        assert_sentences(str(caught.value))
+        if file == "tokenizer.json":
+            with pytest.raises(ConfigError, match="no tokenizer that can be loaded") as caught:
+                load_tokenizer(str(model))
+            assert_sentences(str(caught.value))
 
     def test_missing_weights_are_no_random_numbers(self, model):
         from safetensors.torch import load_file, save_file

@@ -143,8 +143,14 @@ def test_indices_outside_the_split(indices):
 
 @pytest.mark.parametrize("wanted", [{"num_examples": 0}, {"indices": []}])
 def test_nothing_to_run(wanted):
-    with pytest.raises(ConfigError, match="nothing to run"):
+    with pytest.raises(ConfigError, match="nothing to run: none of the 5 examples in the eval"):
         build_requests(Source(num=5), "eval", **wanted)
+
+
+@pytest.mark.parametrize("wanted", [{}, {"num_examples": 3}, {"indices": [0]}, {"indices": []}])
+def test_an_empty_split(wanted):
+    with pytest.raises(ConfigError, match=r"nothing to run: .* has no examples in its eval split"):
+        build_requests(Source(num=0), "eval", **wanted)
 
 
 def test_sampling_of_the_caller_goes_over_the_sources():

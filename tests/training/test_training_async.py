@@ -11,10 +11,13 @@ from loop_kit import make_config, start
 from training_kit import LetterSource
 
 from rolltree.errors import ConfigError, TrainingError
+from rolltree.rollouts import RolloutEngine
 from rolltree.store import Run
+from rolltree.testing import ScriptedClient
 from rolltree.training import Silent, build_parts, load_train_config, open_run, run_training
-from rolltree.training.feeds import LEDGER
+from rolltree.training.feeds import LEDGER, StreamFeed
 from rolltree.training.metrics import RecordStats
+from rolltree.training.no_signal_warning import NoSignalWarning
 
 
 def config_of(model, path, *, steps=6, ahead=1, **sections):
@@ -279,3 +282,19 @@ class TestResume:
                 assert new[name] == pytest.approx(old[name], rel=1e-3, abs=1e-5), name
         with Run.open(tmp_path / "run", "r") as run:
             assert {step: ledger(run)[step] for step in was} == was
+
+    @pytest.mark.parametrize("group", ["g00", "g07"], ids=["not-stored", "not-planned"])
+    async def test_a_ledger_without_its_rollouts_is_said(self, tmp_path, group):
+        config = load_train_config(groups_per_step=2, async_steps=1)
+        with Run.create(tmp_path / "run") as run:
+            run.add_event(LEDGER, {"groups": [f"train/000001/{group}"], "dropped": {}}, step=1)
+            feed = StreamFeed(
+                config,
+                RolloutEngine(LetterSource(), ScriptedClient(["x"])),
+                run,
+                warning=NoSignalWarning(print),
+                notify=print,
+                on_progress=print,
+            )
+            with pytest.raises(TrainingError, match="does not hold all of its rollouts"):
+                await feed.next(1)

@@ -148,7 +148,9 @@ async def test_a_step_of_failures_stops_and_is_run_again_with_a_trace(run):
     names = [r.request_id for r in requests()]
     with pytest.raises(TrainingError) as caught:
         await collect(requests(), engine(Source(fail=names)), run)
-    assert "all 6 rollouts of step 1 failed, 6 of them with Boom: it broke" in str(caught.value)
+    assert "all 6 rollouts of step 1 failed, 6 of them with Boom: it broke. Nothing" in str(
+        caught.value
+    )
     assert run.num_rollouts(status="error") == 6
     source = Source()
     collected = await collect(requests(), engine(source), run)

@@ -15,19 +15,24 @@ import pytest
 from loop_kit import make_config, start
 
 from rolltree.errors import ConfigError, UnknownName
+from rolltree.redact import redact
 from rolltree.rollouts.decode import decode_results
 from rolltree.store import Run
 from rolltree.store.metric_names import numbers
 from rolltree.training import Silent
 from rolltree.training.advantages import CreditReport
+from rolltree.training.config import TrainConfig
 from rolltree.training.trackers import TRACKERS, TrackedRun, Trackers
 from rolltree.training.transcripts import COLUMNS, Transcript, transcripts
 from rolltree.types import ErrorRecord, RolloutRequest, RolloutResult, State
 from wait_kit import wait_until
 
+# As the loop gives it, with every section; without a cluster its section is None.
+SETTINGS = redact(TrainConfig().as_dict())
+
 
 def tracked(path, first_step=1, name="addition"):
-    return TrackedRun(path, "rolltree", name, {"optim": {"lr": 1e-5}}, first_step)
+    return TrackedRun(path, "rolltree", name, SETTINGS, first_step)
 
 
 def read_events(path):
@@ -154,7 +159,11 @@ class TestOthers:
         }
         (text,) = (tmp_path / "mlruns").rglob("completions/step-000002.txt")
         assert text.read_text() == str(HARD)
-        assert run.data.params == {"optim.lr": "1e-05"}
+        told = {name: values for name, values in SETTINGS.items() if values is not None}
+        assert SETTINGS.keys() - told.keys() == {"cluster"}
+        assert run.data.params == {
+            f"{name}.{key}": str(value) for name in told for key, value in told[name].items()
+        }
         assert run.info.status == "FINISHED"
 
     @pytest.mark.skipif(not importlib.util.find_spec("trackio"), reason="trackio is not installed")
@@ -165,8 +174,8 @@ class TestOthers:
             from rolltree.training.trackers import TRACKERS, TrackedRun
             from rolltree.training.transcripts import Transcript
             for step, value in ((1, 0.25), (2, 0.75)):
-                run = TrackedRun(Path({str(tmp_path)!r}), "rolltree", "addition", {{}}, step)
-                sink = TRACKERS["trackio"](run)
+                path, settings = Path({str(tmp_path)!r}), {SETTINGS!r}
+                sink = TRACKERS["trackio"](TrackedRun(path, "rolltree", "addition", settings, step))
                 sink.log({{"reward/mean": value}}, step)
                 shown = Transcript(step, "train", "r", "", "*p*", "c", 1.0, None, "")
                 sink.show("completions", [shown], step)

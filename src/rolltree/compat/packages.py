@@ -22,7 +22,7 @@ from typing import Any
 
 from rolltree.environments import Environment
 from rolltree.environments import load_environment as load
-from rolltree.errors import ConfigError, RolltreeError, UnknownName
+from rolltree.errors import ConfigError, RolltreeError, UnknownName, as_sentence
 
 BROUGHT = {
     "datasets": "datasets>=3",
@@ -166,8 +166,8 @@ def load_environment(env_id: str, **env_args: Any) -> Environment:
                 f"'{env_id}-env'."
             ) from error
         raise ValueError(
-            f"Could not import '{env_id}' environment: {error} Ensure the package for the "
-            f"'{env_id}' environment is installed."
+            f"Could not import '{env_id}' environment: {as_sentence(error)} Ensure the package for "
+            f"the '{env_id}' environment is installed."
         ) from error
     except Exception as error:  # as verifiers does
         raise RuntimeError(f"Failed to load environment '{env_id}': {error!s}") from error

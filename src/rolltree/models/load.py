@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rolltree.errors import ConfigError, UnknownName, did_you_mean
+from rolltree.errors import ConfigError, UnknownName, as_sentence, did_you_mean
 from rolltree.hub import HubName, cached, check_available, hub_name, model_folder
 from rolltree.machine import CPU_TORCH_COMMAND, has_gpu
 from rolltree.models.made import (
@@ -169,9 +169,9 @@ def load_model(name: str, dtype: str = "float32", *, device: str = "cpu") -> tup
             model = _with_weights(path, dtype, weights)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ConfigError(
-            f"the model in {path} cannot be loaded: {error} rolltree loads causal language models "
-            "built into transformers, with their tokenizer, and runs no code from the "
-            "folder. Check the folder, or update transformers."
+            f"the model in {path} cannot be loaded: {as_sentence(error)} rolltree loads causal "
+            "language models built into transformers, with their tokenizer, and runs no code from "
+            "the folder. Check the folder, or update transformers."
         ) from error
     return model.to(device).eval(), tokenizer
 
@@ -205,8 +205,8 @@ def load_tokenizer(name: str) -> Any:
             return AutoTokenizer.from_pretrained(path, **_SAFE)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ConfigError(
-            f"{path} has no tokenizer that can be loaded: {error} Point at the folder of the model "
-            "that the server runs."
+            f"{path} has no tokenizer that can be loaded: {as_sentence(error)} Point at the folder "
+            "of the model that the server runs."
         ) from error
 
 

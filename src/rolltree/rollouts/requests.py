@@ -354,11 +354,15 @@ def build_requests(
     available = source.num_examples(split)
     if indices is None:
         indices = range(available if num_examples < 0 else min(num_examples, available))
+    if not available:
+        raise ConfigError(
+            f"there is nothing to run: {source.env_id!r} has no examples in its {split} split. "
+            "Give the environment data for this split."
+        )
     if not indices:
         raise ConfigError(
-            f"there is nothing to run: {source.env_id!r} has {available} examples in its {split} "
-            f"split and {num_examples} were asked for. Ask for at least one example, or give the "
-            "environment data for this split."
+            f"there is nothing to run: none of the {available} examples in the {split} split of "
+            f"{source.env_id!r} was asked for. Ask for at least one."
         )
     outside = [index for index in indices if not 0 <= index < available]
     if outside:

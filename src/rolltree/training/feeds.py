@@ -406,8 +406,7 @@ class StreamFeed:
             for request in step_requests(self._config, self._rollouts.source, int(planned))
             if request.group_id == name
         ]
-        stored = stored_results(requests, self._run)
-        if len(stored) < len(requests) or not requests:
+        if not requests or len(stored := stored_results(requests, self._run)) < len(requests):
             raise TrainingError(
                 f"{self._run.path} says that a step was trained on the group {name}, but does not "
                 "hold all of its rollouts, so the step cannot be trained again. Was the run "

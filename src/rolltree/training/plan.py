@@ -17,7 +17,7 @@ from time import monotonic
 
 import numpy as np
 
-from rolltree.errors import INFRASTRUCTURE, ConfigError, TrainingError
+from rolltree.errors import INFRASTRUCTURE, ConfigError, TrainingError, as_sentence
 from rolltree.inference.request_fields import distribution_changes
 from rolltree.inference.retry import RetryPolicy
 from rolltree.rollouts import (
@@ -252,7 +252,7 @@ def _whole_groups(
 
 
 def stored_results(requests: Sequence[RolloutRequest], run: Run) -> dict[str, RolloutResult]:
-    """Return the results of `requests` that the run holds, by request id."""
+    """Return the results of a step's `requests` that the run holds, by request id."""
     wanted = {request.request_id for request in requests}
     # By step and group, which the store has indexes for.
     groups = sorted({request.group_id for request in requests})
@@ -325,7 +325,7 @@ def _why_not(results: Sequence[RolloutResult], max_failed_share: float) -> str |
             f"ones (train.max_failed_share is {max_failed_share:g})."
         )
     return (
-        f"{which} rollouts of step {step} failed, {count} of them with {kind}: {example.message} "
-        f"{why} Remove the cause and start the same command again: what failed is run again, and "
-        "everything before it is kept."
+        f"{which} rollouts of step {step} failed, {count} of them with {kind}: "
+        f"{as_sentence(example.message)} {why} Remove the cause and start the same command "
+        "again: what failed is run again, and everything before it is kept."
     )

@@ -145,7 +145,7 @@ def mlflow(run: TrackedRun) -> Sink:
         experiment = found.experiment_id if found else client.create_experiment(run.project)
         identity = client.create_run(experiment, run_name=run.name).info.run_id
         for section, values in run.config.items():
-            for key, value in values.items():
+            for key, value in (values or {}).items():
                 # Some versions of MLflow refuse longer values.
                 client.log_param(identity, f"{section}.{key}", str(value)[:500])
         # Last, so that a run that is continued there has its parameters.

@@ -31,5 +31,5 @@ class RequireToken:
         else:
             head = [(b"content-type", b"application/json")]
             await send({"type": "http.response.start", "status": 401, "headers": head})
-            body = b'{"error": "this server takes requests with the run\'s token only"}'
+            body = b'{"error": "this server accepts only requests with the run\'s token"}'
             await send({"type": "http.response.body", "body": body})

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rolltree.errors import ModelError, PublishFailed
+from rolltree.errors import ModelError, PublishFailed, as_sentence
 from rolltree.inference.weights.publish import (
     RELOAD_METHOD,
     HasServer,
@@ -250,7 +250,7 @@ class AutoWay(Way):
             why = await way.why_not(client)
             if why is None:
                 break
-            reasons.append(f"Not by {way.name}: {why.rstrip('.')}.")
+            reasons.append(f"Not by {way.name}: {as_sentence(why)}")
         else:
             way = self._ways[-1]
         choice = self._chosen[client] = way, " ".join([f"{way.name}.", *reasons])
