@@ -241,7 +241,7 @@ class _Delegator(Player):
                     child, place, max_steps=kind.max_steps, task=builder.meta["subtask"]
                 )
         except Exception as error:  # noqa: BLE001  the parent is told, the child's rollout keeps it
-            # A TimeoutError of the child's own world is none of its budget's.
+            # A TimeoutError of the child's own world is not its budget's.
             late = isinstance(error, TimeoutError) and scope.expired()
             builder.fail(record_error(error, "timeout" if late else "environment"))
         finally:
