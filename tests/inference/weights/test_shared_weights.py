@@ -192,7 +192,7 @@ class TestChoice:
                 if client is far and not self.log:
                     self.log.append("full")
                     raise ConfigError("no memory")
-                return None
+                return
 
         _, near, far, _ = clients
         way = Full("memory")
