@@ -285,7 +285,7 @@ def test_very_many_members_take_no_longer_than_their_bytes() -> None:
     body = gzip.compress(b"", mtime=0) * 100_000
     began = time.process_time()
     assert unpacked(body, "gzip", 0) == b""
-    assert time.process_time() - began < 5.0
+    assert time.process_time() - began < 2.0
 
 
 async def test_large_requests_arrive_whole() -> None:

@@ -10,7 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from local_models import ask, new_model, random_prompt, shared_model, teacher_forced
+from local_models import VOCAB, ask, new_model, random_prompt, shared_model, teacher_forced
+from transformers import AutoModelForCausalLM, Gemma3Config
 
 from rolltree.errors import UnsupportedSetting
 from rolltree.inference.engine import EngineOutput
@@ -134,3 +135,19 @@ def test_a_device_whose_products_depend_on_the_batch_is_refused(
     monkeypatch.setattr(probe_module, "ModelRunner", Careless)
     with pytest.raises(UnsupportedSetting, match="change with the batch"):
         LocalEngine(shared_model(), max_context=64, batch_invariant=True)
+
+
+async def test_a_model_whose_config_is_in_parts_can_be_batch_invariant() -> None:
+    text = {"head_dim": 8, "sliding_window": 8, "max_position_embeddings": 128, "vocab_size": VOCAB}
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {**sizes, "intermediate_size": 16, "image_size": 28, "patch_size": 14}
+    config = Gemma3Config(
+        text_config={**sizes, **text, "num_key_value_heads": 1, "intermediate_size": 16},
+        vision_config=vision,
+        mm_tokens_per_image=4,
+    )
+    assert not hasattr(config, "vocab_size")
+    model = AutoModelForCausalLM.from_config(config).eval()
+    engine = LocalEngine(model, max_context=64, max_batch=2, batch_invariant=True)
+    assert len((await engine.generate(ask([5, 6], max_tokens=2))).completion_ids) == 2
+    await engine.aclose()

@@ -149,7 +149,8 @@ def _measure(name: str, device: str) -> dict[str, Any]:
         report = evaluate(env, client, split="train", sampling={"max_tokens": 32}, seed=num)
         num += int(report.results["usage"]["num_completion_tokens"])
     sampled_per_s = num / took_s
-    ids = torch.randint(0, model.config.vocab_size, (BATCH, LENGTH), device=device)
+    vocabulary = model.config.get_text_config().vocab_size
+    ids = torch.randint(0, vocabulary, (BATCH, LENGTH), device=device)
     num, began = 0, time.monotonic()
     while (took_s := time.monotonic() - began) < MEASURE_S / 2:
         model(input_ids=ids, labels=ids).loss.backward()

@@ -247,7 +247,7 @@ def unpacked(body: bytes, packing: str, max_bytes: int) -> bytes:
                 if not body.startswith(_GZIP_MAGIC, at):
                     break
                 unpacker = zlib.decompressobj(wbits)
-            # In parts, since zlib copies what follows a member, and there may be very many members.
+            # In parts: at the end of each member, zlib copies all that follows it in the part.
             part = packed[at : at + _PART_BYTES]
             # Limited while decompressing, since a small body may expand to gigabytes. One byte more
             # shows that the body is larger than the limit.

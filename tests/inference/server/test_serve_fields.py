@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,9 @@ from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.deltas import MessageDeltas, SettledText, TextDeltas
 from rolltree.inference.parse import extract_versions
 from rolltree.inference.request_fields import token_in_fields
+from rolltree.inference.server import http as server_http
 from rolltree.inference.server.app import ServerOptions, is_loopback
+from rolltree.inference.server.http import object_in
 from rolltree.inference.server.model_server import ServedModel, choice_seeds
 from rolltree.inference.server.requests import (
     CHAT_FIELDS,
@@ -25,6 +28,7 @@ from rolltree.inference.server.requests import (
     RequestError,
     check_fields,
     error_body,
+    includes_usage,
     messages_of,
     parse_request,
 )
@@ -153,6 +157,53 @@ def test_fields_become_a_request() -> None:
     assert caught.value.param == "promt"
     assert error_body(caught.value)[0] == 400
     assert error_body(RuntimeError("x"))[0] == 500
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *({"length_penalty": True}, {"echo": 0}, {"best_of": True}, {"priority": False}),
+        *({"use_beam_search": 0}, {"parallel_tool_calls": 1}, {"top_logprobs": False}),
+    ],
+)
+def test_true_is_not_one_and_zero_is_not_false(body: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match="does not support"):
+        check_fields(body, TEXT_FIELDS, "m")
+
+
+def test_a_number_may_be_written_with_a_point() -> None:
+    assert check_fields({"length_penalty": 1.0}, TEXT_FIELDS, "m") == {"length_penalty": 1.0}
+
+
+def test_null_in_stream_options_is_not_given_and_a_text_is_no_flag() -> None:
+    assert not includes_usage({"stream_options": {"include_usage": None}})
+    with pytest.raises(RequestError, match="include_usage = 'no' is neither true nor false"):
+        includes_usage({"stream_options": {"include_usage": "no"}})
+
+
+CODE = "{[" * 150 + '\\"\\\\'
+TEXTS = {
+    "plain": CODE,
+    "quote at the end": CODE + '"',
+    "quote at the beginning": '\\"' + CODE,
+    "backslash at the end": CODE + "\\",
+    "quotes": CODE + '"' * 7 + CODE,
+}
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_brackets_in_texts_are_not_objects_and_lists(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_http, "MAX_CONTAINERS", 200)
+    body = {"prompt": text, text: [text] * 2}
+    assert object_in(json.dumps(body).encode()) == body
+    most = json.dumps({text: [[]] * 198}).encode()
+    assert object_in(most) == {text: [[]] * 198}
+    # Whatever follows what the decoder reads hides nothing before it.
+    for end in (b"", b'"', b'\\"'):
+        with pytest.raises(RequestError, match="more than 200 objects and lists"):
+            object_in(json.dumps({"a": text, text: [{}] * 199}).encode() + end)
 
 
 def test_every_field_that_clients_send_is_known() -> None:

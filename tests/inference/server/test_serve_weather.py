@@ -225,6 +225,28 @@ def test_an_answer_names_its_request(served: Served) -> None:
         assert str(answer.get("id", answer.get("request_id"))).endswith("mine-7"), path
 
 
+def test_logprobs_of_false_are_none(served: Served) -> None:
+    for value, number in ((False, 0), (None, 0), (0, 1), (1, 1)):
+        params = {"max_tokens": 1, "logprobs": value}
+        body = json.dumps({"token_ids": [97], "sampling_params": params}).encode()
+        status, answer = ask(served, "/inference/v1/generate", body)
+        given = (answer["choices"][0].get("logprobs") or {}).get("content", [])
+        assert (status, len(given)) == (200, number)
+
+
+def test_tokenize_takes_only_true_and_false_as_flags(served: Served) -> None:
+    asked = {"messages": [{"role": "user", "content": "a"}]}
+    for name in ("add_generation_prompt", "return_token_strs"):
+        for wrong in (1, 0, "yes"):
+            status, answer = ask(served, "/tokenize", json.dumps({**asked, name: wrong}).encode())
+            assert (status, answer["error"]["param"]) == (400, name)
+    counts = [
+        ask(served, "/tokenize", json.dumps({**asked, **fields}).encode())[1]["count"]
+        for fields in ({}, {"add_generation_prompt": True}, {"add_generation_prompt": False})
+    ]
+    assert counts[0] == counts[1] > counts[2]
+
+
 class TestShape:
     @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(MESSAGES, VALUES)

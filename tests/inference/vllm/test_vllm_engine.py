@@ -6,12 +6,15 @@ it was made. Real vLLM is tested in `tests_vllm`.
 
 import asyncio
 import threading
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from rolltree.errors import ConfigError, ModelError, PromptTooLong, TokenError, UnsupportedSetting
-from rolltree.inference.vllm import StepOutput, VllmEngine
+from rolltree.inference.vllm import StepOutput, VllmEngine, vllm_client
+from rolltree.testing import ByteTokenizer
 from rolltree.types import FinishReason, GenerateRequest, SamplingParams
 
 
@@ -286,3 +289,18 @@ def test_numbers_out_of_range_and_a_backend_that_cannot_be_made():
 
     with pytest.raises(ConfigError, match="no vLLM here"):
         VllmEngine(broken, list)
+
+
+async def test_the_context_of_a_model_whose_config_is_in_parts_is_that_of_its_text(monkeypatch):
+    made = []
+
+    def backend(folder, **options):
+        made.append(options)
+        return FakeBackend()
+
+    monkeypatch.setattr("rolltree.inference.vllm.engine.VllmBackend", backend)
+    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(max_position_embeddings=64))
+    model = SimpleNamespace(config=config, generation_config=SimpleNamespace(eos_token_id=3))
+    client = vllm_client(Path("no-folder"), model, ByteTokenizer())
+    await client.aclose()
+    assert [options["max_context"] for options in made] == [64]

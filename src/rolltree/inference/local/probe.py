@@ -277,7 +277,8 @@ def check_invariance(model: Any, route: Route, packed: bool = False) -> None:
             f"batch_invariant is not supported by {type(model).__name__}, which runs row by row "
             f"because it {route.reason}. Leave batch_invariant out."
         )
-    ids = (np.arange(120).reshape(3, 40) * 7 % model.config.vocab_size).astype(np.int32)
+    vocabulary = model.config.get_text_config().vocab_size
+    ids = (np.arange(120).reshape(3, 40) * 7 % vocabulary).astype(np.int32)
     found = []
     for steps in (
         [([1], [0], [39]), ([1], [39], [1])],

@@ -142,7 +142,7 @@ class Handlers:
             n=num_choices(params),
             stream=flag(given, "stream"),
             include_usage=includes_usage(given),
-            logprobs="logprobs" in params,
+            logprobs=params.get("logprobs", False) is not False,
             token_ids=flag(given, "return_token_ids"),
             # The client's own id, if any, by which it recognizes its answer.
             request_id=_request_id_in(given) or _request_id(request) or secrets.token_hex(12),
@@ -160,7 +160,7 @@ class Handlers:
         if ("messages" in given) == ("prompt" in given):
             raise RequestError("give either prompt or messages.", param="prompt")
         if "messages" in given:
-            opener = given.get("add_generation_prompt", True) is True
+            opener = flag(given, "add_generation_prompt", default=True)
             messages, tools = messages_of(given["messages"]), tools_of(given)
             prompt = partial(served.chat_prompt, messages, tools, opener=opener)
         elif isinstance(given["prompt"], str):
@@ -168,10 +168,12 @@ class Handlers:
         else:
             raise RequestError("prompt is not a string.", param="prompt")
 
+        with_texts = flag(given, "return_token_strs")
+
         def answer() -> Response:
             ids = prompt().tolist()
             found = {"count": len(ids), "max_model_len": served.engine.max_context, "tokens": ids}
-            if given.get("return_token_strs"):
+            if with_texts:
                 found["token_strs"] = [served.renderer.decode([token]) for token in ids]
             return json_response(found)
 

@@ -176,7 +176,7 @@ def check_fields(body: Mapping[str, Any], known: frozenset[str], model: str) -> 
     for name, value in given.items():
         if name not in known:
             raise unknown_field(name, known)
-        if name in _NEUTRAL and value not in _NEUTRAL[name]:
+        if name in _NEUTRAL and not _is_neutral(name, value):
             raise RequestError(
                 f"the embedded engine does not support {name} = {shown(value)} and would "
                 "ignore it. Leave it out, or use a server that supports it (vLLM).",
@@ -195,6 +195,14 @@ def check_fields(body: Mapping[str, Any], known: frozenset[str], model: str) -> 
             param="model",
         )
     return given
+
+
+def _is_neutral(name: str, value: object) -> bool:
+    # In Python, `True` equals the number 1.
+    return any(
+        value == each and isinstance(value, bool) == isinstance(each, bool)
+        for each in _NEUTRAL[name]
+    )
 
 
 def unknown_field(name: str, known: Collection[str]) -> RequestError:
@@ -256,7 +264,7 @@ def includes_usage(given: Mapping[str, Any]) -> bool:
             "would be ignored.",
             param="stream_options",
         )
-    return bool(options.get("include_usage"))
+    return flag(options, "include_usage")
 
 
 def sampling_of(given: Mapping[str, Any], names: Collection[str] = _SAMPLING) -> SamplingParams:
@@ -352,13 +360,15 @@ def is_tool(tool: object) -> bool:
     return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
-def flag(given: Mapping[str, Any], name: str) -> bool:
-    """Return the value of a boolean field; False if it is not given.
+def flag(given: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
+    """Return the value of a boolean field; `default` if it is not given, or null.
 
     Raises:
         RequestError: it is not a boolean.
     """
-    value = given.get(name, False)
+    value = given.get(name)
+    if value is None:
+        return default
     if not isinstance(value, bool):
         raise RequestError(f"{name} = {shown(value)} is neither true nor false.", param=name)
     return value

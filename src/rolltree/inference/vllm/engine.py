@@ -300,7 +300,8 @@ def vllm_client(
     if record_experts:
         options["enable_return_routed_experts"] = True
     renderer = renderer or ChatRenderer(tokenizer, end_ids=ends)
-    own_limit = getattr(model.config, "max_position_embeddings", None) or DEFAULT_MAX_CONTEXT
+    config = model.config.get_text_config()
+    own_limit = getattr(config, "max_position_embeddings", None) or DEFAULT_MAX_CONTEXT
     context = max_context or min(own_limit, DEFAULT_MAX_CONTEXT)
     engine = VllmEngine(
         lambda: VllmBackend(
