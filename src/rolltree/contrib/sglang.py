@@ -214,8 +214,8 @@ def sampling_params(sampling: SamplingParams, end_ids: Sequence[int]) -> dict[st
         "top_k": sampling.top_k or -1,
         "min_p": 0.0,
         "repetition_penalty": 1.0,
-        # None is sent as null: up to the context window. Without the field SGLang cuts at 128, and it
-        # refuses numbers beyond the window.
+        # None becomes null, which means up to the context window. Without the field SGLang cuts at
+        # 128 tokens, and it refuses numbers beyond the window.
         "max_new_tokens": sampling.max_tokens,
         "stop_token_ids": list(dict.fromkeys((*sampling.stop_token_ids, *end_ids))),
         # The renderer reads tool calls and reasoning from special tokens.
