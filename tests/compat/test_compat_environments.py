@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -477,6 +478,37 @@ def test_hosted_settings_configure_docker(monkeypatch):
     backend, limits = client._backend(request), client._limits(request)
     assert (backend.image, backend.cpus, backend.env) == ("mine:1", 3.0, {"A": "b"})
     assert (limits.memory_bytes, limits.disk_bytes, limits.wall_s) == (4 * 2**30, 2**30, 7)
+
+
+async def test_a_command_has_its_own_time_limit_and_folder():
+    from rolltree.compat.sandbox_client import CommandTimeout, SandboxClient, SandboxRequest
+
+    client = SandboxClient("local", timeout_s=20)
+    name = (await client.create(SandboxRequest(cpu_cores=2))).id
+    with pytest.raises(CommandTimeout, match=r"after 0\.2s"):
+        await client.execute_command(name, "sleep 20", timeout=0.2)
+    await client.execute_command(name, "mkdir 'a b; touch c'")
+    await client.execute_command(name, "echo 1 > n", working_dir="a b; touch c")
+    assert (await client.execute_command(name, "cat 'a b; touch c/n'")).stdout == "1\n"
+    assert "c" not in (await client.execute_command(name, "ls")).stdout.split("\n")
+    lost = await client.execute_command(name, "true; echo here", working_dir="no such folder")
+    assert (lost.stdout, lost.exit_code > 0) == ("", True)
+    with pytest.raises(TypeError, match="working_folder"):
+        await client.upload_file(name, "x", __file__, working_folder="y")
+    await client.delete(name)
+
+
+def test_an_engine_that_hangs_is_said(tmp_path, monkeypatch):
+    from rolltree.compat import sandbox_client
+
+    docker = tmp_path / "docker"
+    docker.write_text("#!/bin/sh\nexec sleep 60\n")
+    docker.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(sandbox_client, "_DOCKER_WAIT_S", 0.2)
+    request = sandbox_client.SandboxRequest(docker_image="hanging:1")
+    with pytest.raises(ConfigError, match=r"no Docker engine answers .*0\.2 s.*'hanging:1'"):
+        sandbox_client.SandboxClient("docker").check(request)
 
 
 def test_python_keeps_its_variables_and_post_rollout_sees_the_sandbox(monkeypatch):

@@ -1,12 +1,14 @@
 """The edits of `rolltree env migrate`: exact, few, and what cannot be edited is named."""
 
 import json
+import sys
 
 import pytest
 from click.testing import CliRunner
 from unchanged import write_module, write_package
 
 from rolltree.cli import app
+from rolltree.compat import replay
 from rolltree.compat.migrate import migrate
 from rolltree.errors import ConfigError
 
@@ -182,3 +184,10 @@ def test_an_environment_that_imports_from_a_sibling_is_played(tmp_path, up):
     done = CliRunner().invoke(app, ["env", "migrate", str(folder), "-a", '{"num_examples": 2}'])
     assert done.exit_code == 0, done.output
     assert "before and after: all the same" in done.stdout
+
+
+def test_an_environment_that_plays_without_end_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(replay, "TIME_LIMIT_S", 0.2)
+    command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    with pytest.raises(ConfigError, match=r"the old environment could not be played: .*0\.2 s"):
+        replay.compare(tmp_path, tmp_path, tmp_path, {}, command=command)

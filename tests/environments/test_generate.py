@@ -130,6 +130,15 @@ async def test_run_group():
     assert [state["advantage"] for state in states] == [0.5, -0.5]
 
 
+async def test_a_group_is_of_one_task():
+    rows = [{"prompt": user("a"), "answer": "", "example_id": 0, "task": task} for task in "ab"]
+    with pytest.raises(ConfigError, match=r"of the tasks 'a', 'b'.*one group per task"):
+        await single().run_group(rows, MODEL, "m")
+    rows[1] |= {"task": "a", "example_id": 1}
+    states = await single().run_group(rows, MODEL, "m")
+    assert len({state["seed"] for state in states}) == 1
+
+
 async def test_group_rewards():
     @run_inline
     def first_only(states):

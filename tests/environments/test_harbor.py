@@ -11,8 +11,9 @@ from harbor_kit import TASKS, write_tasks
 import rolltree as rt
 from rolltree.environments.check import check_environment
 from rolltree.environments.harbor_tasks import read_task, read_tasks
+from rolltree.environments.harbor_worlds import verdict_on
 from rolltree.errors import ConfigError, SandboxUnavailable
-from rolltree.sandbox import LocalBackend
+from rolltree.sandbox import LocalBackend, RunResult
 from rolltree.testing import ScriptedClient
 
 
@@ -141,6 +142,41 @@ def test_tests_that_write_no_reward_are_worth_nothing_and_seen(tasks, tmp_path, 
     assert "not a finite number" in state["harbor"]["problem"]
 
 
+class Left:
+    """The world of an agent whose code made the tests leave this reward.json."""
+
+    def __init__(self, data):
+        self.data = data
+
+    async def end_agent(self):
+        return None
+
+    async def add(self, folder, name):
+        pass
+
+    async def run(self, script, **settings):
+        return RunResult("", "", "exit", 0)
+
+    async def read(self, path):
+        return self.data if path.endswith(".json") else None
+
+
+SPOILED = {
+    "an integer that no float holds": b'{"reward": 1%s}' % (b"0" * 400),
+    "brackets without end": b"[" * 60_000,
+    "a list": b"[1]",
+    "not UTF-8": b'{"reward": 1, "\xff": 2}',
+}
+
+
+@pytest.mark.parametrize("name", SPOILED)
+async def test_a_spoiled_reward_is_worth_nothing_and_no_failure(name, tasks):
+    verdict = await verdict_on(Left(SPOILED[name]), read_task(tasks / "hello"))
+    assert verdict.rewards == {}
+    assert "is not a reward" in verdict.problem
+    assert len(verdict.problem) < 300
+
+
 def test_the_task_bounds_the_agents_time(tasks, tmp_path, sandboxed):
     task = tmp_path / "slow"
     shutil.copytree(tasks / "hello", task)
@@ -177,10 +213,19 @@ DOCKER = {
     "RUN apt-get install -y vim": "line 3: RUN",
     "COPY --from=builder /x /y": "COPY --from",
     "ENV A=$B": "a variable",
+    # What Docker may refuse, too.
+    "ENV": "ENV without a value",
+    "ENV A": "ENV without a value: A",
+    "ENV A=1 B": "ENV without a value: A=1 B",
+    "ENV A='x": "cannot read: A='x (No closing quotation)",
+    "COPY 'a b": "cannot read: 'a b",
+    'COPY ["a" b': 'cannot read: ["a" b',
+    'COPY ["a", 3]': 'cannot read: ["a", 3]',
+    f"COPY {'[' * 20_000}": "cannot read: [[",
 }
 
 
-@pytest.mark.parametrize("line", DOCKER)
+@pytest.mark.parametrize("line", DOCKER, ids=lambda line: line[:20])
 def test_what_a_dockerfile_needs_docker_for(line, tasks, tmp_path):
     task = tmp_path / "built"
     shutil.copytree(tasks / "hello", task)
@@ -209,6 +254,7 @@ REFUSED = {
     '[verifier]\nenvironment_mode = "separate"\n': "environment_mode",
     "[agent]\ntimeout_secs = 3\n": r"timeout_secs.*did you mean 'timeout_sec'",
     "[agent\n": "cannot be read",
+    "# \xff\n": "cannot be read",
 }
 
 
@@ -216,7 +262,7 @@ REFUSED = {
 def test_what_is_refused_by_name(toml, tasks, tmp_path):
     task = tmp_path / "asks"
     shutil.copytree(tasks / "hello", task)
-    (task / "task.toml").write_text(toml)
+    (task / "task.toml").write_text(toml, encoding="latin-1")
     with pytest.raises(ConfigError, match=f"(?is){REFUSED[toml]}"):
         read_task(task)
 
@@ -234,6 +280,14 @@ def test_folders_without_tasks_and_parts_that_are_missing(tasks, tmp_path):
         read_tasks(tmp_path)
     with pytest.raises(ConfigError, match="in tasks and in eval_tasks"):
         rt.HarborEnv(tmp_path / "one", tmp_path / "two")
+
+
+def test_a_copy_of_a_file_that_is_missing(tasks, tmp_path):
+    task = tmp_path / "lacks"
+    shutil.copytree(tasks / "hello", task)
+    (task / "environment/Dockerfile").write_text("FROM ubuntu\nWORKDIR /app\nCOPY a.csv .\n")
+    with pytest.raises(ConfigError, match=r"copies 'a\.csv', and no file there has that name"):
+        read_task(task)
 
 
 def test_copies_of_a_dockerfile(tasks, tmp_path):

@@ -1,5 +1,6 @@
 """MCP tools against real servers: a stdio subprocess and a streamable HTTP one."""
 
+import asyncio
 import contextlib
 import json
 import socket
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 from env_scripts import ScriptedModel
 
-from rolltree.environments import MCPEnv, MCPServer
+from rolltree.environments import MCPEnv, MCPServer, mcp_env
 from rolltree.environments.mcp_env import MCPConnection
 from rolltree.errors import ConfigError
 from rolltree.tools import ToolUnavailable
@@ -195,6 +196,45 @@ def running():
         with contextlib.suppress(OSError):  # it ended in the meantime
             lines.append((folder / "cmdline").read_bytes().decode().rstrip("\0").split("\0"))
     return lines
+
+
+def test_a_server_that_hangs_while_it_starts_is_ended(monkeypatch, tmp_path):
+    monkeypatch.setattr("mcp.client.stdio.PROCESS_TERMINATION_TIMEOUT", 0.05)
+    monkeypatch.setattr("mcp.client.stdio.FORCE_KILL_TIMEOUT", 0.05)
+    # It ignores the end of its input, and what it is asked politely.
+    program = (
+        "import pathlib, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "pathlib.Path(sys.argv[1]).touch()\n"
+        "time.sleep(600)\n"
+    )
+    started = str(tmp_path / "started")
+    server = MCPServer("mute", sys.executable, args=("-c", program, started), timeout_s=1.0)
+    with pytest.raises(ToolUnavailable, match="'mute' could not be reached"):
+        MCPEnv([server], dataset=ROWS)
+    assert Path(started).exists()
+    assert not [words for words in running() if started in words]
+
+
+def test_a_connection_that_takes_too_long_to_close_is_cancelled_and_cleans_up(monkeypatch):
+    cleaned = []
+
+    async def entered(stack, server):
+        async def leave():
+            try:
+                await asyncio.sleep(600)
+            finally:
+                await asyncio.sleep(0.01)
+                cleaned.append(server.name)
+
+        stack.push_async_callback(leave)
+
+    monkeypatch.setattr(mcp_env, "_enter", entered)
+    monkeypatch.setattr(mcp_env, "_CLOSE_S", 0.1, raising=False)
+    connection = MCPConnection(MCPServer("slow", command="unused")).open()
+    connection.close()
+    assert cleaned == ["slow"]
+    assert not connection._thread.is_alive()
 
 
 def test_a_program_that_forgets_to_close_ends_and_takes_its_server_with_it():

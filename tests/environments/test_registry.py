@@ -6,9 +6,11 @@ import pytest
 from env_scripts import ScriptedModel
 
 from rolltree.environments import (
+    eval_defaults,
     find_environment,
     known_environments,
     load_environment,
+    own_max_tokens,
     train_config_file,
 )
 from rolltree.environments.registry import READY_MADE, environment_file
@@ -184,3 +186,32 @@ def test_an_environment_may_bring_its_training_config(here):
     assert (config["env"]["id"], config["run"]["dir"]) == ("my-words", "runs/my-words")
     with pytest.raises(UnknownName, match="there is no environment 'zzz'"):
         train_config_file("zzz")
+
+
+def test_the_environments_own_max_tokens(here):
+    write(here / "environments" / "my_words" / "my_words.py")
+    file = here / "environments" / "my_words" / "train.toml"
+    assert own_max_tokens("my-words") is None
+    file.write_text("[sampling]\nmax_tokens = 7\n")
+    found = own_max_tokens("my-words")
+    assert (found[0], found[1].resolve()) == (7, file)
+    file.write_text("sampling = 3")
+    with pytest.raises(ConfigError, match=r"sampling in .*train\.toml is 3, not a table"):
+        own_max_tokens("my-words")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("tool = 5", "tool in the pyproject.toml of environment 'my-words' is 5, not a table"),
+        ("[tool]\nrolltree = 'x'", "tool.rolltree in .* is 'x', not a table"),
+        ("[tool.rolltree]\neval = 5", "tool.rolltree.eval in .* is 5, not a table"),
+        ("[tool.verifiers.eval]\nnum_examples = 'x'", "num_examples in .* not a whole number"),
+        ("project = 3", "project in .* is 3, not a table"),
+    ],
+)
+def test_evaluation_defaults_of_the_wrong_kind(here, text, said):
+    write(here / "environments" / "my_words" / "my_words.py")
+    (here / "environments" / "my_words" / "pyproject.toml").write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        eval_defaults("my-words")

@@ -85,7 +85,8 @@ async def test_a_rollout_of_two_turns() -> None:
     assert (params["max_new_tokens"], params["temperature"], params["sampling_seed"]) == (5, 0.7, 3)
     assert params["top_k"] == -1
     assert 258 in params["stop_token_ids"]
-    assert sent[1]["sampling_params"]["max_new_tokens"] > 100_000
+    # Null means no limit; SGLang refuses a number beyond its context window.
+    assert sent[1]["sampling_params"]["max_new_tokens"] is None
     await client.aclose()
 
 

@@ -128,7 +128,7 @@ def _name_in(folder: Path) -> str:
     file = folder / "pyproject.toml"
     try:
         return str(tomllib.loads(file.read_text(encoding="utf-8"))["project"]["name"])
-    except (OSError, KeyError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, KeyError, TypeError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(
             f"{file} does not name a project ({type(error).__name__}: {error}), so {folder} cannot "
             f"be installed. It can be used as it is: rolltree eval {folder}."

@@ -185,14 +185,17 @@ def compare(
     for name, env in (("old", old), ("new", new)):
         out = folder / f"{name}.json"
         words = [*command, str(env), str(out), json.dumps(args)]
-        done = subprocess.run(
-            words,
-            capture_output=True,
-            text=True,
-            timeout=TIME_LIMIT_S,
-            # Sets of strings would have a different order in each process.
-            env={**os.environ, "PYTHONHASHSEED": "0"},
-        )
+        # Sets of strings would have a different order in each process.
+        env_vars = {**os.environ, "PYTHONHASHSEED": "0"}
+        try:
+            done = subprocess.run(
+                words, capture_output=True, text=True, timeout=TIME_LIMIT_S, env=env_vars
+            )
+        except subprocess.TimeoutExpired:
+            raise ConfigError(
+                f"the {name} environment could not be played: {NUM_ROWS} rows took more than "
+                f"{TIME_LIMIT_S:g} s. Does it wait for a server? --no-check leaves the play out."
+            ) from None
         if done.returncode != 0:
             lines = done.stderr.strip().splitlines() or ["no message"]
             raise ConfigError(f"the {name} environment could not be played: {lines[-1]}")

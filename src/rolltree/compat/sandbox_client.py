@@ -11,6 +11,7 @@ import asyncio
 import functools
 import importlib.util
 import os
+import shlex
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -19,17 +20,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
+
 from rolltree.errors import ConfigError, SandboxError, did_you_mean
-from rolltree.sandbox import (
-    DockerBackend,
-    Limits,
-    LocalBackend,
-    Sandbox,
-    SandboxBackend,
-)
+from rolltree.sandbox import DockerBackend, Limits, LocalBackend
+from rolltree.sandbox.folder import FolderSandbox
 
 DEFAULT_IMAGE = "python:3.11-slim"
 DEFAULT_START = "tail -f /dev/null"
+_DOCKER_WAIT_S = 30.0
 CHOICE = "ROLLTREE_SANDBOX"
 _WHERE = (
     f"Set {CHOICE}=hosted and install prime-sandboxes to run it in a hosted sandbox, or pass "
@@ -102,8 +101,8 @@ class SandboxClient:
             )
         self.kind = kind
         self.timeout_s = timeout_s
-        self._open: dict[str, Sandbox] = {}
-        self._backends: dict[str, SandboxBackend] = {}
+        self._open: dict[str, FolderSandbox] = {}
+        self._backends: dict[str, DockerBackend | LocalBackend] = {}
 
     def check(self, request: SandboxRequest) -> None:
         """Check that the requested sandbox can be made here.
@@ -142,7 +141,7 @@ class SandboxClient:
         # The default image is plain Python, which this machine has; another was chosen on purpose.
         return "local" if request.docker_image == DEFAULT_IMAGE else "docker"
 
-    def _backend(self, request: SandboxRequest) -> SandboxBackend:
+    def _backend(self, request: SandboxRequest) -> DockerBackend | LocalBackend:
         env, cpus = request.environment_vars or {}, float(request.cpu_cores)
         key = repr((self.kind_for(request), request.docker_image, env, cpus))
         if key not in self._backends:
@@ -184,7 +183,7 @@ class SandboxClient:
         """Return at once: a sandbox on this machine is ready when it is made."""
         self.sandbox(sandbox_id)
 
-    def sandbox(self, sandbox_id: str) -> Sandbox:
+    def sandbox(self, sandbox_id: str) -> FolderSandbox:
         """Return an open sandbox.
 
         Raises:
@@ -204,19 +203,24 @@ class SandboxClient:
         env: dict[str, str] | None = None,
         timeout: float | None = None,
     ) -> CommandResult:
-        """Run a shell command to its end.
+        """Run a shell command to its end; `timeout` replaces the client's for this one.
 
         Raises:
             CommandTimeout: it took too long and was killed.
             SandboxError: the sandbox is gone.
         """
         sandbox = self.sandbox(sandbox_id)
-        line = f"cd {working_dir} && {command}" if working_dir else command
+        line = f"cd -- {shlex.quote(working_dir)} || exit\n{command}" if working_dir else command
+        limits = sandbox.limits
+        if timeout is not None:
+            cpu_s = timeout * limits.cpu_s / limits.wall_s
+            limits = msgspec.structs.replace(limits, wall_s=timeout, cpu_s=cpu_s)
         # By the program `env`, because all commands share the sandbox's own environment.
         named = [f"{key}={value}" for key, value in (env or {}).items()]
-        result = await sandbox.run([*(["env", *named] if named else []), "sh", "-c", line])
+        words = [*(["env", *named] if named else []), "sh", "-c", line]
+        result = await sandbox.run(words, limits=limits)
         if result.ended == "wall":
-            raise CommandTimeout(f"Command timed out after {self.timeout_s:g}s")
+            raise CommandTimeout(f"Command timed out after {limits.wall_s:g}s")
         if result.ended in ("closed", "lost"):
             raise SandboxError(f"sandbox {sandbox_id} was lost while a command ran in it.")
         # A command killed by a signal has no exit code, and the hosted client's field is an int.
@@ -225,19 +229,29 @@ class SandboxClient:
         )
 
     async def upload_file(
-        self, sandbox_id: str, file_path: str, local_file_path: str, **settings: Any
+        self,
+        sandbox_id: str,
+        file_path: str,
+        local_file_path: str,
+        timeout: float | None = None,
     ) -> None:
-        """Copy a file from this machine into a sandbox."""
-        data = await asyncio.to_thread(Path(local_file_path).read_bytes)
-        # Absolute paths mean the hosted machine's root; here everything is inside one folder.
-        await self.sandbox(sandbox_id).write_file(file_path.lstrip("/"), data)
+        """Copy a file from this machine into a sandbox; raises TimeoutError after `timeout`."""
+        async with asyncio.timeout(timeout):
+            data = await asyncio.to_thread(Path(local_file_path).read_bytes)
+            # Absolute paths mean the hosted machine's root; here everything is inside one folder.
+            await self.sandbox(sandbox_id).write_file(file_path.lstrip("/"), data)
 
     async def download_file(
-        self, sandbox_id: str, file_path: str, local_file_path: str, **settings: Any
+        self,
+        sandbox_id: str,
+        file_path: str,
+        local_file_path: str,
+        timeout: float | None = None,
     ) -> None:
-        """Copy a file from a sandbox to this machine."""
-        data = await self.sandbox(sandbox_id).read_file(file_path.lstrip("/"), max_bytes=2**26)
-        await asyncio.to_thread(Path(local_file_path).write_bytes, data)
+        """Copy a file from a sandbox to this machine; raises TimeoutError after `timeout`."""
+        async with asyncio.timeout(timeout):
+            data = await self.sandbox(sandbox_id).read_file(file_path.lstrip("/"), max_bytes=2**26)
+            await asyncio.to_thread(Path(local_file_path).write_bytes, data)
 
     async def delete(self, sandbox_id: str) -> None:
         """Delete a sandbox; a missing one has been deleted already."""
@@ -278,13 +292,15 @@ def _check_docker(image: str) -> None:
     )
     if docker is None:
         raise ConfigError(f"there is no docker client on this machine's PATH, and {use}.")
-    asked = subprocess.run(
-        [docker, "image", "inspect", "--format", "{{.Id}}", image],
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
+    line = [docker, "image", "inspect", "--format", "{{.Id}}", image]
+    try:
+        asked = subprocess.run(
+            line, capture_output=True, text=True, timeout=_DOCKER_WAIT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"no Docker engine answers (it was asked for {_DOCKER_WAIT_S:g} s), and {use}."
+        ) from None
     if asked.returncode == 0:
         return
     said = asked.stderr.strip().splitlines()[-1:] or ["no answer"]

@@ -45,7 +45,6 @@ class GenerateAnswer(msgspec.Struct):
     output_ids: list[int] | None = None
 
 
-_UNLIMITED = 2**20  # SGLang's default is 128; it cuts at the context window
 # One pass over an answer that repeats three values per token.
 _DECODER = msgspec.json.Decoder(GenerateAnswer)
 
@@ -215,7 +214,9 @@ def sampling_params(sampling: SamplingParams, end_ids: Sequence[int]) -> dict[st
         "top_k": sampling.top_k or -1,
         "min_p": 0.0,
         "repetition_penalty": 1.0,
-        "max_new_tokens": _UNLIMITED if sampling.max_tokens is None else sampling.max_tokens,
+        # None becomes null, which means up to the context window. Without the field SGLang cuts at
+        # 128 tokens, and it refuses numbers beyond the window.
+        "max_new_tokens": sampling.max_tokens,
         "stop_token_ids": list(dict.fromkeys((*sampling.stop_token_ids, *end_ids))),
         # The renderer reads tool calls and reasoning from special tokens.
         "skip_special_tokens": False,

@@ -422,9 +422,19 @@ class BatchRunner(ABC):
         sampling_args: SamplingArgs | None = None,
         **settings: Any,
     ) -> list[State]:
-        """Run the given inputs as one group and return the scored states."""
+        """Run the given inputs of one task as one group and return the scored states.
+
+        Raises:
+            ConfigError: the inputs are of several tasks, or as `generate` says.
+        """
+        tasks = sorted({repr(row.get("task")) for row in group_inputs})
+        if len(tasks) > 1:
+            raise ConfigError(
+                f"the inputs are of the tasks {', '.join(tasks)}, and rollouts of different tasks "
+                "are not compared with each other. Run one group per task."
+            )
         first = group_inputs[0]["example_id"] if group_inputs else 0
-        # The rows get the same example id, which makes them one group.
+        # The same example id makes them one group, whatever rows of the task they are.
         rows = [dict(row, example_id=first) for row in group_inputs]
         results = await self.generate(rows, client, model, sampling_args, **settings)
         return results.state

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
-import json
 import os
 import re
 import shlex
@@ -22,6 +21,7 @@ from typing import Any
 import msgspec
 
 from rolltree.errors import ConfigError, did_you_mean
+from rolltree.untrusted import read_json
 
 _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?::-([^}]*))?\}")
 _CANARY = re.compile(r"(<!--.*canary.*-->|#.*canary.*)", re.IGNORECASE)
@@ -262,7 +262,7 @@ def _read_toml(path: Path) -> _File:
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
         return msgspec.convert(data, _File, strict=False)
-    except (OSError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+    except (OSError, ValueError) as error:  # not UTF-8, not TOML, not such a table
         hint = ""
         unknown = re.search(r"unknown field `(\w+)`(?: - at `\$\.(\w+))?", str(error))
         if unknown:
@@ -384,13 +384,15 @@ class _Dockerfile:
     def _env(self, rest: str) -> None:
         if "$" in rest:
             raise _NeedsDocker(f"ENV with a variable in it: {rest}")
-        words = shlex.split(rest)
-        if "=" not in words[0]:
+        words = _words(rest)
+        if len(words) > 1 and "=" not in words[0]:
             words = [f"{words[0]}={' '.join(words[1:])}"]
+        if not words or any("=" not in word for word in words):
+            raise _NeedsDocker(f"ENV without a value: {rest}")
         self.env |= dict(word.split("=", 1) for word in words)
 
     def _copy(self, rest: str) -> None:
-        words = json.loads(rest) if rest.startswith("[") else shlex.split(rest)
+        words = _words(rest)
         if len(words) < 2 or any(word.startswith("--") or "$" in word for word in words):
             raise _NeedsDocker(f"COPY {rest}")
         *sources, target = words
@@ -433,6 +435,14 @@ class _Dockerfile:
         if parts[1] in _OURS:
             raise _NeedsDocker(f"files in /{parts[1]}")
         return "/" + "/".join(parts[1:])
+
+
+def _words(rest: str) -> list[str]:
+    try:
+        words = read_json(rest) if rest.startswith("[") else shlex.split(rest)
+        return msgspec.convert(words, list[str])
+    except ValueError as error:
+        raise _NeedsDocker(f"words that rolltree cannot read: {rest} ({error})") from error
 
 
 def _nothing(rest: str) -> None:

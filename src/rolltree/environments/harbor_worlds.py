@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import math
 import shlex
 import stat
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +24,7 @@ from rolltree.environments.harbor_tasks import HarborTask, WorldFiles, filled_en
 from rolltree.errors import ConfigError, SandboxFileError, SandboxUnavailable
 from rolltree.sandbox import Limits, LocalBackend, RunResult, SandboxLevel
 from rolltree.sandbox.local import LocalSandbox
+from rolltree.untrusted import read_json, shorten
 
 HARBOR_LIMITS = Limits(
     wall_s=600.0,
@@ -149,13 +149,14 @@ async def solved(world: HarborWorld, task: HarborTask) -> RunResult:
 
 
 def _number(value: Any) -> float:
-    if not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{value!r} is not a finite number")
+    # `math.isfinite` raises OverflowError for an integer that no float can hold.
+    if not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
+        raise ValueError(f"{shorten(repr(value), 100)} is not a finite number")
     return float(value)
 
 
 def _from_json(data: bytes) -> dict[str, float]:
-    found = json.loads(data)
+    found = read_json(data.decode())
     found = found if isinstance(found, dict) else {"reward": found}
     return {str(name): _number(value) for name, value in found.items()}
 

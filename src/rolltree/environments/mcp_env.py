@@ -25,6 +25,9 @@ from rolltree.types import State, ToolSchema
 
 logger = logging.getLogger("rolltree.environments")
 
+_CLOSE_S = 10.0
+"""How long a connection may take to close before it is cancelled, and after."""
+
 
 @dataclass(frozen=True, slots=True)
 class MCPServer:
@@ -75,8 +78,10 @@ class MCPConnection:
             target=self._loop.run_forever, name=f"rolltree-mcp-{server.name}", daemon=True
         )
         self._opened: Future[Any] = Future()
-        self._closing: asyncio.Event | None = None
+        self._closing = asyncio.Event()
         self._task: Future[None] | None = None
+        # The same in its own loop.
+        self._living: asyncio.Task[None] | None = None
 
     def open(self) -> MCPConnection:
         """Start the server or connect to it, and do the MCP handshake.
@@ -121,22 +126,28 @@ class MCPConnection:
         """Close the connection and end a server that was started by command. Idempotent."""
         if self._loop.is_closed():
             return
-        if self._task is not None:
-            self._loop.call_soon_threadsafe(self._end)
+        for cancel in (False, True):
+            if self._task is None:
+                break
+            self._loop.call_soon_threadsafe(self._end, cancel)
             try:
-                self._task.result(10.0)
+                self._task.result(_CLOSE_S)
             except Exception as error:  # noqa: BLE001  the connection is dropped in any case
                 logger.debug("MCP server %s did not close: %r", self.server.name, error)
-                self._task.cancel()
+            # If the loop stopped before the task has cleaned up, the server would go on.
+            if self._task.done():
+                break
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(10.0)
         if not self._thread.is_alive():
             self._loop.close()
 
-    def _end(self) -> None:
-        if self._closing is not None:
-            self._closing.set()
+    def _end(self, cancel: bool) -> None:
+        self._closing.set()
+        # While it still starts, nothing waits for the event.
+        if self._living is not None and (cancel or not self._opened.done()):
+            self._living.cancel()
 
     def _submit(self, work: Any) -> Future[Any]:
         if self._task is None or self._task.done() or self._loop.is_closed():
@@ -149,7 +160,7 @@ class MCPConnection:
 
     async def _live(self) -> None:
         """Open the connection, and hold it open until `close`, all in one task."""
-        self._closing = asyncio.Event()
+        self._living = asyncio.current_task()
         try:
             async with AsyncExitStack() as stack:
                 client = await _enter(stack, self.server)

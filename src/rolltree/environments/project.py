@@ -26,13 +26,14 @@ def eval_defaults(name: str) -> dict[str, int]:
     name is the environment's. Keys that it does not set are left out.
 
     Raises:
-        ConfigError: a value is not a whole number.
+        ConfigError: a value is not a whole number, or a table is something else.
     """
     file = environment_file(name)
     project = _project_of(file) if file is not None else None
     found: dict[str, int] = {}
     for table in _TABLES:
-        section = (project or {}).get("tool", {}).get(table, {}).get("eval", {})
+        where = f"the pyproject.toml of environment {name!r}"
+        section = _table(project or {}, where, "tool", table, "eval")
         for key in _KEYS:
             if key in section and key not in found:
                 found[key] = _whole(section[key], f"[tool.{table}.eval] {key}", name)
@@ -63,12 +64,14 @@ def own_max_tokens(name: str) -> tuple[int, Path] | None:
     """Return the `sampling.max_tokens` of an environment's training config, and the config.
 
     Raises:
-        ConfigError: it is not a whole number.
+        ConfigError: it is not a whole number, or `sampling` is not a table.
         UnknownName: there is no such environment.
     """
     file = train_config_file(name)
-    found = _read(file).get("sampling", {}).get("max_tokens") if file is not None else None
-    if file is None or found is None:
+    if file is None:
+        return None
+    found = _table(_read(file), str(file), "sampling").get("max_tokens")
+    if found is None:
         return None
     if not isinstance(found, int) or isinstance(found, bool) or found < 1:
         raise ConfigError(
@@ -87,7 +90,7 @@ def _project_of(file: Path) -> dict[str, Any] | None:
         folder = folder.parent
     for beside in (folder, *([folder.parent] if folder.name == "src" else [])):
         project = _read(beside / "pyproject.toml")
-        declared = str(project.get("project", {}).get("name", ""))
+        declared = str(_table(project, str(beside / "pyproject.toml"), "project").get("name", ""))
         if project and (_plain(declared) == _plain(stem) or _plain(beside.name) == _plain(stem)):
             return project
     return None
@@ -102,6 +105,17 @@ def _read(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
         return {}
+
+
+def _table(data: dict[str, Any], where: str, *names: str) -> dict[str, Any]:
+    """Return a table in a table of `data`, an empty one if it is missing."""
+    for number, name in enumerate(names, start=1):
+        data = data.get(name, {})
+        if not isinstance(data, dict):
+            raise ConfigError(
+                f"{'.'.join(names[:number])} in {where} is {data!r}, not a table. Correct it there."
+            )
+    return data
 
 
 def _whole(value: Any, key: str, name: str) -> int:

@@ -16,6 +16,7 @@ from rolltree.errors import ConfigError, WorldUnavailable
 from rolltree.seeds import MAX_SEED
 from rolltree.steps import StepOutcome
 from rolltree.types import Info
+from rolltree.untrusted import read_json
 from rolltree.worlds.interface import bad_action
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def action_of_schema(schema: Mapping[str, Any]) -> ToAction:
 
 def _json_action(text: str) -> Mapping[str, Any]:
     try:
-        found = json.loads(text)
+        found = read_json(text)
     except ValueError as error:
         raise ValueError(f"an action is a JSON object ({error})") from error
     if not isinstance(found, dict):
@@ -209,7 +210,7 @@ class OpenEnvWorld:
             raise self._broken("hung up")
         try:
             answer = json.loads(got.data)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise self._broken(f"answered with something that is not JSON ({error})") from error
         if not isinstance(answer, dict) or not isinstance(answer.get("data"), dict):
             raise self._broken("answered without data")
