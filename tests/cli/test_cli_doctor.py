@@ -74,6 +74,7 @@ def test_a_failed_measurement_is_told(monkeypatch, error):
     assert f"not measured: {error}" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("failures", "said"),
     [({}, "every answer was empty"), ({"EngineError": "out of memory"}, "out of memory")],
