@@ -51,7 +51,7 @@ import rolltree
 from rolltree.inference.call import Answer, CallTree, ModelCall
 from rolltree.inference.client_base import RootClient
 from rolltree.store import Run
-from rolltree.tasks import yield_fairly
+from rolltree.tasks import peak_rss_bytes, yield_fairly
 from rolltree.types import FinishReason, ModelResponse
 
 CASES = ("fast", "slow", "stored", "show", "show_phase", "resume", "long")
@@ -149,7 +149,7 @@ def make_environment(num: int, turns: int, told: int) -> Talk:
 
 def memory_mib() -> float:
     """Return the largest memory this process has had."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return peak_rss_bytes() / 2**20
 
 
 async def evaluate(

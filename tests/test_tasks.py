@@ -5,6 +5,7 @@ import gc
 import subprocess
 import sys
 import weakref
+from types import SimpleNamespace
 
 import pytest
 
@@ -28,6 +29,14 @@ async def cancelled_twice(task, release):
     with pytest.raises(asyncio.CancelledError) as ended:
         await task
     return ended.value
+
+
+@pytest.mark.parametrize(("platform", "unit"), [("linux", 1024), ("darwin", 1)])
+def test_the_peak_memory_is_in_bytes_on_every_system(monkeypatch, platform, unit):
+    usage = SimpleNamespace(ru_maxrss=5_000_000)
+    monkeypatch.setattr(rolltree.tasks.resource, "getrusage", lambda _: usage)
+    monkeypatch.setattr(sys, "platform", platform)
+    assert rolltree.tasks.peak_rss_bytes() == 5_000_000 * unit
 
 
 async def test_a_result_and_an_error_pass_through():

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import gc
 import resource
+import sys
 from collections import deque
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -170,7 +171,9 @@ def allow_open_files() -> None:
 
 def peak_rss_bytes() -> int:
     """Return the largest resident memory this process has had."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # macOS counts bytes; Linux, KiB.
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 class ShortCollections:

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -60,6 +61,35 @@ def test_a_config_fits_its_machine_and_is_toml():
         assert load_train_config(config).model.device == device
     assert describe(BARE) == "4 CPU cores, 16 GB, no GPU"
     assert describe(GPU) == "4 CPU cores, 16 GB, NVIDIA H100 (80 GB)"
+
+
+@pytest.mark.parametrize("error", [OSError("the disk is full"), ValueError("a broken config")])
+def test_a_failed_measurement_is_told(monkeypatch, error):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(doctor, "_measure", fail)
+    done = CliRunner().invoke(app, ["doctor"], catch_exceptions=False)
+    assert done.exit_code == 0
+    assert f"not measured: {error}" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("failures", "said"),
+    [({}, "every answer was empty"), ({"EngineError": "out of memory"}, "out of memory")],
+)
+def test_a_model_that_samples_nothing_is_told(monkeypatch, failures, said):
+    results = {"usage": {"num_completion_tokens": 0}, "failure_messages": failures}
+    report = SimpleNamespace(results=results)
+    monkeypatch.setattr("rolltree.evaluate", lambda *_, **__: report)
+    monkeypatch.setattr("rolltree.local_client", lambda *_, **__: None)
+    model = SimpleNamespace(config=SimpleNamespace(vocab_size=2))
+    monkeypatch.setattr("rolltree.models.load_model", lambda *_, **__: (model, None))
+    monkeypatch.setattr(doctor, "MEASURE_S", 0.01)
+    done = CliRunner().invoke(app, ["doctor"], catch_exceptions=False)
+    assert done.exit_code == 0
+    assert f"not measured: the model sampled no token: {said}" in done.stdout
 
 
 @pytest.mark.slow

@@ -17,6 +17,18 @@ def load_environment(num: int = 6):
     return rt.SingleTurnEnv(dataset=rows, rubric=rt.Rubric([exact]))
 """
 
+KEYED = """
+import rolltree as rt
+
+def load_environment(judge_api_key: str = "", api_key: str = ""):
+    if api_key:
+        raise rt.ConfigError(f"the judge refused {api_key}")
+    def judged(completion):
+        raise ValueError(f"the judge refused {judge_api_key}")
+    rows = [{"question": f"Say word{n}.", "answer": f"word{n}"} for n in range(6)]
+    return rt.SingleTurnEnv(dataset=rows, rubric=rt.Rubric([judged]))
+"""
+
 
 @pytest.fixture(autouse=True)
 def _here(tmp_path, monkeypatch):
@@ -51,6 +63,18 @@ def test_faults_are_told_and_end_with_status_1(tmp_path):
     as_json = invoke("env", "check", "./leaking.py", "--json")
     assert as_json.exit_code == 1
     assert json.loads(as_json.stdout)["findings"][0]["check"] == "leak"
+
+
+def test_no_report_and_no_error_shows_a_key(tmp_path):
+    (tmp_path / "keyed.py").write_text(KEYED)
+    args = ["-a", '{"judge_api_key": "plain-key-of-the-check"}']
+    refused = invoke("env", "migrate", "./keyed.py", "-a", '{"api_key": "plain-key-to-refuse"}')
+    assert "plain-key" not in refused.output
+    for words in (["--json"], []):
+        found = invoke("env", "check", "./keyed.py", *args, *words)
+        assert found.exit_code == 1
+        assert "[redacted]" in found.stdout
+        assert "plain-key" not in found.output
 
 
 @pytest.mark.parametrize(

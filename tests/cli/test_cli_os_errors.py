@@ -1,5 +1,6 @@
 """What goes wrong around a command is one message that says what to do, never a traceback."""
 
+import contextlib
 import logging
 import os
 import subprocess
@@ -266,6 +267,23 @@ def test_nobody_reads_what_a_command_prints(tmp_path, words):
     )
     os.close(write)
     assert (ran.returncode, ran.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("words", [[], *(["steps", "--format", f] for f in ("jsonl", "csv"))])
+def test_nobody_reads_a_table(tmp_path, words):
+    with Run.create(tmp_path / "run", config={}, kind="train") as run:
+        for step in range(1, 31):  # more than Python's buffer
+            run.add_step(step, {f"reward/{n}": 1 / 3 for n in range(40)})
+    read, write = os.pipe()
+    os.close(read)
+    out = os.fdopen(write, "w")
+    with contextlib.redirect_stdout(out):
+        status = app.main(
+            ["data", str(tmp_path / "run"), *(words or ["--json"])], standalone_mode=False
+        )
+    with contextlib.suppress(BrokenPipeError):
+        out.close()
+    assert status is None
 
 
 def test_a_result_that_cannot_be_printed_is_an_error():

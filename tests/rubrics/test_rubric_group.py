@@ -131,6 +131,58 @@ def test_overriding_rubrics_see_a_copy():
     assert state["trajectory"][0]["reward"] == 0.5  # the environment's own stays
 
 
+class Noting(Rubric):
+    """Scores as usual, and writes a key into the state."""
+
+    async def score_rollout(self, state):
+        await super().score_rollout(state)
+        state["note"] = state["seen"] = "by the judge"
+
+
+@pytest.mark.parametrize("flag", [{}, {"has_step_rewards": True}])
+def test_an_overriding_rubric_leaves_the_step_rewards_of_a_world(flag):
+    steps = [a_step(reward=0.25), a_step(reward=0.75)]
+    group = RubricGroup([Noting([constant("a", 1.0)]), Rubric([constant("b", 1.0)])])
+    state = score(group, a_state(steps=steps, **flag))
+    assert state["reward"] == 2.0
+    assert [step["reward"] for step in state["trajectory"]] == [0.25, 0.75]
+    assert state["has_step_rewards"]
+
+
+def test_step_functions_and_written_step_rewards_of_overriding_rubrics_count():
+    class Written(Rubric):
+        async def score_rollout(self, state):
+            state["reward"] = 3.0
+            state["trajectory"][0]["reward"], state["trajectory"][1]["reward"] = 1.0, 2.0
+
+    noting = Noting()
+    noting.add_step_reward_func(each("x", [0.5, 0.25]))
+    steps = [a_step(reward=9.0), a_step(reward=9.0)]
+    state = score(RubricGroup([noting, Written()]), a_state(steps=steps, has_step_rewards=True))
+    assert state["reward"] == 3.75
+    assert [step["reward"] for step in state["trajectory"]] == [1.5, 2.25]
+    state = score(RubricGroup([Written()]), a_state(steps=[a_step(), a_step()]))
+    assert [step["reward"] for step in state["trajectory"]] == [1.0, 2.0]
+
+
+def test_errors_and_keys_of_overriding_rubrics_are_kept():
+    @run_inline
+    def broken(completion):
+        raise OSError("down")
+
+    class Told(Rubric):
+        async def score_rollout(self, state):
+            state["reward"], state["scoring_errors"] = 0.0, {"told": "in plain words"}
+
+    noting = Noting([constant("a", 1.0), broken], [1.0, 0.0])
+    state = score(RubricGroup([noting, Told()]), a_state(seen="before"))
+    assert (state["reward"], state["error"]) == (1.0, None)
+    assert state["metrics"] == {"a": 1.0, "broken": None}
+    assert state["scoring_errors"]["broken"]["type"] == "OSError"
+    assert state["scoring_errors"]["told"] == "in plain words"
+    assert (state["note"], state["seen"]) == ("by the judge", "by the judge")
+
+
 def test_functions_are_added_to_the_first_rubric():
     first = Rubric()
     group = RubricGroup([first, Rubric([constant("a", 1.0)])])

@@ -75,6 +75,18 @@ def test_a_server_that_is_not_there_is_a_typed_failure():
     assert "cannot be reached" in state["error"].message
 
 
+async def test_a_reset_after_one_that_failed_leaves_no_connection_open():
+    with serving(Countdown()) as url:
+        pass
+    world, opened = OpenEnvWorld(url), []
+    for _ in range(2):
+        with pytest.raises(WorldUnavailable):
+            await world.reset()
+        opened.append(world._http)
+    await world.close()
+    assert [http.closed for http in opened] == [True, True]
+
+
 def test_a_server_that_does_not_answer_is_a_typed_failure():
     class Deaf(Countdown):
         async def session(self, request):

@@ -131,6 +131,24 @@ def test_other_text_is_told_why(space, text, why):
         action_reader(space)(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "action"),
+    [
+        *(("Up!", 0), ("go up! now", 0), ("I add +1.", 1), ("x+1", 1), ("c++ it is", 2)),
+        *(("so: 1", 3), ("not +1 but 1", 3), ("c++11", 2)),
+    ],
+)
+def test_names_may_begin_and_end_with_any_character(text, action):
+    read = action_reader(spaces.Discrete(4), ("up!", "+1", "C++", "1"))
+    assert read(text) == action
+
+
+@pytest.mark.parametrize("text", ["cup!", "+12", "xc++", "x1"])
+def test_a_name_inside_a_word_is_not_an_action(text):
+    with pytest.raises(ValueError, match="say one of"):
+        action_reader(spaces.Discrete(4), ("up!", "+1", "C++", "1"))(text)
+
+
 @given(st.text(max_size=30))
 def test_no_text_makes_a_reader_fail_otherwise(text):
     for space in (spaces.Discrete(4), spaces.Box(-1e3, 1e3, (2,)), spaces.MultiDiscrete([3, 3])):

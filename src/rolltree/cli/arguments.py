@@ -15,7 +15,7 @@ from typing import Any, TextIO, TypeVar
 import click
 
 from rolltree.errors import ConfigError, UnknownName, did_you_mean
-from rolltree.redact import shown
+from rolltree.redact import remember, secrets_in, shown
 
 compat_option = click.option(
     "--compat",
@@ -31,9 +31,13 @@ def echo(text: object, *, error: bool = False) -> None:
 
 
 def _print(text: str, file: TextIO) -> None:
-    # The reader may be gone, as in `| head`.
-    with contextlib.suppress(BrokenPipeError):
+    with until_reader_leaves():
         print(text, file=file, flush=True)
+
+
+def until_reader_leaves() -> contextlib.AbstractContextManager[None]:
+    """End the block quietly when nobody reads its output, as after `| head`."""
+    return contextlib.suppress(BrokenPipeError)
 
 
 def echo_json(value: object) -> None:
@@ -46,6 +50,8 @@ def echo_json(value: object) -> None:
 
 def json_object(text: str | None, flag: str) -> dict[str, Any]:
     """Return the JSON object in a flag's value, or an empty one without the flag.
+
+    Its secrets are remembered: an error of an environment may quote its arguments.
 
     Raises:
         ConfigError: the text is not a JSON object.
@@ -63,6 +69,7 @@ def json_object(text: str | None, flag: str) -> dict[str, Any]:
         raise ConfigError(
             f"{flag} is JSON, but not an object. Write it like {flag} '{{\"key\": 1}}'."
         )
+    remember(*secrets_in(value))
     return value
 
 
@@ -82,6 +89,8 @@ def known_name(text: str, known: Iterable[Name], flag: str) -> Name:
 def secret(variable: str | None, flag: str) -> str | None:
     """Return the value of the environment variable that a flag names, or None without the flag.
 
+    It is remembered, so nothing that is printed later shows it.
+
     Raises:
         ConfigError: the variable is not set, or the flag was given a key instead of a name.
     """
@@ -100,6 +109,7 @@ def secret(variable: str | None, flag: str) -> str | None:
             f"would refuse the requests. Set {variable} in this shell (export), and run the "
             "command again."
         )
+    remember(value)
     return value
 
 

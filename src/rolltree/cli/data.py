@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from rolltree.cli.arguments import echo, echo_json, known_name
+from rolltree.cli.arguments import echo, echo_json, known_name, until_reader_leaves
 from rolltree.cli.runs import phase_option, run_argument
 from rolltree.errors import ConfigError
 
@@ -64,14 +64,16 @@ def show_data(
         if table is None:
             # Flags without an effect are errors, here and below.
             _refuse(output is not None or limit or columns or filters, "name a table")
-            print_columns(data, as_json=chosen == "json")
+            with until_reader_leaves():
+                print_columns(data, as_json=chosen == "json")
             return
         found = data.table(known_name(table, TABLES, "TABLE"), **filters)
         if columns:
             found = found.select([name.strip() for name in columns.split(",")])
         # Only a terminal has a default limit; a file gets every row.
         if output is None:
-            print_table(found, chosen, limit)
+            with until_reader_leaves():
+                print_table(found, chosen, limit)
             return
         _refuse(chosen != "table", "-o names the format by its suffix; leave --format out")
         number = (found if limit is None else found.head(limit)).write(output)

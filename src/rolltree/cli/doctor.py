@@ -127,7 +127,7 @@ def _measured(machine: Host) -> dict[str, Any]:
     device = "cuda" if machine.uses_gpu else "cpu"
     try:
         return _measure(name, device)
-    except (RolltreeError, ImportError, RuntimeError) as error:
+    except (RolltreeError, ImportError, OSError, RuntimeError, ValueError) as error:
         return {"error": str(error)}
 
 
@@ -148,6 +148,9 @@ def _measure(name: str, device: str) -> dict[str, Any]:
     while (took_s := time.monotonic() - began) < MEASURE_S / 2:
         report = evaluate(env, client, split="train", sampling={"max_tokens": 32}, seed=num)
         num += int(report.results["usage"]["num_completion_tokens"])
+    if not num:
+        why = "; ".join(report.results["failure_messages"].values()) or "every answer was empty"
+        raise RuntimeError(f"the model sampled no token: {why}")
     sampled_per_s = num / took_s
     vocabulary = model.config.get_text_config().vocab_size
     ids = torch.randint(0, vocabulary, (BATCH, LENGTH), device=device)

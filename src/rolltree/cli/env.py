@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from rolltree.cli.arguments import compat_option, echo, json_object
+from rolltree.cli.arguments import compat_option, echo, echo_json, json_object
 
 SHOWN = 10
 """The number of differences to print."""
@@ -52,7 +52,6 @@ def check_contract(
     as_json: bool,
 ) -> None:
     """Play an environment with scripted answers; exit status 1 if a check fails."""
-    import json
     from dataclasses import asdict
 
     from rolltree.environments import load_environment
@@ -67,7 +66,7 @@ def check_contract(
         allow=allow,
     )
     if as_json:
-        print(json.dumps(asdict(report), indent=2, default=str))
+        echo_json(asdict(report))
     else:
         for finding in report.findings:
             echo(f"{finding.check}: {finding.message}")

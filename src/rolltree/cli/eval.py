@@ -151,7 +151,6 @@ def evaluate_environment(
         own_max_tokens,
     )
     from rolltree.evaluation import EvalReport, Settings, evaluate_async, write_results
-    from rolltree.redact import remember, secrets_in
     from rolltree.reports import (
         EvalView,
         SafeConsole,
@@ -171,7 +170,6 @@ def evaluate_environment(
     sampling = json_object(sampling_args, "-S")
     sampling.update({key: value for key, value in given.items() if value is not None})
     env_arguments = json_object(env_args, "-a")
-    remember(api_key or "", *secrets_in([env_arguments, sampling]))
     chosen_split = known_name(split, SPLITS, "--split")
     if base_url:
         from rolltree.inference.http import checked_url

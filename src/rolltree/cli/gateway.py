@@ -71,14 +71,11 @@ def serve_sessions(
     import signal
 
     from rolltree.errors import ConfigError
-    from rolltree.redact import remember
     from rolltree.store import Run
 
     is_url = model.startswith(("http://", "https://"))
     api_key = secret(api_key_var, "-k")
     admin_key = secret(admin_key_env, "--admin-key-env")
-    # Before anything is printed or logged that could repeat them.
-    remember(api_key or "", admin_key or "")
     if is_url and model_name is None:
         raise ConfigError(f"-m is missing: which model should be asked at {model}?")
     ignored = [

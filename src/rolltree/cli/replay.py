@@ -135,10 +135,8 @@ def _branches(
     import asyncio
 
     from rolltree.records import replay_async
-    from rolltree.redact import remember
     from rolltree.store import Run
 
-    remember(live["api_key"] or "")
     config = {"branches_of": str(run), "env": env, "model": live["model"]}
 
     async def played(target: Run) -> ReplayReport:

@@ -64,12 +64,9 @@ def rescore_run(
     from functools import partial
 
     from rolltree.records import rescore
-    from rolltree.redact import remember, secrets_in
     from rolltree.reports import EvalView, SafeConsole, rescore_parts, say
 
     arguments = json_object(env_args, "-a")
-    # Before the environment is loaded: its errors may quote the arguments.
-    remember(*secrets_in(arguments))
     # Progress and notices go to stderr, the report to stdout.
     errors = SafeConsole(stderr=True, only_shows=True)
     try:

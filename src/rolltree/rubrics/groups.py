@@ -118,7 +118,7 @@ async def _scores_of(rubric: Rubric, states: Sequence[State]) -> list[Scores]:
     else:
         for copy in copies:
             await rubric.score_rollout(copy)
-    return [_read(copy) for copy in copies]
+    return [_read(state, copy) for state, copy in zip(states, copies, strict=True)]
 
 
 def _copy(state: State) -> State:
@@ -128,20 +128,36 @@ def _copy(state: State) -> State:
         cast(TrajectoryStep, dict(step, reward=None, advantage=None)) for step in state.trajectory
     ]
     copy["reward"], copy["metrics"], copy["error"] = None, None, None
-    copy["scoring_errors"] = {}
+    copy["has_step_rewards"], copy["scoring_errors"] = None, {}
     return copy
 
 
-def _read(state: State) -> Scores:
+# The keys that a copy does not share with its state.
+_SCORES = frozenset(
+    [
+        *("input", "trajectory", "reward", "advantage", "metrics", "error"),
+        *("has_step_rewards", "scoring_errors"),
+    ]
+)
+
+
+def _read(state: State, copy: State) -> Scores:
+    """Return the scores in a copy, and give the state the other keys that were written there."""
+    for key, value in dict.items(copy):
+        if key not in _SCORES and (key not in state or state[key] is not value):
+            state[key] = value
     step_rewards: list[Any] | None = None
-    if state.has_step_rewards:
-        step_rewards = [step["reward"] or 0.0 for step in state.trajectory]
+    own, rewards = copy.has_step_rewards, [step["reward"] for step in copy.trajectory]
+    # Rewards that an override wrote itself have no flag.
+    if own or (own is None and any(reward is not None for reward in rewards)):
+        step_rewards = [reward or 0.0 for reward in rewards]
     return Scores(
-        reward=state.reward,
-        metrics=dict(state.metrics or {}),
+        reward=copy.reward,
+        metrics=dict(copy.metrics or {}),
         step_rewards=step_rewards,
-        failed=state.error,
-        scored=state.reward is not None or state.error is not None,
+        errors=dict(copy.get("scoring_errors") or {}),
+        failed=copy.error,
+        scored=copy.reward is not None or copy.error is not None,
     )
 
 

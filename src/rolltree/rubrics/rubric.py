@@ -47,8 +47,8 @@ class Scores:
     metrics: dict[str, float | None] = field(default_factory=dict)
     # None if no function scores steps.
     step_rewards: list[float] | None = None
-    # Errors by the names of the functions, and the first error of a weighted function.
-    errors: dict[str, ErrorRecord] = field(default_factory=dict)
+    # Errors, as dicts, by the names of the functions; and the first error of a weighted function.
+    errors: dict[str, Any] = field(default_factory=dict)
     failed: ErrorRecord | None = None
     # False for a rubric without functions, which does not change the reward.
     scored: bool = False
@@ -83,7 +83,7 @@ class Scores:
             except (TypeError, ValueError) as error:
                 # A score that is not a number is an error of the function, like an exception.
                 outcome = scoring_error(function.func, function.name, error)
-        self.errors[function.name] = outcome
+        self.errors[function.name] = outcome.as_dict()
         # A failed metric affects nothing else, but rewards with missing parts would not be
         # comparable.
         if function.weight:
@@ -333,7 +333,7 @@ def write_scores(state: State, scores: Scores, elapsed_s: float) -> None:
         state.reward = scores.reward
     state.metrics = {**(state.metrics or {}), **scores.metrics}
     if scores.errors:
-        state["scoring_errors"] = {name: e.as_dict() for name, e in scores.errors.items()}
+        state["scoring_errors"] = scores.errors
     if scores.failed is not None and state.error is None:
         state.error = scores.failed
     state.has_step_rewards = own or scores.step_rewards is not None

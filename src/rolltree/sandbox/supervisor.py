@@ -400,13 +400,15 @@ class Watch:
         exited = ended == "exit" and status is not None
         killed = ended == "signal" and status is not None
         rusage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        # macOS counts bytes; Linux, KiB.
+        peak_bytes = rusage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         return {
             "ended": ended,
             "exit_code": os.WEXITSTATUS(status) if exited and status is not None else None,
             "signal": os.WTERMSIG(status) if killed and status is not None else None,
             "wall_s": time.monotonic() - self.began,
             "cpu_s": max(self.cpu_seen, rusage.ru_utime + rusage.ru_stime),
-            "peak_memory_bytes": max(self.peak_bytes, rusage.ru_maxrss * 1024),
+            "peak_memory_bytes": max(self.peak_bytes, peak_bytes),
         }
 
 

@@ -69,9 +69,10 @@ def _discrete(space: Any, names: tuple[str, ...]) -> ActionReader:
     # The model's numbers are those of the space, which need not begin at 0.
     first = int(space.start)
     numbers = {name.lower(): first + number for number, name in enumerate(names)}
+    longest = sorted(numbers, key=len, reverse=True)
+    # Not inside a word; a name like "+1" or "up!" has no word boundary at such an end.
     pattern = re.compile(
-        "|".join(rf"\b{re.escape(name)}\b" for name in sorted(numbers, key=len, reverse=True))
-        or r"-?\d+"
+        "|".join(rf"(?!\B\w){re.escape(name)}(?<!\w\B)" for name in longest) or r"-?\d+"
     )
 
     def read(text: str) -> int:

@@ -110,6 +110,8 @@ class OpenEnvWorld:
         import aiohttp
 
         if self._socket is None:
+            # A reset that failed to connect leaves its client open.
+            await self.close()
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=self.message_limit_s)
             self._http = aiohttp.ClientSession(timeout=timeout, headers=self.headers)
             if self.to_action is None:
