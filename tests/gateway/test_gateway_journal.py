@@ -17,7 +17,7 @@ import pytest
 from gateway_kit import openai_agent, paths
 
 import rolltree as rt
-from rolltree.errors import StoreError
+from rolltree.errors import ConfigError, StoreError
 from rolltree.gateway.calls import AgentCall, AnswerHead, CallOrigin
 from rolltree.gateway.journal import Journal, KeptCall, read_session
 from rolltree.gateway.session import SessionLimits, new_state
@@ -276,6 +276,38 @@ def test_nothing_is_written_after_a_frame_that_failed(tmp_path):
     file.close()
     journal.close()
     assert not read_session(tmp_path / "one.calls").calls
+
+
+async def test_a_gateway_that_cannot_start_leaves_nothing_open(tmp_path):
+    folder, unix_socket = tmp_path / "calls", tmp_path / "socket"
+    async with rt.gateway(ScriptedClient(echo), directory=folder) as g:
+        async with openai_agent(g.session("a")) as agent:
+            await turns(agent, [], 2)
+        g.session("b")
+    (folder / "b.calls").write_bytes(b"damage" * 10)
+    g = rt.gateway(ScriptedClient(echo), directory=folder, unix_socket=unix_socket)
+    with pytest.raises(StoreError, match=r"b\.calls is damaged"):
+        await g.start()
+    assert (g.listener.fileno(), unix_socket.exists(), g.sessions) == (-1, False, {})
+    assert len(read_session(folder / "a.calls").calls) == 2
+
+
+async def test_a_gateway_without_its_unix_socket_frees_its_port(tmp_path):
+    g = rt.gateway(ScriptedClient(echo), unix_socket=tmp_path / "none" / "socket")
+    with pytest.raises(ConfigError, match="cannot listen on the socket"):
+        await g.start()
+    assert g.listener.fileno() == -1
+
+
+async def test_a_session_that_was_not_stored_does_not_take_its_name(tmp_path):
+    async with rt.gateway(ScriptedClient(echo), directory=tmp_path, max_sessions=1) as g:
+        (tmp_path / "one.calls").mkdir()
+        with pytest.raises(StoreError, match=r"one\.calls cannot be written"):
+            g.session("one")
+        assert [path.name for path in tmp_path.iterdir()] == ["one.calls"]
+        (tmp_path / "one.calls").rmdir()
+        async with g.session("one") as s, openai_agent(s) as agent:
+            await turns(agent, [], 1)
 
 
 # -- kill -9 ---------------------------------------------------------------------------------------
