@@ -12,7 +12,7 @@ import pytest
 
 from rolltree.errors import ConfigError, SandboxError, SandboxUnavailable, UnknownName
 from rolltree.sandbox import DockerBackend, Limits, LocalBackend, backend_of, known_backends
-from rolltree.sandbox.local import bwrap_arguments
+from rolltree.sandbox.local import LocalSandbox, bwrap_arguments
 from rolltree.sandbox.machine import (
     LEVELS,
     Machine,
@@ -186,6 +186,17 @@ except OSError:
     result = await sandbox.run_python(code)
     await sandbox.close()
     assert result.stdout == "for the code\nread only\n", result.text()
+
+
+async def test_a_bare_name_is_looked_up_beside_the_interpreter_of_the_code(tmp_path):
+    python = tmp_path.resolve() / "bin" / "python3"
+    python.parent.mkdir()
+    python.touch()
+    backend = LocalBackend(python=str(python))
+    sandbox = LocalSandbox(backend, candidates(USER, "landlock")[-1], Limits())
+    command = sandbox.launch(["python3", "-V"], Limits()).command
+    await sandbox.close()
+    assert command[-2:] == [str(python), "-V"]
 
 
 def test_bwrap_arguments():

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import os
-import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -245,7 +244,7 @@ class LocalSandbox(FolderSandbox):
     def launch(self, command: Sequence[str], limits: Limits) -> Launch:
         """Return the command inside `confine` and, at that level, inside bubblewrap."""
         backend, machine = self._backend, self._backend.machine
-        resolved = [_find(command[0]), *command[1:]]
+        resolved = [_find(command[0], self._bin_folder), *command[1:]]
         line: list[str] = []
         if self._is_wrapped and machine.bwrap:
             line = bwrap_arguments(
@@ -291,7 +290,6 @@ class LocalSandbox(FolderSandbox):
             attributes=candidate.attributes_confined,
             connections=backend.reach is not None,
         )
-        bin_folder = str(Path(backend.runtime.executable).parent)
         return {
             "machine": machine.machine,
             "uid": self._uid,
@@ -304,7 +302,7 @@ class LocalSandbox(FolderSandbox):
             "filter": program,
             "rlimits": self._rlimits(limits, machine),
             "env": {
-                "PATH": ":".join(dict.fromkeys([bin_folder, "/usr/bin", "/bin"])),
+                "PATH": ":".join(dict.fromkeys([self._bin_folder, "/usr/bin", "/bin"])),
                 "HOME": self.inside,
                 "TMPDIR": self.inside,
                 **_FOR_CODE,
@@ -312,6 +310,10 @@ class LocalSandbox(FolderSandbox):
                 **self.env,
             },
         }
+
+    @property
+    def _bin_folder(self) -> str:
+        return str(Path(self._backend.runtime.executable).parent)
 
     def _rlimits(self, limits: Limits, machine: Machine) -> dict[str, int]:
         found = {
@@ -396,12 +398,11 @@ def _shown(place: str) -> list[str]:
     return ["--ro-bind-try", place, place]
 
 
-def _find(program: str) -> str:
+def _find(program: str, bin_folder: str) -> str:
     """Return a program's path inside; a name is looked up in the folders of the code's PATH."""
     if "/" in program:
         return program
-    folders = [str(Path(sys.executable).resolve().parent), "/usr/bin", "/bin"]
-    for folder in folders:
+    for folder in (bin_folder, "/usr/bin", "/bin"):
         if os.path.exists(f"{folder}/{program}"):
             return f"{folder}/{program}"
     return f"/usr/bin/{program}"
