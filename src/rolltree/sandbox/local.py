@@ -79,6 +79,9 @@ _FOR_CODE: Mapping[str, str] = MappingProxyType(
         "OPENBLAS_NUM_THREADS": "1",
     }
 )
+# The code's variables on their way to `confine`: in arguments every user could read them, and under
+# their own names they would change the launcher.
+_ENV_PREFIX = "ROLLTREE_CODE_"
 _FOR_LAUNCHER: Mapping[str, str] = MappingProxyType({"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"})
 
 
@@ -266,7 +269,7 @@ class LocalSandbox(FolderSandbox):
         line += [backend.runtime.executable, "-I", "-S", "-c", source, "READY_FD"]
         return Launch(
             command=[*line, *resolved],
-            env=_FOR_LAUNCHER,
+            env={**_FOR_LAUNCHER, **{_ENV_PREFIX + k: v for k, v in self._environment().items()}},
             cwd="/",
             folder=str(self._folder.path),
             level=self.level.name,
@@ -301,14 +304,17 @@ class LocalSandbox(FolderSandbox):
             "landlock_network": backend.reach is None,
             "filter": program,
             "rlimits": self._rlimits(limits, machine),
-            "env": {
-                "PATH": ":".join(dict.fromkeys([self._bin_folder, "/usr/bin", "/bin"])),
-                "HOME": self.inside,
-                "TMPDIR": self.inside,
-                **_FOR_CODE,
-                **backend.env,
-                **self.env,
-            },
+            "env_prefix": _ENV_PREFIX,
+        }
+
+    def _environment(self) -> dict[str, str]:
+        return {
+            "PATH": ":".join(dict.fromkeys([self._bin_folder, "/usr/bin", "/bin"])),
+            "HOME": self.inside,
+            "TMPDIR": self.inside,
+            **_FOR_CODE,
+            **self._backend.env,
+            **self.env,
         }
 
     @property
