@@ -162,6 +162,11 @@ class Raw:
     async def __aenter__(self):
         host, _, port = self._session.root_url.split("/")[2].partition(":")
         self.reader, self.writer = await asyncio.open_connection(host, int(port))
+        await self.ask()
+        return self
+
+    async def ask(self):
+        host, _, port = self._session.root_url.split("/")[2].partition(":")
         content = json.dumps(self._body).encode()
         head = (
             f"POST /s/{self._session.id}/v1/chat/completions HTTP/1.1\r\nHost: {host}:{port}\r\n"
@@ -170,7 +175,6 @@ class Raw:
         )
         self.writer.write(head.encode() + content)
         await self.writer.drain()
-        return self
 
     async def __aexit__(self, *exc):
         self.writer.close()
@@ -228,6 +232,22 @@ async def test_a_client_that_does_not_read_is_let_go():
         async with openai_agent(s) as agent:
             answer = await agent.chat.completions.create(**ASKED)
         assert len(answer.choices[0].message.content) == 3000
+
+
+async def test_a_client_that_reads_no_answer_is_no_error_of_the_gateway(caplog, capsys):
+    caplog.set_level("INFO")
+    # More than the buffers hold, so the next answer of the connection waits.
+    client = ScriptedClient(lambda messages: "x" * 150_000)
+    async with rt.gateway(client, write_timeout_s=0.2) as g, g.session() as s:
+        g.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        async with Raw(s, ASKED) as raw:
+            sock = raw.writer.get_extra_info("socket")
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            raw.writer.transport.pause_reading()
+            await raw.ask()
+            await until(lambda: "does not read" in caplog.text, limit_s=5.0)
+            raw.reset()
+    assert "Traceback" not in capsys.readouterr().err
 
 
 async def test_a_client_that_gives_up_and_repeats_is_answered_once():

@@ -17,7 +17,7 @@ import pytest
 from gateway_kit import openai_agent, paths
 
 import rolltree as rt
-from rolltree.errors import StoreError
+from rolltree.errors import ConfigError, StoreError
 from rolltree.gateway.calls import AgentCall, AnswerHead, CallOrigin
 from rolltree.gateway.journal import Journal, KeptCall, read_session
 from rolltree.gateway.session import SessionLimits, new_state
@@ -177,13 +177,137 @@ async def test_a_disk_that_is_full_fails_the_call_and_the_session(tmp_path):
         s = g.session("one")
         async with openai_agent(s) as agent:
             await agent.chat.completions.create(**ASKED)
-            full = os.open("/dev/full", os.O_WRONLY)
-            os.dup2(full, s.journal._file)
-            os.close(full)
+            full_disk(s.journal)
             for _ in range(2):
                 with pytest.raises(openai.InternalServerError, match="No space left"):
                     await turns(agent, [], 1)
         assert s.state["error"].type == "StoreError"
+
+
+def full_disk(file):
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, file._file)
+    os.close(full)
+
+
+class Unsynced:
+    """The files and folders that a power cut would damage."""
+
+    def __init__(self, monkeypatch):
+        self.found, self.lost = set(), []
+        self._wrap(monkeypatch, "write", lambda fd, _: self.found.add(place(fd)))
+        for name in ("fsync", "fdatasync"):
+            self._wrap(monkeypatch, name, lambda fd: self.found.discard(place(fd)))
+        self._wrap(monkeypatch, "replace", self._replaced)
+
+    def _wrap(self, monkeypatch, name, note):
+        real = getattr(os, name)
+
+        def wrapped(*arguments):
+            result = real(*arguments)
+            note(*arguments)
+            return result
+
+        monkeypatch.setattr(os, name, wrapped)
+
+    def _replaced(self, source, target):
+        if place(target) in self.found:
+            self.lost.append(target)
+        self.found.add(place(target.parent))
+
+
+def place(path):
+    found = os.stat(path)
+    return found.st_dev, found.st_ino
+
+
+def test_a_power_cut_after_a_restart_loses_no_call(tmp_path, monkeypatch):
+    path, _ = journal_of(tmp_path, 3)
+    unsynced, journal = Unsynced(monkeypatch), Journal(tmp_path)
+    state, file = new_state("one"), journal.create("one", {"info": {}})
+    for number, (kept, step) in enumerate(read_session(path).calls):
+        state.trajectory.append_call(
+            prompt=step["prompt"], completion=step["completion"], response=step["response"]
+        )
+        file.append_now(state.trajectory, number, kept)
+    file.publish()
+    assert (unsynced.lost, unsynced.found) == ([], set())
+    assert len(read_session(path).calls) == 3
+    file.close()
+    journal.close()
+
+
+async def test_what_was_delivered_is_known_after_a_restart_and_a_kill(tmp_path):
+    async with (
+        rt.gateway(ScriptedClient(echo), directory=tmp_path) as g,
+        openai_agent(g.session("one")) as agent,
+    ):
+        await turns(agent, [], 2)
+    async with rt.gateway(ScriptedClient(echo), directory=tmp_path):
+        # As a kill would leave it: `aclose` writes what is known about deliveries.
+        assert read_session(tmp_path / "one.calls").delivered == {0, 1}
+
+
+def test_a_disk_that_is_full_at_a_restart_is_an_error_that_names_it(tmp_path):
+    _, trajectory = journal_of(tmp_path, 1)
+    journal = Journal(tmp_path)
+    file = journal.create("one", {})
+    full_disk(file)
+    with pytest.raises(StoreError, match=r"one\.calls cannot be written \(No space left"):
+        file.append_now(trajectory, 0, KeptCall(AnswerHead("id", "m", 1)))
+    file.close()
+    journal.close()
+
+
+def test_nothing_is_written_after_a_frame_that_failed(tmp_path):
+    """It would follow half a frame, and continue tokens that are missing."""
+    _, trajectory = journal_of(tmp_path, 2)
+    journal = Journal(tmp_path)
+    file = journal.create("one", {})
+    kept, real = KeptCall(AnswerHead("id", "m", 1)), os.dup(file._file)
+    full_disk(file)
+    for fd in (None, real):
+        if fd is not None:
+            os.dup2(fd, file._file)
+        with pytest.raises(StoreError, match="No space left"):
+            file.append_now(trajectory, 0, kept)
+    os.close(real)
+    file.publish()
+    file.close()
+    journal.close()
+    assert not read_session(tmp_path / "one.calls").calls
+
+
+async def test_a_gateway_that_cannot_start_leaves_nothing_open(tmp_path):
+    folder, unix_socket = tmp_path / "calls", tmp_path / "socket"
+    async with rt.gateway(ScriptedClient(echo), directory=folder) as g:
+        async with openai_agent(g.session("a")) as agent:
+            await turns(agent, [], 2)
+        g.session("b")
+    (folder / "b.calls").write_bytes(b"damage" * 10)
+    g = rt.gateway(ScriptedClient(echo), directory=folder, unix_socket=unix_socket)
+    with pytest.raises(StoreError, match=r"b\.calls is damaged"):
+        await g.start()
+    assert (g.listener.fileno(), unix_socket.exists(), g.sessions) == (-1, False, {})
+    assert len(read_session(folder / "a.calls").calls) == 2
+
+
+async def test_a_gateway_without_its_unix_socket_frees_its_port(tmp_path):
+    g = rt.gateway(ScriptedClient(echo), unix_socket=tmp_path / "none" / "socket")
+    with pytest.raises(ConfigError, match="cannot listen on the socket"):
+        await g.start()
+    assert g.listener.fileno() == -1
+
+
+async def test_a_session_that_was_not_stored_does_not_take_its_name(tmp_path):
+    async with rt.gateway(ScriptedClient(echo), directory=tmp_path, max_sessions=1) as g:
+        (tmp_path / "one.calls").mkdir()
+        with pytest.raises(StoreError, match=r"one\.calls cannot be written"):
+            g.session("one")
+        assert [path.name for path in tmp_path.iterdir()] == ["one.calls"]
+        (tmp_path / "one.calls").rmdir()
+        async with g.session("one") as s, openai_agent(s) as agent:
+            await turns(agent, [], 1)
 
 
 # -- kill -9 ---------------------------------------------------------------------------------------

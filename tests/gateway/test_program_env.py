@@ -136,6 +136,17 @@ sys.exit(3)
     assert program["cpu_s"] > 0
 
 
+def test_files_that_are_too_many_are_counted():
+    code = """
+ask("q")
+for number in range(103): open(f"{number:03}.log", "w").write("log")
+"""
+    (state,) = play(script(code), collect=["*.log", "none.txt"])
+    files = state["program"]["files"]
+    assert (len(files), files["none.txt"], state["program"]["num_files_left_out"]) == (100, None, 4)
+    assert state["error"] is None
+
+
 def test_folders_stay_until_the_group_was_compared():
     seen = []
 

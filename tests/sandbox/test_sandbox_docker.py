@@ -72,7 +72,10 @@ async def test_a_run_is_a_container_that_is_removed(docker, monkeypatch):
         f"fsize={limits.disk_bytes}",
         "cpu=3",
     }
-    assert {"A=b", "HOME=/sandbox"} <= set(option(run, "--env"))
+    # Every user can read arguments; but the client has its own HOME.
+    assert {"A", "HOME=/sandbox"} <= set(option(run, "--env"))
+    client = calls()[0]["env"]
+    assert (client["A"], client["HOME"]) == ("b", os.environ["HOME"])
     assert option(run, "--user")[0].partition(":")[0] != "0"
     for flag in ("--read-only", "--rm", "--interactive", "--init"):
         assert flag in run

@@ -1,8 +1,11 @@
 """Which level a machine gets, and that less than asked for is refused by name."""
 
+import asyncio
+import contextlib
 import json
 import os
 import resource
+import secrets
 import sys
 import types
 from dataclasses import replace
@@ -12,7 +15,7 @@ import pytest
 
 from rolltree.errors import ConfigError, SandboxError, SandboxUnavailable, UnknownName
 from rolltree.sandbox import DockerBackend, Limits, LocalBackend, backend_of, known_backends
-from rolltree.sandbox.local import bwrap_arguments
+from rolltree.sandbox.local import LocalSandbox, bwrap_arguments
 from rolltree.sandbox.machine import (
     LEVELS,
     Machine,
@@ -26,6 +29,7 @@ from rolltree.sandbox.machine import (
     system_folders,
     this_machine,
 )
+from rolltree.sandbox.unconfined import UnconfinedBackend
 from rolltree.tasks import allow_open_files
 
 USER = Machine("x86_64", 6, True, "/usr/bin/bwrap", False, range(0), (6, 12))
@@ -186,6 +190,43 @@ except OSError:
     result = await sandbox.run_python(code)
     await sandbox.close()
     assert result.stdout == "for the code\nread only\n", result.text()
+
+
+async def test_a_bare_name_is_looked_up_beside_the_interpreter_of_the_code(tmp_path):
+    python = tmp_path.resolve() / "bin" / "python3"
+    python.parent.mkdir()
+    python.touch()
+    backend = LocalBackend(python=str(python))
+    sandbox = LocalSandbox(backend, candidates(USER, "landlock")[-1], Limits())
+    command = sandbox.launch(["python3", "-V"], Limits()).command
+    await sandbox.close()
+    assert command[-2:] == [str(python), "-V"]
+
+
+def arguments_of_processes():
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended
+            yield path.read_bytes()
+
+
+@pytest.mark.parametrize("level", [*LEVELS, "unconfined"])
+async def test_arguments_of_processes_show_no_value_of_the_environment(level):
+    backend = UnconfinedBackend()
+    if level != "unconfined":
+        backend = LocalBackend(level, allow_weaker=True)
+    sandbox = await backend.create()
+    sandbox.env["KEY"] = secret = secrets.token_hex(8)
+    work = asyncio.create_task(
+        sandbox.run(["/bin/sh", "-c", 'echo "$KEY" > part; mv part out; sleep 30'])
+    )
+    while "out" not in await sandbox.list_files():  # noqa: ASYNC110  a file sends no events
+        await asyncio.sleep(0.02)
+    assert not any(secret.encode() in arguments for arguments in arguments_of_processes())
+    work.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await work
+    assert (await sandbox.read_file("out")).decode() == f"{secret}\n"
+    await sandbox.close()
 
 
 def test_bwrap_arguments():

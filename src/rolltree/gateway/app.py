@@ -15,7 +15,7 @@ import hashlib
 import logging
 import re
 from collections.abc import AsyncGenerator, Collection, Iterable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -139,7 +139,10 @@ class GatewayApp:
             response = _failed(error, _protocol_at(scope["path"]), headers)
         else:
             response = await handler(Request(scope, receive, send))
-        await response(scope, receive, send)
+        try:
+            await response(scope, receive, send)
+        except TimeoutError:
+            logger.info("a client does not read its answer from %s", scope["path"])
 
     def _admitted(self, scope: Scope) -> Handler:
         """Return the handler of a request, or raise `RequestError`."""
@@ -291,12 +294,8 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events until the answer ends or the client leaves."""
-        try:
+        with suppress(ClientDisconnect):
             await while_connected(self._request, self._run(scope, receive, send))
-        except ClientDisconnect:
-            pass
-        except TimeoutError:
-            logger.info("a client of %s does not read its stream", self._session.id)
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         writer = self._protocol.events(self._call)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 from rolltree.errors import StoreError
+from rolltree.files import sync
 from rolltree.gateway.calls import AnswerHead
 from rolltree.rollouts.decode import UNREADABLE
 from rolltree.rollouts.message_table import MessageReader, MessageTable, Reference
@@ -153,20 +154,32 @@ class JournalFile:
         # The number of each option value, by the object's id: a session keeps equal values once.
         self._values: dict[int, tuple[int, Any]] = {}
         self._delivered: list[int] = []
+        self._failure: StoreError | None = None
         # Written beside the old file, which it replaces when it is complete.
         self._building = path.with_suffix(".new")
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
         try:
             self._file = os.open(self._building, flags, 0o600)
-            self.write(_frame({"settings": dict(settings)}))
         except OSError as error:
             raise _unwritable(path, error) from error
+        try:
+            self.write(_frame({"settings": dict(settings)}), sync=False)
+        except StoreError:
+            self.discard()
+            raise
 
     def publish(self) -> None:
-        """Put the file in its place, with all that was written so far."""
+        """Put the file in its place, with all that was written so far, and sync both.
+
+        Raises:
+            StoreError: it cannot be written; it is discarded.
+        """
         try:
+            os.fdatasync(self._file)
             os.replace(self._building, self._path)
+            sync(self._path.parent)
         except OSError as error:
+            self.discard()
             raise _unwritable(self._path, error) from error
 
     async def append(self, trajectory: Trajectory, index: int, kept: KeptCall) -> None:
@@ -176,32 +189,36 @@ class JournalFile:
             StoreError: it cannot be written.
         """
         frame = self._call_frame(trajectory, index, kept)  # in the order in which calls end
-        try:
-            await self._journal.write(self, frame)
-        except OSError as error:
-            raise _unwritable(self._path, error) from error
+        await self._journal.write(self, frame)
 
     def append_now(self, trajectory: Trajectory, index: int, kept: KeptCall) -> None:
-        """Write a call of a restored session; it is synced with the next call."""
+        """Write a call of a restored session; `publish` syncs it.
+
+        Raises:
+            StoreError: it cannot be written.
+        """
         self.write(self._call_frame(trajectory, index, kept), sync=False)
 
     def note_delivered(self, step: int) -> None:
         """Note that an answer was sent in full; it is written with the next call."""
         self._delivered.append(step)
 
+    def discard(self) -> None:
+        """Close the file; delete it if it was not published."""
+        self.close()
+        self._building.unlink(missing_ok=True)
+
     def delete(self) -> None:
         """Delete the file."""
-        self.close()
-        for path in (self._path, self._building):
-            with contextlib.suppress(FileNotFoundError):
-                path.unlink()
+        self.discard()
+        self._path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Close the file."""
         if self._file < 0:
             return
         if self._delivered:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(StoreError):
                 self.write(_frame({"delivered": self._delivered}), sync=False)
         os.close(self._file)
         self._file = -1
@@ -239,24 +256,35 @@ class JournalFile:
         return _frame(data, tokens, f'"table":{self._table.to_json(size)},')
 
     def write(self, frame: bytes, sync: bool = True) -> None:
-        """Write a frame; with `sync`, wait until it is on disk."""
+        """Write a frame; with `sync`, wait until it is on disk.
+
+        Raises:
+            StoreError: it cannot be written.
+        """
+        # A later frame would follow half a frame, and continue tokens that are missing.
+        if self._failure is not None:
+            raise self._failure
         view = memoryview(frame)
-        while view:
-            view = view[os.write(self._file, view) :]
-        if sync:
-            os.fdatasync(self._file)
+        try:
+            while view:
+                view = view[os.write(self._file, view) :]
+            if sync:
+                os.fdatasync(self._file)
+        except OSError as error:
+            self._failure = _unwritable(self._path, error)
+            raise self._failure from error
 
 
-def _write_part(part: list[_Write]) -> list[tuple[asyncio.Future[None], OSError | None]]:
+def _write_part(part: list[_Write]) -> list[tuple[asyncio.Future[None], StoreError | None]]:
     """Write frames of a few files, each synced once."""
     frames: dict[JournalFile, list[bytes]] = {}
     for file, frame, _ in part:
         frames.setdefault(file, []).append(frame)
-    errors = dict.fromkeys(frames, cast("OSError | None", None))
+    errors = dict.fromkeys(frames, cast("StoreError | None", None))
     for file, several in frames.items():
         try:
             file.write(b"".join(several))
-        except OSError as error:
+        except StoreError as error:
             errors[file] = error
     return [(done, errors[file]) for file, _, done in part]
 

@@ -142,6 +142,8 @@ class ProgramOutcome:
     folder: str | None = None
     # The texts of the collected files; None for one that is too large or not a regular file.
     files: dict[str, str | None] = field(default_factory=dict)
+    # How many more files `collect` names.
+    num_files_left_out: int = 0
     wall_s: float = 0.0
     cpu_s: float = 0.0
     peak_memory_bytes: int = 0

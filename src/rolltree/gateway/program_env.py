@@ -106,7 +106,8 @@ class ProgramEnv(Environment):
         sandbox: "local" or a `LocalBackend`: the command can reach the gateway and nothing else.
             None runs it as the user of this process.
         sandbox_limits: the command's limits in the sandbox.
-        collect: names or patterns of files whose texts `state["program"]["files"]` has at the end.
+        collect: names or patterns of files whose texts `state["program"]["files"]` has at the end,
+            at most 100 of them; `num_files_left_out` counts the rest.
         max_file_bytes: the largest file that is collected.
         tail_bytes: how many bytes of the end of standard output, and of standard error, are kept.
         max_output_bytes: a program that prints more is ended.
@@ -373,7 +374,7 @@ class ProgramEnv(Environment):
             # Even if this rollout is cancelled.
             clean = partial(redact_text, secrets=(api_key,))
             outcome.stdout, outcome.stderr = tail.text(1, clean), tail.text(2, clean)
-        outcome.files = await self._collected(folder, api_key)
+        await self._collect(folder, api_key, outcome)
 
     def command_line(self, values: Mapping[str, Any], state: State) -> list[str]:
         """Return the command of a rollout."""
@@ -406,15 +407,16 @@ class ProgramEnv(Environment):
             raise
         return folder
 
-    async def _collected(self, folder: FolderSandbox, secret: str) -> dict[str, str | None]:
-        """Return the texts of the files that `collect` names, by name."""
+    async def _collect(self, folder: FolderSandbox, secret: str, outcome: ProgramOutcome) -> None:
+        """Write the texts of the files that `collect` names into `outcome`."""
         names = [name for name in self.collect if not _is_pattern(name)]
         patterns = [name for name in self.collect if _is_pattern(name)]
         if patterns:
             there = await folder.list_files()
             names += [name for name in there if any(fnmatch.fnmatchcase(name, p) for p in patterns)]
-        found: dict[str, str | None] = {}
-        for name in list(dict.fromkeys(names))[:_MOST_FILES]:
+        names, found = list(dict.fromkeys(names)), outcome.files
+        outcome.num_files_left_out = len(names[_MOST_FILES:])
+        for name in names[:_MOST_FILES]:
             try:
                 data = await folder.read_file(name, max_bytes=self.max_file_bytes)
             except SandboxFileError:
@@ -422,7 +424,6 @@ class ProgramEnv(Environment):
                 found[name] = None
             else:
                 found[name] = redact_text(data.decode(errors="replace"), (secret,))
-        return found
 
     def _settle(
         self, state: State, session: GatewaySession, watch: _Watch, outcome: ProgramOutcome

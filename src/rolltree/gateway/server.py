@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import uvicorn
 
-from rolltree.errors import ConfigError, refuse_unknown
+from rolltree.errors import ConfigError, StoreError, refuse_unknown
 from rolltree.gateway.app import GatewayApp
 from rolltree.gateway.journal import Journal, KeptSession
 from rolltree.gateway.session import NO_LIMITS, GatewaySession, SessionLimits
@@ -122,6 +122,8 @@ class Gateway:
         self._socket = None if unix_socket is None else Path(unix_socket)
         self.listener: socket.socket | None = None
         """The TCP socket on which it listens, once it is started."""
+        # What `aclose` has to close, even if `start` failed half-way.
+        self._opened = contextlib.ExitStack()
         self._server: _QuietServer | None = None
         self._serving: asyncio.Task[None] | None = None
         self._collections: ShortCollections | None = None
@@ -140,16 +142,27 @@ class Gateway:
             ConfigError: it cannot listen on the address.
             StoreError: the directory cannot be used.
         """
+        try:
+            await self._start()
+        except BaseException:  # a cancellation, too; `async with` does not call `aclose` then
+            await self.aclose()
+            raise
+
+    async def _start(self) -> None:
         allow_open_files()
         listener = self.listener = listen(self._where.host, self._where.port)
         port = listener.getsockname()[1]
         name = f"[{self._where.host}]" if ":" in self._where.host else self._where.host
         self.url = f"http://{name}:{port}"
+        self._opened.callback(listener.close)
         listeners = [listener]
         if self._socket is not None:
             listeners.append(_unix_listener(self._socket))
+            self._opened.callback(listeners[1].close)
+            self._opened.callback(self._socket.unlink, missing_ok=True)
         if self._folder is not None:
             self._journal = Journal(self._folder)
+            self._opened.callback(self._journal.close)
             for session_id, kept in self._journal.read():
                 self._restore(session_id, kept)
         hosts = {f"{name}:{port}", f"127.0.0.1:{port}", f"localhost:{port}", *self._allowed_hosts}
@@ -194,10 +207,7 @@ class Gateway:
             await asyncio.wait((self._serving,))
         for session in list(self.sessions.values()):
             await session.aclose()
-        if self._journal is not None:
-            self._journal.close()
-        if self._socket is not None:
-            self._socket.unlink(missing_ok=True)
+        self._opened.close()
 
     def session(
         self,
@@ -218,6 +228,7 @@ class Gateway:
         Raises:
             ConfigError: the id is taken or invalid, a setting cannot be used, or too many sessions
                 are open.
+            StoreError: the directory cannot be written.
         """
         refuse_unknown("session", unknown, Gateway.session)
         if session_id is None:
@@ -242,8 +253,12 @@ class Gateway:
             info=info,
             api_key=secrets.token_urlsafe(24),
         )
-        if made.journal is not None:
-            made.journal.publish()
+        try:
+            if made.journal is not None:
+                made.journal.publish()
+        except StoreError:
+            self._closed(made)
+            raise
         return made
 
     def _make(self, session_id: str, **settings: Any) -> GatewaySession:

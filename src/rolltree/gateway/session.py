@@ -727,9 +727,9 @@ class GatewaySession:
             flight.step, flight.is_kept = number, True
             flight.is_delivered = number in kept_session.delivered
             if self.journal is not None:
-                self.journal.append_now(self.trajectory, number, kept)
                 if flight.is_delivered:
                     self.journal.note_delivered(number)
+                self.journal.append_now(self.trajectory, number, kept)
             self._flights[kept.head.id] = flight
             self._num_begun += 1
             if kept.key is not None:

@@ -89,7 +89,9 @@ def main(spec: dict[str, Any]) -> NoReturn:
         # From here on, a failure is the command's, such as a missing program, not the sandbox's.
         if locked:
             raise locked
-        os.execve(sys.argv[2], sys.argv[2:], spec["env"])
+        prefix, given = spec["env_prefix"], os.environ.items()
+        env = {key[len(prefix) :]: value for key, value in given if key.startswith(prefix)}
+        os.execve(sys.argv[2], sys.argv[2:], env)
     except OSError as error:
         os.write(2, f"{error.filename or sys.argv[2]}: {error.strerror}\n".encode())
         os._exit(126)

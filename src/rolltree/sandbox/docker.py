@@ -9,6 +9,7 @@ the `docker` command, not against an engine.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,10 @@ WORK = "/sandbox"
 _CLIENT_ENV = (
     *("PATH", "HOME", "XDG_RUNTIME_DIR", "DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CONFIG"),
     *("DOCKER_CERT_PATH", "DOCKER_TLS_VERIFY"),
+)
+# Variables of the code that would change the client itself.
+_READ_BY_CLIENT = re.compile(
+    r"PATH|HOME|TMPDIR|GODEBUG|(DOCKER|XDG|LD|SSL|SSH|OTEL)_.*|(HTTPS?|ALL|NO)_PROXY", re.IGNORECASE
 )
 _PROTECTIONS = {
     "files": "container, read-only image",
@@ -135,14 +140,19 @@ class DockerSandbox(FolderSandbox):
         line += ["--workdir", WORK, "--label", f"rolltree.sandbox={self.id}"]
         environment = {"HOME": WORK, "TMPDIR": WORK, "PYTHONUNBUFFERED": "1", **backend.env}
         environment |= self.env
+        # The client needs its connection; the host's other variables hold secrets.
+        client = {key: os.environ[key] for key in _CLIENT_ENV if key in os.environ}
         for key, value in environment.items():
-            line += ["--env", f"{key}={value}"]
+            # Without a value, the client passes its own on: every user can read arguments.
+            is_own = _READ_BY_CLIENT.fullmatch(key)
+            line += ["--env", f"{key}={value}" if is_own else key]
+            if not is_own:
+                client[key] = value
         if backend.runtime:
             line += ["--runtime", backend.runtime]
         return Launch(
             command=[*line, backend.image, *command],
-            # The client needs its connection; the host's other variables hold secrets.
-            env={key: os.environ[key] for key in _CLIENT_ENV if key in os.environ},
+            env=client,
             cwd="/",
             folder=str(self._folder.path),
             level=self.level.name,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import os
-import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -80,6 +79,9 @@ _FOR_CODE: Mapping[str, str] = MappingProxyType(
         "OPENBLAS_NUM_THREADS": "1",
     }
 )
+# The code's variables on their way to `confine`: in arguments every user could read them, and under
+# their own names they would change the launcher.
+_ENV_PREFIX = "ROLLTREE_CODE_"
 _FOR_LAUNCHER: Mapping[str, str] = MappingProxyType({"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"})
 
 
@@ -245,7 +247,7 @@ class LocalSandbox(FolderSandbox):
     def launch(self, command: Sequence[str], limits: Limits) -> Launch:
         """Return the command inside `confine` and, at that level, inside bubblewrap."""
         backend, machine = self._backend, self._backend.machine
-        resolved = [_find(command[0]), *command[1:]]
+        resolved = [_find(command[0], self._bin_folder), *command[1:]]
         line: list[str] = []
         if self._is_wrapped and machine.bwrap:
             line = bwrap_arguments(
@@ -267,7 +269,7 @@ class LocalSandbox(FolderSandbox):
         line += [backend.runtime.executable, "-I", "-S", "-c", source, "READY_FD"]
         return Launch(
             command=[*line, *resolved],
-            env=_FOR_LAUNCHER,
+            env={**_FOR_LAUNCHER, **{_ENV_PREFIX + k: v for k, v in self._environment().items()}},
             cwd="/",
             folder=str(self._folder.path),
             level=self.level.name,
@@ -291,7 +293,6 @@ class LocalSandbox(FolderSandbox):
             attributes=candidate.attributes_confined,
             connections=backend.reach is not None,
         )
-        bin_folder = str(Path(backend.runtime.executable).parent)
         return {
             "machine": machine.machine,
             "uid": self._uid,
@@ -303,15 +304,22 @@ class LocalSandbox(FolderSandbox):
             "landlock_network": backend.reach is None,
             "filter": program,
             "rlimits": self._rlimits(limits, machine),
-            "env": {
-                "PATH": ":".join(dict.fromkeys([bin_folder, "/usr/bin", "/bin"])),
-                "HOME": self.inside,
-                "TMPDIR": self.inside,
-                **_FOR_CODE,
-                **backend.env,
-                **self.env,
-            },
+            "env_prefix": _ENV_PREFIX,
         }
+
+    def _environment(self) -> dict[str, str]:
+        return {
+            "PATH": ":".join(dict.fromkeys([self._bin_folder, "/usr/bin", "/bin"])),
+            "HOME": self.inside,
+            "TMPDIR": self.inside,
+            **_FOR_CODE,
+            **self._backend.env,
+            **self.env,
+        }
+
+    @property
+    def _bin_folder(self) -> str:
+        return str(Path(self._backend.runtime.executable).parent)
 
     def _rlimits(self, limits: Limits, machine: Machine) -> dict[str, int]:
         found = {
@@ -396,12 +404,11 @@ def _shown(place: str) -> list[str]:
     return ["--ro-bind-try", place, place]
 
 
-def _find(program: str) -> str:
+def _find(program: str, bin_folder: str) -> str:
     """Return a program's path inside; a name is looked up in the folders of the code's PATH."""
     if "/" in program:
         return program
-    folders = [str(Path(sys.executable).resolve().parent), "/usr/bin", "/bin"]
-    for folder in folders:
+    for folder in (bin_folder, "/usr/bin", "/bin"):
         if os.path.exists(f"{folder}/{program}"):
             return f"{folder}/{program}"
     return f"/usr/bin/{program}"

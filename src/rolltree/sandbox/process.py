@@ -163,7 +163,8 @@ class SupervisedProcess:
             **{name: getattr(launch, name) for name in _SHARED},
             "command": list(launch.command),
             "after": [list(command) for command in launch.after],
-            "env": dict(launch.env),
+            # Every user of the machine can read arguments, so they have only the names.
+            "env": list(launch.env),
             "limits": msgspec.to_builtins(limits),
             "tmpfs": tmpfs_options(limits),
             "windowed": windowed,

@@ -52,6 +52,9 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 def main() -> None:
     """Run one tree to its end."""
     spec = json.loads(sys.argv[1])
+    # As bytes: Python may decode and add to its own environment as its locale demands.
+    names = [name.encode(errors="surrogateescape") for name in spec["env"]]
+    spec["env"] = {name: os.environb[name] for name in names}
     # Before the first fork: orphans become children of this process, so that `descendants` finds a
     # program that forks twice or opens its own session (design/0005).
     if sys.platform == "linux":
@@ -210,7 +213,7 @@ def cgroup_number(group: str, what: tuple[str, str]) -> int:
         return 0
 
 
-def run_quietly(command: list[str], env: dict[str, str]) -> None:
+def run_quietly(command: list[str], env: dict[bytes, bytes]) -> None:
     """Run a command that ends something outside the tree, for at most ten seconds."""
     pid = os.fork()
     if pid == 0:
