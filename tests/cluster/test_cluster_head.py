@@ -3,7 +3,11 @@
 import asyncio
 from types import SimpleNamespace
 
-from rolltree.cluster.roster import Registration, Roster
+import msgspec
+import pytest
+
+from rolltree.cluster.beat import Beats
+from rolltree.cluster.roster import Beat, Registration, Roster
 from rolltree.cluster.trainer import HeadProcess
 from wait_kit import until
 
@@ -42,3 +46,31 @@ def test_a_role_that_waits_to_be_started_again_is_not_late():
     roster.ended("engine-0")
     (role,) = roster.status()["roles"]
     assert (role["state"], role["up_s"]) == ("starting", 0.0)
+
+
+def test_a_notice_whose_answer_is_lost_comes_with_the_next_one():
+    roster, told = Roster(20.0, float), []
+    lost = [False, True, True, False, False]
+
+    class Link:
+        name = "trainer"
+
+        def ask(self, path, body):
+            beats.hurry()
+            if path == "/register":
+                return roster.register(msgspec.convert(body, Registration))
+            answer = roster.hear(msgspec.convert(body, Beat))
+            roster.notice(f"notice {len(roster.notices)}")
+            if not lost:
+                raise SystemExit  # ends the loop
+            if lost.pop(0):
+                raise ConnectionResetError
+            return answer
+
+    beats = Beats(Link(), "trainer", None, orphan_s=60.0, on_notice=told.append)
+    with pytest.raises(SystemExit):
+        beats._run()
+    assert told == [f"notice {number}" for number in range(4)]
+    # A trainer that is started again does not get what the one before it has acknowledged.
+    again = msgspec.convert(beats._beat() | {"num_notices": 0}, Beat)
+    assert roster.hear(again)["notices"] == ["notice 4", "notice 5"]

@@ -283,6 +283,8 @@ class TestTheCommand:
             ("workers=3", "Did you mean 'rollout_workers'?"),
             ("engines=0", "at least 1"),
             ("engines", "Write engines=N"),
+            ("engines=²", "Write engines=N"),
+            (f"engines={'9' * 5000}", "Write engines=N"),
         ],
     )
     def test_what_cannot_be_scaled(self, tmp_path, setting, said):

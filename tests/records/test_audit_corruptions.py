@@ -210,3 +210,14 @@ def test_sums_are_compared_as_they_are_stored(version, tmp_path):
     Corrupter(path).sums("eval", sum_reward=5.0)
     (finding,) = rt.audit(path).findings
     assert finding.cause == "sums_differ"
+
+
+def test_a_group_numbered_in_superscript_is_not_one_that_was_planned(tmp_path):
+    path = unpack("4/train", tmp_path / "run")
+    corrupter = Corrupter(path)
+    trained, evaluated = corrupter.ids()[0], corrupter.ids("phase = 'eval_before'")[0]
+    for victim, group in ((trained, "train/000001/g²"), (evaluated, "eval_before/letters/²")):
+        corrupter.copy(victim, f"{group}/0", group_id=group)
+    said = " ".join(str(each) for each in rt.audit(path).findings)
+    assert "g²" in said
+    assert "invalid literal" not in said

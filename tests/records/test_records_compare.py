@@ -236,6 +236,26 @@ class TestFacts:
         for arm in (same, unknown):
             assert "scored differently" not in str(rt.compare(a, arm))
 
+    def test_each_phase_is_compared_by_the_weights_that_it_was_scored_with(self, tmp_path):
+        def evaluated(run, phase, env_id, weight):
+            rows = [{"question": f"{n} + 5 =", "answer": str(n + 5)} for n in range(6)]
+            rubric = rt.Rubric([right], [weight])
+            env = rt.SingleTurnEnv(dataset=rows, rubric=rubric, env_id=env_id)
+            rt.evaluate(env, rt.ScriptedClient("12"), run=run, phase=phase)
+
+        path = tmp_path / "run"
+        with Run.create(path, config={"model": "m"}, kind="eval") as run:
+            evaluated(run, "first", "add", 1.0)
+            evaluated(run, "same", "add", 1.0)
+            evaluated(run, "later", "add", 2.0)
+            evaluated(run, "other", "sub", 3.0)
+
+        def said(a, b):
+            return str(rt.compare(f"{path}:{a}", f"{path}:{b}"))
+
+        assert "right has weight 1 in first and 2 in later" in said("first", "later")
+        assert "scored differently" not in said("first", "same")
+
     def test_the_rollouts_that_show_a_change(self, tmp_path):
         a, b = tmp_path / "a", tmp_path / "b"
         for path, rewards in ((a, (1.0, 0.0)), (b, (0.0, 0.0))):

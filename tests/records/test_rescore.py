@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import random
+import shutil
 
 import pytest
 from click.testing import CliRunner
@@ -12,7 +13,7 @@ import rolltree as rt
 from rolltree.agents import Agent, ToolAgent
 from rolltree.cli import app
 from rolltree.environments import EnvGroup, MultiTurnEnv, ProtocolEnvironment, SingleTurnEnv
-from rolltree.errors import ConfigError, ServerError, UnknownName
+from rolltree.errors import ConfigError, ServerError, UnknownName, record_error
 from rolltree.evaluation import evaluate_async
 from rolltree.protocols import DelegatingProtocol, SingleAgentProtocol, SubAgent, delegate_tool
 from rolltree.rollouts import RolloutEngine, build_requests
@@ -23,6 +24,7 @@ from rolltree.steps import StepOutcome
 from rolltree.store import Run
 from rolltree.testing import ScriptedClient
 from rolltree.training import load_train_config
+from rolltree.types import RolloutResult
 
 ROWS = [{"question": f"{a} + 1 =", "answer": str(a + 1)} for a in range(4)]
 
@@ -285,6 +287,47 @@ async def test_an_interrupted_rescoring_continues(tmp_path, monkeypatch, rubric)
     with Run.open(tmp_path / "run-rescored", "r") as run:
         assert run.num_rollouts() == 12
         assert run.meta["kind"] == "rescore"
+
+
+async def test_a_rollout_that_was_played_again_is_scored_again(tmp_path):
+    """Under the same id there is another rollout: a run was rolled back and went on."""
+    await stored(one_turn(Rubric([short])), tmp_path / "run")
+    await rt.records.rescore_async(tmp_path / "run", rubric=lengthy)
+    env, again = one_turn(Rubric([short])), ["eval/sums/0/0", "eval/sums/0/1"]
+    requests = build_requests(env, "eval", indices=[0], group_size=2, phase="eval")
+    with Run.open(tmp_path / "run", "w") as run:
+        for result in await RolloutEngine(env, ScriptedClient("12345")).run_all(requests):
+            run.add_rollouts(encode_result(result), replaced=again)
+    scored = []
+
+    def counted(state, completion):
+        scored.append(state["example_id"])
+        return lengthy(completion)
+
+    counted.__name__ = "lengthy"
+    await rt.records.rescore_async(tmp_path / "run", rubric=counted)
+    assert scored == [0, 0]
+    found = rewards(tmp_path / "run-rescored")
+    assert [found[name] for name in (*again, "eval/sums/1/0")] == [5.0, 5.0, 1.0]
+    failed = RolloutResult(requests[0], (), record_error(ValueError("no world"), "environment"))
+    with Run.open(tmp_path / "run", "w") as run:
+        run.add_rollouts(encode_result(failed), replaced=again)
+    report = await rt.records.rescore_async(tmp_path / "run", rubric=lengthy)
+    assert report.num_unplayed == 3  # two of them as before
+    assert again[0] not in rewards(tmp_path / "run-rescored")
+
+
+async def test_scores_of_rollouts_that_are_gone_are_not_reported(tmp_path):
+    await stored(one_turn(Rubric([short])), tmp_path / "run")
+    await rt.records.rescore_async(tmp_path / "run", rubric=odd)
+    shutil.rmtree(tmp_path / "run")
+    await stored(one_turn(Rubric([short])), tmp_path / "run", group_size=1)
+    with pytest.raises(ConfigError, match=r"run no longer has \(4, such as eval/sums/0/1\)"):
+        await rt.records.rescore_async(tmp_path / "run", rubric=odd)
+    report = await rt.records.rescore_async(
+        tmp_path / "run", rubric=odd, run_dir=tmp_path / "other"
+    )
+    assert report.num_rollouts == 4
 
 
 @pytest.mark.parametrize("compared", [False, True])

@@ -115,7 +115,7 @@ def test_conditions_are_parted_by_their_columns():
     own, rest = parted("reward < 1 and breaks > 2 and task ~ add", ("breaks",))
     assert [(each.name, each.operator, each.value) for each in own] == [("breaks", ">", 2)]
     assert rest == "reward < 1 and task ~ add"
-    with pytest.raises(ConfigError, match="no two numbers"):
+    with pytest.raises(ConfigError, match="does not compare two numbers"):
         parted("breaks > many", ("breaks",))
 
 

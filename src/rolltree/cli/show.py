@@ -49,7 +49,7 @@ def show_run(
     from rolltree.records import shown_requests
     from rolltree.store import Run, summarize
 
-    if last and sort:
+    if last and sort is not None:
         raise click.UsageError("--last and --sort cannot be combined; choose one.")
     # Rows that are read one by one are checked on the way, without a check of the whole file.
     with Run.open(run, mode="r") as stored, Run.open(run, mode="r", check="rows") as rows_only:

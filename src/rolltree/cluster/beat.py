@@ -160,6 +160,8 @@ class Beats:
                 heard_at = time.monotonic()
                 for notice in answer.get("notices", ()):
                     self._on_notice(notice)
+                    # The next beat says that it has arrived, so it comes soon.
+                    self.hurry()
                 if answer.get("stop"):
                     self._end("the driver stops this role")
             except ClusterError:
@@ -178,6 +180,7 @@ class Beats:
             "waits_for": self.waits_for,
             "busy_since_s": time.monotonic() - self._advanced_at if self._has_loop else 0.0,
             "metrics": self.metrics,
+            "num_notices": self.answer.get("num_notices", 0),
             **self._who,
         }
 

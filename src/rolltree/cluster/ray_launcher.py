@@ -214,7 +214,7 @@ def _check_reachable(address: str) -> None:
         OSError: nothing answers at `host:port`.
     """
     host, colon, port = address.removeprefix("ray://").rpartition(":")
-    if colon and port.isdigit():
+    if colon and port.isdecimal():
         socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
 
 

@@ -51,11 +51,11 @@ def scale(run_dir: str | Path, settings: Sequence[str]) -> dict[str, Any]:
     """
     numbers = {}
     for setting in settings:
-        name, equals, number = setting.partition("=")
+        name, _, number = setting.partition("=")
         if name not in Scale.__struct_fields__:
             hint = did_you_mean(name, Scale.__struct_fields__)
             raise ConfigError(f"{name!r} is not a number of roles that can be scaled.{hint}")
-        if not equals or not number.isdigit() or int(number) < 1:
+        if not (number.isdecimal() and len(number) < 10 and int(number)):
             raise ConfigError(
                 f"{setting!r} does not set a number of roles. Write {name}=N, with N at least 1."
             )

@@ -36,7 +36,8 @@ class Beat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     `state` describes what the role does; `waits_for` is the kind of role that it waits for.
     `busy_since_s`: seconds since its main loop advanced. A `pid` and `host` that differ from the
-    registered ones belong to an older process of that name, which is told to stop.
+    registered ones belong to an older process of that name, which is told to stop. `num_notices` is
+    that of the head's last answer: notices before it have arrived.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Beat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     metrics: dict[str, Any]
     pid: int | None = None
     host: str | None = None
+    num_notices: int = 0
 
 
 @dataclass(slots=True)
@@ -147,9 +149,10 @@ class Roster:
                 self.progress = max(self.progress, progress)
         answer = self._answer(role)
         if role.kind == "trainer":
-            # Only the head can store them.
+            # Only the head can store them. They come again until it says that they have arrived.
+            self._num_handed = max(self._num_handed, beat.num_notices)
             answer["notices"] = self.notices[max(0, self._num_handed - self._num_dropped) :]
-            self._num_handed = self._num_dropped + len(self.notices)
+            answer["num_notices"] = self._num_dropped + len(self.notices)
         return answer
 
     def _answer(self, asking: Role) -> dict[str, Any]:

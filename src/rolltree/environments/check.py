@@ -427,7 +427,7 @@ async def lifecycle_findings(env: Environment) -> list[ContractFinding]:
         if name == "a failed rollout" and probe.prompts:
             findings += _failure_findings(state)
     with counted(env) as counts:
-        if await _cancelled(env, rows):
+        if await _cancelled(env):
             findings += _count_findings(env, counts, "a cancelled rollout")
     return findings
 
@@ -458,7 +458,7 @@ def counted(env: Environment) -> Iterator[Counter[str]]:
             delattr(env, handler.__name__)
 
 
-async def _cancelled(env: Environment, rows: Any) -> bool:
+async def _cancelled(env: Environment) -> bool:
     """Cancel a rollout during a model call; return whether it made one."""
     probe = Probe(hang=True)
     # Without the engine, which would run the cleanup itself if the rollout did not.

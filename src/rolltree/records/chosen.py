@@ -64,13 +64,13 @@ def shown_requests(
         words.append("the last first")
     elif sort is not None:
         words.append(
-            f"{sort.removeprefix('-')}, the {'greatest' if sort[0] == '-' else 'least'} first"
+            f"{sort.removeprefix('-')}, the {'greatest' if sort[:1] == '-' else 'least'} first"
         )
     ids: dict[str, None] = {}
-    for (request_id,) in run.columns(("request_id",), sort=sort, **filters) if num else ():
-        ids[request_id] = None
-        if len(ids) == num:
+    for (request_id,) in run.columns(("request_id",), sort=sort, **filters):
+        if len(ids) >= num:
             break
+        ids[request_id] = None
     return ChosenRollouts(tuple(ids), run.num_rollouts(**filters) if words else 0, tuple(words))
 
 

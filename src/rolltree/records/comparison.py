@@ -31,7 +31,7 @@ from rolltree.rollouts.decode import decode_results, decode_rollout
 from rolltree.samples import build_samples
 from rolltree.store import Run, dumps, to_plain
 from rolltree.store.settings import flat_config
-from rolltree.store.weights import META
+from rolltree.store.weights import phase_parts
 
 NUM_EXAMPLES = 5
 # Breaks are counted in at most about this many rollouts of several calls; each takes 0.8 ms.
@@ -501,7 +501,7 @@ def _read(name: str, runs: Sequence[RunPhase], settings: Settings) -> ComparedAr
             breaks.append(_breaks(run, each.phase))
             inputs.append(_inputs(run, each.phase))
             configs.append(flat_config(run.config))
-            weights.append(_weights(run))
+            weights.append(_weights(run, each.phase))
     return ComparedArm(
         name,
         tuple(runs),
@@ -513,13 +513,13 @@ def _read(name: str, runs: Sequence[RunPhase], settings: Settings) -> ComparedAr
     )
 
 
-def _weights(run: Run) -> dict[str, float] | None:
-    """Return the nonzero weights of the reward functions, as noted last."""
-    notes = run.meta.get(META)
-    if not isinstance(notes, Sequence) or not notes:
+def _weights(run: Run, phase: str) -> dict[str, float] | None:
+    """Return the nonzero weights of the reward functions of a phase; None if none were noted."""
+    parts = phase_parts(run, phase)
+    if parts is None:
         return None
     found: dict[str, float] = {}
-    for part in notes[-1].get("parts") or ():
+    for part in parts:
         where = " of ".join(["", *(str(part[key]) for key in ("task", "agent") if part[key])])
         found |= {f"{name}{where}": weight for name, weight in part["functions"] if weight}
     return found

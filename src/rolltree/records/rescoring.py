@@ -74,7 +74,7 @@ async def rescore_async(
     What the model did stays as it is, tokens included, and so do the rows, answers, groups and ids;
     a rollout that failed before it was scored stays failed. Rewards, metrics, step rewards and
     advantages are those that a new evaluation with the same answers would have. The same call
-    again continues, and retries scoring that failed because of a judge's server.
+    again continues, and scores again what a judge's server failed or the run has played again.
 
     Args:
         run: the directory of the run, which is only read.
@@ -92,7 +92,7 @@ async def rescore_async(
 
     Raises:
         ConfigError: neither an environment nor a rubric, or both; nothing to score; or `run_dir`
-            holds something else.
+            holds something else, or rollouts that the run no longer has.
         StoreError: there is no run, or it is damaged.
     """
     scorer = _scorer(environment, env_args, compat, rubric)
@@ -291,20 +291,32 @@ def _plan(run: Run, where: Mapping[str, Any]) -> _Plan:
     return plan
 
 
-def _finished(target: Run, plan: _Plan, whole_groups: bool) -> tuple[set[str], set[str]]:
+def _finished(
+    source: Run, target: Run, plan: _Plan, whole_groups: bool
+) -> tuple[set[str], set[str]]:
     """Return the requests that are scored already, and those that are stored and scored again.
 
-    Scored again are rollouts that a judge's server failed, and, if members are compared, groups
-    that are not whole.
+    Scored again are rollouts that a judge's server failed, those that the source played again
+    since, and, if members are compared, groups that are not whole.
+
+    Raises:
+        ConfigError: the target holds rollouts that the source no longer has.
     """
     # A server's failure says nothing about the rollout; a reward function that raised would raise
     # again.
     done, again = set(), set()
-    names = ("request_id", "error_type", "error_phase")
-    for request_id, kind, phase in target.columns(names):
-        done.add(request_id)
-        if kind in INFRASTRUCTURE and phase == "scoring":
-            again.add(request_id)
+    names = ("request_id", "trajectory_index", "started_at")  # the last one tells replays apart
+    played = set(map(tuple, source.columns(names)))
+    for *rollout, kind, phase in target.columns((*names, "error_type", "error_phase")):
+        done.add(rollout[0])
+        if tuple(rollout) not in played or (kind in INFRASTRUCTURE and phase == "scoring"):
+            again.add(rollout[0])
+    if gone := sorted(done.difference(*plan.values())):
+        raise ConfigError(
+            f"{target.path} holds scores of rollouts that {source.path} no longer has "
+            f"({len(gone)}, such as {gone[0]}): that run was rolled back or replaced. Delete "
+            f"{target.path}, or choose another directory with run_dir=... (--run DIR)."
+        )
     if whole_groups:
         for members in plan.values():
             if any(member in again or member not in done for member in members):
@@ -344,7 +356,7 @@ async def _score_all(
     **limits: Any,
 ) -> None:
     """Score what is missing in `target`, and store it there."""
-    done, again = await asyncio.to_thread(_finished, target, plan, scorer.has_group_rewards)
+    done, again = await asyncio.to_thread(_finished, source, target, plan, scorer.has_group_rewards)
     num_total = sum(map(len, plan.values()))
     counts = ProgressCounts(num_total, num_resumed=len(done), num_done=len(done))
     client = _NoModel(scorer.model)
@@ -357,7 +369,7 @@ async def _score_all(
             empty = [result for result in batch if not result.states]  # failed before a state
             if empty:
                 rows = [row for result in empty for row in encode_result(result)]
-                await asyncio.to_thread(target.add_rollouts, rows)
+                await asyncio.to_thread(target.add_rollouts, rows, replaced=again)
             scorer.stored = {r.request.request_id: r for r in batch if r.states}
             requests = [result.request for result in scorer.stored.values()]
             _count(counts, empty)

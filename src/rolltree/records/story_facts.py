@@ -22,7 +22,7 @@ from rolltree.rollouts.conversation import conversation_of
 from rolltree.rollouts.decode import decode_rollout
 from rolltree.state import tool_errors
 from rolltree.store import Run, StoredEvaluation, StoredRollout, raised_by_rewards, summarize
-from rolltree.store.weights import META
+from rolltree.store.weights import phase_parts
 from rolltree.tokens.breaks import Decoder
 from rolltree.types import State
 
@@ -202,7 +202,11 @@ def read_facts(run: Run, *, quick: bool = False) -> Facts:
         max_tokens=limit if type(limit) is int else None,
         error=summarize(run).error,
         num_sampled_of=num_rollouts if is_sampled else None,
-        weights=_weights(run.meta.get(META)),
+        weights={
+            name: weight
+            for part in phase_parts(run, phase) or ()
+            for name, weight in part["functions"]
+        },
         not_finite={
             str(name): step.step
             for step in reversed(steps)
@@ -217,15 +221,6 @@ def read_facts(run: Run, *, quick: bool = False) -> Facts:
             if event.kind == "resumed" and (changed := event.data.get("changed"))
         ],
     )
-
-
-def _weights(notes: Any) -> dict[str, float]:
-    """Return the weights of the last note of every environment."""
-    found: dict[str, float] = {}
-    for note in notes or ():
-        for part in note["parts"]:
-            found |= dict(part["functions"])
-    return found
 
 
 def _decoder(run: Run, rollouts: Sequence[StoryRollout]) -> Decoder | None:

@@ -91,7 +91,7 @@ def _summarize(run: StoredRun) -> RunSummary:
     by_phase: dict[str, list[Totals]] = {}
     for item in totals:
         by_phase.setdefault(item.phase, []).append(item)
-    rewards = {name: _reward(run, meta, name, items) for name, items in by_phase.items()}
+    rewards = {name: _reward(meta, name, items) for name, items in by_phase.items()}
     phases = [
         _phase(name, items, planned.get(f"phase/{name}"), rewards[name])
         for name, items in by_phase.items()
@@ -158,9 +158,7 @@ def _is_done(
     return True if any(report_key(phase.phase) in meta for phase in phases) else None
 
 
-def _reward(
-    run: StoredRun, meta: Mapping[str, Any], phase: str, items: Sequence[Totals]
-) -> Sequence[float | None]:
+def _reward(meta: Mapping[str, Any], phase: str, items: Sequence[Totals]) -> Sequence[float | None]:
     """Return the mean reward of a phase, and the bounds of its interval if one is stored."""
     report = meta.get(report_key(phase))
     kept = report.get("results") if isinstance(report, Mapping) else None

@@ -144,7 +144,7 @@ class StoredRun:
         """
         clause, values = where_clause(where)
         self._database.check()
-        order = order_clause(sort or "id")
+        order = order_clause("id" if sort is None else sort)
         return self._database.orders.ids(self._database, clause, values, order)
 
     @property
@@ -210,7 +210,7 @@ class StoredRun:
         if sort is None and not offset:
             rows = self._database.pages(names, clause, values, limit, size)
         else:
-            order = order_clause(sort or "id")
+            order = order_clause("id" if sort is None else sort)
             rows = self._database.sorted(names, clause, values, order, limit, offset, size)
         for row in rows:
             try:  # as `naming` does, without its cost for every row

@@ -72,13 +72,7 @@ def noted_part(
     notes: Any, *, env_id: str, task: str, agent: str, created_at: float
 ) -> ScoredPart | None:
     """Return the functions that scored a rollout; the arguments are those of `noted_weights`."""
-    if not isinstance(notes, Sequence):
-        return None
-    # The last note that applied when the rollout was stored: a continued run may change weights.
-    parts: list[Mapping[str, Any]] | None = None
-    for note in notes:
-        if note.get("env_id") in ("", env_id) and note.get("since", 0.0) <= created_at:
-            parts = note["parts"]
+    parts = _noted_parts(notes, env_id, created_at)
     for each in parts or ():
         is_task = each["task"] in ("", task) or task.startswith(f"{each['task']}/")
         if is_task and each["agent"] == agent:
@@ -91,3 +85,24 @@ def noted_part(
     if agent:
         return noted_part(notes, env_id=env_id, task=task, agent="", created_at=created_at)
     return ScoredPart(())
+
+
+def phase_parts(run: Run, phase: str) -> list[Mapping[str, Any]] | None:
+    """Return the noted parts that scored the last rollouts of a phase; None: none were noted."""
+    notes = run.meta.get(META)
+    found = [
+        _noted_parts(notes, each.env_id, each.last_created_at)
+        for each in run.totals()
+        if each.phase == phase
+    ]
+    known = [parts for parts in found if parts is not None]
+    return [part for parts in known for part in parts] if known else None
+
+
+def _noted_parts(notes: Any, env_id: str, created_at: float) -> list[Mapping[str, Any]] | None:
+    """Return the last note that applied then: a continued run may change weights."""
+    parts: list[Mapping[str, Any]] | None = None
+    for note in notes if isinstance(notes, Sequence) else ():
+        if note.get("env_id") in ("", env_id) and note.get("since", 0.0) <= created_at:
+            parts = note["parts"]
+    return parts

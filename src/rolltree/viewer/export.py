@@ -93,7 +93,7 @@ def export_page(
         )
     with Run.open(path, mode="r") as run:
         story = run_story(run)
-        if where or sort or limit:
+        if where or sort is not None or limit:
             num = limit or _DEFAULT_LIMIT
             chosen = shown_requests(run, num=num, where=where, sort=sort)
             if not chosen.request_ids:

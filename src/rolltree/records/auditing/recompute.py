@@ -160,7 +160,7 @@ class VersionedWeights:
             self._folders[0] = None
         for folder in sorted(run.checkpoints.glob("step-*")):
             number = folder.name.removeprefix("step-")
-            if number.isdigit() and any(folder.glob("*.safetensors")):
+            if number.isdecimal() and any(folder.glob("*.safetensors")):
                 self._folders[int(number)] = folder
         if base is None:
             raise ConfigError(

@@ -243,7 +243,7 @@ class RolloutAudit:
             return
         self.ledger.count("sampler")
         group = row.group_id.rpartition("/")[2]
-        if not group[1:].isdigit() or group[0] not in "gx" or row.train_step is None:
+        if not group[1:].isdecimal() or group[0] not in "gx" or row.train_step is None:
             return
         world, sampling = _group_seeds(seed, row.train_step, group)
         own = derive_seed(sampling, "member", row.index_in_group)

@@ -175,7 +175,7 @@ def _planned_seed(audit: RolloutAudit, request: RolloutRequest) -> Iterator[Word
     row = audit.row
     evaluation = audit.expected.settings.evaluations.get(row.phase)
     index = row.group_id.rpartition("/")[2]
-    if evaluation is None or not index.isdigit() or not isinstance(evaluation.get("seed"), int):
+    if evaluation is None or not index.isdecimal() or not isinstance(evaluation.get("seed"), int):
         return
     split = str(evaluation.get("split"))
     seeds = _evaluation_seeds(evaluation["seed"], str(evaluation.get("env_id")), split, index)

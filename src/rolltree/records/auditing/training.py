@@ -522,4 +522,4 @@ def _results(facts: Sequence[RolloutFacts]) -> list[RolloutResult]:
 def _number(group_id: str, kind: str) -> int | None:
     """Return the number of a group of a kind ("g": planned, "x": a replacement), or None."""
     label = group_id.rpartition("/")[2]
-    return int(label[1:]) if label[:1] == kind and label[1:].isdigit() else None
+    return int(label[1:]) if label[:1] == kind and label[1:].isdecimal() else None
