@@ -290,6 +290,8 @@ class TestCommands:
             (("token",), "Did you mean 'tokens'"),
             (("rollouts", "-c", "rewrd"), "Did you mean 'reward'"),
             (("rollouts", "--where", "rewrd < 1"), "Did you mean 'reward'"),
+            (("rollouts", "--where", ""), "cannot be read"),
+            (("rollouts", "--sort", ""), "cannot be sorted by ''"),
             (("rollouts", "--format", "jsn"), "Did you mean 'json"),
             (("steps", "--phase", "x"), "would do nothing"),
             (("-n", "3"), "name a table"),

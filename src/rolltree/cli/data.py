@@ -55,9 +55,9 @@ def show_data(
     from rolltree.reports import print_columns, print_table
 
     chosen = "json" if as_json else known_name(form, FORMATS, "--format")
-    filters: dict[str, Any] = {"phase": phase, "where": " and ".join(where), "sort": sort}
+    filters: dict[str, Any] = {"phase": phase, "where": _joined(where), "sort": sort}
     # Only filters that were given, since a table rejects those that it does not have.
-    filters = {name: value for name, value in filters.items() if value}
+    filters = {name: value for name, value in filters.items() if value is not None}
     if full:
         filters["full"] = True
     with read_run(run) as data:
@@ -108,8 +108,8 @@ def export_rollouts(
     from rolltree.records import export_run
     from rolltree.records.export import EXPORT_KINDS
 
-    filters = {"phase": phase, "where": " and ".join(where)}
-    filters = {name: value for name, value in filters.items() if value}
+    filters = {"phase": phase, "where": _joined(where)}
+    filters = {name: value for name, value in filters.items() if value is not None}
     number = export_run(
         run,
         target,
@@ -127,3 +127,7 @@ def export_rollouts(
 def _refuse(wrong: Any, advice: str) -> None:
     if wrong:
         raise ConfigError(f"these flags have no effect here: {advice}.")
+
+
+def _joined(where: tuple[str, ...]) -> str | None:
+    return " and ".join(where) if where else None
