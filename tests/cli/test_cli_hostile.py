@@ -146,7 +146,6 @@ def test_the_command_line_prints_in_one_place():
     ]
     assert bare == [
         "arguments.py: print(text, file=file, flush=True)",
-        "env.py: print(json.dumps(asdict(report), indent=2, default=str))",
         'gateway.py: print(f"admin key: {gateway.admin_key}", flush=True)',
         'serve.py: print(f"token: {used_token}", flush=True)',
         'serve.py: print(f"admin token: {used_admin_token}", flush=True)',

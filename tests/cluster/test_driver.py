@@ -121,7 +121,7 @@ async def test_a_loop_that_stands_still_is_told_from_a_stopped_process(tmp_path)
     async with driving(tmp_path) as d:
         await d.until_all()
         d.do("engine-0", "stuck")
-        said = await d.said("engine-0 answers, but its loop has not advanced", limit_s=30)
+        said = await d.said("engine-0 answers, but its loop has not advanced", limit_s=120)
         assert "(engine at work)" in said
         d.do("engine-0", "go")
         await d.said("engine-0 goes on")

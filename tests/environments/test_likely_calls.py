@@ -272,7 +272,7 @@ async def test_a_rows_tools_win(names):
 
 
 async def test_a_second_function_is_not_taken_for_weights(names):
-    with pytest.raises(ConfigError, match=r"weights.*a list, Rubric\(\[first, second\]\)"):
+    with pytest.raises(ConfigError, match=r"weights.*as a list: Rubric\(\[first, second\]\)"):
         rt.Rubric(always, exact)
     with pytest.raises(ConfigError, match="weights"):
         rt.Rubric([always], weights=2)
