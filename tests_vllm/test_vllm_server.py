@@ -253,7 +253,7 @@ async def test_weights_are_replaced_also_under_a_request_in_flight(
     story = [{"role": "user", "content": "Tell me a long story about a ship."}]
     counted = tokens_sampled(url)
     flying = asyncio.ensure_future(
-        by_token.chat(story, sampling=SamplingParams(temperature=0.0, max_tokens=120))
+        by_token.chat(story, sampling=SamplingParams(temperature=0.0, max_tokens=300))
     )
     while tokens_sampled(url) < counted + 5:  # noqa: ASYNC110
         await asyncio.sleep(0.05)
