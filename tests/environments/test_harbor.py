@@ -258,6 +258,14 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize("part", ["instruction.md", "environment/Dockerfile"])
+def test_a_text_that_is_not_utf8_is_refused_by_name(part, tasks, tmp_path):
+    task = shutil.copytree(tasks / "hello", tmp_path / "asks")
+    (task / part).write_bytes(b"FROM python:3.12\nRUN echo \xff\n")
+    with pytest.raises(ConfigError, match=rf"(?s){part} cannot be read .*UTF-8"):
+        read_task(task)
+
+
 @pytest.mark.parametrize("toml", REFUSED)
 def test_what_is_refused_by_name(toml, tasks, tmp_path):
     task = tmp_path / "asks"

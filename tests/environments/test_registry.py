@@ -198,6 +198,9 @@ def test_the_environments_own_max_tokens(here):
     file.write_text("sampling = 3")
     with pytest.raises(ConfigError, match=r"sampling in .*train\.toml is 3, not a table"):
         own_max_tokens("my-words")
+    file.write_text("[sampling\nmax_tokens = 7\n")
+    with pytest.raises(ConfigError, match=r"train\.toml cannot be read .*line 1"):
+        own_max_tokens("my-words")
 
 
 @pytest.mark.parametrize(

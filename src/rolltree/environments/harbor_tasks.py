@@ -219,7 +219,7 @@ def read_task(folder: str | Path) -> HarborTask:
     return HarborTask(
         folder=folder,
         name=str((file.task or {}).get("name") or folder.name),
-        instruction=_without_canary((folder / "instruction.md").read_text(encoding="utf-8")),
+        instruction=_without_canary(_text_of(folder / "instruction.md")),
         agent_limit_s=file.agent.timeout_sec,
         verifier_limit_s=file.verifier.timeout_sec,
         env=asked.env,
@@ -273,6 +273,15 @@ def _read_toml(path: Path) -> _File:
         raise ConfigError(
             f"{path} cannot be read as a Harbor task ({error}).{hint} rolltree knows the format of "
             "harbor 0.26."
+        ) from error
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{path} cannot be read ({error}). Harbor's tasks are text in UTF-8: correct the file."
         ) from error
 
 
@@ -458,7 +467,7 @@ def _world_files(folder: Path, asked: _Environment) -> WorldFiles:
     path = folder / "environment" / "Dockerfile"
     made = _Dockerfile(path.parent)
     number, pending = 0, ""
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, text in enumerate(_text_of(path).splitlines(), start=1):
         if text.lstrip().startswith("#"):
             continue
         pending += text.rstrip()

@@ -64,13 +64,17 @@ def own_max_tokens(name: str) -> tuple[int, Path] | None:
     """Return the `sampling.max_tokens` of an environment's training config, and the config.
 
     Raises:
-        ConfigError: it is not a whole number, or `sampling` is not a table.
+        ConfigError: the config is not TOML, or has a wrong value there.
         UnknownName: there is no such environment.
     """
     file = train_config_file(name)
     if file is None:
         return None
-    found = _table(_read(file), str(file), "sampling").get("max_tokens")
+    try:
+        config = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read ({error}). Correct it, or pass -t.") from error
+    found = _table(config, str(file), "sampling").get("max_tokens")
     if found is None:
         return None
     if not isinstance(found, int) or isinstance(found, bool) or found < 1:
