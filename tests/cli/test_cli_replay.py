@@ -7,6 +7,7 @@ from click.testing import CliRunner
 
 import rolltree as rt
 from rolltree.cli import app
+from rolltree.environments.code import changed_code
 from rolltree.testing import ScriptedServer
 
 ENV = """
@@ -54,6 +55,17 @@ def call(*words, **settings):
 def test_equal_rollouts_of_a_run(run):
     done = call(run)
     assert (done.exit_code, done.stdout) == (0, "2 of 2 rollouts replay equal\n")
+
+
+def test_equal_rollouts_of_changed_code_say_so_once(run, tmp_path):
+    with rt.Run.open(run) as stored:
+        changed_code(rt.load_environment("guess"), stored)  # as `rolltree eval` stores it
+    write_environment(tmp_path, '"Not "')
+    done = call(run)
+    assert done.exit_code == 0
+    equal, note = done.stdout.splitlines()
+    assert equal == "2 of 2 rollouts replay equal"
+    assert note.startswith("note: the environment's code has changed since the run: ")
 
 
 def broken(tmp_path, setup):

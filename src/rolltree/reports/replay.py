@@ -83,6 +83,9 @@ def replays_summary(reports: Sequence[ReplayReport]) -> list[str]:
     partial = sum(bool(report.stopped) for report in reports)
     if partial:
         lines.append(f"{partial} were compared up to where their recording ends")
+    # The notes of replays that differ are beside their differences.
+    notes = Counter(note for each in reports if each.is_equal for note in each.notes)
+    lines += [f"note: {note}" for note, _ in notes.most_common(_MOST_CAUSES)]
     return lines
 
 
