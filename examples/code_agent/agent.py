@@ -15,7 +15,7 @@ import ast
 import asyncio
 import io
 import sys
-from contextlib import redirect_stdout
+from functools import partial
 
 import openai
 
@@ -38,8 +38,9 @@ def run(line: str) -> str:
         return "refused"
     printed = io.StringIO()
     try:
-        with redirect_stdout(printed):
-            exec(compile(tree, "line", "exec"), {"__builtins__": {"print": print}})
+        # A `print` of its own: `redirect_stdout` would change all threads of the process.
+        own = {"print": partial(print, file=printed)}
+        exec(compile(tree, "line", "exec"), {"__builtins__": own})
     except TypeError:
         return "type error"
     return printed.getvalue().strip()
