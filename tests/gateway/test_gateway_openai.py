@@ -114,6 +114,22 @@ async def test_the_chunks_of_a_stream():
     assert chunks[-1].usage.completion_tokens == len("one two") + 1
 
 
+async def test_each_tool_call_of_a_stream_has_its_own_chunk():
+    """As from OpenAI: llama-index reads only the first call of a chunk."""
+    calls = [{"function": {"name": "add", "arguments": f'{{"a": {a}, "b": 2}}'}} for a in (1, 3)]
+    client = ScriptedClient([{"content": "Both.", "tool_calls": calls}])
+    async with rt.gateway(client) as g, g.session() as s, openai_agent(s) as agent:
+        messages = [{"role": "user", "content": "1+2, 3+2"}]
+        stream = await agent.chat.completions.create(
+            model="m", messages=messages, tools=[ADD], stream=True
+        )
+        deltas = [chunk.choices[0].delta async for chunk in stream]
+    assert "".join(delta.content or "" for delta in deltas) == "Both."
+    found = [delta.tool_calls for delta in deltas if delta.tool_calls]
+    assert [[call.index for call in each] for each in found] == [[0], [1]]
+    assert [json.loads(each[0].function.arguments)["a"] for each in found] == [1, 3]
+
+
 async def test_several_answers_are_calls_of_their_own():
     client = ScriptedClient(["first", "second", "third"])
     async with rt.gateway(client) as g, g.session() as s, openai_agent(s) as agent:

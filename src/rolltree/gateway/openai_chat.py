@@ -28,7 +28,7 @@ from rolltree.gateway.fields import (
 )
 from rolltree.gateway.messages import chat_messages
 from rolltree.gateway.protocol import SessionView, WireProtocol, data_event
-from rolltree.inference.deltas import outgoing_message
+from rolltree.inference.deltas import one_call_each, outgoing_message
 from rolltree.inference.server.requests import (
     TEXT_MAX_TOKENS,
     Failure,
@@ -234,7 +234,7 @@ class ChatEvents:
         return [self._chunk({"role": "assistant", "content": ""})] if self._is_chat else []
 
     def delta(self, delta: AnswerDelta) -> Iterable[bytes]:
-        """Return the chunk of a delta."""
+        """Return the chunks of a delta."""
         if not self._is_chat:
             return [self._text_chunk(delta.content)]
         new: dict[str, Any] = {}
@@ -244,7 +244,7 @@ class ChatEvents:
             new["content"] = delta.content
         if delta.tool_calls:
             new["tool_calls"] = [{"index": i, **each} for i, each in enumerate(delta.tool_calls)]
-        return [self._chunk(new)]
+        return [self._chunk(part) for part in one_call_each(new)]
 
     def end(self, answer: AgentAnswer) -> Iterable[bytes]:
         """Return the chunk with the finish reason, the usage if requested, and the end."""

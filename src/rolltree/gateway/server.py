@@ -296,9 +296,15 @@ class Gateway:
         """Open a session with the settings of a request.
 
         Raises:
-            RequestError: a setting is unknown or cannot be used.
+            RequestError: a setting is unknown or cannot be used, or the run has the id.
         """
         given = _converted(body, SessionSettings)
+        if self._run is not None and self._run.num_rollouts(request_id=given.id or ""):
+            raise RequestError(
+                f"a closed session {given.id!r} is stored in the run, which keeps one of an id, so "
+                "this one would be lost. Choose another id, or leave it out.",
+                param="id",
+            )
         limits = SessionLimits(
             *(
                 getattr(self.limits, name) if getattr(given, name) is None else getattr(given, name)

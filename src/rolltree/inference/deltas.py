@@ -122,6 +122,18 @@ class MessageDeltas:
         return delta | {name: part for name, part in parts.items() if part}
 
 
+def one_call_each(delta: dict[str, Any]) -> list[dict[str, Any]]:
+    """Split a `delta` so that none has several tool calls.
+
+    OpenAI's server and vLLM send each call in chunks of its own, and some clients (llama-index)
+    read only the first call of a chunk.
+    """
+    first, *others = delta.get("tool_calls") or [None]
+    if not others:
+        return [delta]
+    return [delta | {"tool_calls": [first]}, *({"tool_calls": [call]} for call in others)]
+
+
 def _before_calls(content: str) -> str:
     """Return the part that remains content, whatever follows."""
     # If a call follows, its parser strips the space around the content.

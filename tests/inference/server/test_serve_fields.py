@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from serve_kit import ADD
 from rolltree.errors import ConfigError, PromptTooLong, TokenError
 from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.deltas import MessageDeltas, SettledText, TextDeltas
+from rolltree.inference.engine import EngineOutput
 from rolltree.inference.parse import extract_versions
 from rolltree.inference.request_fields import token_in_fields
 from rolltree.inference.server import http as server_http
@@ -32,7 +34,7 @@ from rolltree.inference.server.requests import (
     messages_of,
     parse_request,
 )
-from rolltree.inference.server.responses import version_spans
+from rolltree.inference.server.responses import ResponseStream, version_spans
 from rolltree.testing.tokenizer import ByteTokenizer
 from rolltree.types import FinishReason, SamplingParams
 
@@ -83,6 +85,36 @@ def test_deltas_add_up_to_the_message(
     assert found["content"] == final["content"]
     assert found["reasoning_content"] == final.get("reasoning_content", "")
     assert len(last.get("tool_calls", [])) == len(final.get("tool_calls", []))
+
+
+class _Caller(_NoEngine):
+    """Samples two tool calls at once."""
+
+    ids = np.frombuffer(b'Both.<tool_call>{"name": "f", "arguments": {}}</tool_call>' * 2, np.uint8)
+
+    def submit(self, request: Any, tell: Any) -> Future[EngineOutput]:
+        ids, values = self.ids.astype(np.int32), np.zeros(len(self.ids), np.float32)
+        output = EngineOutput(ids, values, ids * 0, FinishReason.STOP, None, 3, 0, 0.0, values)
+        done: Future[EngineOutput] = Future()
+        done.set_result(output)
+        return done
+
+
+async def test_each_tool_call_of_a_stream_has_its_own_chunk() -> None:
+    """As from OpenAI and vLLM: some clients read only the first call of a chunk."""
+    renderer = ChatRenderer(ByteTokenizer(), tool_parser="hermes")
+    served = ServedModel(_Caller(), renderer, "m")  # type: ignore[arg-type]
+    body = {"messages": [{"role": "user", "content": "?"}], "tools": [ADD], "stream": True}
+    asked = check_fields({**body, "return_token_ids": True}, CHAT_FIELDS, "m")
+    request = parse_request(asked, chat=True, body=body)
+    stream = ResponseStream(served, request, [np.array([1, 2, 3], np.int32)])
+    parts = [part async for part in stream.events()][:-1]
+    choices = [json.loads(part.removeprefix(b"data: "))["choices"][0] for part in parts]
+    calls = [[call["index"] for call in each["delta"].get("tool_calls", [])] for each in choices]
+    assert calls == [[0], [1]]
+    assert choices[0]["delta"]["role"] == "assistant"
+    assert [each["finish_reason"] for each in choices] == [None, "tool_calls"]
+    assert [i for each in choices for i in each["token_ids"]] == _Caller.ids.tolist()
 
 
 @given(st.text(max_size=12), st.lists(st.text(min_size=1, max_size=3), max_size=2))

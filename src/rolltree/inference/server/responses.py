@@ -20,7 +20,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rolltree.inference.deltas import MessageDeltas, SettledText, TextDeltas, outgoing_message
+from rolltree.inference.deltas import (
+    MessageDeltas,
+    SettledText,
+    TextDeltas,
+    one_call_each,
+    outgoing_message,
+)
 from rolltree.inference.engine import EngineOutput, SampledToken
 from rolltree.inference.routed_experts import encode_routing
 from rolltree.inference.server.model_server import ServedModel, choice_seeds
@@ -252,7 +258,8 @@ class ResponseStream:
                 choice, news = await self._news.get()
                 if isinstance(news, Future):
                     choice.output = news.result()
-                    yield _event(self._last_chunk(choice, choice.output))
+                    for chunk in self._last_chunks(choice, choice.output):
+                        yield _event(chunk)
                 else:
                     yield _event(self._chunk(choice, news))
             if self._request.include_usage:
@@ -284,17 +291,21 @@ class ResponseStream:
         ids, values = np.array([token.id], np.int32), self._served.logprobs_of(token)
         return self._with_tokens(choice, ids, values, new, is_first)
 
-    def _last_chunk(self, choice: _Choice, output: EngineOutput) -> dict[str, Any]:
-        """Return the last chunk of a choice, with the rest of its tokens and its finish reason."""
+    def _last_chunks(self, choice: _Choice, output: EngineOutput) -> list[dict[str, Any]]:
+        """Return the last chunks of a choice, with the rest of its tokens and its finish reason."""
         new = slice(len(choice.ids), None)
-        values = self._served.logprobs_of(output)[new]
-        part = self._responses.ending(output)
+        ids, values = output.completion_ids[new], self._served.logprobs_of(output)[new]
+        part, earlier = self._responses.ending(output), list[dict[str, Any]]()
         if isinstance(choice.deltas, TextDeltas):
             part["text"] = choice.deltas.next(self._served.text(output))
         else:
             message, reason = self._served.message(output, self._request.tools)
-            part |= {"delta": choice.deltas.last(message), "finish_reason": reason.value}
-        return self._with_tokens(choice, output.completion_ids[new], values, part, not choice.ids)
+            *earlier, delta = one_call_each(choice.deltas.last(message))
+            part |= {"delta": delta, "finish_reason": reason.value}
+        return [
+            *(self._with_tokens(choice, ids[:0], values[:0], {"delta": d}, False) for d in earlier),
+            self._with_tokens(choice, ids, values, part, not choice.ids),
+        ]
 
     def _with_tokens(
         self, choice: _Choice, ids: IntArray, values: FloatArray, new: dict[str, Any], first: bool
@@ -322,11 +333,11 @@ class GenerateStream(ResponseStream):
         values = self._served.logprobs_of(token)
         return self._ids_chunk(choice, np.array([token.id], np.int32), values, {}, is_first)
 
-    def _last_chunk(self, choice: _Choice, output: EngineOutput) -> dict[str, Any]:
+    def _last_chunks(self, choice: _Choice, output: EngineOutput) -> list[dict[str, Any]]:
         new = slice(len(choice.ids), None)
         values = self._served.logprobs_of(output)[new]
         ending = _ending(output)
-        return self._ids_chunk(choice, output.completion_ids[new], values, ending, not choice.ids)
+        return [self._ids_chunk(choice, output.completion_ids[new], values, ending, not choice.ids)]
 
     def _ids_chunk(
         self, choice: _Choice, ids: IntArray, values: FloatArray, new: dict[str, Any], first: bool
