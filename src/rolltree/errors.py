@@ -155,6 +155,10 @@ class Stopped(RolltreeError):
     """The program was stopped by SIGTERM; its progress is saved."""
 
 
+class Terminated(SystemExit):
+    """SIGTERM ends the process. A plain SystemExit of an environment's code is a failure."""
+
+
 INFRASTRUCTURE = frozenset(
     (
         *("ConnectionFailed", "CallTimeout", "ServerError", "BadResponse"),
@@ -235,9 +239,12 @@ def record_error(
     lines = "".join(_traceback.format_exception(error)).splitlines(keepends=True)
     # Without the lines that only underline the previous one.
     traceback = "".join(line for line in lines if line.strip(" ~^\n"))
+    message = message_of(error)
+    if isinstance(error, SystemExit):
+        message = f"the code called exit({message}), which would have ended the whole program"
     return ErrorRecord(
         type=type(error).__name__,
-        message=_both_ends(message_of(error), 10_000),
+        message=_both_ends(message, 10_000),
         traceback=_both_ends(traceback, 4_000),
         phase=phase,
     )

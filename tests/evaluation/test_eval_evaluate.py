@@ -305,3 +305,8 @@ async def test_nonsense_is_refused():
         await evaluate_async(EchoSource(), EchoClient(), rollouts_per_example=0)
     with pytest.raises(ConfigError, match="nothing to run"):
         await evaluate_async(EchoSource(), EchoClient(), num_examples=0)
+
+
+async def test_a_run_is_an_open_one_and_not_a_folder(tmp_path):
+    with pytest.raises(ConfigError, match="not an open run"):
+        await evaluate_async(EchoSource(), EchoClient(), run=tmp_path)

@@ -1,5 +1,6 @@
 """Planted corruptions, below the checksums, are found with the right cause at the right place."""
 
+import json
 import shutil
 
 import numpy as np
@@ -221,3 +222,21 @@ def test_a_group_numbered_in_superscript_is_not_one_that_was_planned(tmp_path):
     said = " ".join(str(each) for each in rt.audit(path).findings)
     assert "g²" in said
     assert "invalid literal" not in said
+
+
+def test_a_prompt_may_be_written_as_the_tokenizer_normalizes_it(corrupter, tmp_path):
+    """Qwen's tokenizers compose characters, and none has ids for a lone surrogate."""
+
+    def unusual(record):
+        for message in record["table"]["messages"]:
+            if message["role"] == "user":
+                message["content"] = message["content"].upper() + "\ud800"
+
+    victim = corrupter.ids()[5]
+    corrupter.record(victim, unusual)
+    (tmp_path / "lower").mkdir()
+    tokenizer = json.loads((corrupter.path.parent / "model" / "tokenizer.json").read_text())
+    tokenizer["normalizer"] = {"type": "Lowercase"}
+    (tmp_path / "lower" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    found = rt.audit(corrupter.path, tokenizer=tmp_path / "lower").findings
+    assert [item for item in found if item.check == "text"] == []

@@ -662,3 +662,13 @@ async def test_episodes_wait_for_a_consumer_that_is_slow():
         async for batch in batches:
             num_taken += len(batch)
     assert num_taken == len(source.started) == 2000
+
+
+async def test_an_environment_that_calls_exit_fails_its_rollout_and_not_the_program():
+    async def play(request, client, state):
+        if request.request_id == "r0":
+            raise SystemExit(0)
+
+    results = await engine(play).run_all(requests(2))
+    assert [result.error and result.error.type for result in results] == ["SystemExit", None]
+    assert "exit(0)" in results[0].error.message

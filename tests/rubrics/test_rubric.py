@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rubric_states import a_state, a_step
 
-from rolltree.errors import ConfigError
+from rolltree.errors import ConfigError, Terminated
 from rolltree.parsers import Parser, XMLParser
 from rolltree.rubrics import Rubric, run_inline, write_advantages
 
@@ -23,6 +23,23 @@ def length(completion):
 @run_inline
 def broken(completion):
     raise RuntimeError("no judge")
+
+
+def quits(completion):
+    raise SystemExit(3)
+
+
+async def quits_later(completion):
+    raise SystemExit
+
+
+class NoFloat:
+    def __float__(self):
+        raise ZeroDivisionError
+
+
+def no_float(completion):
+    return NoFloat()
 
 
 def score(rubric, *states):
@@ -346,3 +363,31 @@ def test_the_advantage_of_a_group_is_credits_dr_grpo():
     assert [step["advantage"] for state in states for step in state["trajectory"]] == [
         state["advantage"] for state in states
     ]
+
+
+@pytest.mark.parametrize(("func", "said"), [(quits, "exit(3)"), (quits_later, "exit()")])
+def test_a_function_that_calls_exit_fails_its_rollout_and_not_the_program(func, said):
+    state = score(Rubric([func, length]), a_state("4"))
+    assert (state["reward"], state["metrics"]) == (None, {func.__name__: None, "length": 1.0})
+    assert said in state["error"].message
+
+
+def test_sigterm_ends_the_program_while_a_function_runs():
+    @run_inline
+    def stopped(completion):
+        raise Terminated(143)
+
+    with pytest.raises(Terminated):
+        score(Rubric([stopped]), a_state("4"))
+
+
+def test_a_value_that_cannot_become_a_float_is_a_failure_with_the_name_of_its_function():
+    state = score(Rubric([no_float]), a_state("4"))
+    assert state["metrics"] == {"no_float": None}
+    assert "no_float" in state["error"].message
+
+
+@pytest.mark.parametrize("weight", ["1", None, 10**400])
+def test_a_weight_that_is_not_a_number_is_refused_with_its_function(weight):
+    with pytest.raises(ConfigError, match="length"):
+        Rubric([length], weights=[weight])

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, overload
 
-from rolltree.errors import ModelError, record_error
+from rolltree.errors import ModelError, Terminated, record_error
 from rolltree.types import ErrorRecord, TruncationReason
 
 Role: TypeAlias = Literal["stop", "cleanup", "teardown"]
@@ -162,7 +162,7 @@ def close_all() -> None:
 
 
 def _exit_on_signal(signum: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + signum)
+    raise Terminated(128 + signum)
 
 
 Phase: TypeAlias = Literal["setup", "model", "environment"]

@@ -131,6 +131,11 @@ async def evaluate_async(
         ConnectionFailed: none of the model's servers answers.
     """
     refuse_unknown("evaluate", unknown, evaluate_async)
+    if not isinstance(run, Run | None):
+        raise ConfigError(
+            f"run is {run!r}, not an open run. Pass one: `with Run.open_or_create(folder, "
+            "config={}) as run`, of rolltree.store."
+        )
     start = time.monotonic()
     model = as_client(client)
     check_whole(

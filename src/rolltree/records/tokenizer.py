@@ -68,6 +68,12 @@ class RunTokenizer:
         """Return the text of `ids` without special tokens."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
+    def as_read(self, text: str) -> str:
+        """Return what the ids of `text` decode to: Unicode-normalized, if the tokenizer does so."""
+        # A lone surrogate has no ids.
+        valid = text.encode(errors="ignore").decode()
+        return self.decode(self._tokenizer.encode(valid, add_special_tokens=False).ids)
+
     def _bytes_of(self, token_id: int) -> bytes:
         piece = self._tokenizer.id_to_token(token_id)
         if piece is None:

@@ -18,7 +18,13 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from rolltree.errors import INFRASTRUCTURE, ConfigError, RolloutTimeout, record_error
+from rolltree.errors import (
+    INFRASTRUCTURE,
+    ConfigError,
+    RolloutTimeout,
+    Terminated,
+    record_error,
+)
 from rolltree.inference.client import as_client, check_tools
 from rolltree.inference.deadline import RolloutClient
 from rolltree.rollouts.requests import (
@@ -399,7 +405,9 @@ class RolloutEngine:
             # The source returned nothing, so only the states that it registered are left.
             states = tuple(episode.states)
             error = _broken_source(failure, states)
-        except Exception as failure:  # noqa: BLE001  one failed episode is data, never a lost run
+        except Terminated:
+            raise
+        except (Exception, SystemExit) as failure:  # noqa: BLE001  one failed episode is data
             states = tuple(episode.states)
             error = _broken_source(failure, states)
         finally:
@@ -548,7 +556,9 @@ class _Groups:
                 broken = RolloutTimeout(_past_deadline("the group's scoring", self._deadline_s))
             failure = record_error(broken, "scoring")
             _mark_failed(tuple(states), failure)
-        except (Exception, asyncio.CancelledError) as error:
+        except Terminated:
+            raise
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
             # A CancelledError of the scorer's own is recorded like any error.
             if being_cancelled():
                 raise

@@ -16,7 +16,7 @@ from pathlib import Path
 from traceback import walk_tb
 from typing import Any, Literal, TypeAlias, TypeVar
 
-from rolltree.errors import ConfigError, did_you_mean, record_error
+from rolltree.errors import ConfigError, Terminated, did_you_mean, record_error
 from rolltree.threads import run_in_pool
 from rolltree.types import ErrorRecord, State
 
@@ -74,8 +74,12 @@ class RewardFunction:
         """
         name, plain = function_name(func), _unwrapped(func)
         # A NaN would turn every reward into NaN, long after the mistake.
-        if not math.isfinite(weight):
-            raise ConfigError(f"the weight of {name!r} is {weight}; it must be finite.")
+        try:
+            is_finite = math.isfinite(weight)
+        except (TypeError, OverflowError):
+            is_finite = False
+        if not is_finite:
+            raise ConfigError(f"the weight of {name!r} is {weight!r}; it must be a finite number.")
         parameters = inspect.signature(func).parameters.values()
         bad = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
         if bad:
@@ -142,7 +146,7 @@ def function_name(func: RewardFunc) -> str:
     return str(getattr(func, "__name__", called))
 
 
-def scoring_error(func: RewardFunc, name: str, error: Exception) -> ErrorRecord:
+def scoring_error(func: RewardFunc, name: str, error: BaseException) -> ErrorRecord:
     """Return the record of a reward function's error; its message names function, file and line."""
     record = record_error(error, "scoring")
     # In front, because long messages are cut at the end.
@@ -150,7 +154,7 @@ def scoring_error(func: RewardFunc, name: str, error: Exception) -> ErrorRecord:
     return replace(record, message=f"{where}: {record.message}")
 
 
-def _place(func: RewardFunc, error: Exception) -> str:
+def _place(func: RewardFunc, error: BaseException) -> str:
     """Return the file and line where a function raised, or else where it begins."""
     plain = _unwrapped(func)
     code = getattr(plain, "__code__", getattr(type(plain).__call__, "__code__", None))
@@ -290,11 +294,13 @@ def _call(call: FunctionCall) -> RawScore:
     function, known, state = call
     try:
         return function.func(**function.arguments(known, state))
-    except Exception as error:  # noqa: BLE001  a failed score is data
+    except Terminated:
+        raise
+    except (Exception, SystemExit) as error:  # noqa: BLE001  a failed score is data
         return _failure(error, call)
 
 
-def _failure(error: Exception, call: FunctionCall) -> ErrorRecord:
+def _failure(error: BaseException, call: FunctionCall) -> ErrorRecord:
     """Return a function's error; if a rollout has no model call, the error says so."""
     function, known, _ = call
     record = scoring_error(function.func, function.name, error)
@@ -330,7 +336,9 @@ async def _settle(outcome: RawScore, call: FunctionCall) -> RawScore:
         return outcome
     try:
         return await outcome
-    except Exception as error:  # noqa: BLE001  a failed score is data
+    except Terminated:
+        raise
+    except (Exception, SystemExit) as error:  # noqa: BLE001  a failed score is data
         return _failure(error, call)
 
 

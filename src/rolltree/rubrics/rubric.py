@@ -80,7 +80,7 @@ class Scores:
         if not isinstance(outcome, ErrorRecord):
             try:
                 return as_number(outcome)
-            except (TypeError, ValueError) as error:
+            except Exception as error:  # noqa: BLE001  a `__float__` may raise anything
                 # A score that is not a number is an error of the function, like an exception.
                 outcome = scoring_error(function.func, function.name, error)
         self.errors[function.name] = outcome.as_dict()

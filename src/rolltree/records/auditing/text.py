@@ -94,6 +94,8 @@ class TextCheck:
         at = 0
         for part in parts:
             wanted = _squeezed(part)
+            if wanted not in shown:
+                wanted = _squeezed(self.tokenizer.as_read(part))
             found = shown.find(wanted, at)
             # Templates move system messages to the front, so an earlier place counts, too.
             if found < 0 and wanted not in shown:
