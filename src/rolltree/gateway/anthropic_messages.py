@@ -36,7 +36,8 @@ from rolltree.gateway.messages import (
     tool_call,
     unsupported_part,
 )
-from rolltree.gateway.protocol import SessionView, WireProtocol, data_event
+from rolltree.gateway.protocol import WireProtocol, data_event
+from rolltree.gateway.session import GatewaySession
 from rolltree.inference.server.requests import Failure, RequestError, flag
 from rolltree.types import ChatMessage, FinishReason, SamplingParams, ToolSchema
 from rolltree.untrusted import encode_json, read_json
@@ -130,7 +131,7 @@ _ERROR_TYPES = {
 # -- requests ------------------------------------------------------------------------------------
 
 
-def read_messages(body: Mapping[str, Any], session: SessionView) -> AgentCall:
+def read_messages(body: Mapping[str, Any], session: GatewaySession) -> AgentCall:
     """Return the call that a body of `messages` asks for."""
     given, asked = read_fields(body, FIELDS)
     _check_context(given.get("context_management", {}))
@@ -149,7 +150,7 @@ def read_messages(body: Mapping[str, Any], session: SessionView) -> AgentCall:
 
 
 async def count_tokens(
-    session: SessionView, body: Mapping[str, Any], params: Mapping[str, str]
+    session: GatewaySession, body: Mapping[str, Any], params: Mapping[str, str]
 ) -> dict[str, Any]:
     """Answer `messages/count_tokens`."""
     return {"input_tokens": session.count_tokens(read_messages(body, session))}

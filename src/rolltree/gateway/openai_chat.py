@@ -27,7 +27,8 @@ from rolltree.gateway.fields import (
     tools_in,
 )
 from rolltree.gateway.messages import chat_messages
-from rolltree.gateway.protocol import SessionView, WireProtocol, data_event
+from rolltree.gateway.protocol import WireProtocol, data_event
+from rolltree.gateway.session import GatewaySession
 from rolltree.inference.deltas import outgoing_message
 from rolltree.inference.server.requests import (
     TEXT_MAX_TOKENS,
@@ -73,7 +74,7 @@ TEXT_FIELDS: dict[str, Field] = {
 # -- requests ------------------------------------------------------------------------------------
 
 
-def read_chat(body: Mapping[str, Any], session: SessionView) -> AgentCall:
+def read_chat(body: Mapping[str, Any], session: GatewaySession) -> AgentCall:
     """Return the call that a body of `chat/completions` asks for."""
     given, asked = read_fields(body, CHAT_FIELDS)
     tools, asked = tools_and_choice(given, asked)
@@ -83,7 +84,7 @@ def read_chat(body: Mapping[str, Any], session: SessionView) -> AgentCall:
     return _call(given, AgentCall(messages, asked, tools=tools))
 
 
-def read_text(body: Mapping[str, Any], session: SessionView) -> AgentCall:
+def read_text(body: Mapping[str, Any], session: GatewaySession) -> AgentCall:
     """Return the call that a body of `completions` asks for."""
     given, asked = read_fields(body, TEXT_FIELDS)
     if given.get("logprobs", 0) not in (0, 1):

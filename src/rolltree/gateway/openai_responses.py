@@ -42,7 +42,8 @@ from rolltree.gateway.openai_items import (
     output_items,
     reasoning_item_kind,
 )
-from rolltree.gateway.protocol import SessionView, SideHandler, WireProtocol, data_event
+from rolltree.gateway.protocol import SideHandler, WireProtocol, data_event
+from rolltree.gateway.session import GatewaySession
 from rolltree.inference.server.requests import Failure, RequestError, flag, unknown_field
 from rolltree.types import ChatMessage
 
@@ -115,7 +116,7 @@ _RESPONSE_ID = re.compile(r"resp_(.+)")
 # -- requests ------------------------------------------------------------------------------------
 
 
-def read_responses(body: Mapping[str, Any], session: SessionView) -> AgentCall:
+def read_responses(body: Mapping[str, Any], session: GatewaySession) -> AgentCall:
     """Return the call that a body of `responses` asks for."""
     given, asked = read_fields(body, RESPONSE_FIELDS)
     _, reasoning = read_part(given.get("reasoning", {}), _REASONING, "reasoning")
@@ -225,7 +226,7 @@ def _check_rest(given: Mapping[str, Any]) -> None:
     flag(given, "store")
 
 
-def _earlier(given: Mapping[str, Any], session: SessionView) -> list[ChatMessage]:
+def _earlier(given: Mapping[str, Any], session: GatewaySession) -> list[ChatMessage]:
     """Return the messages before the input: the instructions, and the continued conversation."""
     instructions, found = given.get("instructions"), list[ChatMessage]()
     if "previous_response_id" in given:
@@ -239,7 +240,7 @@ def _earlier(given: Mapping[str, Any], session: SessionView) -> list[ChatMessage
     return [{"role": "system", "content": instructions}, *found]
 
 
-def _earlier_answer(session: SessionView, response_id: object, param: str) -> AgentAnswer:
+def _earlier_answer(session: GatewaySession, response_id: object, param: str) -> AgentAnswer:
     known = _RESPONSE_ID.fullmatch(response_id) if isinstance(response_id, str) else None
     answer = session.answer(known[1]) if known else None
     if answer is None or answer.options.get("object") != "response":
@@ -423,7 +424,7 @@ class ResponseEvents:
 
 
 async def retrieve_response(
-    session: SessionView, body: Mapping[str, Any], params: Mapping[str, str]
+    session: GatewaySession, body: Mapping[str, Any], params: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return an earlier response."""
     for name in params.keys() - {"session", "agent", "id", "include_obfuscation"}:
@@ -434,7 +435,7 @@ async def retrieve_response(
 
 
 async def list_input_items(
-    session: SessionView, body: Mapping[str, Any], params: Mapping[str, str]
+    session: GatewaySession, body: Mapping[str, Any], params: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return a page of the input of an earlier response, with the conversation it continued."""
     answer = _earlier_answer(session, params["id"], "id")
@@ -472,7 +473,7 @@ def _check_page(params: Mapping[str, str]) -> None:
 
 
 async def count_input_tokens(
-    session: SessionView, body: Mapping[str, Any], params: Mapping[str, str]
+    session: GatewaySession, body: Mapping[str, Any], params: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return how many tokens the input of a request has."""
     num_tokens = session.count_tokens(read_responses(body, session))
@@ -481,7 +482,7 @@ async def count_input_tokens(
 
 def _refusing(what: str) -> SideHandler:
     async def refuse(
-        session: SessionView, body: Mapping[str, Any], params: Mapping[str, str]
+        session: GatewaySession, body: Mapping[str, Any], params: Mapping[str, str]
     ) -> dict[str, Any]:
         raise RequestError(what, status=405)
 

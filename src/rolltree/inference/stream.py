@@ -17,7 +17,7 @@ from rolltree.inference.call import DeltaListener, ModelCall
 from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.deltas import TokenListener
 from rolltree.inference.http import HttpClient
-from rolltree.inference.parse import extract_finish_reason, finished, first_choice, names_ids
+from rolltree.inference.parse import extract_finish_reason, first_choice, names_ids
 from rolltree.inference.retry import Outcome
 from rolltree.inference.wire import (
     Choice,
@@ -255,7 +255,13 @@ class CompletionPosts:
         Raises:
             ModelError: as `HttpClient.post` says.
         """
-        whole = finished(decode)
+
+        def whole(body: bytes) -> Response:
+            response = decode(body)
+            # Checked here, so that an answer which was broken off is requested again.
+            extract_finish_reason(response)
+            return response
+
         if stream is None or path in self._not_streaming:
             return await self.server.post(path, body, whole, at_root=at_root)
         asked = {**body, "stream": True}
