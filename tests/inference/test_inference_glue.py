@@ -217,7 +217,7 @@ def test_a_tokenizer_that_merges_across_the_cut_is_found_out() -> None:
 
 def test_each_shape_is_verified_once() -> None:
     glue, _ = glue_of(ByteTokenizer())
-    template = glue._template
+    template = glue.template
     rendered: list[int] = []
     render = template.render
 

@@ -304,19 +304,33 @@ async def open_client(
     api_key: str | None,
     max_concurrent: int,
     seed: int,
+    tokenizer: str | None = None,
 ) -> AsyncIterator[ModelClient]:
     """Open the client of OpenAI-compatible servers, or of the engine in this process.
+
+    With the folder of a `tokenizer`, prompts for one server are rendered here.
 
     Raises:
         UnknownName: there are no `base_urls` and no local model of this name.
     """
-    from rolltree.inference import EndpointPool, OpenAIClient
+    from rolltree.inference import ChatRenderer, EndpointPool, OpenAIClient
 
     client: ModelClient
     if len(base_urls) > 1:
         client = EndpointPool.of(base_urls, model, api_key=api_key, max_connections=max_concurrent)
     elif base_urls:
-        client = OpenAIClient(base_urls[0], model, api_key=api_key, max_connections=max_concurrent)
+        renderer = None
+        if tokenizer is not None:
+            from rolltree.models import load_tokenizer
+
+            renderer = ChatRenderer(load_tokenizer(tokenizer))
+        client = OpenAIClient(
+            base_urls[0],
+            model,
+            api_key=api_key,
+            renderer=renderer,
+            max_connections=max_concurrent,
+        )
     else:
         from rolltree.models import check_loadable, load_model
 

@@ -6,17 +6,12 @@ once if none is given. Torch and the web server are imported when the command ru
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from rolltree.cli.arguments import echo, secret
-
-if TYPE_CHECKING:
-    from rolltree.inference import ModelClient
+from rolltree.cli.eval import open_client
 
 KIND = "gateway"
 
@@ -110,7 +105,15 @@ def serve_sessions(
             loop.add_signal_handler(number, stop.set)
         # The gateway is closed before the client, which its calls in flight use.
         async with (
-            open_upstream(model, model_name, tokenizer, api_key, seed) as client,
+            open_client(
+                model_name or model,
+                base_urls=[model] if is_url else [],
+                api_key=api_key,
+                # Sessions come as they like: an engine's own limit is lower.
+                max_concurrent=256,
+                seed=seed,
+                tokenizer=tokenizer,
+            ) as client,
             Gateway(
                 client,
                 run=stored,
@@ -142,31 +145,3 @@ def serve_sessions(
                 Run.open_or_create(run, config=config, kind=KIND, secrets=secrets)
             )
         asyncio.run(serve(stored))
-
-
-@asynccontextmanager
-async def open_upstream(
-    model: str, model_name: str | None, tokenizer: str | None, api_key: str | None, seed: int
-) -> AsyncIterator[ModelClient]:
-    """Open the client of a URL, or of the engine in this process."""
-    from rolltree.cli.eval import open_client
-
-    # Only a URL has a model name with it.
-    if model_name is None:
-        async with open_client(
-            model, base_urls=(), api_key=None, max_concurrent=64, seed=seed
-        ) as client:
-            yield client
-        return
-    from rolltree.inference import ChatRenderer, OpenAIClient
-
-    renderer = None
-    if tokenizer is not None:
-        from rolltree.models import load_tokenizer
-
-        renderer = ChatRenderer(load_tokenizer(tokenizer))
-    client = OpenAIClient(model, model_name, api_key=api_key, renderer=renderer)
-    try:
-        yield client
-    finally:
-        await client.aclose()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from rolltree.cli.arguments import echo_json
+from rolltree.cli.data import where_option
 from rolltree.cli.runs import phase_option, run_argument
 
 if TYPE_CHECKING:
@@ -19,11 +20,7 @@ if TYPE_CHECKING:
 @phase_option
 @click.option("--step", type=int, help="Only training rollouts of this step; -1 is the last one.")
 @click.option("--failed", is_flag=True, help="Only failed rollouts.")
-@click.option(
-    "--where",
-    multiple=True,
-    help="Conditions on rollouts: 'reward < 0.5 and metrics/tries >= 2'. Repeatable.",
-)
+@where_option
 @click.option("--sort", help="Order by a column or metrics/NAME; -reward begins with the highest.")
 @click.option("--last", is_flag=True, help="Begin with the newest rollout.")
 @click.option(

@@ -24,6 +24,7 @@ from rolltree.gateway.fields import (
     only,
     passed,
     read_fields,
+    read_part,
     sampling,
     settings,
     tools_in,
@@ -35,7 +36,8 @@ from rolltree.gateway.messages import (
     tool_call,
     unsupported_part,
 )
-from rolltree.gateway.protocol import SessionView, WireProtocol, data_event
+from rolltree.gateway.protocol import WireProtocol, data_event
+from rolltree.gateway.session import GatewaySession
 from rolltree.inference.server.requests import Failure, RequestError, flag
 from rolltree.types import ChatMessage, FinishReason, SamplingParams, ToolSchema
 from rolltree.untrusted import encode_json, read_json
@@ -129,7 +131,7 @@ _ERROR_TYPES = {
 # -- requests ------------------------------------------------------------------------------------
 
 
-def read_messages(body: Mapping[str, Any], session: SessionView) -> AgentCall:
+def read_messages(body: Mapping[str, Any], session: GatewaySession) -> AgentCall:
     """Return the call that a body of `messages` asks for."""
     given, asked = read_fields(body, FIELDS)
     _check_context(given.get("context_management", {}))
@@ -148,28 +150,15 @@ def read_messages(body: Mapping[str, Any], session: SessionView) -> AgentCall:
 
 
 async def count_tokens(
-    session: SessionView, body: Mapping[str, Any], params: Mapping[str, str]
+    session: GatewaySession, body: Mapping[str, Any], params: Mapping[str, str]
 ) -> dict[str, Any]:
     """Answer `messages/count_tokens`."""
     return {"input_tokens": session.count_tokens(read_messages(body, session))}
 
 
-def _read_part(
-    part: object, fields: Mapping[str, Field], where: str
-) -> tuple[dict[str, Any], SamplingParams]:
-    """Return the result of `read_fields` for an object inside the body; errors say where it is."""
-    if not isinstance(part, Mapping):
-        raise RequestError(f"{where} is {shown(part)}, not an object.", param=where)
-    try:
-        return read_fields(part, fields)
-    except RequestError as error:
-        param = f"{where}.{error.param}" if error.param else where
-        raise RequestError(f"{where}: {error}", param=param) from error
-
-
 def _thinking(value: object) -> str:
     """Return whether thinking is "shown", "omitted" (its text is left out) or "hidden"."""
-    _read_part(value, _THINKING, "thinking")
+    read_part(value, _THINKING, "thinking")
     assert isinstance(value, Mapping)
     if value.get("type") not in ("enabled", "adaptive"):
         return "hidden"
@@ -178,11 +167,11 @@ def _thinking(value: object) -> str:
 
 def _output(given: Mapping[str, Any]) -> SamplingParams:
     """Return the settings that `output_config` (and `output_format`, its old name) asks for."""
-    config, asked = _read_part(given.get("output_config", {}), _OUTPUT, "output_config")
+    config, asked = read_part(given.get("output_config", {}), _OUTPUT, "output_config")
     wanted = config.get("format", given.get("output_format"))
     if wanted is None:
         return asked
-    form, _ = _read_part(wanted, each("type schema", READ), "output_config.format")
+    form, _ = read_part(wanted, each("type schema", READ), "output_config.format")
     if form.get("type") != "json_schema":
         raise RequestError(
             f"output_config.format is of type {shown(form.get('type'))}; known is json_schema.",
@@ -196,7 +185,7 @@ def _output(given: Mapping[str, Any]) -> SamplingParams:
 def _check_context(value: object) -> None:
     """Raise an error if `context_management` asks for anything to be cleared."""
     where = "context_management.edits"
-    edits = _read_part(value, _CONTEXT, "context_management")[0].get("edits", [])
+    edits = read_part(value, _CONTEXT, "context_management")[0].get("edits", [])
     if not isinstance(edits, list):
         raise RequestError(f"{where} is not a list.", param=where)
     for index, edit in enumerate(edits):
@@ -209,7 +198,7 @@ def _tools_and_choice(
 ) -> tuple[tuple[ToolSchema, ...], dict[str, Any]]:
     """Return the tools that the prompt offers, and the settings of a forced choice, if any."""
     found = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools_in(given))]
-    choice, _ = _read_part(given.get("tool_choice", {"type": "auto"}), _CHOICE, "tool_choice")
+    choice, _ = read_part(given.get("tool_choice", {"type": "auto"}), _CHOICE, "tool_choice")
     kind, forced = choice.get("type"), dict[str, Any]()
     if kind == "none":
         found = []
@@ -229,7 +218,7 @@ def _tools_and_choice(
 
 
 def _tool(value: object, where: str) -> ToolSchema:
-    tool, _ = _read_part(value, _TOOL, where)
+    tool, _ = read_part(value, _TOOL, where)
     function: dict[str, Any] = {"name": text_at(tool.get("name"), f"{where}.name")}
     if tool.get("description"):
         function["description"] = text_at(tool["description"], f"{where}.description")
@@ -255,7 +244,7 @@ def _history(value: object) -> list[ChatMessage]:
     said: list[ChatMessage] = []
     for index, message in enumerate(value):
         where = f"messages[{index}]"
-        turn, _ = _read_part(message, _TURN, where)
+        turn, _ = read_part(message, _TURN, where)
         role, content = turn.get("role"), turn.get("content")
         if role == "user":
             said += _user_turn(content, f"{where}.content")
@@ -327,7 +316,7 @@ def _blocks(
         kind = block.get("type") if isinstance(block, Mapping) else None
         if not isinstance(kind, str) or kind not in known:
             raise unsupported_part(kind, f"{where}[{index}]")
-        yield kind, _read_part(block, known[kind], f"{where}[{index}]")[0]
+        yield kind, read_part(block, known[kind], f"{where}[{index}]")[0]
 
 
 # -- answers -------------------------------------------------------------------------------------

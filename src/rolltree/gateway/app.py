@@ -27,9 +27,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from rolltree.errors import CallTimeout, ConnectionFailed, ModelError, ServerError, StoreError
+from rolltree.gateway.anthropic_messages import MESSAGES
 from rolltree.gateway.calls import AgentAnswer, AgentCall, AnswerDelta, AnswerHead, CallOrigin
+from rolltree.gateway.openai_chat import CHAT, TEXT
+from rolltree.gateway.openai_responses import RESPONSES
 from rolltree.gateway.protocol import EventWriter, WireProtocol
-from rolltree.gateway.registry import PROTOCOLS
 from rolltree.gateway.session import GatewaySession, digest_of
 from rolltree.inference.server.http import (
     Handler,
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
     from rolltree.gateway.server import Gateway
 
 logger = logging.getLogger("rolltree.gateway")
+PROTOCOLS: tuple[WireProtocol, ...] = (CHAT, TEXT, RESPONSES, MESSAGES)
 PING_S = 15.0
 """Seconds without an event after which a stream gets a ping, to keep the connection open."""
 _SESSION = "rolltree.session"

@@ -86,6 +86,19 @@ def read_fields(
     return given, sampling_of(asked, asked)
 
 
+def read_part(
+    part: object, fields: Mapping[str, Field], where: str
+) -> tuple[dict[str, Any], SamplingParams]:
+    """Return the result of `read_fields` for an object inside the body; errors say where it is."""
+    if not isinstance(part, Mapping):
+        raise RequestError(f"{where} is {shown(part)}, not an object.", param=where)
+    try:
+        return read_fields(part, fields)
+    except RequestError as error:
+        param = f"{where}.{error.param}" if error.param else where
+        raise RequestError(f"{where}: {error}", param=param) from error
+
+
 def disobeyed(name: str, value: object, why: str) -> RequestError:
     """Return the error for a value that would not be obeyed."""
     return RequestError(

@@ -27,7 +27,8 @@ from rolltree.gateway.fields import (
     tools_in,
 )
 from rolltree.gateway.messages import chat_messages
-from rolltree.gateway.protocol import SessionView, WireProtocol, data_event
+from rolltree.gateway.protocol import WireProtocol, data_event
+from rolltree.gateway.session import GatewaySession
 from rolltree.inference.deltas import one_call_each, outgoing_message
 from rolltree.inference.server.requests import (
     TEXT_MAX_TOKENS,
@@ -73,7 +74,7 @@ TEXT_FIELDS: dict[str, Field] = {
 # -- requests ------------------------------------------------------------------------------------
 
 
-def read_chat(body: Mapping[str, Any], session: SessionView) -> AgentCall:
+def read_chat(body: Mapping[str, Any], session: GatewaySession) -> AgentCall:
     """Return the call that a body of `chat/completions` asks for."""
     given, asked = read_fields(body, CHAT_FIELDS)
     tools, asked = tools_and_choice(given, asked)
@@ -83,7 +84,7 @@ def read_chat(body: Mapping[str, Any], session: SessionView) -> AgentCall:
     return _call(given, AgentCall(messages, asked, tools=tools))
 
 
-def read_text(body: Mapping[str, Any], session: SessionView) -> AgentCall:
+def read_text(body: Mapping[str, Any], session: GatewaySession) -> AgentCall:
     """Return the call that a body of `completions` asks for."""
     given, asked = read_fields(body, TEXT_FIELDS)
     if given.get("logprobs", 0) not in (0, 1):
@@ -150,38 +151,17 @@ def tools_and_choice(
 # -- answers -------------------------------------------------------------------------------------
 
 
-def write_chat(call: AgentCall, answers: Sequence[AgentAnswer]) -> dict[str, Any]:
-    """Return the response body for the answers to a chat."""
-    choices = [
-        {
-            "index": index,
-            "message": {**outgoing_message(answer.message), "refusal": None},
-            "finish_reason": answer.finish_reason.value,
-            "logprobs": _logprobs(call, answer),
-        }
-        for index, answer in enumerate(answers)
-    ]
-    return _head(answers[0].head, "chat.completion") | {
-        "choices": choices,
-        "usage": chat_usage(answers),
-    }
-
-
-def write_text(call: AgentCall, answers: Sequence[AgentAnswer]) -> dict[str, Any]:
-    """Return the response body for the completions of a text."""
-    choices = [
-        {
-            "index": index,
-            "text": answer.text,
-            "finish_reason": answer.finish_reason.value,
-            "logprobs": _logprobs(call, answer),
-        }
-        for index, answer in enumerate(answers)
-    ]
-    return _head(answers[0].head, "text_completion") | {
-        "choices": choices,
-        "usage": chat_usage(answers),
-    }
+def write_choices(call: AgentCall, answers: Sequence[AgentAnswer]) -> dict[str, Any]:
+    """Return the response body for the answers to a chat, or for the completions of a text."""
+    is_chat, choices = call.message_type == "chat", []
+    for index, answer in enumerate(answers):
+        said: dict[str, Any] = {"text": answer.text}
+        if is_chat:
+            said = {"message": {**outgoing_message(answer.message), "refusal": None}}
+        ending = {"finish_reason": answer.finish_reason.value, "logprobs": _logprobs(call, answer)}
+        choices.append({"index": index, **said, **ending})
+    head = _head(answers[0].head, "chat.completion" if is_chat else "text_completion")
+    return head | {"choices": choices, "usage": chat_usage(answers)}
 
 
 def chat_usage(answers: Sequence[AgentAnswer]) -> dict[str, Any]:
@@ -231,12 +211,13 @@ class ChatEvents:
     def begin(self, head: AnswerHead) -> Iterable[bytes]:
         """Return the chunk with the role; a text completion has none."""
         self._base = _head(head, "chat.completion.chunk" if self._is_chat else "text_completion")
-        return [self._chunk({"role": "assistant", "content": ""})] if self._is_chat else []
+        opening = {"role": "assistant", "content": ""}
+        return [self._chunk({"delta": opening})] if self._is_chat else []
 
     def delta(self, delta: AnswerDelta) -> Iterable[bytes]:
         """Return the chunks of a delta."""
         if not self._is_chat:
-            return [self._text_chunk(delta.content)]
+            return [self._chunk({"text": delta.content})]
         new: dict[str, Any] = {}
         if delta.reasoning:
             new["reasoning_content"] = delta.reasoning
@@ -244,16 +225,13 @@ class ChatEvents:
             new["content"] = delta.content
         if delta.tool_calls:
             new["tool_calls"] = [{"index": i, **each} for i, each in enumerate(delta.tool_calls)]
-        return [self._chunk(part) for part in one_call_each(new)]
+        return [self._chunk({"delta": part}) for part in one_call_each(new)]
 
     def end(self, answer: AgentAnswer) -> Iterable[bytes]:
         """Return the chunk with the finish reason, the usage if requested, and the end."""
-        reason, logprobs = answer.finish_reason.value, _logprobs(self._call, answer)
-        last = (
-            self._chunk({}, reason, logprobs)
-            if self._is_chat
-            else self._text_chunk("", reason, logprobs)
-        )
+        nothing: dict[str, Any] = {"delta": {}} if self._is_chat else {"text": ""}
+        logprobs = _logprobs(self._call, answer)
+        last = self._chunk(nothing, answer.finish_reason.value, logprobs)
         if not self._call.options.get("include_usage"):
             return [last, DONE]
         counted = data_event(self._base | {"choices": [], "usage": chat_usage([answer])})
@@ -263,18 +241,14 @@ class ChatEvents:
         """Return the error as an event; the official client raises it."""
         return [data_event(openai_error(failure)), DONE]
 
-    def _chunk(
-        self, delta: dict[str, Any], reason: str | None = None, logprobs: Any = None
-    ) -> bytes:
-        choice = {"index": 0, "delta": delta, "finish_reason": reason, "logprobs": logprobs}
-        return data_event({**self._base, "choices": [choice]})
-
-    def _text_chunk(self, text: str, reason: str | None = None, logprobs: Any = None) -> bytes:
-        choice = {"index": 0, "text": text, "finish_reason": reason, "logprobs": logprobs}
+    def _chunk(self, new: dict[str, Any], reason: str | None = None, logprobs: Any = None) -> bytes:
+        choice = {"index": 0, **new, "finish_reason": reason, "logprobs": logprobs}
         return data_event({**self._base, "choices": [choice]})
 
 
 CHAT = WireProtocol(
-    "chat/completions", "/chat/completions", CHAT_FIELDS, read_chat, write_chat, ChatEvents
+    "chat/completions", "/chat/completions", CHAT_FIELDS, read_chat, write_choices, ChatEvents
 )
-TEXT = WireProtocol("completions", "/completions", TEXT_FIELDS, read_text, write_text, ChatEvents)
+TEXT = WireProtocol(
+    "completions", "/completions", TEXT_FIELDS, read_text, write_choices, ChatEvents
+)

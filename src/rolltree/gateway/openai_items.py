@@ -13,7 +13,7 @@ from typing import Any
 
 from rolltree.gateway.calls import AgentAnswer
 from rolltree.gateway.messages import assistant, joined_text, text_at, tool_call
-from rolltree.gateway.protocol import SessionView
+from rolltree.gateway.session import GatewaySession
 from rolltree.inference.server.requests import RequestError, unknown_field
 from rolltree.types import ChatMessage, FinishReason
 
@@ -49,7 +49,7 @@ class _Turn:
 class ItemHistory:
     """Turns items into messages, with one message for each turn of the assistant."""
 
-    def __init__(self, session: SessionView, earlier: list[ChatMessage]) -> None:
+    def __init__(self, session: GatewaySession, earlier: list[ChatMessage]) -> None:
         self._session = session
         self._parts: list[ChatMessage | _Turn] = list(earlier)
         # The turn that further items may belong to, and whether a call of it has an output.

@@ -23,6 +23,7 @@ from rolltree.gateway.fields import (
     only,
     passed,
     read_fields,
+    read_part,
     sampling,
     settings,
     tools_in,
@@ -41,7 +42,8 @@ from rolltree.gateway.openai_items import (
     output_items,
     reasoning_item_kind,
 )
-from rolltree.gateway.protocol import SessionView, SideHandler, WireProtocol, data_event
+from rolltree.gateway.protocol import SideHandler, WireProtocol, data_event
+from rolltree.gateway.session import GatewaySession
 from rolltree.inference.server.requests import Failure, RequestError, flag, unknown_field
 from rolltree.types import ChatMessage
 
@@ -93,19 +95,33 @@ _REPEATED: dict[str, Any] = {
 }
 """The request's fields that a response repeats, with their values if the request has none."""
 _TOOL_FIELDS = ("name", "description", "parameters", "strict")
-_CACHE_FIELDS = ("mode", "ttl", "prewarm")
-_TEXT_FIELDS = ("format", "verbosity")
-_REASONING_FIELDS = ("effort", "summary", "generate_summary", "context", "mode")
+# The fields of nested objects.
+_NOT_SHORTENED = only("auto", "detailed", why="no model shortens the reasoning")
+_REASONING: dict[str, Field] = {
+    "effort": passed(name="reasoning_effort"),
+    **each("summary generate_summary", _NOT_SHORTENED),
+    "context": only("auto", why="the model's template decides which reasoning it sees again"),
+    "mode": only("standard", why="the gateway has one mode"),
+}
+_TEXT: dict[str, Field] = {"format": READ, "verbosity": passed()}
+_FORMAT: dict[str, Field] = each("type name description schema strict", READ)
+_CACHE: dict[str, Field] = {
+    **each("mode ttl", NO_EFFECT),
+    "prewarm": only(False, why="every request samples an answer; prompts are not read in advance"),
+}
+_STREAM: dict[str, Field] = each("include_obfuscation", NO_EFFECT)
 _RESPONSE_ID = re.compile(r"resp_(.+)")
 
 
 # -- requests ------------------------------------------------------------------------------------
 
 
-def read_responses(body: Mapping[str, Any], session: SessionView) -> AgentCall:
+def read_responses(body: Mapping[str, Any], session: GatewaySession) -> AgentCall:
     """Return the call that a body of `responses` asks for."""
     given, asked = read_fields(body, RESPONSE_FIELDS)
-    passed_on = {**_read_reasoning(given), **_read_text(given)}
+    _, reasoning = read_part(given.get("reasoning", {}), _REASONING, "reasoning")
+    text, style = read_part(given.get("text", {}), _TEXT, "text")
+    passed_on = {**reasoning.extra, **style.extra, **_response_format(text.get("format", {}))}
     asked = replace(asked, extra={**asked.extra, **passed_on})
     tools, asked = tools_and_choice(_chat_tools(given), asked)
     _check_rest(given)
@@ -129,47 +145,28 @@ def _options(body: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any
         **{
             name: _REPEATED[name] if repeated[name] is None else repeated[name] for name in repeated
         },
-        "text": {"format": {"type": "text"}, **_object(given, "text", _TEXT_FIELDS)},
-        "reasoning": {
-            "effort": None,
-            "summary": None,
-            **_object(given, "reasoning", _REASONING_FIELDS),
-        },
+        "text": {"format": {"type": "text"}, **_given_in(given, "text")},
+        "reasoning": {"effort": None, "summary": None, **_given_in(given, "reasoning")},
         "background": False,
         "truncation": "disabled",
         "service_tier": "default",
     }
 
 
-def _read_reasoning(given: Mapping[str, Any]) -> dict[str, Any]:
-    asked = _object(given, "reasoning", _REASONING_FIELDS)
-    for name, values, why in (
-        ("summary", ("auto", "detailed"), "no model shortens the reasoning"),
-        ("generate_summary", ("auto", "detailed"), "no model shortens the reasoning"),
-        ("context", ("auto",), "the model's template decides which reasoning it sees again"),
-        ("mode", ("standard",), "the gateway has one mode"),
-    ):
-        if asked.get(name) is not None and asked[name] not in values:
-            raise disobeyed(f"reasoning.{name}", asked[name], why)
-    effort = asked.get("effort")
-    return {} if effort is None else {"reasoning_effort": effort}
+def _given_in(given: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in given.get(name, {}).items() if value is not None}
 
 
-def _read_text(given: Mapping[str, Any]) -> dict[str, Any]:
-    asked, found = _object(given, "text", _TEXT_FIELDS), dict[str, Any]()
-    if asked.get("verbosity") is not None:
-        found["verbosity"] = asked["verbosity"]
-    known = ("type", "name", "description", "schema", "strict")
-    match _object(asked, "format", known, "text."):
-        case {} as wanted if not wanted or wanted == {"type": "text"}:
-            pass
+def _response_format(value: object) -> dict[str, Any]:
+    wanted, _ = read_part(value, _FORMAT, "text.format")
+    match wanted:
         case {"type": "json_object"}:
-            found["response_format"] = {"type": "json_object"}
+            return {"response_format": {"type": "json_object"}}
         case {"type": "json_schema", **schema}:
-            found["response_format"] = {"type": "json_schema", "json_schema": schema}
-        case other:
-            raise disobeyed("text.format", other, "known are text, json_object and json_schema")
-    return found
+            return {"response_format": {"type": "json_schema", "json_schema": schema}}
+        case _ if wanted in ({}, {"type": "text"}):
+            return {}
+    raise disobeyed("text.format", wanted, "known are text, json_object and json_schema")
 
 
 def _chat_tools(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -214,11 +211,8 @@ def _chat_tool(tool: object, where: str) -> object:
 
 def _check_rest(given: Mapping[str, Any]) -> None:
     """Check the fields that change nothing here: values that ask for more are refused."""
-    _object(given, "stream_options", ("include_obfuscation",))
-    cache = _object(given, "prompt_cache_options", _CACHE_FIELDS)
-    if cache.get("prewarm"):
-        why = "every request samples an answer; prompts are not read in advance"
-        raise disobeyed("prompt_cache_options.prewarm", True, why)
+    read_part(given.get("stream_options", {}), _STREAM, "stream_options")
+    read_part(given.get("prompt_cache_options", {}), _CACHE, "prompt_cache_options")
     include = given.get("include", [])
     for name in include if isinstance(include, list) else [include]:
         if not isinstance(include, list) or name not in _INCLUDABLE:
@@ -232,21 +226,7 @@ def _check_rest(given: Mapping[str, Any]) -> None:
     flag(given, "store")
 
 
-def _object(
-    given: Mapping[str, Any], name: str, known: Sequence[str], where: str = ""
-) -> dict[str, Any]:
-    value, path = given.get(name), f"{where}{name}"
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise RequestError(f"{path} is not an object.", param=path)
-    for key in value:
-        if key not in known and value[key] is not None:
-            raise unknown_field(f"{path}.{key}", [f"{path}.{one}" for one in known])
-    return {key: part for key, part in value.items() if part is not None}
-
-
-def _earlier(given: Mapping[str, Any], session: SessionView) -> list[ChatMessage]:
+def _earlier(given: Mapping[str, Any], session: GatewaySession) -> list[ChatMessage]:
     """Return the messages before the input: the instructions, and the continued conversation."""
     instructions, found = given.get("instructions"), list[ChatMessage]()
     if "previous_response_id" in given:
@@ -260,7 +240,7 @@ def _earlier(given: Mapping[str, Any], session: SessionView) -> list[ChatMessage
     return [{"role": "system", "content": instructions}, *found]
 
 
-def _earlier_answer(session: SessionView, response_id: object, param: str) -> AgentAnswer:
+def _earlier_answer(session: GatewaySession, response_id: object, param: str) -> AgentAnswer:
     known = _RESPONSE_ID.fullmatch(response_id) if isinstance(response_id, str) else None
     answer = session.answer(known[1]) if known else None
     if answer is None or answer.options.get("object") != "response":
@@ -444,7 +424,7 @@ class ResponseEvents:
 
 
 async def retrieve_response(
-    session: SessionView, body: Mapping[str, Any], params: Mapping[str, str]
+    session: GatewaySession, body: Mapping[str, Any], params: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return an earlier response."""
     for name in params.keys() - {"session", "agent", "id", "include_obfuscation"}:
@@ -455,7 +435,7 @@ async def retrieve_response(
 
 
 async def list_input_items(
-    session: SessionView, body: Mapping[str, Any], params: Mapping[str, str]
+    session: GatewaySession, body: Mapping[str, Any], params: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return a page of the input of an earlier response, with the conversation it continued."""
     answer = _earlier_answer(session, params["id"], "id")
@@ -493,7 +473,7 @@ def _check_page(params: Mapping[str, str]) -> None:
 
 
 async def count_input_tokens(
-    session: SessionView, body: Mapping[str, Any], params: Mapping[str, str]
+    session: GatewaySession, body: Mapping[str, Any], params: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return how many tokens the input of a request has."""
     num_tokens = session.count_tokens(read_responses(body, session))
@@ -502,7 +482,7 @@ async def count_input_tokens(
 
 def _refusing(what: str) -> SideHandler:
     async def refuse(
-        session: SessionView, body: Mapping[str, Any], params: Mapping[str, str]
+        session: GatewaySession, body: Mapping[str, Any], params: Mapping[str, str]
     ) -> dict[str, Any]:
         raise RequestError(what, status=405)
 

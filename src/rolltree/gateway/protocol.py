@@ -1,7 +1,7 @@
 """The interface of a protocol: its fields, functions between bodies and calls, and its events.
 
-`rolltree.gateway.registry` lists the protocols. A protocol knows nothing about sessions, trees and
-connections.
+`rolltree.gateway.app` lists the protocols. A protocol knows nothing about trees and connections;
+of a session it uses only `model_name`, `conversation`, `answer` and `count_tokens`.
 """
 
 from __future__ import annotations
@@ -14,41 +14,8 @@ import msgspec
 
 from rolltree.gateway.calls import AgentAnswer, AgentCall, AnswerDelta, AnswerHead
 from rolltree.gateway.fields import Field
+from rolltree.gateway.session import GatewaySession
 from rolltree.inference.server.requests import Failure, openai_error
-from rolltree.types import ChatMessage
-
-
-class SessionView(Protocol):
-    """The part of a request's session that protocols may use."""
-
-    @property
-    def model_name(self) -> str:
-        """The name of the session's model."""
-        ...
-
-    def conversation(self, answer_id: str) -> list[ChatMessage]:
-        """Return the messages of an earlier call of this session and its answer.
-
-        Raises:
-            RequestError: 404, this session gave no such answer.
-        """
-        ...
-
-    def answer(self, answer_id: str) -> AgentAnswer:
-        """Return an earlier answer of this session.
-
-        Raises:
-            RequestError: 404, this session gave no such answer.
-        """
-        ...
-
-    def count_tokens(self, call: AgentCall) -> int:
-        """Return how many tokens the prompt of a call would have.
-
-        Raises:
-            RequestError: the model's server renders prompts, so the number is not known here.
-        """
-        ...
 
 
 class EventWriter(Protocol):
@@ -72,7 +39,7 @@ class EventWriter(Protocol):
 
 
 SideHandler: TypeAlias = Callable[
-    [SessionView, Mapping[str, Any], Mapping[str, str]], Awaitable[dict[str, Any]]
+    [GatewaySession, Mapping[str, Any], Mapping[str, str]], Awaitable[dict[str, Any]]
 ]
 """Answers a further path of a protocol: session, body (empty for GET), path parameters."""
 
@@ -96,7 +63,7 @@ class WireProtocol:
     name: str
     path: str
     fields: Mapping[str, Field]
-    read: Callable[[Mapping[str, Any], SessionView], AgentCall]
+    read: Callable[[Mapping[str, Any], GatewaySession], AgentCall]
     write: Callable[[AgentCall, Sequence[AgentAnswer]], dict[str, Any]]
     events: Callable[[AgentCall], EventWriter]
     error: Callable[[Failure], dict[str, Any]] = openai_error

@@ -317,10 +317,14 @@ class GatewaySession:
             if self.journal is not None and flight.step is not None:
                 self.journal.note_delivered(flight.step)
 
-    # -- for protocols (`SessionView`) -----------------------------------------------------------
+    # -- for protocols ---------------------------------------------------------------------------
 
     def conversation(self, answer_id: str) -> list[ChatMessage]:
-        """Return the messages of an earlier call and its answer."""
+        """Return the messages of an earlier call and its answer.
+
+        Raises:
+            RequestError: 404, this session gave no such answer.
+        """
         step = self.trajectory[self._step_of(answer_id)]
         said = [*peek(step, "prompt"), *peek(step, "completion")]
         if not all(isinstance(message, dict) for message in said):
@@ -328,12 +332,16 @@ class GatewaySession:
         return said
 
     def answer(self, answer_id: str) -> AgentAnswer:
-        """Return an earlier answer."""
+        """Return an earlier answer; raises as `conversation` does."""
         self._step_of(answer_id)
         return self._answer_of(self._flights[answer_id])
 
     def count_tokens(self, call: AgentCall) -> int:
-        """Return how many tokens the prompt of a call would have."""
+        """Return how many tokens the prompt of a call would have.
+
+        Raises:
+            RequestError: the model's server renders prompts, so the number is not known here.
+        """
         renderer = renderer_of(self._root)
         if renderer is None:
             raise RequestError(

@@ -88,12 +88,10 @@ class ChatRenderer:
         self.vocabulary = Vocabulary(tokenizer)
         names = {**self.vocabulary.variables, **(variables or {})}
         self._variants = {
-            kind: _TemplateVariant(ChatTemplate(source, names), self.vocabulary, end_ids)
+            kind: Glue(ChatTemplate(source, names), self.vocabulary, end_ids)
             for kind, source in _sources(tokenizer, template).items()
         }
-        known = [
-            end for variant in self._variants.values() for end in variant.glue.turn_tokens.end_ids
-        ]
+        known = [end for glue in self._variants.values() for end in glue.turn_tokens.end_ids]
         self.end_ids = tuple(dict.fromkeys((*known, *end_ids, *self.vocabulary.end_ids)))
         """Token ids that end a turn: an engine stops after sampling one of them."""
         # The template with tools contains the marks of tool calls, which identify the parser.
@@ -102,10 +100,10 @@ class ChatRenderer:
             default.template.source if default else "",
             tool_parser=tool_parser,
             reasoning=reasoning,
-            start=default.glue.turn_tokens.start if default else "",
+            start=default.turn_tokens.start if default else "",
         )
 
-    def _variant(self, tools: Sequence[ToolSchema] | None) -> _TemplateVariant:
+    def _variant(self, tools: Sequence[ToolSchema] | None) -> Glue:
         """Return the template for a call with or without tools.
 
         Raises:
@@ -171,7 +169,7 @@ class ChatRenderer:
         variant = self._variant(tools)
         try:
             last_id = int(previous_ids[-1]) if len(previous_ids) else None
-            ids, text = variant.glue.suffix(last_id, assistant, new, tools)
+            ids, text = variant.suffix(last_id, assistant, new, tools)
         # Rare; only this case costs O(history).
         except GlueError as error:
             return Continuation(None, self.render(messages, tools), str(error))
@@ -181,7 +179,9 @@ class ChatRenderer:
             kept = self.vocabulary.decode(previous_ids)
             shown, now = whole.replace(BOUNDARY, ""), kept + text.replace(BOUNDARY, "")
             if shown != now:
-                at = _first_difference(shown, now)
+                pairs = enumerate(zip(shown, now, strict=False))
+                shorter = min(len(shown), len(now))
+                at = next((index for index, (one, other) in pairs if one != other), shorter)
                 reason = f"the template rewrites the history at character {at}"
                 # The sampled tokens are still trained, as part of the earlier call; this prompt
                 # starts a different path.
@@ -243,16 +243,6 @@ class ChatRenderer:
         return self.vocabulary.decode(ids)
 
 
-class _TemplateVariant:
-    """One of a model's templates, with what was learned about it."""
-
-    def __init__(
-        self, template: ChatTemplate, vocabulary: Vocabulary, end_ids: Sequence[int]
-    ) -> None:
-        self.template = template
-        self.glue = Glue(template, vocabulary, end_ids)
-
-
 def _sources(tokenizer: Tokenizer, template: str | Mapping[str, str] | None) -> dict[str, str]:
     found: Any = template if template is not None else getattr(tokenizer, "chat_template", None)
     if isinstance(found, str):
@@ -284,10 +274,3 @@ def _with_content(message: ChatMessage, plain: Callable[[str], str]) -> ChatMess
             for part in content
         ]
     return message if changed == content else {**message, "content": changed}
-
-
-def _first_difference(left: str, right: str) -> int:
-    for index, (one, other) in enumerate(zip(left, right, strict=False)):
-        if one != other:
-            return index
-    return min(len(left), len(right))

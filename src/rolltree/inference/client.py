@@ -9,6 +9,7 @@ from reprlib import repr as shown
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 from rolltree.errors import ConfigError, did_you_mean
+from rolltree.inference.request_fields import KNOWN_FIELDS
 from rolltree.types import (
     GenerateRequest,
     Messages,
@@ -173,7 +174,7 @@ stop_token_ids=(), seed=None, extra={'min_p': 0.1})
                     f"sampling argument {key} = {shown(value)} cannot be used ({error}); the "
                     "request would not be sampled as intended."
                 ) from error
-    for key in rest.keys() - _PASSED_ON:
+    for key in rest.keys() - KNOWN_FIELDS:
         _warn_unknown(key)
     if body:
         rest["extra_body"] = body
@@ -286,26 +287,13 @@ _FIELDS: tuple[tuple[str, str, Any], ...] = (
     ("seed", "seed", _integer),
 )
 """OpenAI's name of a field, its name here, and the function that converts its value."""
-_PASSED_ON = frozenset(
-    [
-        *("allowed_token_ids", "bad_words", "chat_template_kwargs", "detokenize", "extra_headers"),
-        *("frequency_penalty", "guided_choice", "guided_grammar", "guided_json", "guided_regex"),
-        *("ignore_eos", "include_stop_str_in_output", "length_penalty", "logit_bias", "logprobs"),
-        *("metadata", "min_p", "min_tokens", "modalities", "parallel_tool_calls"),
-        *("presence_penalty", "priority", "prompt_logprobs", "reasoning_effort"),
-        *("repetition_penalty", "response_format", "service_tier", "skip_special_tokens"),
-        *("spaces_between_special_tokens", "store", "structured_outputs", "tool_choice"),
-        *("top_logprobs", "truncate_prompt_tokens", "user", "verbosity"),
-    ]
-)
-"""Fields of OpenAI's and vLLM's requests that are sent as they are."""
 
 
 # Once per name in a process, not once per call.
 @cache
 def _warn_unknown(key: str) -> None:
     """Warn once about a field that neither API has: most servers ignore such fields."""
-    known = {*_PASSED_ON, *(name for name, _, _ in _FIELDS)}
+    known = {*KNOWN_FIELDS, *(name for name, _, _ in _FIELDS)}
     near = did_you_mean(key, known)
     logger.warning(
         "the sampling argument %r is in neither OpenAI's API nor vLLM's; it is sent as it is, and "

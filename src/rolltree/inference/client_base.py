@@ -161,21 +161,12 @@ class RootClient(ClientBase, Generic[MemoryT]):
         return memory.remember(call.prompt, call.tools, call.model, response)
 
 
-class Session(ClientBase, Generic[MemoryT]):
+class Session(DelegatingClient, Generic[MemoryT]):
     """One rollout's view of a client, whose connections it shares."""
 
     def __init__(self, client: RootClient[MemoryT], memory: MemoryT) -> None:
+        super().__init__(client)
         self._client, self._memory = client, memory
-
-    @property
-    def model(self) -> str:
-        """The model of calls that name none."""
-        return self._client.model
-
-    @property
-    def version(self) -> int:
-        """The client's version."""
-        return self._client.version
 
     def session(self) -> Session[MemoryT]:
         """Return a new, empty session."""

@@ -141,12 +141,12 @@ class _Verdict:
 
 
 class Glue:
-    """The text that one template puts between turns, learned on first use and cached."""
+    """The text that one `template` puts between turns, learned on first use and cached."""
 
     def __init__(
         self, template: ChatTemplate, vocabulary: Vocabulary, end_ids: Sequence[int] = ()
     ) -> None:
-        self._template = template
+        self.template = template
         self._vocabulary = vocabulary
         self.turn_tokens: TurnTokens = learn_turn_tokens(template, vocabulary, end_ids)
         self._end_texts = tuple(vocabulary.decode([token]) for token in self.turn_tokens.end_ids)
@@ -206,7 +206,7 @@ class Glue:
     ) -> str:
         """Return what the template writes from the close of `probe` to the next opener."""
         try:
-            text = self._template.render([*context, probe, *new_messages], tools)
+            text = self.template.render([*context, probe, *new_messages], tools)
         except TemplateError as error:
             raise GlueError(f"the template rejects the probe conversation ({error})") from error
         if text.count(SENTINEL) != 1:
@@ -221,7 +221,7 @@ class Glue:
         ends = [at for at in map(tail.find, self._end_texts) if at >= 0]
         if ends:
             return tail[min(ends) :]
-        alone = render(self._template, [*context, probe], tools).rpartition(SENTINEL)[2]
+        alone = render(self.template, [*context, probe], tools).rpartition(SENTINEL)[2]
         if not alone or not tail.startswith(alone):
             raise GlueError("the end of an assistant message with tool calls cannot be found")
         return tail[len(alone) :]
@@ -248,9 +248,7 @@ class Glue:
             return _Verdict(show, problem)
         ids = self._vocabulary.encode(text)
         # A tokenizer may join the end of the answer with the beginning of what follows.
-        whole = self._vocabulary.encode(
-            self._template.render([*PROBE, probe, *new_messages], shown)
-        )
+        whole = self._vocabulary.encode(self.template.render([*PROBE, probe, *new_messages], shown))
         if whole[len(whole) - len(ids) :].tolist() != ids.tolist():
             problem = "the tokenizer splits the new text differently inside the conversation"
             return _Verdict(show, problem)
@@ -276,7 +274,7 @@ class Glue:
             return str(error)
         for message, marker in zip(new_messages, markers, strict=True):
             if marker not in text:
-                whole = render(self._template, [*PROBE, probe, *marked], tools)
+                whole = render(self.template, [*PROBE, probe, *marked], tools)
                 does = "moves" if marker in whole else "leaves out"
                 return f"the template {does} a new {message.get('role')} message"
         return None
@@ -292,8 +290,8 @@ class Glue:
         """
         if not tools:
             return False
-        first = render(self._template, PROBE, tools)
-        return render(self._template, [*PROBE, probe, *new_messages], tools).startswith(first)
+        first = render(self.template, PROBE, tools)
+        return render(self.template, [*PROBE, probe, *new_messages], tools).startswith(first)
 
 
 def _marked(message: ChatMessage, marker: str) -> ChatMessage:

@@ -91,16 +91,9 @@ class HttpClient:
 
     Args:
         base_url: where the API is, usually ending in `/v1`.
-        api_key: sent as a bearer token; never shown.
-        admin_key: sent instead of `api_key` to the endpoints that replace weights, if given.
-        retry: how often and after which waits to retry.
-        timeout_s: the longest that one attempt may take, from its connection to its last byte.
-        deadline_s: the longest that one call may take with all attempts and the waits between
-            them, after it gets a connection slot; twice `timeout_s` unless given.
-        max_connections: most requests at a time; further ones wait, which counts as `wait_s`.
-        max_answer_bytes: the largest answer that is read, both compressed and decompressed.
-        headers: additional headers of every request.
-        transport: carries requests instead of sockets, for tests.
+
+    The other arguments are described at `OpenAIClient`; `deadline_s` counts from when a call gets
+    its connection slot.
 
     Raises:
         ConfigError: the base URL is not an http(s) URL or holds a password, or a limit is not

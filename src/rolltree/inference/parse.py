@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from rolltree.errors import BadResponse, TokenError
 from rolltree.inference.call import Answer, ModelCall, record_of
 from rolltree.inference.routed_experts import decode_routing
-from rolltree.inference.wire import Decode, Response, TokenLogprob
+from rolltree.inference.wire import Response, TokenLogprob
 from rolltree.tokens.buffers import as_ids, checked_logprobs
 from rolltree.types import (
     ChatMessage,
@@ -194,23 +194,6 @@ def finish_reason_named(reason: object) -> FinishReason:
             "incomplete. Was the server stopped, or the request cancelled? See the server's log."
         )
     return found
-
-
-def finished(decode: Decode) -> Decode:
-    """Return `decode` with a check that the server did not break the answer off.
-
-    The check runs when a client decodes an answer, so that it retries the request.
-
-    Raises:
-        BadResponse: as in `extract_finish_reason`.
-    """
-
-    def decode_finished(body: bytes) -> Response:
-        response = decode(body)
-        extract_finish_reason(response)
-        return response
-
-    return decode_finished
 
 
 def extract_usage(response: object) -> tuple[int, int]:

@@ -30,7 +30,7 @@ from rolltree.errors import (
 )
 from rolltree.inference.call import DeltaListener, ModelCall
 from rolltree.inference.client import ModelClient, policy_version
-from rolltree.inference.client_base import ClientBase
+from rolltree.inference.client_base import ClientBase, DelegatingClient
 from rolltree.inference.openai_client import OpenAIClient
 from rolltree.inference.retry import Retry, RetryPolicy, with_retries
 from rolltree.types import ModelResponse
@@ -241,24 +241,15 @@ class EndpointPool(ClientBase):
         return None
 
 
-class PooledSession(ClientBase):
+class PooledSession(DelegatingClient):
     """One rollout on one server of a pool at a time."""
 
     def __init__(self, pool: EndpointPool) -> None:
+        super().__init__(pool)
         self._pool = pool
         self._key: bytes | None = None
         self._at: Endpoint | None = None
         self._session: Any = None
-
-    @property
-    def model(self) -> str:
-        """The model of calls that name none."""
-        return self._pool.model
-
-    @property
-    def version(self) -> int:
-        """The pool's version."""
-        return self._pool.version
 
     def session(self) -> PooledSession:
         """Return a new, empty session."""

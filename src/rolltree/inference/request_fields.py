@@ -54,6 +54,11 @@ _HARMLESS = frozenset(
     ]
 )
 """Fields that affect the prompt, the end of sampling or the report, but no distribution."""
+_CONSTRAINING = frozenset(
+    ["guided_choice", "guided_grammar", "guided_json", "guided_regex", "structured_outputs"]
+)
+KNOWN_FIELDS = _HARMLESS | _NEUTRAL.keys() | _CONSTRAINING
+"""The fields of OpenAI's and vLLM's requests; servers ignore most others."""
 
 
 def check_choice(name: str, value: str, known: Sequence[str]) -> None:

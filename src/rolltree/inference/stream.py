@@ -17,20 +17,18 @@ from rolltree.inference.call import DeltaListener, ModelCall
 from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.deltas import TokenListener
 from rolltree.inference.http import HttpClient
-from rolltree.inference.parse import extract_finish_reason, finished, first_choice, names_ids
+from rolltree.inference.parse import extract_finish_reason, first_choice, names_ids
 from rolltree.inference.retry import Outcome
 from rolltree.inference.wire import (
     Choice,
     ChunkChoice,
     Decode,
     DecodeChunk,
-    Delta,
     Function,
     Logprobs,
     Message,
     MessageToolCall,
     Response,
-    ToolCallPart,
 )
 from rolltree.types import ChatMessage
 
@@ -222,7 +220,7 @@ class _Heard:
         self._listener, self._has_content = listener, False
 
     def __call__(self, choice: ChunkChoice) -> None:
-        delta = choice.delta or Delta(content=choice.text)
+        delta = choice.delta or Message(choice.text)
         said: ChatMessage = {}
         reasoning = delta.reasoning_content or delta.reasoning
         if reasoning and not self._has_content:
@@ -255,7 +253,13 @@ class CompletionPosts:
         Raises:
             ModelError: as `HttpClient.post` says.
         """
-        whole = finished(decode)
+
+        def whole(body: bytes) -> Response:
+            response = decode(body)
+            # Checked here, so that an answer which was broken off is requested again.
+            extract_finish_reason(response)
+            return response
+
         if stream is None or path in self._not_streaming:
             return await self.server.post(path, body, whole, at_root=at_root)
         asked = {**body, "stream": True}
@@ -303,7 +307,7 @@ def _failure_in(error: object) -> tuple[int, str]:
 
 
 def _says_something(choice: ChunkChoice) -> bool:
-    delta = choice.delta or Delta(content=choice.text)
+    delta = choice.delta or Message(choice.text)
     said = (delta.content, delta.reasoning_content, delta.reasoning, delta.tool_calls)
     return any(said) or choice.finish_reason is not None or bool(choice.token_ids)
 
@@ -347,12 +351,13 @@ def _joined_logprobs(parts: list[Logprobs]) -> Logprobs | None:
     return whole
 
 
-def _joined_calls(parts: list[ToolCallPart]) -> list[MessageToolCall]:
+def _joined_calls(parts: list[MessageToolCall]) -> list[MessageToolCall]:
     calls: dict[int, MessageToolCall] = {}
     for part in parts:
-        call = calls.setdefault(part.index, MessageToolCall(None, Function()))
+        call = calls.setdefault(part.index or 0, MessageToolCall())
         call.id = call.id or part.id
-        if part.function is not None:
-            call.function.name += part.function.name or ""
-            call.function.arguments += part.function.arguments or ""
+        whole, new = call.function or Function("", ""), part.function or Function()
+        call.function = Function(
+            (whole.name or "") + (new.name or ""), (whole.arguments or "") + (new.arguments or "")
+        )
     return [calls[index] for index in sorted(calls)]

@@ -33,21 +33,25 @@ class Logprobs(msgspec.Struct):
 
 
 class Function(msgspec.Struct):
-    """The function of a tool call; `arguments` is JSON text."""
+    """The function of a tool call; `arguments` is JSON text.
 
-    name: str = ""
-    arguments: str = ""
+    In chunks the name comes once, the arguments in pieces.
+    """
+
+    name: str | None = None
+    arguments: str | None = None
 
 
 class MessageToolCall(msgspec.Struct):
-    """A tool call that the server parsed."""
+    """A tool call that the server parsed, or what a chunk adds to call number `index`."""
 
     id: str | None = None
-    function: Function = msgspec.field(default_factory=Function)
+    function: Function | None = None
+    index: int | None = None
 
 
 class Message(msgspec.Struct):
-    """An assistant message."""
+    """An assistant message, or what a chunk adds to it."""
 
     content: str | None = None
     reasoning_content: str | None = None
@@ -96,34 +100,10 @@ class Response(msgspec.Struct):
     prompt_token_ids: list[int] | None = None
 
 
-class FunctionPart(msgspec.Struct):
-    """A part of a tool call's function: the name comes once, the arguments in pieces."""
-
-    name: str | None = None
-    arguments: str | None = None
-
-
-class ToolCallPart(msgspec.Struct):
-    """What a chunk adds to tool call number `index`."""
-
-    index: int = 0
-    id: str | None = None
-    function: FunctionPart | None = None
-
-
-class Delta(msgspec.Struct):
-    """What a chunk adds to the message."""
-
-    content: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    tool_calls: list[ToolCallPart] | None = None
-
-
 class ChunkChoice(Choice):
     """What a chunk adds to a completion: ids and logprobs are those of its tokens only."""
 
-    delta: Delta | None = None
+    delta: Message | None = None
 
 
 class Chunk(msgspec.Struct):

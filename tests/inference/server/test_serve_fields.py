@@ -34,7 +34,7 @@ from rolltree.inference.server.requests import (
     messages_of,
     parse_request,
 )
-from rolltree.inference.server.responses import ResponseStream, version_spans
+from rolltree.inference.server.responses import Responses, ResponseStream, version_spans
 from rolltree.testing.tokenizer import ByteTokenizer
 from rolltree.types import FinishReason, SamplingParams
 
@@ -107,7 +107,7 @@ async def test_each_tool_call_of_a_stream_has_its_own_chunk() -> None:
     body = {"messages": [{"role": "user", "content": "?"}], "tools": [ADD], "stream": True}
     asked = check_fields({**body, "return_token_ids": True}, CHAT_FIELDS, "m")
     request = parse_request(asked, chat=True, body=body)
-    stream = ResponseStream(served, request, [np.array([1, 2, 3], np.int32)])
+    stream = ResponseStream(Responses(served, request), [np.array([1, 2, 3], np.int32)])
     parts = [part async for part in stream.events()][:-1]
     choices = [json.loads(part.removeprefix(b"data: "))["choices"][0] for part in parts]
     calls = [[call["index"] for call in each["delta"].get("tool_calls", [])] for each in choices]

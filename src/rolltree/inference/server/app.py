@@ -60,12 +60,7 @@ from rolltree.inference.server.requests import (
     sampling_of,
     tools_of,
 )
-from rolltree.inference.server.responses import (
-    GenerateStream,
-    Responses,
-    ResponseStream,
-    generate_response,
-)
+from rolltree.inference.server.responses import Responses, ResponseStream, TokenResponses
 from rolltree.inference.weights.receive import WeightReceiver, weights_mark
 from rolltree.types import IntArray
 
@@ -112,14 +107,22 @@ class Handlers:
         return await self._complete(request, parsed, prompts)
 
     async def _complete(
-        self, request: Request, parsed: ParsedRequest, prompts: list[IntArray]
+        self,
+        request: Request,
+        parsed: ParsedRequest,
+        prompts: list[IntArray],
+        kind: type[Responses] = Responses,
     ) -> Response:
-        served = self._served
+        served, responses = self._served, kind(self._served, parsed)
         if parsed.stream:
-            return _streaming(ResponseStream(served, parsed, prompts))
+            events = ResponseStream(responses, prompts).events()
+            headers = {"Cache-Control": "no-cache"}
+            return StreamingResponse(events, media_type="text/event-stream", headers=headers)
         # If the client disconnects, its place in the batch is freed.
         outputs = await while_connected(request, served.sample(prompts, parsed.sampling, parsed.n))
-        responses = Responses(served, parsed)
+        # Not in a thread if there is no text to decode: ids need no tokenizer.
+        if not kind.has_text:
+            return json_response(responses.whole(prompts, outputs))
         return await served.run(lambda: json_response(responses.whole(prompts, outputs)))
 
     async def generate(self, request: Request) -> Response:
@@ -147,11 +150,7 @@ class Handlers:
             # The client's own id, if any, by which it recognizes its answer.
             request_id=_request_id_in(given) or _request_id(request) or secrets.token_hex(12),
         )
-        if asked.stream:
-            return _streaming(GenerateStream(served, asked, prompt))
-        sampling = served.sample([prompt], asked.sampling, asked.n)
-        outputs = await while_connected(request, sampling)
-        return json_response(generate_response(served, asked, prompt, outputs))
+        return await self._complete(request, asked, [prompt], TokenResponses)
 
     async def tokenize(self, request: Request) -> Response:
         """`POST /tokenize`: return the ids of a string or of a conversation's prompt."""
@@ -192,11 +191,6 @@ class Handlers:
                 {"prompt": served.renderer.decode(served.text_prompt(given["tokens"]))}
             )
         )
-
-
-def _streaming(stream: ResponseStream) -> Response:
-    headers = {"Cache-Control": "no-cache"}
-    return StreamingResponse(stream.events(), media_type="text/event-stream", headers=headers)
 
 
 class WeightHandlers:

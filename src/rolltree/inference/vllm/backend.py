@@ -1,7 +1,7 @@
 """vLLM behind the few calls that the engine makes: add, step, abort, load weights.
 
-`Backend` is this interface. `VllmBackend` implements it with a `vllm.LLM` in this process, and
-undoes the changes to the process that creating it makes.
+`VllmBackend` is a `vllm.LLM` in this process. It undoes the changes to the process that creating it
+makes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rolltree.errors import ConfigError
 
@@ -35,40 +35,8 @@ class StepOutput:
     routed_experts: Any = None
 
 
-class Backend(Protocol):
-    """The interface to one engine, whose calls must not overlap."""
-
-    @property
-    def vocab_size(self) -> int:
-        """The number of ids in the model's vocabulary."""
-        ...
-
-    def add(self, request_id: str, prompt_ids: list[int], fields: Mapping[str, Any]) -> None:
-        """Add a request; `fields` are the arguments of `vllm.SamplingParams`."""
-        ...
-
-    def step(self) -> list[StepOutput]:
-        """Run one step, which samples the next tokens of some or all requests."""
-        ...
-
-    def abort(self, request_ids: list[str]) -> None:
-        """Forget requests."""
-        ...
-
-    def load(self, weights: Weights) -> None:
-        """Replace the weights, and drop all keys and values that the old weights computed.
-
-        Requests in flight keep their tokens, whose keys and values are computed again.
-        """
-        ...
-
-    def close(self) -> None:
-        """Free the memory."""
-        ...
-
-
 class VllmBackend:
-    """`vllm.LLM` in this process.
+    """`vllm.LLM` in this process; calls must not overlap.
 
     Args:
         folder: a model in Hugging Face's layout.
@@ -150,13 +118,13 @@ class VllmBackend:
         return int(self._llm.llm_engine.model_config.get_vocab_size())
 
     def add(self, request_id: str, prompt_ids: list[int], fields: Mapping[str, Any]) -> None:
-        """Add a request."""
+        """Add a request; `fields` are the arguments of `vllm.SamplingParams`."""
         # Without stop strings, vLLM need not decode text.
         params = self._params(**fields, detokenize=bool(fields["stop"]), output_kind=self._delta)
         self._engine.add_request(request_id, {"prompt_token_ids": prompt_ids}, params)
 
     def step(self) -> list[StepOutput]:
-        """Run one step."""
+        """Run one step, which samples the next tokens of some or all requests."""
         return [_step_output(output) for output in self._engine.step()]
 
     def abort(self, request_ids: list[str]) -> None:
@@ -164,7 +132,10 @@ class VllmBackend:
         self._engine.abort_request(request_ids)
 
     def load(self, weights: Weights) -> None:
-        """Copy the weights into vLLM's own layout, and drop all cached keys and values."""
+        """Copy the weights into vLLM's own layout, and drop all cached keys and values.
+
+        Requests in flight keep their tokens, whose keys and values are computed again.
+        """
         worker = self._core.model_executor.driver_worker.worker
         worker.reload_all_weights(weights_iterator=iter(weights))
         # Also for running requests: keys of the old weights with tokens of the new weights would be

@@ -24,7 +24,7 @@ from rolltree.inference.engine import (
     SampledToken,
 )
 from rolltree.inference.local.client import LocalClient, configured_end_ids
-from rolltree.inference.vllm.backend import Backend, StepOutput, VllmBackend, Weights
+from rolltree.inference.vllm.backend import StepOutput, VllmBackend, Weights
 from rolltree.types import FinishReason, IntArray, SamplingParams
 
 # vLLM replaces lower temperatures by this one.
@@ -77,7 +77,7 @@ class VllmRequest(EngineRequest):
 
 
 class VllmEngine(EngineThread[VllmRequest]):
-    """An engine over one `Backend`, which is created in the engine's own thread.
+    """An engine over one `VllmBackend`, which is created in the engine's own thread.
 
     Args:
         make_backend: creates the backend, for at least `max_batch` and `max_context`.
@@ -104,7 +104,7 @@ class VllmEngine(EngineThread[VllmRequest]):
 
     def __init__(
         self,
-        make_backend: Callable[[], Backend],
+        make_backend: Callable[[], VllmBackend],
         weights: Callable[[], Weights],
         *,
         eos_token_ids: Iterable[int] = (),
