@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from rolltree.errors import ConfigError, UnknownName, did_you_mean
@@ -67,12 +66,7 @@ class RunData:
     def __enter__(self) -> RunData:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
