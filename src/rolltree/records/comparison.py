@@ -494,23 +494,14 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _read(name: str, runs: Sequence[RunPhase], settings: Settings) -> ComparedArm:
-    reports, breaks, inputs, configs, weights = [], [], [], [], []
+    found = []
     for each in runs:
         with Run.open(each.path, mode="r") as run:
-            reports.append(stored_report(run, each.phase, settings=settings))
-            breaks.append(_breaks(run, each.phase))
-            inputs.append(_inputs(run, each.phase))
-            configs.append(flat_config(run.config))
-            weights.append(_weights(run, each.phase))
-    return ComparedArm(
-        name,
-        tuple(runs),
-        tuple(reports),
-        tuple(breaks),
-        tuple(inputs),
-        tuple(configs),
-        tuple(weights),
-    )
+            report = stored_report(run, each.phase, settings=settings)
+            breaks, inputs = _breaks(run, each.phase), _inputs(run, each.phase)
+            weights = _weights(run, each.phase)
+            found.append((report, breaks, inputs, flat_config(run.config), weights))
+    return ComparedArm(name, tuple(runs), *zip(*found, strict=True))
 
 
 def _weights(run: Run, phase: str) -> dict[str, float] | None:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 
+from rolltree.estimate import estimate
 from rolltree.records.story_facts import Facts
 from rolltree.records.story_words import (
     Cases,
@@ -23,7 +24,6 @@ from rolltree.records.trends import (
     Trend,
     consecutive,
     ends,
-    group_estimate,
     jump,
     level_change,
     mean_change,
@@ -224,7 +224,7 @@ def reward_trend(facts: Facts) -> Cases:
     size, at = ends(len(steps))
     spans = [steps[:size], steps[at - size : at], steps[at:]]
     first, before, last = (_of_steps(by_step, span) for span in spans)
-    began, ended = group_estimate(first), group_estimate(last)
+    began, ended = (estimate(dict(enumerate(groups))) for groups in (first, last))
     if began is None or ended is None:
         return
     change, recent = mean_change(first, last), mean_change(before, last)
