@@ -5,13 +5,14 @@ One row per family of metrics; a family gives no numbers if its input was not st
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev
 from typing import TypeAlias
 
 from rolltree.estimate import episodes_estimate
+from rolltree.records.auditing.report import grouped
 from rolltree.records.auditing.rollout import RolloutFacts, TrainedFacts
 from rolltree.types import FinishReason
 
@@ -43,35 +44,30 @@ def _own(sampled: Sequence[RolloutFacts]) -> list[RolloutFacts]:
 
 
 def _rewards(sampled: Sequence[RolloutFacts]) -> Numbers:
-    found = [item.reward for item in _own(sampled) if item.reward is not None]
-    if not found:
+    scored = [(item.group_id, item.reward) for item in _own(sampled) if item.reward is not None]
+    if not scored:
         return {}
-    groups: defaultdict[Hashable, list[float]] = defaultdict(list)
-    for item in _own(sampled):
-        if item.reward is not None:
-            groups[item.group_id].append(item.reward)
+    found = [reward for _, reward in scored]
     numbers = {"reward/mean": fmean(found), "reward/std": pstdev(found), "reward/max": max(found)}
-    estimate = episodes_estimate(groups)
+    estimate = episodes_estimate(grouped(scored))
     if estimate is not None and estimate.low is not None and estimate.high is not None:
         numbers |= {"reward/low": estimate.low, "reward/high": estimate.high}
     return numbers
 
 
 def _agent_rewards(sampled: Sequence[RolloutFacts]) -> Numbers:
-    by_agent: defaultdict[str, list[float]] = defaultdict(list)
-    for item in sampled:
-        if item.reward is not None:
-            by_agent[str((item.state or {}).get("agent") or "agent")].append(item.reward)
+    by_agent = grouped(
+        (str((item.state or {}).get("agent") or "agent"), item.reward)
+        for item in sampled
+        if item.reward is not None
+    )
     if len(by_agent) < 2:
         return {}
     return {f"reward/{agent}/mean": fmean(values) for agent, values in by_agent.items()}
 
 
 def _functions(sampled: Sequence[RolloutFacts]) -> Numbers:
-    by_name: defaultdict[str, list[float]] = defaultdict(list)
-    for item in _own(sampled):
-        for name, value in item.metrics.items():
-            by_name[name].append(value)
+    by_name = grouped(pair for item in _own(sampled) for pair in item.metrics.items())
     return {f"metrics/{name}": fmean(values) for name, values in by_name.items()}
 
 

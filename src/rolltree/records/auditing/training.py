@@ -17,7 +17,7 @@ from rolltree.records.auditing.loss_weights import (
     note_weights_of_calls,
     used_tokens,
 )
-from rolltree.records.auditing.report import Ledger, Place, some, tolerance
+from rolltree.records.auditing.report import Ledger, Place, grouped, some, tolerance
 from rolltree.records.auditing.rollout import Call, RolloutFacts, TrainedFacts
 from rolltree.records.auditing.step_metrics import FROM_REQUESTS, FROM_ROLLOUTS, FROM_TOKENS
 from rolltree.store import Run, StepRow
@@ -227,12 +227,8 @@ class TrainingAudit:
         """Check every step, after all rollouts were read."""
         steps = self.run.steps()
         self._contiguous(steps)
-        by_step: dict[int, list[RolloutFacts]] = {}
-        by_group: dict[str, list[RolloutFacts]] = {}
-        for item in facts:
-            by_group.setdefault(item.group_id, []).append(item)
-            if item.train_step is not None:
-                by_step.setdefault(item.train_step, []).append(item)
+        by_group = grouped((item.group_id, item) for item in facts)
+        by_step = grouped((item.train_step, item) for item in facts)
         # The baseline of a step is the average that the previous step left, so steps are checked in
         # order; those before a fork are in the run that was forked.
         averages: dict[str, float] = {}
@@ -477,10 +473,9 @@ class TrainingAudit:
                     f"it was trained by several steps: {some(taken)}",
                     item.place,
                 )
-        steps_of: dict[str, list[int]] = {}
-        for step, data in self.taken.items():
-            for name in data.get("groups", ()):
-                steps_of.setdefault(name, []).append(step)
+        steps_of = grouped(
+            (name, step) for step, data in self.taken.items() for name in data.get("groups", ())
+        )
         for name, taken in steps_of.items():
             if len(taken) > 1:
                 said = f"group {name} was trained by several steps: {some(sorted(taken))}"
@@ -506,11 +501,8 @@ def _engine_logprobs(calls: Sequence[Call]) -> NDArray[np.float64] | None:
 
 def _results(facts: Sequence[RolloutFacts]) -> list[RolloutResult]:
     """Return the results that credit is assigned to, from the facts of all their trajectories."""
-    by_request: dict[str, list[RolloutFacts]] = {}
-    for item in facts:
-        by_request.setdefault(item.request_id, []).append(item)
     results = []
-    for request_id, members in by_request.items():
+    for request_id, members in grouped((item.request_id, item) for item in facts).items():
         members.sort(key=lambda item: item.trajectory_index)
         request = SimpleNamespace(request_id=request_id, group_id=members[0].group_id)
         states = tuple(item.state for item in members if item.state is not None)
