@@ -25,6 +25,7 @@ from rolltree.evaluation.comparison import (
 )
 from rolltree.evaluation.reducers import values
 from rolltree.html_view import html_lines
+from rolltree.parsers import text_of
 from rolltree.redact import redact
 from rolltree.rollouts.conversation import conversation_of
 from rolltree.rollouts.decode import decode_results, decode_rollout
@@ -359,12 +360,7 @@ def _shown(
 
 
 def _text(message: Mapping[str, Any]) -> str:
-    content = message.get("content")
-    if content and not isinstance(content, str):
-        parts = [item.get("text", "") for item in content if isinstance(item, Mapping)]
-        content = " ".join(map(str, parts))
-    calls = [str(call) for call in message.get("tool_calls") or ()]
-    return " ".join([content or "", *calls]).strip()
+    return " ".join([text_of(message), *map(str, message.get("tool_calls") or ())]).strip()
 
 
 def _num_other_inputs(a: ComparedArm, b: ComparedArm) -> int:
