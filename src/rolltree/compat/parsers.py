@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from rolltree import parsers as rooms
 from rolltree.parsers.parser import CLOSE, OPEN, identity
 from rolltree.types import ChatMessage, Messages
-from rolltree.untrusted import between
 
 _THINKS_OUT_LOUD = (
     "%s finds an answer only when the text has <think>...</think>. A server or a chat template "
@@ -113,6 +112,8 @@ class XMLParser(Parser, rooms.XMLParser):
             if names[0] in self.get_fields():
                 raise ValueError(f"Duplicate field name: {names[0]}")
             self._fields.append((names[0], names))
+        every = [name for _, names in self._fields for name in names]
+        self._tags = {name: (f"<{name}>", f"</{name}>") for name in every}
         if "think" in self.get_fields():
             self.logger.warning(_THINKS_OUT_LOUD, "an XMLParser with the field 'think'")
 
@@ -122,21 +123,9 @@ class XMLParser(Parser, rooms.XMLParser):
         The first occurrence of a tag counts; with `last`, the last one. White space around the text
         is removed, with or without `strip`.
         """
-        found = SimpleNamespace()
-        for name in self._names():
-            # `between` is linear; the regular expression of verifiers takes quadratic time on
-            # `<a><a><a>...`, which a model can write.
-            matches = between(text, f"<{name}>", f"</{name}>")
-            value = next(matches, None)
-            if last and value is not None:
-                value = [value, *matches][-1]
-            # verifiers has white space in its pattern outside the group, so `strip=False` strips as
-            # well.
-            setattr(found, name, None if value is None else value.strip())
-        return found
-
-    def _names(self) -> Iterator[str]:
-        return (name for _, names in self._fields for name in names)
+        # In linear time; the regular expression of verifiers takes quadratic time on `<a><a>...`,
+        # which a model can write. It has white space outside its group, so it always strips.
+        return super().parse(text, last=last)
 
     def parse_answer(self, completion: Messages) -> Any:
         """Return the answer field of the latest assistant message that has one, else None.
@@ -183,7 +172,7 @@ class XMLParser(Parser, rooms.XMLParser):
         overridden `parse` loses a field with `strip=False`.
         """
         bare, raw = self.parse(text), self.parse(text, strip=False)
-        complete = [name for name in self._names() if getattr(bare, name, None) is not None]
+        complete = [name for name in self._tags if getattr(bare, name, None) is not None]
         met = [
             any(name in complete or f"<{name}>" in text or f"</{name}>" in text for name in names)
             for _, names in self._fields

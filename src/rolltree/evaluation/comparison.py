@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain
 from statistics import NormalDist
 from typing import Any, Literal, TypeAlias
@@ -125,12 +125,7 @@ class Comparison:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the comparison as JSON-ready data."""
-        names = ("before", "after", "difference")
-        parts: dict[str, Any] = {name: getattr(self, name).as_dict() for name in names}
-        return parts | {
-            "num_only_a": self.num_only_a,
-            "num_only_b": self.num_only_b,
-            "confidence": self.confidence,
+        return asdict(self) | {
             "num_runs": list(self.num_runs),
             "verdict": self.verdict,
             "is_significant": self.is_significant,

@@ -117,20 +117,14 @@ class EvalReport(Finished):
 
     def as_dict(self) -> dict[str, Any]:
         """Return the aggregates as JSON-ready data, without the outcomes."""
+        names = (
+            *("env_id", "model", "phase", "num_examples", "num_rollouts", "num_failed"),
+            *("num_unscored", "num_truncated", "num_resumed", "elapsed_s"),
+        )
         return {
-            "env_id": self.env_id,
-            "model": self.model,
-            "phase": self.phase,
-            "num_examples": self.num_examples,
-            "num_rollouts": self.num_rollouts,
-            "num_failed": self.num_failed,
-            "num_unscored": self.num_unscored,
-            "num_truncated": self.num_truncated,
-            "num_resumed": self.num_resumed,
-            "elapsed_s": self.elapsed_s,
+            **{name: getattr(self, name) for name in names},
             "run": self.run_path,
-            "confidence": self.settings.confidence,
-            "pass_threshold": self.settings.pass_threshold,
+            **asdict(self.settings),
             **{name: _data(value) for name, value in self.results.items()},
             "advice": [asdict(each) for each in self.advice],
         }

@@ -25,6 +25,7 @@ from rolltree.evaluation.comparison import (
 )
 from rolltree.evaluation.reducers import values
 from rolltree.html_view import html_lines
+from rolltree.parsers import text_of
 from rolltree.redact import redact
 from rolltree.rollouts.conversation import conversation_of
 from rolltree.rollouts.decode import decode_results, decode_rollout
@@ -359,12 +360,7 @@ def _shown(
 
 
 def _text(message: Mapping[str, Any]) -> str:
-    content = message.get("content")
-    if content and not isinstance(content, str):
-        parts = [item.get("text", "") for item in content if isinstance(item, Mapping)]
-        content = " ".join(map(str, parts))
-    calls = [str(call) for call in message.get("tool_calls") or ()]
-    return " ".join([content or "", *calls]).strip()
+    return " ".join([text_of(message), *map(str, message.get("tool_calls") or ())]).strip()
 
 
 def _num_other_inputs(a: ComparedArm, b: ComparedArm) -> int:
@@ -494,23 +490,14 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _read(name: str, runs: Sequence[RunPhase], settings: Settings) -> ComparedArm:
-    reports, breaks, inputs, configs, weights = [], [], [], [], []
+    found = []
     for each in runs:
         with Run.open(each.path, mode="r") as run:
-            reports.append(stored_report(run, each.phase, settings=settings))
-            breaks.append(_breaks(run, each.phase))
-            inputs.append(_inputs(run, each.phase))
-            configs.append(flat_config(run.config))
-            weights.append(_weights(run, each.phase))
-    return ComparedArm(
-        name,
-        tuple(runs),
-        tuple(reports),
-        tuple(breaks),
-        tuple(inputs),
-        tuple(configs),
-        tuple(weights),
-    )
+            report = stored_report(run, each.phase, settings=settings)
+            breaks, inputs = _breaks(run, each.phase), _inputs(run, each.phase)
+            weights = _weights(run, each.phase)
+            found.append((report, breaks, inputs, flat_config(run.config), weights))
+    return ComparedArm(name, tuple(runs), *zip(*found, strict=True))
 
 
 def _weights(run: Run, phase: str) -> dict[str, float] | None:

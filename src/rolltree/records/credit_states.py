@@ -1,4 +1,7 @@
-"""The part of stored rollouts that credit reads, so small that a whole run fits into memory."""
+"""The part of stored rollouts that credit and the metrics of a step read.
+
+It is so small that a whole run fits into memory.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,12 @@ from rolltree.types import State
 _STATE_FIELDS = (
     *("agent", "rollout_id", "parent_rollout", "parent_step", "subtask", "reward", "error"),
     *("has_step_rewards", "truncated", "truncation_reason", "bootstrap_value"),
+    *("metrics", "timing"),
 )
-_EXTRAS = ("turn", "num_completion_tokens", "finish_reason", "truncated", "truncation_reason")
+_EXTRAS = (
+    *("turn", "num_prompt_tokens", "num_completion_tokens", "finish_reason"),
+    *("truncated", "truncation_reason"),
+)
 
 
 def credit_state(state: State) -> State:

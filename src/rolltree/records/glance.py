@@ -22,14 +22,10 @@ def run_glance(run: Run) -> dict[str, Any]:
     Raises:
         StoreError: a row is damaged.
     """
-    sentences = run_story(run, quick=True)["sentences"]
+    # Stories begin with the most alarming sentence.
+    health = next(iter(run_story(run, quick=True)["sentences"]), None)
     values = [number_of(row.metrics.get(REWARD)) for row in run.steps()]
-    return {"health": health_of(sentences), "curve": _thinned(values)}
-
-
-def health_of(sentences: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the first sentence, which a list shows: stories begin with the most alarming one."""
-    return next(iter(sentences), None)
+    return {"health": health, "curve": _thinned(values)}
 
 
 def _thinned(values: Sequence[float | None]) -> list[float | None]:

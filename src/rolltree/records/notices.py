@@ -19,16 +19,16 @@ def notice_sentences(events: Iterable[Event]) -> list[dict[str, Any]]:
         say = _SAID.get(event.kind)
         if say is None:
             continue
-        text = say(event.data if isinstance(event.data, Mapping) else {})
+        data = event.data if isinstance(event.data, Mapping) else {}
+        text, at = say(data), data.get("last_at")
         last = found.setdefault((event.kind, text), {"text": text, "kind": event.kind, "times": 0})
-        last["times"] += max(1, _whole(event.data, "times"))
-        at = event.data.get("last_at") if isinstance(event.data, Mapping) else None
+        last["times"] += max(1, _whole(data, "times"))
         last |= {"step": event.step, "created_at": event.created_at if at is None else at}
     return list(found.values())
 
 
 def _whole(data: Mapping[str, Any], name: str) -> int:
-    found = data.get(name) if isinstance(data, Mapping) else None
+    found = data.get(name)
     return found if type(found) is int else 0
 
 

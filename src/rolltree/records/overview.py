@@ -13,15 +13,12 @@ from rolltree.redact import redact
 from rolltree.store import Run, RunSummary, StoredEvaluation, summarize, to_plain
 
 
-def run_overview(run: Run, *, now: float | None = None) -> dict[str, Any]:
-    """Return one row of a list of runs; `now` is the time at which its age is measured.
+def run_overview(run: Run, found: RunSummary | None = None) -> dict[str, Any]:
+    """Return one row of a list of runs; `found` is the run's summary if it was read already.
 
     It reads only sums, events and the newest step, but no rollouts.
     """
-    return _overview(run, summarize(run), time.time() if now is None else now)
-
-
-def _overview(run: Run, found: RunSummary, now: float) -> dict[str, Any]:
+    found = found or summarize(run)
     phases = found.phases
     return {
         "name": found.path.resolve().name,
@@ -32,7 +29,7 @@ def _overview(run: Run, found: RunSummary, now: float) -> dict[str, Any]:
         "writer": found.writer,
         "created_at": found.created_at,
         "last_written": found.last_written,
-        "age_s": max(0.0, now - found.last_written),
+        "age_s": max(0.0, time.time() - found.last_written),
         # Steps, or the requests of the phase that is not complete.
         "progress": _progress(found),
         "envs": list(found.env_ids),
@@ -56,11 +53,11 @@ def _overview(run: Run, found: RunSummary, now: float) -> dict[str, Any]:
     }
 
 
-def run_summary(run: Run, *, now: float | None = None) -> dict[str, Any]:
+def run_summary(run: Run) -> dict[str, Any]:
     """Return what a run holds: its row of the list, its settings, phases, evaluations, notices."""
     found = summarize(run)
     return {
-        **_overview(run, found, time.time() if now is None else now),
+        **run_overview(run, found),
         "config": redact(to_plain(found.config)),
         "phases": [asdict(phase) for phase in found.phases],
         "evaluations": [

@@ -6,7 +6,7 @@ The pages of one order fit together while nothing new is stored.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import mean, pstdev
 from typing import Any, Literal, TypeAlias
 
@@ -69,13 +69,8 @@ def rollout_page(
                 "total": len(ids),
                 "rows": _named(run, index.names(ids[offset : offset + limit])),
             }
-    names = [*stored_names(COLUMNS), "metrics"]
-    page = list(run.columns(names, limit=limit, offset=offset, sort=sort, **filters))
-    found = [list(column) for column in zip(*page, strict=True)]
-    return {
-        "total": run.num_rollouts(**filters),
-        "rows": _rows(dict(zip(names, found, strict=True))) if page else [],
-    }
+    rows = _rows(run, limit=limit, offset=offset, sort=sort, **filters)
+    return {"total": run.num_rollouts(**filters), "rows": rows}
 
 
 def _both(own: Sequence[int], stored: Sequence[int], is_own: bool) -> Sequence[int]:
@@ -88,9 +83,7 @@ def _named(run: Run, names: Sequence[tuple[str, int]]) -> list[dict[str, Any]]:
     """Return the rows of these rollouts in this order."""
     if not names:
         return []
-    columns = [*stored_names(COLUMNS), "metrics"]
-    found = list(run.columns(columns, request_id=list({name: None for name, _ in names})))
-    rows = _rows(dict(zip(columns, map(list, zip(*found, strict=True)), strict=True)))
+    rows = _rows(run, request_id=list({name: None for name, _ in names}))
     known = {(row["request_id"], row["trajectory_index"]): row for row in rows}
     return [known[name] for name in names if name in known]
 
@@ -142,7 +135,12 @@ def _counted(run: Run, what: str, *values: Any) -> list[tuple[str, int | None, i
     return [(row["phase"], row["train_step"], row["num"]) for row in found]
 
 
-def _rows(found: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
+def _rows(run: Run, **filters: Any) -> list[dict[str, Any]]:
+    names = [*stored_names(COLUMNS), "metrics"]
+    page = list(run.columns(names, **filters))
+    if not page:
+        return []
+    found = dict(zip(names, map(list, zip(*page, strict=True)), strict=True))
     columns = rollout_values(COLUMNS, found)
     return [
         {**{name: columns[name][at] for name in COLUMNS}, "metrics": finite_numbers(metrics)}

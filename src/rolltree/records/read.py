@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from rolltree.errors import ConfigError, UnknownName, did_you_mean
@@ -30,7 +29,7 @@ from rolltree.records.columns import (
 )
 from rolltree.records.table import Batch, Column, Table
 from rolltree.records.values import is_number, json_text, number_of, rollout_values, stored_names
-from rolltree.store import Run
+from rolltree.store import Run, StepRow, StoredEvaluation
 from rolltree.store.filters import METRIC, order_clause, where_clause
 from rolltree.tokens import Decoder
 
@@ -67,12 +66,7 @@ class RunData:
     def __enter__(self) -> RunData:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -124,34 +118,12 @@ class RunData:
     def steps(self) -> Table:
         """Return one row per optimizer step, with one column per metric that is a number."""
         steps = self.run.steps()
-        metrics = dict.fromkeys(
-            name for step in steps for name, value in step.metrics.items() if is_number(value)
-        )
-        columns = [*STEPS, *(Column(name, "float64", "a metric") for name in metrics)]
-
-        def read(names: Sequence[str]) -> Iterator[Batch]:
-            yield {
-                "step": [step.step for step in steps],
-                "created_at": [step.created_at for step in steps],
-                **{name: [number_of(step.metrics.get(name)) for step in steps] for name in metrics},
-            }
-
-        return Table("steps", columns, read)
+        return _with_metrics("steps", STEPS, steps, [step.metrics for step in steps])
 
     def evaluations(self) -> Table:
         """Return one row per held-out evaluation of a training run, with one column per number."""
         found = self.run.evaluations()
-        metrics = dict.fromkeys(name for done in found for name in done.numbers)
-        columns = [*EVALUATIONS, *(Column(name, "float64", "a metric") for name in metrics)]
-
-        def read(names: Sequence[str]) -> Iterator[Batch]:
-            yield {
-                "step": [done.step for done in found],
-                "phase": [done.phase for done in found],
-                **{name: [done.numbers.get(name) for done in found] for name in metrics},
-            }
-
-        return Table("evaluations", columns, read)
+        return _with_metrics("evaluations", EVALUATIONS, found, [done.numbers for done in found])
 
     def events(self) -> Table:
         """Return what happened to the run, oldest first."""
@@ -248,6 +220,25 @@ class RunData:
         while page := list(islice(rows, _BATCH_ROWS)):
             found = dict(zip(stored, map(list, zip(*page, strict=True)), strict=True))
             yield rollout_values(names, found)
+
+
+def _with_metrics(
+    name: str,
+    columns: Sequence[Column],
+    rows: Sequence[StepRow | StoredEvaluation],
+    metrics: Sequence[Mapping[str, Any]],
+) -> Table:
+    """Return a table of rows in memory: their fields, then a column per metric with numbers."""
+    found = dict.fromkeys(n for each in metrics for n, value in each.items() if is_number(value))
+
+    def read(_: Sequence[str]) -> Iterator[Batch]:
+        yield {
+            **{each.name: [getattr(row, each.name) for row in rows] for each in columns},
+            **{metric: [number_of(each.get(metric)) for each in metrics] for metric in found},
+        }
+
+    more = [Column(metric, "float64", "a metric") for metric in found]
+    return Table(name, [*columns, *more], read)
 
 
 def _check(filters: Mapping[str, Any]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from rolltree.records.values import number_of
@@ -13,16 +12,16 @@ from rolltree.store.weights import META, noted_weights
 
 def reward_parts(run: Run, row: StoredRollout) -> dict[str, Any]:
     """Return the parts of a rollout's reward, and what else was measured, JSON-ready."""
-    return reward_parts_by(run.meta.get(META), row)
-
-
-def reward_parts_by(notes: Any, row: StoredRollout) -> dict[str, Any]:
-    """Return the same from a run's notes, which callers read once for many rollouts."""
     weights = noted_weights(
-        notes, env_id=row.env_id, task=row.task, agent=row.agent, created_at=row.created_at
+        run.meta.get(META),
+        env_id=row.env_id,
+        task=row.task,
+        agent=row.agent,
+        created_at=row.created_at,
     )
     values = {str(name): number_of(value) for name, value in row.metrics.items()}
-    functions = [_part(name, values[name], weight) for name, weight in _paid(weights, values)]
+    paid = {name: w for name, w in (weights or {}).items() if w and name in values}
+    functions = [_part(name, values[name], weight) for name, weight in paid.items()]
     return {
         # Whether the run says which metrics are rewarded.
         "is_recorded": weights is not None,
@@ -33,14 +32,8 @@ def reward_parts_by(notes: Any, row: StoredRollout) -> dict[str, Any]:
         # a rubric's own method gave. None if the reward or a contribution is not known.
         "rest": None if weights is None else _rest(row.reward, functions),
         # The value of everything else that was measured, by its name.
-        "metrics": {n: v for n, v in values.items() if n not in {f["name"] for f in functions}},
+        "metrics": {name: value for name, value in values.items() if name not in paid},
     }
-
-
-def _paid(
-    weights: Mapping[str, float] | None, values: Mapping[str, float | None]
-) -> list[tuple[str, float]]:
-    return [(name, w) for name, w in (weights or {}).items() if w and name in values]
 
 
 def _part(name: str, value: float | None, weight: float) -> dict[str, Any]:

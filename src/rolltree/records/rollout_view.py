@@ -76,15 +76,10 @@ def _relatives(run: Run, row: StoredRollout, others: Sequence[Mapping[str, Any]]
                 "asked": None if state.get("subtask") is None else str(state.get("subtask")),
                 "parent": each.parent_rollout,
             }
-    here = (row.request_id, row.trajectory_index)
-    own = {
-        name
-        for name, each in found.items()
-        if (each["request_id"], each["trajectory_index"]) == here
-    }
-    asked = next((found[name]["asked"] for name in own), None)
+    at = row.trajectory_index
+    own = {name: each for name, each in found.items() if each["trajectory_index"] == at}
     return {
-        "asked": asked,
+        "asked": next((each["asked"] for each in own.values()), None),
         "parent": found.get(row.parent_rollout or ""),
         "children": [each for each in found.values() if each["parent"] in own],
     }

@@ -16,6 +16,7 @@ from contextlib import closing, contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 
@@ -150,7 +151,7 @@ class SearchIndex:
         if not self._file.is_file():
             yield None
             return
-        with closing(sqlite3.connect(f"file:{_quoted(self._file)}?mode=ro", uri=True)) as found:
+        with closing(sqlite3.connect(f"file:{quote(str(self._file))}?mode=ro", uri=True)) as found:
             try:
                 yield found if self._about(found) is not None else None
             except sqlite3.Error as error:
@@ -296,9 +297,3 @@ def _said(message: Mapping[str, Any]) -> str:
 
 def _line(text: str) -> str:
     return re.sub(r"\s+", " ", text[: 4 * _PREVIEW]).strip()[:_PREVIEW]
-
-
-def _quoted(path: Path) -> str:
-    from urllib.parse import quote
-
-    return quote(str(path))

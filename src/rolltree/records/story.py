@@ -26,7 +26,7 @@ class Detector:
     """One kind of sentence."""
 
     # A pure function of the facts. It yields a case per sentence, with the words and numbers that
-    # the other fields name.
+    # the other fields name, except `phase` and `first`, the first of its steps.
     condition: Callable[[Facts], Iterable[Case]]
     sentence: str  # a format string over the case
     severity: Severity | Callable[[Case], Severity] = field(default=lambda case: case["severity"])
@@ -39,7 +39,8 @@ class Detector:
     def sentences(self, kind: str, facts: Facts) -> Iterable[Sentence]:
         """Yield a sentence for each case."""
         link = {"series": self.series} if self.series else {}
-        for case in self.condition(facts):
+        for found in self.condition(facts):
+            case = {"phase": facts.phase, "first": found.get("steps", [None])[0], **found}
             shown = {name: case[name] for name in self.shows if name in case}
             severity = self.severity if isinstance(self.severity, str) else self.severity(case)
             yield {

@@ -67,7 +67,6 @@ def share_of(
         "share": share,
         "is_new": at > 0 and before < share / 2,
         "percent": percent(share),
-        "phase": facts.phase,
     }
     case |= {"where": where, "since": "", "words": words(facts)}
     if at:
@@ -169,14 +168,12 @@ def waits(facts: Facts) -> Cases:
             "text": f"Scoring takes minutes: {len(slow):,} of {len(facts.rollouts):,} rollouts "
             f"waited up to {longest.scoring_ms / 60_000:.1f} min for their reward"
             f"{f', from step {steps[0]} on' if steps else ''}.",
-            "phase": facts.phase,
             **shown_rollouts([longest]),
         }
     elif facts.waits:
         yield {
             "text": f"The run is stuck: {short(facts.waits[-1], 300)}",
             "view": "rollouts",
-            "phase": facts.phase,
         }
 
 
@@ -208,7 +205,6 @@ def tools(facts: Facts) -> Cases:
             "percent": percent(share),
             "error": short(kinds.most_common(1)[0][0]),
             "since": words,
-            "phase": facts.phase,
             **shown_rollouts([each.rollout for each in late]),
         }
 
@@ -237,7 +233,6 @@ def same_answer(facts: Facts) -> Cases:
         "since": words,
         "paid": ", and the reward rises" if is_phrase and moves == "rises" else "",
         "severity": "error" if is_phrase and is_sought else "warning",
-        "phase": facts.phase,
         **shown_rollouts([each.rollout for each in late]),
     }
 
@@ -252,7 +247,6 @@ def repeats(facts: Facts) -> Cases:
         yield {
             "percent": percent(share),
             "since": words,
-            "phase": facts.phase,
             **shown_rollouts([each.rollout for each in late]),
         }
 
@@ -275,7 +269,6 @@ def same_questions(facts: Facts) -> Cases:
             "percent": percent(share),
             "num": len(asked),
             "most": f"question {short(str(example))} makes {percent(most / num)} of all groups",
-            "phase": facts.phase,
         }
 
 
@@ -292,7 +285,6 @@ def scoring(facts: Facts) -> Cases:
             "num_read": len(facts.looked),
             "share": len(raised) / len(facts.looked),
             "message": short(raised[0][1], 300),
-            "phase": facts.phase,
             **shown_rollouts([rollout for rollout, _ in raised]),
         }
 
@@ -310,7 +302,6 @@ def timeouts(facts: Facts) -> Cases:
             "text": f"{percent(share)} of rollouts ran out of time: {kinds}.",
             "share": share,
             "view": "rollouts",
-            "phase": facts.phase,
             "where": equals("error_type", first) if first else "truncation_reason = time_limit",
         }
     calls: dict[str, list[StoryRollout]] = defaultdict(list)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from statistics import fmean, median
 
+from rolltree.estimate import estimate
 from rolltree.records.story_facts import Facts
 from rolltree.records.story_words import (
     Cases,
@@ -23,7 +24,6 @@ from rolltree.records.trends import (
     Trend,
     consecutive,
     ends,
-    group_estimate,
     jump,
     level_change,
     mean_change,
@@ -111,7 +111,6 @@ def zero_variance(facts: Facts) -> Cases:
             else "info"
             if is_fine
             else "error",
-            "phase": facts.phase,
             "steps": [first, last],
             "step": last,
         }
@@ -135,7 +134,6 @@ def flat_groups(facts: Facts) -> Cases:
         "span": steps_of(last[0][0], last[-1][0]),
         "before": percent(fmean(value for _, value in shares[:at])),
         "meanwhile": meanwhile(facts, last[0][0]),
-        "phase": facts.phase,
         "steps": [last[0][0], last[-1][0]],
         "step": last[-1][0],
     }
@@ -187,7 +185,6 @@ def empty_answers(facts: Facts) -> Cases:
             "num_read": len(facts.looked),
             "mean": mean,
             "mean_of_all": mean_of_all,
-            "phase": facts.phase,
             **shown_rollouts(empty),
         }
 
@@ -207,10 +204,11 @@ def reward_change(facts: Facts) -> tuple[float, float, float]:
     if len(steps) < 4:
         return 0.0, -math.inf, math.inf
     size, last = ends(len(steps))
-    return mean_change(_of_steps(by_step, steps[:size]), _of_steps(by_step, steps[last:]))
+    return mean_change(rewards_of(by_step, steps[:size]), rewards_of(by_step, steps[last:]))
 
 
-def _of_steps(by_step: ByStep, steps: Sequence[int]) -> list[list[float]]:
+def rewards_of(by_step: ByStep, steps: Iterable[int]) -> list[list[float]]:
+    """Return the rewards of each group of some steps."""
     return [group for step in steps for group in by_step.get(step, {}).values()]
 
 
@@ -223,8 +221,8 @@ def reward_trend(facts: Facts) -> Cases:
     # Quarters of a long run, halves of a short one: a single step is too noisy to compare.
     size, at = ends(len(steps))
     spans = [steps[:size], steps[at - size : at], steps[at:]]
-    first, before, last = (_of_steps(by_step, span) for span in spans)
-    began, ended = group_estimate(first), group_estimate(last)
+    first, before, last = (rewards_of(by_step, span) for span in spans)
+    began, ended = (estimate(dict(enumerate(groups))) for groups in (first, last))
     if began is None or ended is None:
         return
     change, recent = mean_change(first, last), mean_change(before, last)
@@ -291,7 +289,7 @@ def _is_curriculum(facts: Facts) -> bool:
     # The groups of the last steps, and how many of them are of tasks that the first did not have.
     num = num_new = 0
     for by_step in facts.task_rewards.values():
-        last = len(_of_steps(by_step, steps[at:]))
+        last = len(rewards_of(by_step, steps[at:]))
         num, num_new = num + last, num_new + (last if not by_step.keys() & set(steps[:size]) else 0)
     return num_new > num / 2
 
@@ -310,9 +308,8 @@ def collapse(facts: Facts) -> Cases:
     at = since(pairs)
     if not at or ratio_of(pairs[at:]) > 0.1 * ratio_of(pairs[:at]):
         return
-    means = [fmean(map(fmean, _of_steps(by_step, part))) for part in (steps[:at], steps[at:])]
+    means = [fmean(map(fmean, rewards_of(by_step, part))) for part in (steps[:at], steps[at:])]
     yield {
-        "first": steps[at],
         "before": f"{means[0]:.2g}",
         "after": f"{means[1]:.2g}",
         "meanwhile": meanwhile(facts, steps[at]),
@@ -355,7 +352,7 @@ def task_loss(facts: Facts) -> Cases:
     by_task, steps = facts.task_rewards, sorted(facts.group_rewards)
     size, at = ends(len(steps))
     for (column, task), by_step in by_task.items():
-        first, last = (_of_steps(by_step, part) for part in (steps[:size], steps[at:]))
+        first, last = (rewards_of(by_step, part) for part in (steps[:size], steps[at:]))
         if min(len(first), len(last)) < 3:
             continue
         began, ended = fmean(map(fmean, first)), fmean(map(fmean, last))
@@ -369,7 +366,6 @@ def task_loss(facts: Facts) -> Cases:
                 f"{steps_of(steps[0], steps[size - 1])}, {ended:.3g} in "
                 f"{steps_of(steps[at], steps[-1])}.",
                 "severity": "error",
-                "phase": facts.phase,
                 "where": f"{equals(column, task)} and train_step >= {steps[at]}",
             }
     # Tasks that never earn more than the lowest reward in many rollouts, while others do.
@@ -387,7 +383,6 @@ def task_loss(facts: Facts) -> Cases:
                 f"{len(earned[column, task]):,} rollouts, the others {fmean(rest):.3g} on average: "
                 "it is too hard, or its answers are wrong.",
                 "severity": "warning",
-                "phase": facts.phase,
                 "where": equals(column, task),
             }
 
@@ -407,7 +402,6 @@ def other_scale(facts: Facts) -> Cases:
         # before, except for a small model in its first few steps.
         if len(late) >= 6 and sum(each > 2 * most for each in late) >= 0.75 * len(late):
             yield {
-                "first": step,
                 "before": f"{most:.3g}",
                 "after": f"{max(late):.3g}",
                 "steps": [step, steps[-1]],
@@ -430,7 +424,6 @@ def dead_function(facts: Facts) -> Cases:
                 "name": short(name),
                 "value": f"{values[at]:g}",
                 "before": f"{fmean(values[:at]):.2g}",
-                "first": points[at][0],
                 "series": f"metrics/{name}",
                 "steps": [points[at][0], points[-1][0]],
             }

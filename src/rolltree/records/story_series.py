@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from statistics import fmean, median
 
 from rolltree.records.story_facts import Facts
-from rolltree.records.story_rewards import earns_most, reward_change, reward_moves
+from rolltree.records.story_rewards import earns_most, reward_change, reward_moves, rewards_of
 from rolltree.records.story_words import (
     Cases,
     interval_text,
@@ -49,8 +49,7 @@ LEAST_SLOW_S = 2.0
 def sampled(facts: Facts) -> Cases:
     """Report that the numbers are those of a sample."""
     if facts.num_sampled_of is not None:
-        num = len(facts.rollouts)
-        yield {"num": num, "num_of": facts.num_sampled_of, "phase": facts.phase}
+        yield {"num": len(facts.rollouts), "num_of": facts.num_sampled_of}
 
 
 def not_finite(facts: Facts) -> Cases:
@@ -121,12 +120,12 @@ def changed(facts: Facts) -> Cases:
     """Report settings that a continued run changed, and the trend of the reward since."""
     newest = max(facts.steps, default=0)
     for step, what in facts.changes:
-        before, after = _rewards(facts, step - 8, step - 1), _rewards(facts, step, newest)
+        spans = range(step - 8, step), range(step, newest + 1)
+        before, after = (rewards_of(facts.group_rewards, span) for span in spans)
         moves = trend(mean_change(before, after)) if before and after else "is flat"
         matters = any(not _HARMLESS.match(each) for each in what.split(", "))
         then = f", and the reward {moves} since" if moves != "is flat" else ""
         yield {
-            "first": step,
             "what": short(what, 300),
             "then": then,
             "severity": "error" if matters and moves == "falls" else "info",
@@ -202,7 +201,6 @@ def length(facts: Facts) -> Cases:
             "word": word,
             "before": found.before,
             "after": found.after,
-            "first": series[found.at][0],
             "steps": [series[found.at][0], series[-1][0]],
         }
 
@@ -231,7 +229,6 @@ def slow(facts: Facts) -> Cases:
         "factor": found.factor,
         "before": found.before,
         "after": found.after,
-        "first": first,
         "part": said,
         "steps": [first, series[-1][0]],
     }
@@ -308,7 +305,7 @@ def entropy(facts: Facts) -> Cases:
         return
     if earns_most(facts):
         return  # solved: there is nothing more to try
-    last = _rewards(facts, series[-size][0], series[-1][0])
+    last = rewards_of(facts.group_rewards, range(series[-size][0], series[-1][0] + 1))
     said = ""
     if last:
         mean = fmean(map(fmean, last))
@@ -319,7 +316,6 @@ def entropy(facts: Facts) -> Cases:
         if max(value, median(values[i : i + few])) <= LEAST_ENTROPY
     )
     yield {
-        "first": series[at][0],
         "after": after,
         "before": before,
         "rewards": said,
@@ -359,7 +355,8 @@ def _strays(
         return
     parts = [series[at : at + size] for at in (0, size, 2 * size, len(series) - size)]
     levels = [median(value for _, value in part) for part in parts]
-    rewards = [_rewards(facts, part[0][0], part[-1][0]) for part in parts]
+    spans = [range(part[0][0], part[-1][0] + 1) for part in parts]
+    rewards = [rewards_of(facts.group_rewards, span) for span in spans]
     if not all(rewards):
         return
     means = [fmean(map(fmean, groups)) for groups in rewards]
@@ -384,17 +381,6 @@ def _strays(
             "series": name,
             "steps": [first[0][0], last[-1][0]],
         }
-
-
-def _rewards(facts: Facts, first: int, last: int) -> list[list[float]]:
-    """Return the rewards of each group of some steps."""
-    by_step = facts.group_rewards
-    return [
-        rewards
-        for step, groups in by_step.items()
-        if first <= step <= last
-        for rewards in groups.values()
-    ]
 
 
 _SHARED = re.compile(r"(\d+) of (\d+) evaluation questions are also training questions")

@@ -47,7 +47,6 @@ def call_rows(state: State) -> Iterator[dict[str, Any]]:
     for step, source in zip(rollout.steps, state["trajectory"], strict=True):
         extras = peek(source, "extras") or {}
         response = peek(source, "response")
-        times = {name: _ms(getattr(response, name, None)) for name in _TIMES}
         yield {
             "call": step.index,
             "agent": step.agent,
@@ -60,19 +59,17 @@ def call_rows(state: State) -> Iterator[dict[str, Any]]:
             "num_completion_tokens": _whole(extras.get("num_completion_tokens")),
             "finish_reason": step.finish_reason,
             "temperature": _real(extras.get("temperature")),
-            "sent_ms": times["sent_s"],
-            "time_ms": times["time_s"],
-            "wait_ms": times["wait_s"],
+            "sent_ms": _ms(response, "sent_s"),
+            "time_ms": _ms(response, "time_s"),
+            "wait_ms": _ms(response, "wait_s"),
             "reward": _real(source.get("reward")),
             "advantage": _real(source.get("advantage")),
             **(_sampled_facts(rollout.tree, step.handle, shown) if step.handle >= 0 else {}),
         }
 
 
-_TIMES = ("sent_s", "time_s", "wait_s")
-
-
-def _ms(seconds: float | None) -> float | None:
+def _ms(response: Any, name: str) -> float | None:
+    seconds: float | None = getattr(response, name, None)
     return None if seconds is None else 1000.0 * seconds
 
 

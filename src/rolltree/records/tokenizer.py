@@ -60,13 +60,9 @@ class RunTokenizer:
         # What one token adds to the text; nothing for an id that the tokenizer lacks.
         self.bytes_of = cache(self._bytes_of)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`, special tokens spelled out."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
-
-    def decode_plain(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids` without special tokens."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+    def decode(self, ids: Sequence[int], *, special: bool = True) -> str:
+        """Return the text of `ids`, with special tokens spelled out or left out."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=not special))
 
     def as_read(self, text: str) -> str:
         """Return what the ids of `text` decode to: Unicode-normalized, if the tokenizer does so."""

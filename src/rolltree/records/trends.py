@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import fmean, median
 from typing import Literal, NamedTuple, TypeAlias
 
-from rolltree.estimate import CONFIDENCE, Estimate, estimate, student_t
+from rolltree.estimate import CONFIDENCE, student_t
 
 Trend: TypeAlias = Literal["rises", "falls", "is flat"]
 _CLEAR_RATIO = 6.0
@@ -127,11 +127,6 @@ def consecutive(steps: Sequence[int], known: Sequence[int]) -> list[tuple[int, i
         else:
             spans.append((step, step))
     return spans
-
-
-def group_estimate(groups: Sequence[Sequence[float]]) -> Estimate | None:
-    """Return the mean over groups with its interval."""
-    return estimate(dict(enumerate(groups)))
 
 
 def mean_change(

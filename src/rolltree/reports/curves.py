@@ -5,7 +5,6 @@ The PNG needs matplotlib (`pip install 'rolltree[train]'`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from rolltree.errors import ConfigError
 from rolltree.files import whole_file
+from rolltree.records.values import number_of
 from rolltree.redact import shown
 from rolltree.store import Run
 
@@ -131,17 +131,15 @@ def save_curve(curve: Curve, path: str | Path) -> Path:
 
 def reward_curve(run: Run) -> Curve | None:
     """Return the mean training reward of every step and the held-out means; None without steps."""
-    points = [
-        (row.step, float(row.metrics["reward/mean"]))
-        for row in run.steps()
-        if _is_finite(row.metrics.get("reward/mean"))
-    ]
+    found = ((row.step, number_of(row.metrics.get("reward/mean"))) for row in run.steps())
+    points = [(step, reward) for step, reward in found if reward is not None]
     if not points:
         return None
     from rolltree.evaluation import stored_report
 
     held_out = [
-        (step, stored_report(run, phase, outcomes=False).reward) for step, phase in evaluations(run)
+        (done.step, stored_report(run, done.phase, outcomes=False).reward)
+        for done in run.evaluations()
     ]
     return Curve(
         title=f"mean reward, {', '.join(sorted({part.env_id for part in run.totals()}))}",
@@ -149,11 +147,6 @@ def reward_curve(run: Run) -> Curve | None:
         rewards=[reward for _, reward in points],
         held_out=[(step, found) for step, found in held_out if found is not None],
     )
-
-
-def evaluations(run: Run) -> list[tuple[int, str]]:
-    """Return the step and phase of every held-out evaluation of a training run, by step."""
-    return [(done.step, done.phase) for done in run.evaluations()]
 
 
 def save_reward_curve(run: Run) -> Path | None:
@@ -164,7 +157,3 @@ def save_reward_curve(run: Run) -> Path | None:
     """
     curve = reward_curve(run)
     return None if curve is None else save_curve(curve, run.path / CURVE_FILE)
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)

@@ -21,16 +21,13 @@ from rolltree.types import RolloutResult, State
 _STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
 
 
-def run_lines(run: RunSummary, now: float | None = None) -> list[str]:
-    """Return a run as lines: its path, its state and contents, and its error.
-
-    `now` is the time for its age, in seconds since the epoch; None: the current time.
-    """
+def run_lines(run: RunSummary) -> list[str]:
+    """Return a run as lines: its path, its state and contents, and its error."""
     # A training run may have dozens of evaluations; a line has room for a few.
     phases = [f"{phase.phase} {number_text(phase.mean_reward)}" for phase in run.phases[:4]]
     if len(run.phases) > 4:
         phases.append(f"{len(run.phases) - 4} more phases")
-    age = duration(max(0.0, (time.time() if now is None else now) - run.last_written))
+    age = duration(max(0.0, time.time() - run.last_written))
     facts = [f"{run.state}, {age} ago", run.kind, *run.env_ids, *_progress(run), *phases]
     lines = [str(run.path), "  " + "  ".join(facts)]
     if run.error:

@@ -14,12 +14,12 @@ from rich.text import Text
 
 from rolltree.evaluation import compare_reports, stored_report
 from rolltree.redact import shown_command
-from rolltree.reports.curves import evaluations, reward_curve, save_reward_curve, terminal_curve
+from rolltree.reports.curves import reward_curve, save_reward_curve, terminal_curve
 from rolltree.reports.evaluation import comparison_table, evaluation_table
 from rolltree.reports.formatting import only_shows, say
 from rolltree.reports.runs import headlines, transcript
 from rolltree.rollouts.decode import decode_results
-from rolltree.store import Run
+from rolltree.store import Run, StoredEvaluation
 from rolltree.training import TrainReport
 
 
@@ -94,8 +94,8 @@ def next_commands(
         further = [*kept, f"--set={more}" if "fork" in train_command[:2] else more]
     else:
         further = []
-    phase = [["--phase", name] for _, name in evaluations(run)[-1:]]
-    look = ["rolltree", "show", path, *(phase[0] if phase else []), "--transcripts", "5"]
+    phase = [word for done in run.evaluations()[-1:] for word in ("--phase", done.phase)]
+    look = ["rolltree", "show", path, *phase, "--transcripts", "5"]
     commands = [look, *([] if has_env_object else [measure]), *([further] if further else [])]
     by_call = [] if further else [f"the same call with {more.removeprefix('train.')}"]
     return [*(shown_command(words) for words in commands), *by_call]
@@ -108,33 +108,37 @@ def _curve(run: Run) -> list[RenderableType]:
 
 def _held_out(run: Run) -> list[RenderableType]:
     """Return the first and the last evaluation, compared if both have rewards."""
-    found = evaluations(run)
+    found = _first_and_last(run)
     reports = [
-        stored_report(run, phase, model=f"{run.model_name}, {phase}")
-        for _, phase in found[:1] + found[1:][-1:]
+        stored_report(run, done.phase, model=f"{run.model_name}, {done.phase}") for done in found
     ]
     if len(reports) < 2 or any(report.reward is None for report in reports):
         return [evaluation_table(report) for report in reports]
-    names = tuple(f"step {step}" for step, _ in (found[0], found[-1]))
-    table = comparison_table(compare_reports(*reports), names=(names[0], names[1]))
+    names = (f"step {found[0].step}", f"step {found[1].step}")
+    table = comparison_table(compare_reports(*reports), names=names)
     return [Text("Held-out examples", style="bold"), table]
 
 
 def _transcripts(run: Run, num: int) -> list[RenderableType]:
     """Return the first held-out examples (not the best), at the first and the last evaluation."""
-    found = evaluations(run)
+    found = _first_and_last(run)
     if num < 1 or not found:
         return []
-    phases = found[:1] + found[1:][-1:]
-    rows = run.rollouts(phase=phases[0][1], blobs=False)
+    rows = run.rollouts(phase=found[0].phase, blobs=False)
     # Not the best examples, which would flatter the run.
     examples = sorted({row.example_id for row in rows}, key=lambda key: (str(type(key)), key))
     parts: list[RenderableType] = []
     for example in examples[:num]:
-        for step, phase in phases:
-            shown = run.rollouts(phase=phase, example_id=example, index_in_group=0)
+        for done in found:
+            title = f"example {example}, step {done.step} ({done.phase})"
+            shown = run.rollouts(phase=done.phase, example_id=example, index_in_group=0)
             parts += [
-                transcript(result, title=f"example {example}, step {step} ({phase})", limit=400)
+                transcript(result, title=title, limit=400)
                 for result in decode_results(shown, tokens=False)
             ]
     return parts
+
+
+def _first_and_last(run: Run) -> list[StoredEvaluation]:
+    found = run.evaluations()
+    return [*found[:1], *found[1:][-1:]]

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
-from types import TracebackType
+from typing import Self
 from urllib.parse import urlsplit
 
 from rolltree.inference.transport import HttpAnswer, is_event_stream
@@ -116,7 +116,7 @@ class LoopbackServer:
         self._server: asyncio.Server | None = None
         self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
 
-    def __enter__(self) -> LoopbackServer:
+    def __enter__(self) -> Self:
         # In its own thread, so that the server answers while the test's loop is busy or blocked.
         self._thread.start()
         try:
@@ -126,12 +126,7 @@ class LoopbackServer:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result()
         self._end()
 

@@ -13,7 +13,6 @@ import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Literal
 
 import numpy as np
@@ -48,7 +47,7 @@ class ServedRequest:
     headers: Mapping[str, str]
 
 
-class ScriptedServer:
+class ScriptedServer(LoopbackServer):
     """A scripted model behind HTTP, inside its `with` block.
 
     Args:
@@ -102,24 +101,12 @@ class ScriptedServer:
         self._num_open = 0
         self._lock = threading.Lock()
         self._ids = itertools.count()
-        self._http = LoopbackServer(self._handle, port)
-
-    def __enter__(self) -> ScriptedServer:
-        self._http.__enter__()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._http.__exit__(kind, error, trace)
+        super().__init__(self._handle, port)
 
     @property
     def base_url(self) -> str:
         """The `base_url` for an OpenAI client."""
-        return self._http.url + "/v1"
+        return self.url + "/v1"
 
     @property
     def num_requests(self) -> int:

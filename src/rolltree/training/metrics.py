@@ -9,20 +9,23 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from itertools import pairwise
 from statistics import fmean, pstdev
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from rolltree.estimate import episodes_estimate
 from rolltree.samples import take_records
 from rolltree.tasks import peak_rss_bytes
-from rolltree.training.layout import FloatColumn
-from rolltree.training.logprobs import RecordLogprobs
-from rolltree.training.objective import ObjectiveTerms
-from rolltree.training.ranks import Ranks
 from rolltree.types import FinishReason, IntArray, Records, RolloutResult, State
+
+if TYPE_CHECKING:  # torch takes seconds to load, and an audit reads only metrics of rollouts
+    from torch import Tensor
+
+    from rolltree.training.layout import FloatColumn
+    from rolltree.training.logprobs import RecordLogprobs
+    from rolltree.training.objective import ObjectiveTerms
+    from rolltree.training.ranks import Ranks
 
 MISMATCH = "train/sampling/sampling_logp_difference/mean"
 """Mean |trainer's logprob - engine's| of the tokens that the current weights sampled, if any."""

@@ -23,7 +23,7 @@ from rolltree.records.chosen import shown_requests, telling_requests
 from rolltree.records.comparison import held_out_gain
 from rolltree.records.curves import run_curves
 from rolltree.records.evaluation_view import evaluation_view
-from rolltree.records.glance import health_of, run_glance
+from rolltree.records.glance import run_glance
 from rolltree.records.group_tree import group_tree, tree_picture
 from rolltree.records.overview import run_overview, run_summary
 from rolltree.records.pages import (
@@ -126,7 +126,7 @@ class _File:
     def data(self, story: Mapping[str, Any]) -> dict[str, Any]:
         """Return the data that `static/stored.js` reads."""
         run, name = self._run, _name(self._run.path.resolve().name)
-        glance = {**run_glance(run), "health": health_of(story["sentences"])}
+        glance = {**run_glance(run), "health": next(iter(story["sentences"]), None)}
         overview = {"id": name, **run_overview(run), "path": name}
         answers = {
             "summary": _answer({**run_summary(run), "path": name}),

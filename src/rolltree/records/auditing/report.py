@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import asdict, astuple, dataclass, field
 from statistics import median
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from rolltree.html_view import html_table
 
@@ -32,6 +32,8 @@ CHECKS: dict[str, str] = {
 Place: TypeAlias = tuple[str | None, int]
 """A rollout: the name of its request, and which of its trajectories it is."""
 _RUN: Place = (None, 0)
+Key = TypeVar("Key", bound=Hashable)
+Item = TypeVar("Item")
 # The most findings of a check that a report keeps; `CheckResult.num_problems` counts all.
 MAX_FINDINGS = 100
 
@@ -170,8 +172,16 @@ def tolerance(sizes: Iterable[float], most: float) -> tuple[float, float]:
     return noise, min(max(1e-3, 20.0 * noise), most)
 
 
-def some(names: Iterable[object], most: int = 3) -> str:
-    """Return the first few of `names` as text."""
+def some(names: Iterable[object]) -> str:
+    """Return the first three of `names` as text."""
     known = [str(name) for name in names]
-    more = f" and {len(known) - most} more" if len(known) > most else ""
-    return ", ".join(known[:most]) + more
+    more = f" and {len(known) - 3} more" if len(known) > 3 else ""
+    return ", ".join(known[:3]) + more
+
+
+def grouped(pairs: Iterable[tuple[Key, Item]]) -> dict[Key, list[Item]]:
+    """Return the second values of pairs by the first ones, both in the order they came."""
+    found: dict[Key, list[Item]] = {}
+    for key, item in pairs:
+        found.setdefault(key, []).append(item)
+    return found

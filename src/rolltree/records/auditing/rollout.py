@@ -139,15 +139,11 @@ class RolloutFacts:
     failed: bool
     rollout_id: str | None = None
     env_id: str
-    truncated: bool
     started_at: float | None
     created_at: float
     depth: int
     num_calls: int
-    num_prompt_tokens: int
     max_version: int | None
-    generation_ms: float
-    scoring_ms: float
     num_sampled: int = 0
     # Digests of the dataset row's question and answer, and of the first prompt's ids.
     asked: int | None = None
@@ -156,10 +152,9 @@ class RolloutFacts:
     has_answers: bool | None = None
     is_as_asked: bool = False  # whether the first prompt ends with the row's question
     parent_step: int | None = None
-    metrics: dict[str, float] = field(default_factory=dict)  # of rollouts that are trained
     advantage: float | None = None  # the rubric's; None if credit replaced it
     fingerprint: tuple[Any, ...] | None = None  # equal for two rows only if one is a copy
-    state: dict[str, Any] | None = None  # what credit reads; None if it is not trained
+    state: dict[str, Any] | None = None  # what credit and metrics read; None if it is not trained
     trained: list[TrainedFacts] = field(default_factory=list)
 
     @property
@@ -170,8 +165,8 @@ class RolloutFacts:
 
 _OF_ROW = (
     *("request_id", "trajectory_index", "num_trajectories", "group_id", "phase", "train_step"),
-    *("parent_rollout", "reward", "error_type", "env_id", "truncated", "started_at", "created_at"),
-    *("depth", "num_calls", "num_prompt_tokens", "max_version", "generation_ms", "scoring_ms"),
+    *("parent_rollout", "reward", "error_type", "env_id", "started_at", "created_at"),
+    *("depth", "num_calls", "max_version"),
 )
 
 
@@ -509,11 +504,6 @@ class RolloutAudit:
         facts.parent_step = dict.get(state, "parent_step")
         if self.is_trained:
             facts.state = credit_state(state)
-            facts.metrics = {
-                name: float(value)
-                for name, value in row.metrics.items()
-                if isinstance(value, int | float)
-            }
 
 
 @lru_cache(maxsize=64)  # the members of a group follow each other

@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rolltree.evaluation import Settings
 from rolltree.evaluation.report import stored_report
-from rolltree.records.auditing.report import Place
+from rolltree.records.auditing.report import Place, grouped
 from rolltree.records.values import number_of
 from rolltree.seeds import derive_seed
 from rolltree.store import Run
@@ -260,16 +260,14 @@ ROLLOUT_RULES: tuple[RolloutRule, ...] = (
 # -- groups, phases and events ---------------------------------------------------------------------
 
 
-def _by_group(stored: Stored) -> Iterator[list[RolloutFacts]]:
-    """Yield the members of each planned group, each by its first trajectory."""
-    groups: defaultdict[tuple[str, str], list[RolloutFacts]] = defaultdict(list)
-    for item in stored.facts:
-        is_planned = item.phase in stored.settings.evaluations or (
-            item.phase == PHASE and stored.config is not None
-        )
-        if is_planned and item.trajectory_index == 0:
-            groups[item.phase, item.group_id].append(item)
-    yield from groups.values()
+def _by_group(stored: Stored) -> Iterable[list[RolloutFacts]]:
+    """Return the members of each planned group, each by its first trajectory."""
+    planned = {*stored.settings.evaluations, *([PHASE] if stored.config is not None else ())}
+    return grouped(
+        ((item.phase, item.group_id), item)
+        for item in stored.facts
+        if item.phase in planned and item.trajectory_index == 0
+    ).values()
 
 
 def _most_common(values: Sequence[Any]) -> Any:
@@ -324,11 +322,8 @@ def _changed_examples(stored: Stored) -> Iterator[Found]:
 
 def _unusual_completions(stored: Stored) -> Iterator[Found]:
     """Find completions that lack a call's answer, if most others of the phase are complete."""
-    by_phase: defaultdict[str, list[RolloutFacts]] = defaultdict(list)
-    for item in stored.facts:
-        if item.has_answers is not None:
-            by_phase[item.phase].append(item)
-    for phase, items in by_phase.items():
+    known = ((item.phase, item) for item in stored.facts if item.has_answers is not None)
+    for phase, items in grouped(known).items():
         wrong = [item for item in items if not item.has_answers]
         # An environment may write its own completions, but then it does so in every rollout.
         if len(items) >= _LEAST_USUAL and len(wrong) <= len(items) * _MOST_UNUSUAL:

@@ -20,7 +20,7 @@ import msgspec
 from rolltree.errors import ConfigError, StoreError
 from rolltree.files import read_regular
 from rolltree.models.load import found_model
-from rolltree.records.auditing.report import CHECKS, AuditReport, Ledger, Place, some
+from rolltree.records.auditing.report import CHECKS, AuditReport, Ledger, Place, grouped, some
 from rolltree.records.auditing.rollout import Expected, RolloutAudit, RolloutFacts
 from rolltree.records.auditing.rules import RUN_RULES, PlannedSettings, Stored
 from rolltree.records.auditing.step_rules import STEP_RULES
@@ -262,13 +262,12 @@ class _Audit:
 
     def _trained(self, page: Sequence[StoredRollout]) -> dict[Place, list[Any]]:
         """Return the rows of the table `trained` that belong to some rollouts."""
-        found: dict[Place, list[Any]] = {}
-        if self.training is not None and self.training.records_tokens:
-            # One query for a page: a query for each rollout took a tenth of an audit's time.
-            named = dict.fromkeys(row.request_id for row in page if row.phase == PHASE)
-            for row in self.run.trained(request_id=list(named)):
-                found.setdefault((row.request_id, row.trajectory_index), []).append(row)
-        return found
+        if self.training is None or not self.training.records_tokens:
+            return {}
+        # One query for a page: a query for each rollout took a tenth of an audit's time.
+        named = dict.fromkeys(row.request_id for row in page if row.phase == PHASE)
+        rows = self.run.trained(request_id=list(named))
+        return grouped(((row.request_id, row.trajectory_index), row) for row in rows)
 
     def _check_in_parts(self, size: int, num: int) -> None:
         """Share the rollouts among processes; rows that are stored meanwhile are left out."""
@@ -324,9 +323,7 @@ class _Audit:
 
     def _trajectories(self) -> None:
         """Check that each request has all of its trajectories, and that their parents exist."""
-        by_request: dict[str, list[RolloutFacts]] = {}
-        for item in self.facts:
-            by_request.setdefault(item.request_id, []).append(item)
+        by_request = grouped((item.request_id, item) for item in self.facts)
         self.ledger.count("counted_once", len(by_request))
         for request_id, items in by_request.items():
             wanted = max(item.num_trajectories for item in items)
@@ -365,26 +362,23 @@ class _Audit:
 
     def _group_advantages(self) -> None:
         """Check the advantages that a rubric wrote: the reward minus the mean of the group."""
-        groups: dict[str, list[RolloutFacts]] = {}
-        for item in self.facts:
-            if item.advantage is not None and item.reward is not None:
-                groups.setdefault(item.group_id, []).append(item)
-        for items in groups.values():
-            self.ledger.count("advantages", len(items))
-            rewards = [item.reward for item in items if item.reward is not None]
-            agents = Counter(item.parent_rollout for item in items)
+        groups = grouped(
+            (item.group_id, (item, item.reward, item.advantage))
+            for item in self.facts
+            if item.advantage is not None and item.reward is not None
+        )
+        for members in groups.values():
+            self.ledger.count("advantages", len(members))
             # Advantages of several agents follow the environment's own rules.
-            if len(agents) > 1:
+            if len({item.parent_rollout for item, _, _ in members}) > 1:
                 continue
-            mean = fmean(rewards)
-            for item in items:
-                right = (item.reward or 0.0) - mean
-                if not math.isclose(
-                    float(item.advantage or 0.0), right, rel_tol=1e-6, abs_tol=1e-6
-                ):
+            mean = fmean(reward for _, reward, _ in members)
+            for item, reward, advantage in members:
+                right = reward - mean
+                if not math.isclose(advantage, right, rel_tol=1e-6, abs_tol=1e-6):
                     self.ledger.find(
                         *("advantages", "advantage_differs"),
-                        f"its advantage is {item.advantage:g}, but its reward minus the mean of "
-                        f"its group is {right:g}",
+                        f"its advantage is {advantage:g}, but its reward minus the mean of its "
+                        f"group is {right:g}",
                         item.place,
                     )

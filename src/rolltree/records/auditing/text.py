@@ -74,7 +74,7 @@ class TextCheck:
                     )
 
     def _without_special(self, ids: Any) -> str:
-        return _squeezed(self.tokenizer.decode_plain(ids.tolist()))
+        return _squeezed(self.tokenizer.decode(ids.tolist(), special=False))
 
     def _prompt(self, audit: RolloutAudit, call: Call) -> None:
         shown = self._prompt_text(call.tokens.tree.prompt_ids(call.handle).tobytes())

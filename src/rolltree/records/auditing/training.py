@@ -17,15 +17,16 @@ from rolltree.records.auditing.loss_weights import (
     note_weights_of_calls,
     used_tokens,
 )
-from rolltree.records.auditing.report import Ledger, Place, some, tolerance
+from rolltree.records.auditing.report import Ledger, Place, grouped, some, tolerance
 from rolltree.records.auditing.rollout import Call, RolloutFacts, TrainedFacts
-from rolltree.records.auditing.step_metrics import FROM_REQUESTS, FROM_ROLLOUTS, FROM_TOKENS
+from rolltree.records.auditing.step_metrics import FROM_TOKENS
 from rolltree.store import Run, StepRow
 from rolltree.store.trained import TrainedRollout
 from rolltree.training.advantages import CreditReport, credit_group, join_credit
 from rolltree.training.algorithms import Algorithm
 from rolltree.training.batches import staleness_limit
 from rolltree.training.config import TrainConfig
+from rolltree.training.metrics import rollout_metrics
 from rolltree.training.plan import group_name
 from rolltree.types import RolloutResult
 
@@ -227,12 +228,8 @@ class TrainingAudit:
         """Check every step, after all rollouts were read."""
         steps = self.run.steps()
         self._contiguous(steps)
-        by_step: dict[int, list[RolloutFacts]] = {}
-        by_group: dict[str, list[RolloutFacts]] = {}
-        for item in facts:
-            by_group.setdefault(item.group_id, []).append(item)
-            if item.train_step is not None:
-                by_step.setdefault(item.train_step, []).append(item)
+        by_group = grouped((item.group_id, item) for item in facts)
+        by_step = grouped((item.train_step, item) for item in facts)
         # The baseline of a step is the average that the previous step left, so steps are checked in
         # order; those before a fork are in the run that was forked.
         averages: dict[str, float] = {}
@@ -370,19 +367,16 @@ class TrainingAudit:
     def _metrics(
         self, row: StepRow, sampled: Sequence[RolloutFacts], credit: Mapping[str, float]
     ) -> None:
-        played = [item for item in sampled if item.state is not None]
-        families = [
-            *((family, played) for family in FROM_ROLLOUTS if played),
-            *((family, sampled) for family in FROM_REQUESTS),
-        ]
-        right, prefixes = dict(credit), list[str]()
-        for family, items in families:
-            right |= family.compute(items)
-            prefixes += family.names
+        # By the function that training used. Without a state of any rollout, only errors count.
+        found = rollout_metrics(_results(sampled))
+        is_played = any(item.state is not None for item in sampled)
+        right = dict(credit)
+        right |= {name: found[name] for name in found if is_played or name.startswith("error/")}
         for name, value in right.items():
-            self._metric(row, name, value)
+            if name != "memory/peak_rss_bytes":
+                self._metric(row, name, value)
         for name in row.metrics:
-            if name.startswith(tuple(prefixes)) and name not in right:
+            if name.startswith(("metrics/", "error/")) and name not in right:
                 self.ledger.find(
                     *("steps", "metrics_differ"),
                     f"{name} of step {row.step} is {row.metrics[name]}, but none of its rollouts "
@@ -477,10 +471,9 @@ class TrainingAudit:
                     f"it was trained by several steps: {some(taken)}",
                     item.place,
                 )
-        steps_of: dict[str, list[int]] = {}
-        for step, data in self.taken.items():
-            for name in data.get("groups", ()):
-                steps_of.setdefault(name, []).append(step)
+        steps_of = grouped(
+            (name, step) for step, data in self.taken.items() for name in data.get("groups", ())
+        )
         for name, taken in steps_of.items():
             if len(taken) > 1:
                 said = f"group {name} was trained by several steps: {some(sorted(taken))}"
@@ -505,16 +498,14 @@ def _engine_logprobs(calls: Sequence[Call]) -> NDArray[np.float64] | None:
 
 
 def _results(facts: Sequence[RolloutFacts]) -> list[RolloutResult]:
-    """Return the results that credit is assigned to, from the facts of all their trajectories."""
-    by_request: dict[str, list[RolloutFacts]] = {}
-    for item in facts:
-        by_request.setdefault(item.request_id, []).append(item)
+    """Return the results that credit and metrics are computed from, of all their trajectories."""
     results = []
-    for request_id, members in by_request.items():
+    for request_id, members in grouped((item.request_id, item) for item in facts).items():
         members.sort(key=lambda item: item.trajectory_index)
         request = SimpleNamespace(request_id=request_id, group_id=members[0].group_id)
         states = tuple(item.state for item in members if item.state is not None)
-        error = members[0].error_type if any(item.failed for item in members) else None
+        kind = members[0].error_type if any(item.failed for item in members) else None
+        error = None if kind is None else SimpleNamespace(type=kind)
         results.append(RolloutResult(cast(Any, request), cast(Any, states), cast(Any, error)))
     return results
 
