@@ -15,19 +15,18 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any
 
-from rolltree.cluster.beat import ENDED, Beats, Link
+from rolltree.cluster.beat import Beats, Link, run_role
 from rolltree.cluster.broker import Broker, Head
 from rolltree.cluster.messages import EngineState, FleetState, Served
 from rolltree.cluster.relay import RelayReporter
 from rolltree.cluster.remote import RemoteRollouts
 from rolltree.cluster.roles import with_engines
-from rolltree.errors import ConfigError, RankLost, RolltreeError, Stopped, StoreError
+from rolltree.errors import RankLost, RolltreeError, StoreError
 from rolltree.inference import EndpointPool
 from rolltree.launch import stop_on_sigterm, train_async
-from rolltree.redact import remember
 from rolltree.rollouts import RolloutEngine, RolloutSource
 from rolltree.store import Run
-from rolltree.training import Reporter, TrainConfig, TrainParts, TrainStart, load_train_config
+from rolltree.training import Reporter, TrainConfig, TrainParts, TrainStart
 from rolltree.training.ranks import is_rank0
 from rolltree.training.sections import ClusterSection
 from rolltree.training.server_client import TrainedServer, server_client
@@ -247,26 +246,17 @@ def main() -> int:
     link = Link()
     if rank:
         link.name = f"{link.name}-{rank}"
-    try:
-        config = load_train_config(link.config())
-        remember(link.token)
-        if config.cluster is None:
-            raise ConfigError("the driver's config has no [cluster].")
-        work = _lead if is_rank0() else _follow
-        asyncio.run(work(link, config, config.cluster))
-    except (Stopped, KeyboardInterrupt) as error:
-        print(error, file=sys.stderr)
-        return ENDED
-    except RankLost as error:
-        # The driver starts all ranks again together.
-        print(error, file=sys.stderr)
-        return 1
-    except RolltreeError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        if rank == 0:
-            link.fail(error)
-        return 1
-    return 0
+
+    def work(link: Link, config: TrainConfig, settings: ClusterSection) -> int:
+        try:
+            asyncio.run((_lead if is_rank0() else _follow)(link, config, settings))
+        except RankLost as error:
+            # The driver starts all ranks again together.
+            print(error, file=sys.stderr)
+            return 1
+        return 0
+
+    return run_role(link, work, () if rank else (RolltreeError,))
 
 
 if __name__ == "__main__":

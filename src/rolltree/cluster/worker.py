@@ -22,7 +22,7 @@ from typing import Any, TypeVar, cast
 
 import aiohttp
 
-from rolltree.cluster.beat import ENDED, Beats, Link
+from rolltree.cluster.beat import Beats, Link, run_role
 from rolltree.cluster.messages import (
     Delivery,
     EngineState,
@@ -46,8 +46,6 @@ from rolltree.errors import (
     ConfigError,
     ConnectionFailed,
     RolltreeError,
-    Stopped,
-    UnknownName,
 )
 from rolltree.inference import ChatRenderer, EndpointPool
 from rolltree.launch import stop_on_sigterm
@@ -57,7 +55,8 @@ from rolltree.rollouts import RolloutEngine
 from rolltree.rollouts.requests import current_episode
 from rolltree.rollouts.wire import request_from_bytes, result_to_rows
 from rolltree.tasks import yield_fairly
-from rolltree.training import TrainConfig, load_train_config
+from rolltree.training import TrainConfig
+from rolltree.training.sections import ClusterSection
 from rolltree.training.server_client import TrainedServer, server_client
 from rolltree.types import RolloutResult
 
@@ -501,18 +500,15 @@ def _encoded(
     return zlib.crc32(data), data
 
 
-async def _run(link: Link) -> None:
+async def _run(link: Link, config: TrainConfig, cluster: ClusterSection) -> None:
     """Work for the driver's run until it ends.
 
     Raises:
         ConfigError: the settings, or the environment, cannot be used.
     """
-    config = load_train_config(link.config())
-    if config.cluster is None:
-        raise ConfigError("the driver's config has no [cluster].")
     if not config.env.id:
         raise ConfigError("the config has no env.id, so a worker has nothing to play. Set it.")
-    beats = Beats(link, "worker", None, orphan_s=config.cluster.orphan_s)
+    beats = Beats(link, "worker", None, orphan_s=cluster.orphan_s)
     beats.say("loading the environment")
     beats.start()
     source = load_environment(config.env.id, compat=config.env.compat, **config.env.args)
@@ -521,19 +517,5 @@ async def _run(link: Link) -> None:
             await Worker(link, config, beats, head).run(source)
 
 
-def main() -> int:
-    """Run a worker; return the exit status."""
-    link = Link()
-    try:
-        asyncio.run(_run(link))
-    except (Stopped, KeyboardInterrupt):
-        return ENDED
-    except (ConfigError, UnknownName) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        link.fail(error)
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_role(Link(), lambda *given: asyncio.run(_run(*given))))
