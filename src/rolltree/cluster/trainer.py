@@ -18,7 +18,7 @@ from typing import Any
 from rolltree.cluster.beat import Beats, Link, run_role
 from rolltree.cluster.broker import Broker, Head
 from rolltree.cluster.messages import EngineState, FleetState, Served
-from rolltree.cluster.relay import RelayReporter
+from rolltree.cluster.relay import HeadReporter
 from rolltree.cluster.remote import RemoteRollouts
 from rolltree.cluster.roles import with_engines
 from rolltree.errors import RankLost, RolltreeError, StoreError
@@ -26,7 +26,7 @@ from rolltree.inference import EndpointPool
 from rolltree.launch import stop_on_sigterm, train_async
 from rolltree.rollouts import RolloutEngine, RolloutSource
 from rolltree.store import Run
-from rolltree.training import Reporter, TrainConfig, TrainParts, TrainStart
+from rolltree.training import TrainConfig, TrainParts
 from rolltree.training.ranks import is_rank0
 from rolltree.training.sections import ClusterSection
 from rolltree.training.server_client import TrainedServer, server_client
@@ -164,33 +164,6 @@ class HeadProcess:
             run.add_event("notice", {"message": message})
 
 
-class HeadReporter(RelayReporter):
-    """Sends progress to the driver's terminal, and reports in the beats what the head does."""
-
-    def __init__(self, link: Link, beats: Beats) -> None:
-        super().__init__(link.url, link.token)
-        self._beats = beats
-
-    def on_start(self, start: TrainStart) -> None:
-        """Send the callback, and report the new state."""
-        super().on_start(start)
-        self._beats.say("starting to train")
-
-    def on_rollouts(self, step: int, num_done: int, num_total: int) -> None:
-        """Send the callback, and report the new state."""
-        super().on_rollouts(step, num_done, num_total)
-        if num_done < num_total:
-            wait = f"waiting for {num_total - num_done} of {num_total} rollouts of step {step}"
-            self._beats.say(wait, "worker")
-        else:
-            self._beats.say(f"training step {step}")
-
-    def on_eval_progress(self, phase: str, num_done: int, num_total: int) -> None:
-        """Send the callback, and report the new state."""
-        super().on_eval_progress(phase, num_done, num_total)
-        self._beats.say(f"evaluating {phase}: {num_done} of {num_total}", "worker")
-
-
 def _fleet(servers: Servers, pool: EndpointPool) -> FleetState:
     """Return the state of the engines for workers; called from the broker's thread."""
     engines = [
@@ -223,9 +196,8 @@ def _end_with(servers: Servers, ticking: asyncio.Task[None]) -> None:
 async def _lead(link: Link, config: TrainConfig, settings: ClusterSection) -> None:
     head = HeadProcess(link, settings)
     head.beats.start()
-    reporter: Reporter = HeadReporter(link, head.beats)
     with stop_on_sigterm():
-        await train_async(config, cluster=head, reporter=reporter)
+        await train_async(config, cluster=head, reporter=HeadReporter(link, head.beats))
 
 
 async def _follow(link: Link, config: TrainConfig, settings: ClusterSection) -> None:

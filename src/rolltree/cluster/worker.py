@@ -41,7 +41,6 @@ from rolltree.cluster.messages import (
 from rolltree.cluster.roles import with_engines
 from rolltree.environments import load_environment
 from rolltree.errors import (
-    BadResponse,
     ClusterError,
     ConfigError,
     ConnectionFailed,
@@ -204,17 +203,13 @@ class Engines:
         known = self._by_url.get(url)
         return known is not None and known.is_ready
 
-    async def confirm(self, server: RoutedServer, epoch: int, label: str) -> None:
-        """Raise `BadResponse` unless an answer came from published weights."""
+    async def update(self, server: RoutedServer, label: str) -> None:
+        """Compare an engine's label with what was published, and note its epoch."""
         if label not in self.labels:
             # The head may have published since the last refresh.
             await self.refresh()
         known = self._by_url.get(server.server.base_url)
-        if known is None or known.epoch != epoch or label not in self.labels:
-            raise BadResponse(
-                f"{server.server.root_url} answered with weights that it calls {label!r}, but "
-                f"version {self.version} was published, so the answer is not used."
-            )
+        server.epoch = -1 if known is None else known.epoch
 
     def revive(self, server: RoutedServer) -> None:
         """Do nothing: the next call reports the engine to the head."""
@@ -223,9 +218,10 @@ class Engines:
 class RoutedServer(TrainedServer):
     """The client of one engine, in a worker."""
 
-    async def _confirm(self, epoch: int) -> None:
-        engines = cast(Engines, self.fleet)
-        await engines.confirm(self, epoch, await self._label())
+    async def _label(self) -> str:
+        label = await super()._label()
+        await cast(Engines, self.fleet).update(self, label)
+        return label
 
 
 @dataclass(slots=True, eq=False)
