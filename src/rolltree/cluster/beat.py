@@ -19,8 +19,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rolltree.cluster.roles import CLUSTER_TOKEN, CLUSTER_URL, HOST, ROLE
-from rolltree.errors import ClusterError, ConfigError
+from rolltree.errors import ClusterError, ConfigError, RolltreeError, Stopped, UnknownName
 from rolltree.redact import remember
+from rolltree.training import TrainConfig, load_train_config
+from rolltree.training.sections import ClusterSection
 
 ENDED = 75
 """The exit status of a role that was told to end, or whose driver is gone."""
@@ -194,3 +196,27 @@ class Beats:
         timer.daemon = True
         timer.start()
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+def run_role(
+    link: Link,
+    work: Callable[[Link, TrainConfig, ClusterSection], int | None],
+    useless: tuple[type[Exception], ...] = (ConfigError, UnknownName),
+) -> int:
+    """Run a role with the driver's config; return the exit status.
+
+    The driver is told not to start the role again after the errors in `useless`.
+    """
+    try:
+        config = load_train_config(link.config())
+        if config.cluster is None:
+            raise ConfigError("the driver's config has no [cluster].")
+        return work(link, config, config.cluster) or 0
+    except (Stopped, KeyboardInterrupt) as error:
+        print(error, file=sys.stderr)
+        return ENDED
+    except RolltreeError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        if isinstance(error, useless):
+            link.fail(error)
+        return 1

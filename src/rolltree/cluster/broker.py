@@ -14,7 +14,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import msgspec
@@ -224,11 +224,7 @@ class Broker:
                 "playing": len(leases) - leases.num_queued,
                 "requeued": leases.num_requeued,
                 "slots": leases.num_slots,
-                "stored": self.counts.stored,
-                "known": self.counts.known,
-                "late": self.counts.late,
-                "refused": self.counts.refused,
-                "waiting_bytes": self.counts.waiting_bytes,
+                **asdict(self.counts),
             }
 
     # -- the thread ----------------------------------------------------------------------------
@@ -366,18 +362,12 @@ class Broker:
                 if not self._leases.is_current(poll.worker, poll.life):
                     break
                 leased = self._leases.take(poll.worker, poll.free)
-        items = [
-            Item(
-                item_id=lease.item_id,
-                attempt=lease.attempt,
-                requests=lease.content.encoded,
-            )
-            for lease in leased
-        ]
-        work = Work(
-            head=self.life, items=tuple(items), drop=tuple(drop), fleet=self._there_is.fleet()
+        items = tuple(
+            Item(item_id=each.item_id, attempt=each.attempt, requests=each.content.encoded)
+            for each in leased
         )
-        return _answer(work)
+        fleet = self._there_is.fleet()
+        return _answer(Work(head=self.life, items=items, drop=tuple(drop), fleet=fleet))
 
     async def _fleet(self, request: web.Request) -> web.Response:
         return _answer(self._there_is.fleet())

@@ -88,11 +88,11 @@ class ControlServer:
         app = web.Application(middlewares=[guard], client_max_size=_MAX_BODY_BYTES)
         app.add_routes(
             [
-                web.post("/register", _taking(Registration, self._register)),
+                web.post("/register", _taking(Registration, self._roster.register)),
                 web.post("/beat", _taking(Beat, self._roster.hear)),
                 web.post("/scale", _taking(Scale, self._on_scale)),
-                web.post("/fail", _taking(RoleFailure, self._fail)),
-                web.post("/progress", _taking(Progress, self._progress)),
+                web.post("/fail", _taking(RoleFailure, self._on_fail)),
+                web.post("/progress", _taking(Progress, self._on_progress)),
                 web.get("/status", self._status),
                 web.get("/config", self._settings),
             ]
@@ -111,18 +111,6 @@ class ControlServer:
             await self._runner.cleanup()
             self._runner = None
 
-    def _register(self, given: Registration) -> Answer:
-        self._roster.register(given)
-        return {"ok": True}
-
-    def _fail(self, given: RoleFailure) -> Answer:
-        self._on_fail(given)
-        return {"ok": True}
-
-    def _progress(self, given: Progress) -> Answer:
-        self._on_progress(given)
-        return {"ok": True}
-
     async def _status(self, request: web.Request) -> web.Response:
         return _json({**self._describe(), **self._roster.status()})
 
@@ -131,16 +119,15 @@ class ControlServer:
 
 
 def _taking(
-    kind: type[Any], handle: Callable[[Any], Answer]
+    kind: type[Any], handle: Callable[[Any], Answer | None]
 ) -> Callable[[web.Request], Awaitable[web.Response]]:
     """Return the handler of a request whose body is a struct."""
 
     async def answer(request: web.Request) -> web.Response:
         try:
-            return _json(handle(msgspec.json.decode(await request.read(), type=kind)))
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            return refusal(400, f"{error}")
-        except ConfigError as error:
+            given = msgspec.json.decode(await request.read(), type=kind)
+            return _json(handle(given) or {"ok": True})
+        except (msgspec.DecodeError, UnicodeDecodeError, ConfigError) as error:
             return refusal(400, f"{error}")
         except ClusterError as error:
             return refusal(409, f"{error}")

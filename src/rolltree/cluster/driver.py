@@ -92,7 +92,6 @@ class Driver:
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._drains: set[asyncio.Task[None]] = set()
         self._done: asyncio.Future[None] | None = None
-        self._state_text = ""
 
     async def run(self) -> None:
         """Run the roles until the trainer has finished, or this task is cancelled.
@@ -161,7 +160,6 @@ class Driver:
         gpus = {"engine": settings.engines.gpus, "trainer": ranks * settings.trainer.gpus}
         return RoleSpec(
             name,
-            kind,
             tuple(self._argv[kind]),
             {
                 CLUSTER_URL: self.control.url,
@@ -230,10 +228,8 @@ class Driver:
 
     async def _live(self, name: str) -> int:
         """Start a role; return its exit status after all of its processes have ended."""
-        spec = self._spec(name)
-        role = self.roster.started(name, spec.kind)
-        await self._launcher.start(spec)
-        place = await self._launcher.where(name)
+        role = self.roster.started(name, name.partition("-")[0])
+        place = await self._launcher.start(self._spec(name))
         role.place = asdict(place) if place is not None else {}
         self._write_state()
         while (status := await self._launcher.alive(name)) is None:  # noqa: ASYNC110  no event

@@ -16,10 +16,11 @@ import urllib.request
 from collections.abc import Callable
 from typing import Any
 
-from rolltree.cluster.beat import ENDED, Beats, Link
+from rolltree.cluster.beat import ENDED, Beats, Link, run_role
 from rolltree.cluster.roles import CLUSTER_TOKEN
-from rolltree.errors import ClusterError, ConfigError, RolltreeError
-from rolltree.training import TrainConfig, load_train_config
+from rolltree.errors import ClusterError, ConfigError
+from rolltree.training import TrainConfig
+from rolltree.training.sections import ClusterSection
 
 _START_S = 600.0
 _HEALTH_S = 10.0
@@ -88,19 +89,16 @@ _COMMANDS: dict[str, Callable[[TrainConfig, str, int], list[str]]] = {
 }
 
 
-def _run(link: Link) -> int:
-    """Run the engine of the driver's config until it ends; return its exit status.
+def _run(link: Link, config: TrainConfig, cluster: ClusterSection) -> int:
+    """Run the engine until it ends; return its exit status.
 
     Raises:
         ConfigError: the settings cannot be used.
         ClusterError: the server does not answer.
     """
-    config = load_train_config(link.config())
-    if config.cluster is None:
-        raise ConfigError("the driver's config has no [cluster].")
     # A new port at every start, so that an engine is not taken for its predecessor.
     port = _free_port(link.host)
-    command = _COMMANDS[config.cluster.engines.kind](config, link.host, port)
+    command = _COMMANDS[cluster.engines.kind](config, link.host, port)
     # vLLM reads its key from its own variable, and accepts weight updates only in dev mode.
     environment = os.environ | {"VLLM_API_KEY": link.token, "VLLM_SERVER_DEV_MODE": "1"}
     print("starting", *command, flush=True)
@@ -115,7 +113,7 @@ def _run(link: Link) -> int:
             process.kill()
             raise ClusterError(f"the engine did not answer at {url} within {_START_S:g} s.")
         time.sleep(0.1)
-    beats = Beats(link, "engine", url, orphan_s=config.cluster.orphan_s)
+    beats = Beats(link, "engine", url, orphan_s=cluster.orphan_s)
     beats.say("serving")
     beats.start()
     while (status := process.poll()) is None:
@@ -140,19 +138,5 @@ def _is_healthy(url: str) -> bool:
         return False
 
 
-def main() -> int:
-    """Run an engine; return the exit status."""
-    link = Link()
-    try:
-        return _run(link)
-    except ConfigError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        link.fail(error)
-        return 1
-    except RolltreeError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_role(Link(), _run))

@@ -15,7 +15,6 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from rolltree.cluster.roles import HOST, LAUNCH, ROLE, Launcher, RolePlace, RoleSpec
@@ -117,12 +116,10 @@ class LocalLauncher(Launcher):
         self.host = "127.0.0.1"
         self._processes: dict[str, RoleProcess] = {}
 
-    async def prepare(self, specs: Sequence[RoleSpec]) -> None:
-        """Do nothing: processes on one machine share its resources."""
-
-    async def start(self, spec: RoleSpec) -> None:
+    async def start(self, spec: RoleSpec) -> RolePlace:
         """Start the process."""
-        self._processes[spec.name] = RoleProcess(spec, self.launch_id, self.host)
+        process = self._processes[spec.name] = RoleProcess(spec, self.launch_id, self.host)
+        return RolePlace(socket.gethostname(), process.pid)
 
     async def stop(self, name: str, grace_s: float) -> None:
         """End the process with all that it started."""
@@ -133,11 +130,3 @@ class LocalLauncher(Launcher):
     async def alive(self, name: str) -> int | None:
         """Return None while it runs, else its exit status."""
         return self._processes[name].status()
-
-    async def where(self, name: str) -> RolePlace | None:
-        """Return this machine and the process."""
-        process = self._processes.get(name)
-        return None if process is None else RolePlace(socket.gethostname(), process.pid)
-
-    async def aclose(self) -> None:
-        """Do nothing."""

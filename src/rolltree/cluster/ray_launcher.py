@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from rolltree.cluster.launchers import RoleProcess
@@ -36,35 +36,29 @@ _WITH_ACTOR = (
 class RoleActor:
     """The actor of one role: the process, on the machine that Ray chose."""
 
-    def __init__(self, name: str, kind: str, argv: Sequence[str], env: dict[str, str]) -> None:
-        self._spec = (name, kind, argv, env)
-        self._process: RoleProcess | None = None
+    _process: RoleProcess
 
-    def start(self, log: str, launch_id: str, host: str) -> tuple[str, int, str]:
-        """Start the process; return the machine's address, the process id and Ray's node id."""
+    def start(self, spec: RoleSpec, launch_id: str, host: str) -> RolePlace:
+        """Start the process."""
         import ray
 
-        name, kind, argv, env = self._spec
         host = host or ray.util.get_node_ip_address()
         # Ray raises the niceness of its workers, which may not be allowed to lower it again.
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, 0, 0)
         # The driver's interpreter may have a different path on this machine.
-        own = [sys.executable, *argv[1:]]
+        own = [sys.executable, *spec.argv[1:]]
         command = (sys.executable, "-c", _WITH_ACTOR, *own)
-        spec = RoleSpec(name, kind, command, env, 0.0, 0.0, Path(log))
-        self._process = RoleProcess(spec, launch_id, host)
-        return host, self._process.pid, ray.get_runtime_context().get_node_id()
+        self._process = RoleProcess(replace(spec, argv=command), launch_id, host)
+        return RolePlace(host, self._process.pid, ray.get_runtime_context().get_node_id())
 
     def status(self) -> int | None:
         """Return None while the process runs, else its exit status."""
-        assert self._process is not None
         return self._process.status()
 
     def end(self, grace_s: float) -> None:
         """End the process with all that it started."""
-        if self._process is not None:
-            self._process.end(grace_s)
+        self._process.end(grace_s)
 
 
 class RayLauncher(Launcher):
@@ -120,7 +114,7 @@ class RayLauncher(Launcher):
         self._group = self._ray.util.placement_group(bundles, strategy="SPREAD")
         self._bundles = {spec.name: index for index, spec in enumerate(needy)}
 
-    async def start(self, spec: RoleSpec) -> None:
+    async def start(self, spec: RoleSpec) -> RolePlace | None:
         """Start an actor on a machine with room, for which it waits, and the process in it."""
         # The last actor of this name is removed first: Ray refuses a second one.
         await self._drop(spec.name)
@@ -132,20 +126,19 @@ class RayLauncher(Launcher):
             "max_restarts": 0,
             "scheduling_strategy": self._strategy(spec.name),
         }
-        actor = self._ray.remote(RoleActor).options(**options)
-        made = actor.remote(spec.name, spec.kind, list(spec.argv), dict(spec.env))
-        self._actors[spec.name] = made
+        actor = self._ray.remote(RoleActor).options(**options).remote()
+        self._actors[spec.name] = actor
+        host = "" if self._is_joined else self.host
         try:
-            host, pid, node = await made.start.remote(
-                str(spec.log), self.launch_id, "" if self._is_joined else self.host
-            )
+            place: RolePlace = await actor.start.remote(spec, self.launch_id, host)
         except self._ray.exceptions.RayTaskError as error:
             raise ClusterError(f"{spec.name} cannot be started: {error.cause}") from None
         except self._ray.exceptions.RayError:
             # Treated like a process that was lost at once: the driver tries again.
             self._places.pop(spec.name, None)
-            return
-        self._places[spec.name] = RolePlace(host, pid, node)
+            return None
+        self._places[spec.name] = place
+        return place
 
     def _strategy(self, name: str) -> Any:
         if name not in self._bundles:
@@ -193,10 +186,6 @@ class RayLauncher(Launcher):
         except self._ray.exceptions.RayError:
             return LOST
         return status
-
-    async def where(self, name: str) -> RolePlace | None:
-        """Return the machine that Ray chose."""
-        return self._places.get(name)
 
     async def aclose(self) -> None:
         """Leave the cluster; a cluster that was started here ends."""

@@ -1,4 +1,4 @@
-"""Progress from the head to the driver's terminal: a `Reporter` that sends callbacks as JSON."""
+"""The head's progress: callbacks of a `Reporter`, as JSON for the driver's terminal."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import queue
 import threading
 import urllib.request
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from rolltree.cluster.beat import Beats, Link
 from rolltree.errors import ConfigError, did_you_mean
 from rolltree.store import to_plain
 from rolltree.training import Reporter
@@ -21,26 +23,32 @@ _LIMIT_S = 10.0
 _CALLS = ("on_start", "on_rollouts", "on_step", "on_eval_progress", "on_eval", "on_notice")
 
 
-class RelayReporter(Reporter):
-    """Sends callbacks to the driver's control server.
+class HeadReporter(Reporter):
+    """Sends callbacks to the driver's control server, and reports in the beats what the head does.
 
     A thread sends them, because training must not wait for a terminal; those that cannot be sent
     are dropped, because they only show progress.
     """
 
-    def __init__(self, url: str, token: str) -> None:
-        self._url, self._token = f"{url}/progress", token
+    def __init__(self, link: Link, beats: Beats) -> None:
+        self._link, self._beats = link, beats
         self._bodies: queue.Queue[bytes] = queue.Queue(1000)
         threading.Thread(target=self._send, name="rolltree-relay", daemon=True).start()
 
     def on_start(self, start: TrainStart) -> None:
         """Send the callback."""
         self._put("on_start", start=asdict(start))
+        self._beats.say("starting to train")
 
     def on_rollouts(self, step: int, num_done: int, num_total: int) -> None:
         """Send the callback, unless others wait: the next one will be more recent."""
         if self._bodies.empty():
             self._put("on_rollouts", step=step, num_done=num_done, num_total=num_total)
+        if num_done < num_total:
+            wait = f"waiting for {num_total - num_done} of {num_total} rollouts of step {step}"
+            self._beats.say(wait, "worker")
+        else:
+            self._beats.say(f"training step {step}")
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send the callback."""
@@ -50,6 +58,7 @@ class RelayReporter(Reporter):
         """Send the callback, unless others wait: the next one will be more recent."""
         if self._bodies.empty():
             self._put("on_eval_progress", phase=phase, num_done=num_done, num_total=num_total)
+        self._beats.say(f"evaluating {phase}: {num_done} of {num_total}", "worker")
 
     def on_eval(self, phase: str, step: int, metrics: Mapping[str, Any], stored: bool) -> None:
         """Send the callback."""
@@ -61,19 +70,15 @@ class RelayReporter(Reporter):
 
     def _put(self, call: str, **values: Any) -> None:
         body = msgspec.json.encode({"call": call, "values": to_plain(values)})
-        try:
+        with suppress(queue.Full):
             self._bodies.put_nowait(body)
-        except queue.Full:
-            return
 
     def _send(self) -> None:
-        headers = {"Authorization": f"Bearer {self._token}"}
+        url = f"{self._link.url}/progress"
         while True:
-            request = urllib.request.Request(self._url, self._bodies.get(), headers)
-            try:
+            request = urllib.request.Request(url, self._bodies.get(), self._link.headers)
+            with suppress(OSError):
                 urllib.request.urlopen(request, timeout=_LIMIT_S).close()
-            except OSError:
-                continue
 
 
 def relayed(reporter: Reporter, call: str, values: Mapping[str, Any]) -> None:

@@ -35,12 +35,11 @@ LOST = 1000
 class RoleSpec:
     """How one role is started.
 
-    `kind` is `engine`, `worker` or `trainer`. `cpus` and `gpus` are the numbers that it needs; only
+    `cpus` and `gpus` are the numbers that it needs; only
     a launcher that chooses machines reads them. `log` gets standard output and error.
     """
 
     name: str
-    kind: str
     argv: tuple[str, ...]
     env: Mapping[str, str]
     cpus: float
@@ -68,8 +67,8 @@ class Launcher(Protocol):
     async def prepare(self, specs: Sequence[RoleSpec]) -> None:
         """Reserve what the roles of a run need, before any is started."""
 
-    async def start(self, spec: RoleSpec) -> None:
-        """Start a role; returns when its process exists.
+    async def start(self, spec: RoleSpec) -> RolePlace | None:
+        """Start a role; return where, when its process exists, or None if it was lost at once.
 
         Raises:
             ClusterError: it cannot be started.
@@ -80,9 +79,6 @@ class Launcher(Protocol):
 
     async def alive(self, name: str) -> int | None:
         """Return None while the role runs, else its exit status, negative for a signal."""
-
-    async def where(self, name: str) -> RolePlace | None:
-        """Return where the role runs; None if that is not known."""
 
     async def aclose(self) -> None:
         """Release the launcher's resources, after the roles have ended."""

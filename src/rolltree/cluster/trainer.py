@@ -15,19 +15,18 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any
 
-from rolltree.cluster.beat import ENDED, Beats, Link
+from rolltree.cluster.beat import Beats, Link, run_role
 from rolltree.cluster.broker import Broker, Head
 from rolltree.cluster.messages import EngineState, FleetState, Served
-from rolltree.cluster.relay import RelayReporter
+from rolltree.cluster.relay import HeadReporter
 from rolltree.cluster.remote import RemoteRollouts
 from rolltree.cluster.roles import with_engines
-from rolltree.errors import ConfigError, RankLost, RolltreeError, Stopped, StoreError
+from rolltree.errors import RankLost, RolltreeError, StoreError
 from rolltree.inference import EndpointPool
 from rolltree.launch import stop_on_sigterm, train_async
-from rolltree.redact import remember
 from rolltree.rollouts import RolloutEngine, RolloutSource
 from rolltree.store import Run
-from rolltree.training import Reporter, TrainConfig, TrainParts, TrainStart, load_train_config
+from rolltree.training import TrainConfig, TrainParts
 from rolltree.training.ranks import is_rank0
 from rolltree.training.sections import ClusterSection
 from rolltree.training.server_client import TrainedServer, server_client
@@ -165,33 +164,6 @@ class HeadProcess:
             run.add_event("notice", {"message": message})
 
 
-class HeadReporter(RelayReporter):
-    """Sends progress to the driver's terminal, and reports in the beats what the head does."""
-
-    def __init__(self, link: Link, beats: Beats) -> None:
-        super().__init__(link.url, link.token)
-        self._beats = beats
-
-    def on_start(self, start: TrainStart) -> None:
-        """Send the callback, and report the new state."""
-        super().on_start(start)
-        self._beats.say("starting to train")
-
-    def on_rollouts(self, step: int, num_done: int, num_total: int) -> None:
-        """Send the callback, and report the new state."""
-        super().on_rollouts(step, num_done, num_total)
-        if num_done < num_total:
-            wait = f"waiting for {num_total - num_done} of {num_total} rollouts of step {step}"
-            self._beats.say(wait, "worker")
-        else:
-            self._beats.say(f"training step {step}")
-
-    def on_eval_progress(self, phase: str, num_done: int, num_total: int) -> None:
-        """Send the callback, and report the new state."""
-        super().on_eval_progress(phase, num_done, num_total)
-        self._beats.say(f"evaluating {phase}: {num_done} of {num_total}", "worker")
-
-
 def _fleet(servers: Servers, pool: EndpointPool) -> FleetState:
     """Return the state of the engines for workers; called from the broker's thread."""
     engines = [
@@ -224,9 +196,8 @@ def _end_with(servers: Servers, ticking: asyncio.Task[None]) -> None:
 async def _lead(link: Link, config: TrainConfig, settings: ClusterSection) -> None:
     head = HeadProcess(link, settings)
     head.beats.start()
-    reporter: Reporter = HeadReporter(link, head.beats)
     with stop_on_sigterm():
-        await train_async(config, cluster=head, reporter=reporter)
+        await train_async(config, cluster=head, reporter=HeadReporter(link, head.beats))
 
 
 async def _follow(link: Link, config: TrainConfig, settings: ClusterSection) -> None:
@@ -247,26 +218,17 @@ def main() -> int:
     link = Link()
     if rank:
         link.name = f"{link.name}-{rank}"
-    try:
-        config = load_train_config(link.config())
-        remember(link.token)
-        if config.cluster is None:
-            raise ConfigError("the driver's config has no [cluster].")
-        work = _lead if is_rank0() else _follow
-        asyncio.run(work(link, config, config.cluster))
-    except (Stopped, KeyboardInterrupt) as error:
-        print(error, file=sys.stderr)
-        return ENDED
-    except RankLost as error:
-        # The driver starts all ranks again together.
-        print(error, file=sys.stderr)
-        return 1
-    except RolltreeError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        if rank == 0:
-            link.fail(error)
-        return 1
-    return 0
+
+    def work(link: Link, config: TrainConfig, settings: ClusterSection) -> int:
+        try:
+            asyncio.run((_lead if is_rank0() else _follow)(link, config, settings))
+        except RankLost as error:
+            # The driver starts all ranks again together.
+            print(error, file=sys.stderr)
+            return 1
+        return 0
+
+    return run_role(link, work, () if rank else (RolltreeError,))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from typing import Any, TypeVar, cast
 
 import aiohttp
 
-from rolltree.cluster.beat import ENDED, Beats, Link
+from rolltree.cluster.beat import Beats, Link, run_role
 from rolltree.cluster.messages import (
     Delivery,
     EngineState,
@@ -41,13 +41,10 @@ from rolltree.cluster.messages import (
 from rolltree.cluster.roles import with_engines
 from rolltree.environments import load_environment
 from rolltree.errors import (
-    BadResponse,
     ClusterError,
     ConfigError,
     ConnectionFailed,
     RolltreeError,
-    Stopped,
-    UnknownName,
 )
 from rolltree.inference import ChatRenderer, EndpointPool
 from rolltree.launch import stop_on_sigterm
@@ -57,7 +54,8 @@ from rolltree.rollouts import RolloutEngine
 from rolltree.rollouts.requests import current_episode
 from rolltree.rollouts.wire import request_from_bytes, result_to_rows
 from rolltree.tasks import yield_fairly
-from rolltree.training import TrainConfig, load_train_config
+from rolltree.training import TrainConfig
+from rolltree.training.sections import ClusterSection
 from rolltree.training.server_client import TrainedServer, server_client
 from rolltree.types import RolloutResult
 
@@ -205,17 +203,13 @@ class Engines:
         known = self._by_url.get(url)
         return known is not None and known.is_ready
 
-    async def confirm(self, server: RoutedServer, epoch: int, label: str) -> None:
-        """Raise `BadResponse` unless an answer came from published weights."""
+    async def update(self, server: RoutedServer, label: str) -> None:
+        """Compare an engine's label with what was published, and note its epoch."""
         if label not in self.labels:
             # The head may have published since the last refresh.
             await self.refresh()
         known = self._by_url.get(server.server.base_url)
-        if known is None or known.epoch != epoch or label not in self.labels:
-            raise BadResponse(
-                f"{server.server.root_url} answered with weights that it calls {label!r}, but "
-                f"version {self.version} was published, so the answer is not used."
-            )
+        server.epoch = -1 if known is None else known.epoch
 
     def revive(self, server: RoutedServer) -> None:
         """Do nothing: the next call reports the engine to the head."""
@@ -224,9 +218,10 @@ class Engines:
 class RoutedServer(TrainedServer):
     """The client of one engine, in a worker."""
 
-    async def _confirm(self, epoch: int) -> None:
-        engines = cast(Engines, self.fleet)
-        await engines.confirm(self, epoch, await self._label())
+    async def _label(self) -> str:
+        label = await super()._label()
+        await cast(Engines, self.fleet).update(self, label)
+        return label
 
 
 @dataclass(slots=True, eq=False)
@@ -501,18 +496,15 @@ def _encoded(
     return zlib.crc32(data), data
 
 
-async def _run(link: Link) -> None:
+async def _run(link: Link, config: TrainConfig, cluster: ClusterSection) -> None:
     """Work for the driver's run until it ends.
 
     Raises:
         ConfigError: the settings, or the environment, cannot be used.
     """
-    config = load_train_config(link.config())
-    if config.cluster is None:
-        raise ConfigError("the driver's config has no [cluster].")
     if not config.env.id:
         raise ConfigError("the config has no env.id, so a worker has nothing to play. Set it.")
-    beats = Beats(link, "worker", None, orphan_s=config.cluster.orphan_s)
+    beats = Beats(link, "worker", None, orphan_s=cluster.orphan_s)
     beats.say("loading the environment")
     beats.start()
     source = load_environment(config.env.id, compat=config.env.compat, **config.env.args)
@@ -521,19 +513,5 @@ async def _run(link: Link) -> None:
             await Worker(link, config, beats, head).run(source)
 
 
-def main() -> int:
-    """Run a worker; return the exit status."""
-    link = Link()
-    try:
-        asyncio.run(_run(link))
-    except (Stopped, KeyboardInterrupt):
-        return ENDED
-    except (ConfigError, UnknownName) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        link.fail(error)
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_role(Link(), lambda *given: asyncio.run(_run(*given))))
