@@ -153,6 +153,7 @@ own("turns", "hooked", "flaky", script="flaky", settings={"rollouts_per_example"
 own("turns", "empty")
 own("turns", "second_model", settings=_FEW)
 own("turns", "raises", settings=_FEW)
+own("turns", "raises", "once", {"row": 1}, settings=_ALONE)
 for _answer in ("pair", "nothing", "text", "message"):
     own("turns", "returns", _answer, {"answer": _answer}, settings=_FEW)
 own("turns", "returns_unsent", "message", {"answer": "message"}, settings=_ALONE)
@@ -246,7 +247,7 @@ for _name, _arguments in (
 
 for _kind in (
     *("direct", "around", "deep", "old", "sync_hooks", "sync_stop", "unfinished", "process"),
-    *("shared", "submits", "shop"),
+    *("shared", "submits", "shop", "grouped", "pending", "nudged"),
 ):
     own("overrides", _kind, settings=_FEW)
 own("overrides", "shop", "enum", {"kind_of": "enum"})

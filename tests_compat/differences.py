@@ -65,10 +65,11 @@ _MORE_KEYS = "error|seed|terminated|truncated|truncation_reason|has_step_rewards
 
 DIFFERENCES: tuple[Difference, ...] = (
     Difference(
-        "one failed model call aborts `generate`; what the other rollouts did is lost",
-        'that rollout has `state["error"]` and the reward None, the others count; `generate` '
-        "raises if all have failed",
-        _outcome("turns_hooked_flaky"),
+        "one model call, hook or `score_group` that raises aborts `generate`; what the other "
+        "rollouts did is lost",
+        'that rollout (or group) has `state["error"]` and the reward None, the others count; '
+        "`generate` raises if all have failed",
+        _outcome("turns_hooked_flaky|turns_raises_once|overrides_pending"),
     ),
     Difference(
         "`@cleanup` methods do not run when a model call fails",
@@ -207,6 +208,13 @@ DIFFERENCES: tuple[Difference, ...] = (
         "steps without a reward get the rollout's, as with `score_group`; it can",
         Seen(r"result\.score_rollout \w+\.steps\[\d\]", cases="scored_by_hand"),
         Seen(r"result\.no timing\.\w+", cases="scored_by_hand"),
+    ),
+    Difference(
+        "`generate` plays a group with `run_group`, which environments may override",
+        "an override is not called, and a warning says so; `rollout`, `run_rollout` and the "
+        "rubric's `score_group` are",
+        Seen(rf"{_STATE}\.members", cases="overrides_grouped"),
+        Seen(rf"{_STATE}\.keys", cases="overrides_grouped"),
     ),
     Difference(
         "`init_state` asks for a client and a model; `generate` does not know `score_rollouts`",

@@ -164,6 +164,18 @@ def test_stop_conditions_come_by_priority_then_alphabet_and_before_a_call_only()
     assert (state["stop_condition"], len(state["trajectory"])) == ("a", 2)  # one call after the end
 
 
+def test_a_run_group_of_the_authors_own_is_said_to_be_left_out(caplog):
+    class Grouped(Talk):
+        async def run_group(self, *args, **settings):
+            return await super().run_group(*args, **settings)
+
+    play(Talk(dataset=ROWS, max_turns=1), Client("1"))
+    assert "run_group" not in caplog.text
+    play(Grouped(dataset=ROWS, max_turns=1), Client("1"), num_examples=-1)
+    said = [text for text in caplog.messages if "Grouped.run_group is not called" in text]
+    assert len(said) == 1
+
+
 def test_an_override_without_the_decorator_is_no_stop_condition():
     class Off(Talk):
         async def max_turns_reached(self, state):
@@ -294,6 +306,21 @@ def test_update_tool_args_fills_arguments_before_the_call():
     assert list(env.oai_tools[0]["function"]["parameters"]["properties"]) == ["a"]
     state = play(env, Client("", "done", tool_calls={0: ("add", '{"a": 2}')})).state[0]
     assert [m["content"] for m in state["completion"]] == ["", "7", "done"]
+
+
+def test_the_authors_no_tools_called_is_asked_before_calls_only():
+    class Nudged(vf.ToolEnv):
+        @vf.stop
+        async def no_tools_called(self, state):
+            if await super().no_tools_called(state):
+                state["nudges"] = state.get("nudges", 0) + 1
+            return False
+
+        async def env_response(self, messages, state, **kwargs):
+            return [{"role": "user", "content": "Use a tool."}]
+
+    env = Nudged(tools=[add], dataset=ROWS, max_turns=2)
+    assert play(env, Client("no")).state[0]["nudges"] == 1  # max_turns_reached comes before it
 
 
 @pytest.mark.parametrize("arguments", ["{", "[" * 100_000, "9" * 5_000])

@@ -393,5 +393,59 @@ def submits():
     return AllHooks(dataset=sums(6), rubric=vf.Rubric(funcs=[given]), max_turns=4)
 
 
+class Grouped(vf.MultiTurnEnv):
+    """Does something for a whole group."""
+
+    async def env_response(self, messages, state, **kwargs):
+        return [{"role": "user", "content": "Again."}]
+
+    async def run_group(self, *args, **kwargs):
+        states = await super().run_group(*args, **kwargs)
+        for state in states:
+            state["members"] = len(states)
+        return states
+
+
+def grouped():
+    return Grouped(dataset=sums(), rubric=vf.Rubric(funcs=[right]), max_turns=2)
+
+
+class Pending(vf.Rubric):
+    """A judge that has no answer for one group."""
+
+    async def score_group(self, states, score_sem):
+        if states[0]["example_id"] == 1:
+            raise RuntimeError("no judge")
+        await super().score_group(states, score_sem)
+
+
+def pending():
+    return vf.SingleTurnEnv(dataset=sums(), rubric=Pending(funcs=[right]))
+
+
+class Nudged(vf.ToolEnv):
+    """Counts the answers without a tool call, and goes on."""
+
+    @vf.stop
+    async def no_tools_called(self, state):
+        if await super().no_tools_called(state):
+            state["nudges"] = state.get("nudges", 0) + 1
+        return False
+
+    async def env_response(self, messages, state, **kwargs):
+        if messages[-1].get("tool_calls"):
+            return await super().env_response(messages, state, **kwargs)
+        return [{"role": "user", "content": "Use a tool."}]
+
+
+def nudged():
+    return Nudged(tools=[shout], dataset=sums(6), rubric=vf.Rubric(funcs=[right]), max_turns=3)
+
+
+def shout(text: str) -> str:
+    """Shout."""
+    return text.upper()
+
+
 def load_environment(kind, **kwargs):
     return globals()[kind](**kwargs)

@@ -291,14 +291,20 @@ def second_model():
 
 
 class Raises(vf.MultiTurnEnv):
-    """Raises in the second turn."""
+    """Raises in the second turn, of every row or of one."""
+
+    def __init__(self, row, **kwargs):
+        super().__init__(**kwargs)
+        self.row = row
 
     async def env_response(self, messages, state, **kwargs):
-        raise ZeroDivisionError("env_response failed")
+        if self.row in (None, state["example_id"]):
+            raise ZeroDivisionError("env_response failed")
+        return [{"role": "user", "content": "Again."}]
 
 
-def raises():
-    return Raises(dataset=sums(2), rubric=vf.Rubric(funcs=[num_turns]), max_turns=3)
+def raises(row=None):
+    return Raises(row, dataset=sums(2), rubric=vf.Rubric(funcs=[num_turns]), max_turns=3)
 
 
 class Returns(vf.MultiTurnEnv):

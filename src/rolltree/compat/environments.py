@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from copy import deepcopy
 from dataclasses import replace
+from functools import cache
 from typing import Any, ClassVar, cast
 
 from rolltree import environments as rooms
@@ -424,6 +425,8 @@ class Environment(OwnNames, Batches, rooms.Environment):
         sampling_args: SamplingArgs | None = None,
     ) -> list[State]:
         """Play one episode and return the state of its rollout."""
+        if getattr(self.run_group, "__func__", None) is not Environment.run_group:
+            _warn_of_run_group(type(self))
         args = args_of_rollout(self.sampling_args, sampling_args)
         batch = current_batch()
         # If `generate` got the author's own client, that one is passed on, not the engine's view.
@@ -479,7 +482,6 @@ class Environment(OwnNames, Batches, rooms.Environment):
         **kwargs: Any,
     ) -> list[State]:
         """Play and score the given inputs as one group."""
-        # Overrides of `run_group` call this one, which passes the same arguments to `run_rollout`.
         playing = (
             self.run_rollout(gen_sem, given, client, model, gen_sampling_args)
             for given in group_inputs
@@ -597,6 +599,17 @@ class SingleTurnEnv(MultiTurnEnv, rooms.SingleTurnEnv):
     async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Messages:
         """Never called."""
         raise NotImplementedError("env_response is not implemented for SingleTurnEnv")
+
+
+@cache
+def _warn_of_run_group(kind: type[Environment]) -> None:
+    # The engine starts each rollout when there is room for one, not when there is for a group.
+    kind.logger.warning(
+        "%s.run_group is not called: the rollouts of a group are played one by one, then scored "
+        "together, so what it does for a group is missing. Do it in rollout, or in score_group of "
+        "the rubric.",
+        kind.__name__,
+    )
 
 
 def _taken(data: Any, n: int, seed: int | None) -> Any:

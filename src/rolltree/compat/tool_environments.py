@@ -80,8 +80,9 @@ class ToolEnv(MultiTurnEnv, rooms.ToolEnv):
         """The model has made `max_turns` calls. If the last one is an answer, nothing was cut."""
         reached = bool(await super().max_turns_reached(state))
         # Both conditions are true then, and verifiers reports the alphabetically first; but a
-        # finished rollout is not `truncated`.
-        if reached and await self.no_tools_called(state):
+        # finished rollout is not `truncated`. Only the one below is asked: an author's may count.
+        asks_ours = getattr(self.no_tools_called, "__func__", None) is ToolEnv.no_tools_called
+        if reached and asks_ours and await self.no_tools_called(state):
             state["terminated"] = True
         return reached
 
