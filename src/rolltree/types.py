@@ -169,6 +169,9 @@ OVERLONG_PROMPT = "overlong-prompt"
 """The `id` of the response to a prompt that does not fit the model."""
 
 
+_next_call_id = count().__next__
+
+
 # It defines its own `__eq__`, because arrays have no single truth value.
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelResponse:
@@ -199,7 +202,7 @@ class ModelResponse:
     versions: IntArray | None = None
     temperature: float = 1.0
     # Counted per process, so that ids of different sessions never collide.
-    call_id: int = field(default_factory=count().__next__)
+    call_id: int = field(default_factory=_next_call_id)
     extends: int | None = None
     raw: Any = None
     num_prompt_tokens: int = 0
@@ -249,6 +252,10 @@ class ModelResponse:
     def at(self, place: tuple[Any, int] | None, **changes: Any) -> ModelResponse:
         """Return a copy with `changes`, stored at `place`: a `TokenTree` and a call in it."""
         return replace(self, place=place, **changes)
+
+    def renewed(self, **changes: Any) -> ModelResponse:
+        """Return a copy with `changes` and an id of this process, for a call of an earlier one."""
+        return replace(self, call_id=_next_call_id(), extends=None, **changes)
 
     def to_info(self) -> dict[str, Any]:
         """Return the entries of a step's `info` for this call: its `finish_reason`."""

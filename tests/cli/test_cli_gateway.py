@@ -10,6 +10,7 @@ import urllib.request
 
 import pytest
 
+from rolltree.cli.gateway import seed_of_start
 from rolltree.rollouts.decode import decode_results
 from rolltree.store import Run
 from rolltree.testing import ScriptedServer
@@ -87,6 +88,15 @@ def test_sessions_in_front_of_a_url_are_stored_and_kept(tmp_path):
 
 
 @pytest.mark.slow
+def test_no_start_on_a_run_samples_what_an_earlier_one_did(tmp_path):
+    seeds = []
+    for seed in (7, 7, 7):
+        with Run.open_or_create(tmp_path / "run", config={}, kind="gateway") as run:
+            seeds.append(seed_of_start(run, seed))
+    assert seeds[0] == 7
+    assert len(set(seeds)) == 3
+
+
 def test_a_model_of_this_process(tmp_path):
     pytest.importorskip("torch")
     with gateway("tiny", "--unix-socket", tmp_path / "s.sock", "--time-limit", 600) as (

@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import socket
+from unittest.mock import Mock
 
 import aiohttp
 import openai
@@ -13,7 +14,7 @@ import pytest
 from gateway_kit import is_one_path, openai_agent
 
 import rolltree as rt
-from rolltree.errors import ConfigError, ConnectionFailed, ServerError
+from rolltree.errors import ConfigError, ConnectionFailed, ServerError, StoreError
 from rolltree.gateway.session import SessionLimits
 from rolltree.rollouts.decode import decode_results
 from rolltree.testing import FaultyClient, ScriptedClient
@@ -394,6 +395,33 @@ async def test_sessions_are_opened_and_closed_over_http_and_stored(tmp_path):
     assert (state["reward"], state["metrics"]) == (0.5, {"steps": 1.0})
     assert state["completion"] == [{"role": "assistant", "content": "HELLO THERE"}]
     assert state["trajectory"][0]["tokens"]["completion_ids"] == [*b"HELLO THERE", 258]
+
+
+@pytest.mark.parametrize("then", ["close", "delete"])
+async def test_a_session_that_could_not_be_stored_can_be_closed_again(tmp_path, monkeypatch, then):
+    """Else the second request got a 404, as after it was stored, and its name could be taken."""
+    files = tmp_path / "run" / "gateway"
+    with rt.Run.open_or_create(tmp_path / "run", config={}, kind="gateway") as run:
+        async with rt.gateway(ScriptedClient(echo), run=run) as g:
+            s = g.session("mine")
+            async with openai_agent(s) as agent:
+                await agent.chat.completions.create(**ASKED)
+            close = f"{g.url}/sessions/mine/close", {"reward": 0.5}, g.admin_key
+            with monkeypatch.context() as full:
+                full.setattr(run, "add_rollouts", Mock(side_effect=StoreError("full")))
+                assert (await post(*close))[0] == 507
+            assert (await post(f"{g.url}/sessions", {"id": "mine"}, g.admin_key))[0] == 400
+            assert [path.name for path in files.iterdir()] == ["mine.calls"]
+            if then == "close":
+                assert (await post(*close))[0] == 200
+            else:
+                headers = {"Authorization": f"Bearer {g.admin_key}"}
+                async with aiohttp.ClientSession() as http:
+                    await http.delete(f"{g.url}/sessions/mine", headers=headers)
+            assert (await post(*close))[0] == 404
+            assert list(files.iterdir()) == []
+        found = [(row.reward, row.num_calls) for row in run.rollouts()]
+        assert found == ([(0.5, 1)] if then == "close" else [])
 
 
 @pytest.mark.parametrize(

@@ -12,17 +12,21 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import openai
 import pytest
 from gateway_kit import openai_agent, paths
 
 import rolltree as rt
 from rolltree.errors import ConfigError, StoreError
+from rolltree.gateway import journal
 from rolltree.gateway.calls import AgentCall, AnswerHead, CallOrigin
 from rolltree.gateway.journal import Journal, KeptCall, read_session
 from rolltree.gateway.session import SessionLimits, new_state
+from rolltree.inference.session import TokenSession
 from rolltree.testing import ScriptedClient
-from rolltree.tokens import Trajectory
+from rolltree.tokens import Trajectory, recorded_routing
+from rolltree.types import ModelResponse
 
 ASKED = {"model": "m", "messages": [{"role": "user", "content": "hello there"}]}
 
@@ -69,6 +73,57 @@ async def test_a_gateway_that_is_started_again_serves_the_same_sessions(tmp_path
             await turns(agent, messages, 2)
             with pytest.raises(openai.PermissionDeniedError):
                 await turns(agent, messages, 1)
+
+
+async def test_calls_of_a_killed_process_are_not_taken_for_those_of_the_next(tmp_path, monkeypatch):
+    """Each process counts its calls from 0: a prompt continued another conversation's tokens."""
+    ann, bob = [{"role": "user", "content": "Ann"}], [{"role": "user", "content": "Bob"}]
+    async with rt.gateway(ScriptedClient(echo), directory=tmp_path) as g:
+        s = g.session("one")
+        key = s.api_key
+        async with openai_agent(s) as agent:
+            await turns(agent, bob, 3)
+    # In this test, both processes are the same one.
+    taken = itertools.count(ModelResponse.overlong_prompt().call_id + 1)
+    decode = journal.decode_step
+
+    def decoded_elsewhere(data, *rest):
+        return decode({**data, "extras": {**data["extras"], "call_id": next(taken)}}, *rest)
+
+    monkeypatch.setattr(journal, "decode_step", decoded_elsewhere)
+    async with rt.gateway(ScriptedClient(echo), directory=tmp_path) as g:
+        s = g.sessions["one"]
+        async with openai.AsyncOpenAI(base_url=s.base_url, api_key=key) as agent:
+            await turns(agent, ann, 4)
+            await turns(agent, bob, 1)
+        read = bytes(token for token in paths(s)[-1] if token < 256).decode()
+        assert "Bob" in read
+        assert "Ann" not in read
+        ids = [step["extras"]["call_id"] for step in s.trajectory]
+        assert len(set(ids)) == len(ids) == 8
+
+
+async def test_routed_experts_are_there_after_a_restart(tmp_path, monkeypatch):
+    complete = TokenSession.complete
+
+    def routed(self, prompt, answer, call):
+        num_tokens = len(prompt.ids) + len(answer.completion_ids)
+        answer.routed_experts = np.arange(num_tokens - 1).reshape(-1, 1, 1)
+        return complete(self, prompt, answer, call)
+
+    monkeypatch.setattr(TokenSession, "complete", routed)
+    found = []
+    for _ in range(2):
+        async with rt.gateway(ScriptedClient(echo), directory=tmp_path) as g:
+            s = g.sessions.get("one") or g.session("one")
+            if not found:
+                async with openai_agent(s) as agent:
+                    await turns(agent, [], 2)
+            tree = s.trajectory.tree
+            found.append([recorded_routing(tree, call) for call in range(tree.num_calls)])
+    for before, after in zip(*found, strict=True):
+        assert len(before) > 20
+        assert np.array_equal(before, after)
 
 
 async def test_an_answer_that_was_lost_with_the_gateway_is_given_again(tmp_path):

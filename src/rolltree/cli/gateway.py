@@ -7,13 +7,19 @@ once if none is given. Torch and the web server are imported when the command ru
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from rolltree.cli.arguments import echo, secret
 from rolltree.cli.eval import open_client
+from rolltree.seeds import derive_seed
+
+if TYPE_CHECKING:
+    from rolltree.store import Run
 
 KIND = "gateway"
+_STARTS = "gateway_starts"
 
 
 @click.command("gateway")
@@ -144,4 +150,16 @@ def serve_sessions(
             stored = opened.enter_context(
                 Run.open_or_create(run, config=config, kind=KIND, secrets=secrets)
             )
+            seed = seed_of_start(stored, seed)
         asyncio.run(serve(stored))
+
+
+def seed_of_start(run: Run, seed: int) -> int:
+    """Return the engine's seed for one more start of a gateway on `run`, and count the start.
+
+    The engine counts requests from 0 in every process. With one seed for all starts, sessions that
+    ask the same would get the answers again that earlier ones got, and count as new samples.
+    """
+    number = run.meta.get(_STARTS, 0)
+    run.set_meta(_STARTS, number + 1)
+    return derive_seed(seed, "start", number) if number else seed

@@ -433,7 +433,7 @@ class SessionHandlers:
         """`DELETE /sessions/ID`: closes the session and deletes its calls."""
         session = self._session(request)
         await session.aclose()
-        session.release()
+        self._gateway.forget(session)
         return json_response(session.summary())
 
     async def close(self, request: Request) -> Response:

@@ -320,14 +320,23 @@ class Gateway:
 
         Raises:
             RequestError: a field is unknown.
-            StoreError: it cannot be stored; its calls stay on disk.
+            StoreError: it cannot be stored; its calls stay on disk, and it can be closed again.
         """
         outcome = _converted(body, SessionOutcome)
         await session.aclose()
         session.state.reward, session.state.metrics = outcome.reward, dict(outcome.metrics)
         if self._run is not None:
             run, result = self._run, _result_of(session)
-            await asyncio.to_thread(lambda: run.add_rollouts(encode_result(result)))
+            try:
+                await asyncio.to_thread(lambda: run.add_rollouts(encode_result(result)))
+            except BaseException:
+                self.sessions[session.id] = session
+                raise
+        self.forget(session)
+
+    def forget(self, session: GatewaySession) -> None:
+        """Delete what is kept of a closed session."""
+        self.sessions.pop(session.id, None)
         session.release()
 
 

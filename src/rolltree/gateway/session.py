@@ -34,7 +34,7 @@ from rolltree.inference.server.requests import RequestError
 from rolltree.inference.session import TokenSession
 from rolltree.samples import build_samples
 from rolltree.seeds import CallSeeds, derive_seed
-from rolltree.tokens import Break, Trajectory, peek
+from rolltree.tokens import Break, Trajectory, peek, recorded_routing
 from rolltree.types import (
     ChatMessage,
     IntArray,
@@ -719,6 +719,10 @@ class GatewaySession:
         remember = getattr(self._client, "remember", None)
         for kept, step in kept_session.calls:
             prompt, response = peek(step, "prompt"), cast(ModelResponse, peek(step, "response"))
+            # Its tokens are in the file's tree: they are put into the session's.
+            call, tree = response.call, response.tree
+            experts = None if call is None else recorded_routing(tree, call)
+            response = response.renewed(routed_experts=experts)
             is_chat = isinstance(prompt, list)
             if is_chat:
                 prompt = self._interned(prompt)
