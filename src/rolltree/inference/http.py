@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Mapping
 from time import monotonic
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import aiohttp
 from yarl import URL
@@ -30,8 +30,10 @@ from rolltree.redact import redact_text
 from rolltree.tasks import yield_fairly
 from rolltree.untrusted import encode_json
 
+if TYPE_CHECKING:
+    from rolltree.inference.stream import CompletionStream, StreamedCompletion
+
 ResultT = TypeVar("ResultT")
-ReadT = TypeVar("ReadT", covariant=True)
 
 MAX_ANSWER_BYTES = 64 * 2**20
 """A prompt of 128,000 ids and an answer of 32,000 tokens with logprobs take about 5 MB."""
@@ -54,36 +56,6 @@ _ADVICE = {
 }
 _ONCE = RetryPolicy(max_retries=0)
 _RETRYABLE = frozenset((408, 409, 425, 429))
-
-
-class StreamReader(Protocol[ReadT]):
-    """Reads an answer that is a stream of events."""
-
-    def feed(self, part: bytes) -> None:
-        """Take a part of the stream, cut anywhere; an exception ends the request."""
-        ...
-
-    def result(self) -> ReadT:
-        """Return the whole answer, or raise `BadResponse` if it is not complete."""
-        ...
-
-    @property
-    def failure(self) -> tuple[int, str] | None:
-        """The status and text of an error that the server sent instead of the answer's rest."""
-        ...
-
-
-class AnswerStream(Protocol[ReadT]):
-    """Makes a reader for every attempt at an answer."""
-
-    @property
-    def was_told(self) -> bool:
-        """Whether a part of an answer was passed on: then the request is not retried."""
-        ...
-
-    def reader(self, check: Callable[[bytes], None]) -> StreamReader[ReadT]:
-        """Return a new reader, which calls `check` with the first event."""
-        ...
 
 
 class HttpClient:
@@ -171,13 +143,13 @@ class HttpClient:
         as_admin: bool = False,
         retry: RetryPolicy | None = None,
         timeout_s: float | None = None,
-        stream: AnswerStream[ResultT] | None = None,
+        stream: CompletionStream | None = None,
     ) -> Outcome[ResultT]:
         """Send `body` as JSON (GET when it is None) and return the decoded answer.
 
         `path` continues the base URL, or the root URL with `at_root`. `as_admin` sends the
         `admin_key`, if there is one. `retry` replaces the client's policy, and `timeout_s` its
-        timeout, with a deadline twice as long. `stream` reads an answer that is a stream of
+        timeout, with a deadline twice as long. `stream` reads a completion that is a stream of
         events; any other answer is decoded as a whole.
 
         Raises:
@@ -217,7 +189,7 @@ class HttpClient:
                     if reader is not None and answer.is_stream:
                         if reader.failure is not None:
                             raise self._error(*reader.failure, url)
-                        return reader.result()
+                        return cast(ResultT, reader.result())
                     # Before decoding, since another request's answer could be decoded, too.
                     self._ids.check(name, answer.body)
                     return decode(answer.body)
@@ -298,7 +270,7 @@ class HttpClient:
         *,
         name: str | None = None,
         as_admin: bool = False,
-        reader: StreamReader[Any] | None = None,
+        reader: StreamedCompletion | None = None,
     ) -> HttpAnswer:
         headers = self._get_headers if content is None else self._post_headers
         if name is not None:
