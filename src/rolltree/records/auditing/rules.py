@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from rolltree.evaluation import Settings
 from rolltree.evaluation.report import stored_report
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from rolltree.records.auditing.rollout import RolloutAudit, RolloutFacts
 
 Words: TypeAlias = Mapping[str, object]
+InRollout: TypeAlias = "Callable[[RolloutAudit, RolloutRequest], Iterator[Words]]"
+InRun: TypeAlias = "Callable[[Stored], Iterator[Found]]"
+Find = TypeVar("Find", bound=Callable[..., Iterator[Any]])
 _TIMES = ("started_at", "created_at", "generation_ms", "scoring_ms", "total_ms")
 _SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "stop", "stop_token_ids", "seed")
 # Clocks of two machines may differ by this much, and so may a clock that was set in between.
@@ -46,14 +49,14 @@ class PlannedSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class RolloutRule:
-    """A comparison within one rollout."""
+class AuditRule(Generic[Find]):
+    """A comparison: what is compared, the cause and sentence of a finding, and who looks for it."""
 
     check: str
     cause: str
     compares: str
     sentence: str
-    find: Callable[[RolloutAudit, RolloutRequest], Iterator[Words]]
+    find: Find
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +66,6 @@ class Found:
     words: Words
     place: Place = (None, 0)
     step: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RunRule:
-    """A comparison of rollouts, steps and events with each other."""
-
-    check: str
-    cause: str
-    compares: str
-    sentence: str
-    find: Callable[[Stored], Iterator[Found]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,44 +204,44 @@ def _labels(audit: RolloutAudit, request: RolloutRequest) -> Iterator[Words]:
                 yield {"call": call.index, "name": name, "said": said, "label": str(label)}
 
 
-ROLLOUT_RULES: tuple[RolloutRule, ...] = (
-    RolloutRule(
+ROLLOUT_RULES: tuple[AuditRule[InRollout], ...] = (
+    AuditRule(
         *("times", "negative_time", "times and durations with 0"),
         "its {name} is {value:g}; times must be finite and not negative",
         _negative_times,
     ),
-    RolloutRule(
+    AuditRule(
         *("times", "backward_time", "the time of storing with the time of the start"),
         "it began {late_s:.0f} s after it was stored",
         _backward_times,
     ),
-    RolloutRule(
+    AuditRule(
         *("times", "longer_than_its_whole", "times of the engine and of calls with the rollout's"),
         "its {name} is {value:.0f} ms, but its {of} {other:.0f} ms",
         _long_times,
     ),
-    RolloutRule(
+    AuditRule(
         *("rewards", "not_the_sum", "the reward with its functions' values and weights"),
         "its reward is {reward:g}, but its functions give {right:g} ({said})",
         _weighted_sum,
     ),
-    RolloutRule(
+    AuditRule(
         *("sampler", "other_settings", "the request's sampling with the settings of its phase"),
         "it was requested with {name} = {given!r}, but {phase} is sampled with {wanted!r}",
         _planned_sampling,
     ),
-    RolloutRule(
+    AuditRule(
         *("sampler", "seed", "the seeds of an evaluation with its plan"),
         "it was played with the seeds {world} and {sampling}; its evaluation's seed gives {right} "
         "for this example, so it is not the rollout that was planned",
         _planned_seed,
     ),
-    RolloutRule(
+    AuditRule(
         *("groups", "foreign_environment", "the environment of an evaluation with its settings"),
         "its environment is {found!r}, but its evaluation's is {wanted!r}",
         _other_environment,
     ),
-    RolloutRule(
+    AuditRule(
         *("tokens", "label_differs", "agent, turn and versions of a call with its tokens"),
         "the {name} of call {call} is {said!r} in its record, but {label} in its tokens",
         _labels,
@@ -501,71 +493,71 @@ def _backward_steps(stored: Stored) -> Iterator[Found]:
             latest, number = row.created_at, row.step
 
 
-RUN_RULES: tuple[RunRule, ...] = (
-    RunRule(
+RUN_RULES: tuple[AuditRule[InRun], ...] = (
+    AuditRule(
         *("groups", "mixed_group", "question and answer of a group's members"),
         "its question or its answer differs from that of most of the {num} members of {group}",
         _mixed_groups,
     ),
-    RunRule(
+    AuditRule(
         *("groups", "foreign_answer", "the first prompts of a group's members, and its question"),
         "its calls do not begin with the question of its group {group}: it holds the tokens of "
         "another rollout",
         _foreign_answers,
     ),
-    RunRule(
+    AuditRule(
         *("groups", "changed_example", "question and answer of an example in all evaluations"),
         "its question or its answer differs from that of {other}, which has the same example",
         _changed_examples,
     ),
-    RunRule(
+    AuditRule(
         *("spans", "completion_differs", "the completion with what the calls answered"),
         "its completion lacks an answer of its calls; {num} others of {phase} have all of them",
         _unusual_completions,
     ),
-    RunRule(
+    AuditRule(
         *("groups", "foreign_environment", "the environment of all training rollouts"),
         "its environment is {found!r}, but the run trains on {usual!r}",
         _foreign_environments,
     ),
-    RunRule(
+    AuditRule(
         *("groups", "wrong_parent", "depth and step of a delegation with the parent"),
         "its {name} is {value}, but its parent has {other}",
         _parents,
     ),
-    RunRule(
+    AuditRule(
         *("counted_once", "trained_on_test", "trained rollouts with their phase"),
         "step {step} trained it, but it is a rollout of {phase}: test data was trained on",
         _trained_on_test,
     ),
-    RunRule(
+    AuditRule(
         *("counted_once", "missing_evaluation", "evaluations with `eval.every` and the phases"),
         "the settings ask for {phase} after step {number}, but its result is missing; {there}",
         _missing_evaluations,
     ),
-    RunRule(
+    AuditRule(
         *("rewards", "evaluation_differs", "counts and means of an evaluation with its rollouts"),
         "the evaluation {phase} reported {name} = {said:g}, but its rollouts give {right:g}: one "
         "of the two was changed",
         _evaluation_numbers,
     ),
-    RunRule(
+    AuditRule(
         *("rewards", "report_differs", "the kept report of a phase with its rollouts"),
         "the report of {phase} says {name} = {said:g}, but its rollouts give {right:g}: one of "
         "the two was changed",
         _kept_reports,
     ),
-    RunRule(
+    AuditRule(
         *("versions", "future_version", "policy versions with the steps of the run"),
         "its tokens say that version {version} sampled them, but the run's versions end at {most}",
         _future_versions,
     ),
-    RunRule(
+    AuditRule(
         *("times", "before_the_run", "the time of storing with the start of the run"),
         "it began or was stored {early_s:.0f} s before the run began, so it is from another run",
         _before_the_run,
     ),
-    RunRule(
+    AuditRule(
         *("times", "backward_step", "the times of steps with each other and with their rollouts"),
         "it was stored {early_s:.0f} s before {what}, which came first",
         _backward_steps,

@@ -9,7 +9,7 @@ from typing import Any
 
 from rolltree.errors import StoreError
 from rolltree.files import read_regular
-from rolltree.records.auditing.rules import CLOCK_S, Found, RunRule, Stored
+from rolltree.records.auditing.rules import CLOCK_S, Found, InRun, AuditRule, Stored
 from rolltree.records.values import number_of
 from rolltree.training.plan import PHASE
 
@@ -114,28 +114,28 @@ def _settings_for_people(stored: Stored) -> Iterator[Found]:
         yield Found({})
 
 
-STEP_RULES: tuple[RunRule, ...] = (
-    RunRule(
+STEP_RULES: tuple[AuditRule[InRun], ...] = (
+    AuditRule(
         *("steps", "impossible_metric", "metrics of a step with what they can be"),
         "{name} is {value:g}, but it can only be {span}",
         _impossible_metrics,
     ),
-    RunRule(
+    AuditRule(
         *("steps", "settings_differ", "steps, rates, groups and plans with the settings"),
         "{what} {said}, but {name} is {wanted}",
         _differing_settings,
     ),
-    RunRule(
+    AuditRule(
         *("steps", "missing_checkpoint", "checkpoints with `checkpoint.every`"),
         "a checkpoint is saved every {every} steps, but the events have none for this step",
         _missing_checkpoints,
     ),
-    RunRule(
+    AuditRule(
         *("times", "late_rollout", "the rollouts of an evaluation with the time of its result"),
         "it was stored {late_s:.0f} s after the evaluation {phase} had ended",
         _late_rollouts,
     ),
-    RunRule(
+    AuditRule(
         *("storage", "settings_file_differs", "`config.json` with the stored settings"),
         "config.json differs from the run's stored settings, which are what it ran with",
         _settings_for_people,
