@@ -9,7 +9,7 @@ from typing import Any
 
 from rolltree.errors import StoreError
 from rolltree.files import read_regular
-from rolltree.records.auditing.rules import CLOCK_S, Found, InRun, AuditRule, Stored
+from rolltree.records.auditing.rules import CLOCK_S, AuditRule, Found, InRun, Stored
 from rolltree.records.values import number_of
 from rolltree.training.plan import PHASE
 
