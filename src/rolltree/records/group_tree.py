@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from rolltree.errors import UnknownName
 from rolltree.records.token_lens import one_rollout
 from rolltree.records.token_rows import (
+    mean_advantage,
     places,
     sampled_facts,
     state_of,
@@ -59,9 +60,7 @@ class _Member:
     @property
     def advantage(self) -> float | None:
         """The mean over its sampled tokens; None if training did not record them."""
-        if self.trained is None or not self.trained.num_tokens:
-            return None
-        return float(self.trained.advantage.astype(np.float64).mean())
+        return None if self.trained is None else mean_advantage(self.trained)
 
 
 class _CommonTree:

@@ -18,15 +18,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import numpy as np
-
 from rolltree.errors import ConfigError, StoreError
 from rolltree.records.conversations import tool_call_parts
-from rolltree.records.token_rows import break_rows, state_of
+from rolltree.records.token_rows import break_rows, mean_advantage, state_of
 from rolltree.records.values import clean_text
 from rolltree.rollouts.conversation import conversation_of
 from rolltree.rollouts.decode import decode_rollout
-from rolltree.store import Run, StoredRollout, TrainedRollout
+from rolltree.store import Run, StoredRollout
 from rolltree.store.filters import Condition
 
 OWN = ("breaks", "advantage", "question", "answer")
@@ -198,7 +196,7 @@ class SearchIndex:
         last, _ = self._run.last_step()
         for step in range(done + 1, last + 1):
             values = [
-                (_advantage(row), row.request_id, row.trajectory_index)
+                (mean_advantage(row), row.request_id, row.trajectory_index)
                 for row in self._run.trained(step=step)
             ]
             with file:
@@ -226,7 +224,7 @@ def previews(run: Run, rows: Sequence[StoredRollout]) -> dict[Name, dict[str, An
         StoreError: a row is damaged.
     """
     trained = run.trained(request_id=list({row.request_id: None for row in rows}))
-    paid = {(each.request_id, each.trajectory_index): _advantage(each) for each in trained}
+    paid = {(each.request_id, each.trajectory_index): mean_advantage(each) for each in trained}
     found = {}
     for row in rows:
         name = (row.request_id, row.trajectory_index)
@@ -242,10 +240,6 @@ def _facts(row: StoredRollout) -> tuple[str, str, int, str]:
     said = _conversation(row) if state is None else conversation_of(state)
     question, answer, text = _texts(said)
     return question, answer, 0 if state is None else len(break_rows(state, None)), text
-
-
-def _advantage(row: TrainedRollout) -> float | None:
-    return float(row.advantage.astype(np.float64).mean()) if len(row.advantage) else None
 
 
 def _add(file: sqlite3.Connection, batch: Iterable[tuple[int, StoredRollout]]) -> None:

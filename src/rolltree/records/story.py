@@ -1,6 +1,7 @@
 """The narrator: what happened in a run, as plain sentences with their evidence.
 
-Its rules are the table `DETECTORS`. A new detector is a row, and a new condition if none fits.
+Its rules are the table `DETECTORS`. A new detector is a row, a new condition if none fits, and two
+runs in `benchmarks/planted`.
 """
 
 from __future__ import annotations
@@ -33,8 +34,6 @@ class Detector:
     view: str = "curves"  # the page's view of the evidence, unless the case has its own
     shows: tuple[str, ...] = ()  # the values of the case that the view is opened with
     series: str = ""  # and the metric, if it is the same for all cases
-    # Runs of `benchmarks/planted`: one that it must find, and a healthy one that looks similar.
-    runs: tuple[str, str] | None = None
 
     def sentences(self, kind: str, facts: Facts) -> Iterable[Sentence]:
         """Yield a sentence for each case."""
@@ -101,28 +100,24 @@ DETECTORS: Mapping[str, Detector] = {
         sentence="The run ended with an error: {error}",
         severity="error",
         series="reward/mean",
-        runs=("ended", "stopped_early"),
     ),
     "not_finite": Detector(
         condition=story_series.not_finite,
         sentence="{name} is not a number since step {first}, so the weights may be lost.",
         severity="error",
         shows=("series", "steps"),
-        runs=("nan_loss", "loss_near_zero"),
     ),
     "idle": Detector(
         condition=story_series.idle,
         sentence="{text}",
         severity="error",
         shows=("series", "steps"),
-        runs=("rate_of_zero", "rate_decays"),
     ),
     "settings": Detector(
         condition=story_series.changed,
         sentence="The run was continued at step {first} with other settings: {what}{then}.",
         shows=("steps",),
         series="reward/mean",
-        runs=("other_rate", "more_steps"),
     ),
     "scale": Detector(
         condition=story_rewards.other_scale,
@@ -131,7 +126,6 @@ DETECTORS: Mapping[str, Detector] = {
         severity="error",
         shows=("steps",),
         series="reward/mean",
-        runs=("other_scale", "large_rewards"),
     ),
     "same_answer": Detector(
         condition=conditions.same_answer,
@@ -139,7 +133,6 @@ DETECTORS: Mapping[str, Detector] = {
         "{paid}: “{answer}”",
         view="rollout",
         shows=(*_ONE_ROLLOUT, "phase"),
-        runs=("one_sentence", "yes_or_no"),
     ),
     "repeats": Detector(
         condition=conditions.repeats,
@@ -148,7 +141,6 @@ DETECTORS: Mapping[str, Detector] = {
         severity="warning",
         view="rollout",
         shows=(*_ONE_ROLLOUT, "phase"),
-        runs=("loops", "counts"),
     ),
     "same_questions": Detector(
         condition=conditions.same_questions,
@@ -157,7 +149,6 @@ DETECTORS: Mapping[str, Detector] = {
         severity="warning",
         view="rollouts",
         shows=("phase",),
-        runs=("one_question", "few_questions"),
     ),
     "gaming": Detector(
         condition=story_rewards.gaming,
@@ -165,7 +156,6 @@ DETECTORS: Mapping[str, Detector] = {
         "{reward_began} to {reward_ended}, {name} from {began} to {ended}. What earns reward is "
         "not what is wanted.",
         shows=("series", "beside", "steps"),
-        runs=("gaming", "cost_falls"),
     ),
     "form": Detector(
         condition=story_rewards.form,
@@ -173,7 +163,6 @@ DETECTORS: Mapping[str, Detector] = {
         "({began} to {ended}).",
         severity="warning",
         shows=("series", "beside"),
-        runs=("format_only", "format_first"),
     ),
     "collapse": Detector(
         condition=story_rewards.collapse,
@@ -182,7 +171,6 @@ DETECTORS: Mapping[str, Detector] = {
         severity="error",
         shows=("steps",),
         series="reward/mean",
-        runs=("collapse", "reward_dips"),
     ),
     "dead_function": Detector(
         condition=story_rewards.dead_function,
@@ -190,7 +178,6 @@ DETECTORS: Mapping[str, Detector] = {
         "({before} on average before).",
         severity="error",
         shows=("series", "steps"),
-        runs=("dead_function", "format_is_learned"),
     ),
     "zero_variance": Detector(
         condition=story_rewards.zero_variance,
@@ -198,7 +185,6 @@ DETECTORS: Mapping[str, Detector] = {
         view="groups",
         shows=("phase", "steps", "step"),
         series="train/frac_reward_zero_std",
-        runs=("constant_reward", "solved_below_zero"),
     ),
     "flat_groups": Detector(
         condition=story_rewards.flat_groups,
@@ -208,14 +194,12 @@ DETECTORS: Mapping[str, Detector] = {
         view="groups",
         shows=("phase", "steps", "step"),
         series="train/frac_reward_zero_std",
-        runs=("flat_groups", "sparse"),
     ),
     "task": Detector(
         condition=story_rewards.task_loss,
         sentence="{text}",
         view="rollouts",
         shows=_ROLLOUTS,
-        runs=("one_task_lost", "several_tasks"),
     ),
     "drift": Detector(
         condition=story_series.drift,
@@ -223,7 +207,6 @@ DETECTORS: Mapping[str, Detector] = {
         "by {size:.2g} nats per token{before}. What is trained is not what was sampled.",
         severity="error",
         shows=("series", "steps"),
-        runs=("drift", "bfloat16"),
     ),
     "gradient": Detector(
         condition=story_series.gradient,
@@ -232,14 +215,12 @@ DETECTORS: Mapping[str, Detector] = {
         severity="error",
         shows=("steps",),
         series="train/grad_norm",
-        runs=("gradient", "gradient_noise"),
     ),
     "lost_tokens": Detector(
         condition=story_series.lost_tokens,
         sentence="{percent} of the sampled tokens train little or nothing{since}: {why}.",
         severity="warning",
         shows=("series", "steps"),
-        runs=("clipped", "some_clipped"),
     ),
     "ess": Detector(
         condition=story_series.ess,
@@ -247,20 +228,17 @@ DETECTORS: Mapping[str, Detector] = {
         "tokens at the end.",
         shows=("steps",),
         series="ratio/ess",
-        runs=("ess", "asynchronous"),
     ),
     "kl": Detector(
         condition=story_series.kl,
         sentence="{text}",
         shows=("steps",),
         series="train/kl",
-        runs=("kl", "kl_is_spent"),
     ),
     "randomness": Detector(
         condition=story_series.randomness,
         sentence="{text}",
         shows=("series", "steps"),
-        runs=("becomes_random", "explores"),
     ),
     "entropy": Detector(
         condition=story_series.entropy,
@@ -268,7 +246,6 @@ DETECTORS: Mapping[str, Detector] = {
         "token ({before:.2g} at first), so little else is tried.{rewards}",
         severity="warning",
         shows=("series", "steps"),
-        runs=("entropy", "confident"),
     ),
     "empty_answers": Detector(
         condition=story_rewards.empty_answers,
@@ -277,7 +254,6 @@ DETECTORS: Mapping[str, Detector] = {
         severity="error",
         view="rollout",
         shows=(*_ONE_ROLLOUT, "phase"),
-        runs=("empty_answers", "empty_answers_lose"),
     ),
     "unscored": Detector(
         condition=conditions.unscored,
@@ -285,7 +261,6 @@ DETECTORS: Mapping[str, Detector] = {
         severity=_above(0.1),
         view="rollouts",
         shows=_ROLLOUTS,
-        runs=("unscored", "delegation"),
     ),
     "waits": Detector(
         condition=conditions.waits,
@@ -293,7 +268,6 @@ DETECTORS: Mapping[str, Detector] = {
         severity="warning",
         view="rollout",
         shows=(*_ONE_ROLLOUT, "phase"),
-        runs=("dead_judge", "slow_judge"),
     ),
     "timeouts": Detector(
         condition=conditions.timeouts,
@@ -301,7 +275,6 @@ DETECTORS: Mapping[str, Detector] = {
         severity=_above(0.1),
         view="rollout",
         shows=(*_ONE_ROLLOUT, "phase", "where"),
-        runs=("timeouts", "rare_failure"),
     ),
     "tools": Detector(
         condition=conditions.tools,
@@ -309,7 +282,6 @@ DETECTORS: Mapping[str, Detector] = {
         severity="error",
         view="rollout",
         shows=(*_ONE_ROLLOUT, "phase"),
-        runs=("tool_raises", "tool_is_learned"),
     ),
     "failures": Detector(
         condition=partial(
@@ -322,7 +294,6 @@ DETECTORS: Mapping[str, Detector] = {
         severity=_above(0.1),
         view="rollouts",
         shows=_ROLLOUTS,
-        runs=("failures", "rare_failure"),
     ),
     "scoring": Detector(
         condition=conditions.scoring,
@@ -331,21 +302,18 @@ DETECTORS: Mapping[str, Detector] = {
         severity=_above(0.1),
         view="rollout",
         shows=(*_ONE_ROLLOUT, "phase"),
-        runs=("scoring", "plain"),
     ),
     "breaks": Detector(
         condition=conditions.breaks,
         sentence="In {percent} of later calls the prompt does not extend the call before, because "
         "{why}; what follows is computed again.",
         shows=("series", *_ONE_ROLLOUT, "call", "position"),
-        runs=("breaks", "sliding_window"),
     ),
     "max_tokens": Detector(
         condition=conditions.max_tokens,
         sentence="{percent} of rollouts hit max_tokens{words}{since}.",
         view="rollouts",
         shows=_ROLLOUTS,
-        runs=("max_tokens", "one_token"),
     ),
     "length": Detector(
         condition=story_series.length,
@@ -354,7 +322,6 @@ DETECTORS: Mapping[str, Detector] = {
         severity="warning",
         shows=("steps",),
         series="train/completions/mean_length",
-        runs=("length", "learns_to_think"),
     ),
     "slow": Detector(
         condition=story_series.slow,
@@ -363,14 +330,12 @@ DETECTORS: Mapping[str, Detector] = {
         severity="warning",
         shows=("steps",),
         series="time/step",
-        runs=("slow", "learns_to_think"),
     ),
     "truncated": Detector(
         condition=conditions.truncated,
         sentence="{percent} of rollouts were cut by {reason}{since}.",
         view="rollouts",
         shows=_ROLLOUTS,
-        runs=("truncated", "fixed_turns"),
     ),
     "shared_questions": Detector(
         condition=story_series.known_questions,
@@ -378,7 +343,6 @@ DETECTORS: Mapping[str, Detector] = {
         "reward includes memorization.",
         severity="warning",
         series="eval/reward",
-        runs=("shared_questions", "held_out"),
     ),
     "staleness": Detector(
         condition=story_series.staleness,
@@ -386,21 +350,18 @@ DETECTORS: Mapping[str, Detector] = {
         "{stale}.",
         severity=lambda case: "warning" if case["share"] >= 0.05 or case["lag"] >= 8 else "info",
         series="train/lag_mean",
-        runs=("stale", "asynchronous"),
     ),
     "reward": Detector(
         condition=story_rewards.reward_trend,
         sentence="The reward {trend}: {began} in {first_steps}, {ended} in {last_steps}.{now}",
         shows=("steps",),
         series="reward/mean",
-        runs=("reward_falls", "curriculum"),
     ),
     "held_out": Detector(
         condition=story_series.held_out_change,
         sentence="{what}, the reward {verb}: {began} after {first} steps, {ended} after {last}"
         "{more}.",
         series="eval/reward",
-        runs=("overfit", "held_out"),
     ),
     "sampled": Detector(
         condition=story_series.sampled,

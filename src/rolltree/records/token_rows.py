@@ -209,6 +209,13 @@ def trained_tokens(run: Run, row: StoredRollout) -> TrainedRollout | None:
     return max(found, key=lambda trained: trained.step, default=None)
 
 
+def mean_advantage(trained: TrainedRollout) -> float | None:
+    """Return the mean over the trained tokens of a rollout; None without any."""
+    if not trained.num_tokens:
+        return None
+    return float(trained.advantage.astype(np.float64).mean())
+
+
 def _token_parts(
     rollout: ResolvedRollout, full: bool, trained: TrainedRollout | None
 ) -> Iterator[dict[str, Any]]:

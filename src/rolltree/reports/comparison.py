@@ -8,6 +8,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from rolltree.records import ComparedPair, RunComparison
+from rolltree.records.story_words import short
 from rolltree.redact import shown
 from rolltree.reports.formatting import Cell, safe_text, text_table
 
@@ -117,15 +118,10 @@ def _texts(pair: ComparedPair) -> Iterable[list[str]]:
     # Texts were read only for the first changes.
     for change, (before, after) in zip(pair.changes, pair.shown, strict=False):
         rewards = f"{_number(change.reward_a)} → {_number(change.reward_b)}"
-        answers = (_cut(" | ".join(side.answers)) for side in (before, after))
+        answers = (short(" | ".join(side.answers), _TEXT_LIMIT) for side in (before, after))
         example = change.example
         name = str(example[2]) if isinstance(example, tuple) else str(example)
-        yield [name, rewards, _cut(before.question or after.question), *answers]
-
-
-def _cut(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= _TEXT_LIMIT else line[: _TEXT_LIMIT - 1] + "…"
+        yield [name, rewards, short(before.question or after.question, _TEXT_LIMIT), *answers]
 
 
 def _examples(pair: ComparedPair) -> Table:

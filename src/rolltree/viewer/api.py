@@ -49,16 +49,6 @@ logger = logging.getLogger("rolltree.viewer")
 
 _MAX_OPEN = 16
 _MAX_SAID = 500  # characters of an error
-_ODD = (
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    MemoryError,
-    OSError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
 _PATIENCE_S, _LEAST_PATIENCE_S = 3.0, 0.1
 """How long a list waits for all slow runs together, and then still for each of them."""
 _STILL_READ = "it is still being read: it is large, or another program has locked it."
@@ -97,7 +87,7 @@ class _Look(threading.Thread):
                 self.row = {"id": self.run_name, **run_overview(run)}
         except StoreError as error:
             self.error = shorten(str(error), _MAX_SAID)
-        except _ODD as error:
+        except Exception as error:  # noqa: BLE001  a run that rolltree did not write
             self.error = _unexpected(error)
 
 

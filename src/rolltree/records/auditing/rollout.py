@@ -214,8 +214,8 @@ class RolloutAudit:
         self._failure()
         self._asked(result.request, state)
         for rule in ROLLOUT_RULES:
-            for words in rule.find(self, result.request):
-                self.find(rule.check, rule.cause, rule.sentence.format(**words))
+            for message in rule.find(self, result.request):
+                self.find(rule.check, rule.cause, message)
         if state is None:
             return
         self._step_rewards(state)

@@ -1,7 +1,6 @@
 """Further consistency rules of an audit, as two tables: for one rollout, and for a whole run.
 
-A row says what is compared, the cause of a finding, and its sentence. For each problem, the rule's
-function yields the values that the sentence is formatted with.
+A row has the check and the cause of its findings, and the function that yields one per problem.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from rolltree.evaluation import Settings
 from rolltree.evaluation.report import stored_report
@@ -29,7 +28,9 @@ from rolltree.types import RolloutRequest
 if TYPE_CHECKING:
     from rolltree.records.auditing.rollout import RolloutAudit, RolloutFacts
 
-Words: TypeAlias = Mapping[str, object]
+InRollout: TypeAlias = "Callable[[RolloutAudit, RolloutRequest], Iterator[str]]"
+InRun: TypeAlias = "Callable[[Stored], Iterator[Found]]"
+Find = TypeVar("Find", bound=Callable[..., Iterator[Any]])
 _TIMES = ("started_at", "created_at", "generation_ms", "scoring_ms", "total_ms")
 _SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "stop", "stop_token_ids", "seed")
 # Clocks of two machines may differ by this much, and so may a clock that was set in between.
@@ -46,34 +47,21 @@ class PlannedSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class RolloutRule:
-    """A comparison within one rollout."""
+class AuditRule(Generic[Find]):
+    """A comparison: check and cause of its findings, and the function that makes them."""
 
     check: str
     cause: str
-    compares: str
-    sentence: str
-    find: Callable[[RolloutAudit, RolloutRequest], Iterator[Words]]
+    find: Find
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A problem that a rule of the run found: the values of its sentence, rollout and step."""
+    """A problem that a rule of the run found: what is wrong, and in which rollout or step."""
 
-    words: Words
+    message: str
     place: Place = (None, 0)
     step: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RunRule:
-    """A comparison of rollouts, steps and events with each other."""
-
-    check: str
-    cause: str
-    compares: str
-    sentence: str
-    find: Callable[[Stored], Iterator[Found]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,43 +82,38 @@ class Stored:
 # -- one rollout -----------------------------------------------------------------------------------
 
 
-def _negative_times(audit: RolloutAudit, request: RolloutRequest) -> Iterator[Words]:
+def _negative_times(audit: RolloutAudit, request: RolloutRequest) -> Iterator[str]:
     for name in _TIMES:
         value = getattr(audit.row, name)
         if value is not None and not 0 <= value < math.inf:
-            yield {"name": name, "value": value}
+            yield f"its {name} is {value:g}; times must be finite and not negative"
 
 
-def _backward_times(audit: RolloutAudit, request: RolloutRequest) -> Iterator[Words]:
+def _backward_times(audit: RolloutAudit, request: RolloutRequest) -> Iterator[str]:
     row = audit.row
     if row.started_at is not None and row.started_at > row.created_at + CLOCK_S:
-        yield {"late_s": row.started_at - row.created_at}
+        yield f"it began {row.started_at - row.created_at:.0f} s after it was stored"
 
 
-def _long_times(audit: RolloutAudit, request: RolloutRequest) -> Iterator[Words]:
+def _long_times(audit: RolloutAudit, request: RolloutRequest) -> Iterator[str]:
     row, clock_ms = audit.row, 1e3 * CLOCK_S
+    engine = f"engine time is {row.generation_ms:.0f} ms"
     # Environments that score nothing, or by their own code, may leave the total at 0.
     if 0 < row.total_ms < row.generation_ms - 1:
-        yield {
-            "name": "total_ms",
-            "value": row.total_ms,
-            "other": row.generation_ms,
-            "of": "engine time is",
-        }
+        yield f"its total_ms is {row.total_ms:.0f} ms, but its {engine}"
     if row.started_at is None:
         return
     there_ms = 1e3 * (row.created_at - row.started_at)
+    there = f"its time until it was stored is {there_ms:.0f} ms"
     if 0 <= there_ms < row.generation_ms - clock_ms:
-        words = {"name": "time until it was stored", "value": there_ms}
-        yield {**words, "other": row.generation_ms, "of": "engine time is"}
+        yield f"{there}, but its {engine}"
     sent = [number_of(call.answer.get("sent_s")) for call in audit.calls]
     latest_ms = 1e3 * max((value for value in sent if value is not None), default=0.0)
     if there_ms >= 0 and latest_ms > there_ms + clock_ms:
-        words = {"name": "time until it was stored", "value": there_ms}
-        yield {**words, "other": latest_ms, "of": "last call was sent after"}
+        yield f"{there}, but its last call was sent after {latest_ms:.0f} ms"
 
 
-def _weighted_sum(audit: RolloutAudit, request: RolloutRequest) -> Iterator[Words]:
+def _weighted_sum(audit: RolloutAudit, request: RolloutRequest) -> Iterator[str]:
     row = audit.row
     if row.reward is None:
         return
@@ -151,10 +134,10 @@ def _weighted_sum(audit: RolloutAudit, request: RolloutRequest) -> Iterator[Word
     size = max(1.0, *map(abs, known), abs(row.reward)) if known else 1.0
     if len(known) < len(paid) or abs(row.reward - right) > 1e-6 * size:
         said = ", ".join(f"{paid[name]:g} * {name} = {value}" for name, value in values.items())
-        yield {"reward": row.reward, "right": right, "said": said}
+        yield f"its reward is {row.reward:g}, but its functions give {right:g} ({said})"
 
 
-def _planned_sampling(audit: RolloutAudit, request: RolloutRequest) -> Iterator[Words]:
+def _planned_sampling(audit: RolloutAudit, request: RolloutRequest) -> Iterator[str]:
     row, settings = audit.row, audit.expected.settings
     planned: Mapping[str, Any] = settings.sampling if row.phase == PHASE else {}
     if evaluation := settings.evaluations.get(row.phase):
@@ -168,10 +151,13 @@ def _planned_sampling(audit: RolloutAudit, request: RolloutRequest) -> Iterator[
         given = list(given) if isinstance(given, tuple) else given
         wanted = list(wanted) if isinstance(wanted, list | tuple) else wanted
         if (given or None) != (wanted or None):
-            yield {"name": name, "given": given, "wanted": wanted, "phase": row.phase}
+            yield (
+                f"it was requested with {name} = {given!r}, but {row.phase} is sampled with "
+                f"{wanted!r}"
+            )
 
 
-def _planned_seed(audit: RolloutAudit, request: RolloutRequest) -> Iterator[Words]:
+def _planned_seed(audit: RolloutAudit, request: RolloutRequest) -> Iterator[str]:
     row = audit.row
     evaluation = audit.expected.settings.evaluations.get(row.phase)
     index = row.group_id.rpartition("/")[2]
@@ -181,7 +167,11 @@ def _planned_seed(audit: RolloutAudit, request: RolloutRequest) -> Iterator[Word
     seeds = _evaluation_seeds(evaluation["seed"], str(evaluation.get("env_id")), split, index)
     own = derive_seed(seeds[1], "member", row.index_in_group)
     if (request.seed, request.sampling_seed) != (seeds[0], own):
-        yield {"world": request.seed, "sampling": request.sampling_seed, "right": (seeds[0], own)}
+        yield (
+            f"it was played with the seeds {request.seed} and {request.sampling_seed}; its "
+            f"evaluation's seed gives {(seeds[0], own)} for this example, so it is not the rollout "
+            "that was planned"
+        )
 
 
 @lru_cache(maxsize=64)
@@ -190,14 +180,14 @@ def _evaluation_seeds(seed: int, env_id: str, split: str, index: str) -> tuple[i
     return world, derive_seed(world, "sampling")
 
 
-def _other_environment(audit: RolloutAudit, request: RolloutRequest) -> Iterator[Words]:
+def _other_environment(audit: RolloutAudit, request: RolloutRequest) -> Iterator[str]:
     evaluation = audit.expected.settings.evaluations.get(audit.row.phase)
     wanted = None if evaluation is None else evaluation.get("env_id")
     if wanted is not None and audit.row.env_id != wanted:
-        yield {"found": audit.row.env_id, "wanted": wanted}
+        yield f"its environment is {audit.row.env_id!r}, but its evaluation's is {wanted!r}"
 
 
-def _labels(audit: RolloutAudit, request: RolloutRequest) -> Iterator[Words]:
+def _labels(audit: RolloutAudit, request: RolloutRequest) -> Iterator[str]:
     for call in audit.calls:
         tree, extras = call.tokens.tree, call.extras
         low, high = call.value_range("version") or (None, None)
@@ -209,51 +199,21 @@ def _labels(audit: RolloutAudit, request: RolloutRequest) -> Iterator[Words]:
         ):
             said = extras.get(name)
             if said is not None and label is not None and said != label:
-                yield {"call": call.index, "name": name, "said": said, "label": str(label)}
+                yield (
+                    f"the {name} of call {call.index} is {said!r} in its record, but {label} in "
+                    "its tokens"
+                )
 
 
-ROLLOUT_RULES: tuple[RolloutRule, ...] = (
-    RolloutRule(
-        *("times", "negative_time", "times and durations with 0"),
-        "its {name} is {value:g}; times must be finite and not negative",
-        _negative_times,
-    ),
-    RolloutRule(
-        *("times", "backward_time", "the time of storing with the time of the start"),
-        "it began {late_s:.0f} s after it was stored",
-        _backward_times,
-    ),
-    RolloutRule(
-        *("times", "longer_than_its_whole", "times of the engine and of calls with the rollout's"),
-        "its {name} is {value:.0f} ms, but its {of} {other:.0f} ms",
-        _long_times,
-    ),
-    RolloutRule(
-        *("rewards", "not_the_sum", "the reward with its functions' values and weights"),
-        "its reward is {reward:g}, but its functions give {right:g} ({said})",
-        _weighted_sum,
-    ),
-    RolloutRule(
-        *("sampler", "other_settings", "the request's sampling with the settings of its phase"),
-        "it was requested with {name} = {given!r}, but {phase} is sampled with {wanted!r}",
-        _planned_sampling,
-    ),
-    RolloutRule(
-        *("sampler", "seed", "the seeds of an evaluation with its plan"),
-        "it was played with the seeds {world} and {sampling}; its evaluation's seed gives {right} "
-        "for this example, so it is not the rollout that was planned",
-        _planned_seed,
-    ),
-    RolloutRule(
-        *("groups", "foreign_environment", "the environment of an evaluation with its settings"),
-        "its environment is {found!r}, but its evaluation's is {wanted!r}",
-        _other_environment,
-    ),
-    RolloutRule(
-        *("tokens", "label_differs", "agent, turn and versions of a call with its tokens"),
-        "the {name} of call {call} is {said!r} in its record, but {label} in its tokens",
-        _labels,
-    ),
+ROLLOUT_RULES: tuple[AuditRule[InRollout], ...] = (
+    AuditRule("times", "negative_time", _negative_times),
+    AuditRule("times", "backward_time", _backward_times),
+    AuditRule("times", "longer_than_its_whole", _long_times),
+    AuditRule("rewards", "not_the_sum", _weighted_sum),
+    AuditRule("sampler", "other_settings", _planned_sampling),
+    AuditRule("sampler", "seed", _planned_seed),
+    AuditRule("groups", "foreign_environment", _other_environment),
+    AuditRule("tokens", "label_differs", _labels),
 )
 
 
@@ -282,7 +242,11 @@ def _mixed_groups(stored: Stored) -> Iterator[Found]:
         usual = _most_common(known)
         for item in items:
             if item.asked not in (None, usual):
-                yield Found({"group": item.group_id, "num": len(items)}, item.place)
+                yield Found(
+                    "its question or its answer differs from that of most of the "
+                    f"{len(items)} members of {item.group_id}",
+                    item.place,
+                )
 
 
 def _foreign_answers(stored: Stored) -> Iterator[Found]:
@@ -298,7 +262,11 @@ def _foreign_answers(stored: Stored) -> Iterator[Found]:
             item.is_as_asked == (item.first_prompt == usual) for item in known
         ):
             (other,) = (item for item in known if item.first_prompt != usual)
-            yield Found({"group": other.group_id}, other.place)
+            yield Found(
+                f"its calls do not begin with the question of its group {other.group_id}: it holds "
+                "the tokens of another rollout",
+                other.place,
+            )
 
 
 def _changed_examples(stored: Stored) -> Iterator[Found]:
@@ -317,7 +285,11 @@ def _changed_examples(stored: Stored) -> Iterator[Found]:
         for item in items:
             if item.asked != usual:
                 others = next(other.request_id for other in items if other.asked == usual)
-                yield Found({"other": others}, item.place)
+                yield Found(
+                    f"its question or its answer differs from that of {others}, which has the same "
+                    "example",
+                    item.place,
+                )
 
 
 def _unusual_completions(stored: Stored) -> Iterator[Found]:
@@ -328,7 +300,11 @@ def _unusual_completions(stored: Stored) -> Iterator[Found]:
         # An environment may write its own completions, but then it does so in every rollout.
         if len(items) >= _LEAST_USUAL and len(wrong) <= len(items) * _MOST_UNUSUAL:
             for item in wrong:
-                yield Found({"num": len(items) - len(wrong), "phase": phase}, item.place)
+                yield Found(
+                    f"its completion lacks an answer of its calls; {len(items) - len(wrong)} "
+                    f"others of {phase} have all of them",
+                    item.place,
+                )
 
 
 _LEAST_USUAL, _MOST_UNUSUAL = 4, 0.25
@@ -341,7 +317,8 @@ def _foreign_environments(stored: Stored) -> Iterator[Found]:
     usual = _most_common([item.env_id for item in items])
     for item in items:
         if item.env_id != usual:
-            yield Found({"found": item.env_id, "usual": usual}, item.place)
+            message = f"its environment is {item.env_id!r}, but the run trains on {usual!r}"
+            yield Found(message, item.place)
 
 
 def _parents(stored: Stored) -> Iterator[Found]:
@@ -355,15 +332,12 @@ def _parents(stored: Stored) -> Iterator[Found]:
         if parent is None:
             continue
         if item.depth != parent.depth + 1:
-            words = {"name": "depth", "value": item.depth, "other": f"depth {parent.depth}"}
-            yield Found(words, item.place)
+            message = f"its depth is {item.depth}, but its parent has depth {parent.depth}"
+            yield Found(message, item.place)
         if item.parent_step is not None and not 0 <= item.parent_step < max(1, parent.num_calls):
-            words = {
-                "name": "parent_step",
-                "value": item.parent_step,
-                "other": f"{parent.num_calls} calls",
-            }
-            yield Found(words, item.place)
+            calls = f"{parent.num_calls} calls"
+            message = f"its parent_step is {item.parent_step}, but its parent has {calls}"
+            yield Found(message, item.place)
 
 
 def _trained_on_test(stored: Stored) -> Iterator[Found]:
@@ -374,7 +348,12 @@ def _trained_on_test(stored: Stored) -> Iterator[Found]:
     for row in stored.run.query(sql):
         place = row["request_id"], row["trajectory_index"]
         if place in phases:
-            yield Found({"step": row["step"], "phase": phases[place]}, place, row["step"])
+            yield Found(
+                f"step {row['step']} trained it, but it is a rollout of {phases[place]}: test data "
+                "was trained on",
+                place,
+                row["step"],
+            )
 
 
 def _missing_evaluations(stored: Stored) -> Iterator[Found]:
@@ -400,7 +379,10 @@ def _missing_evaluations(stored: Stored) -> Iterator[Found]:
         owed.append((last, "eval_after"))
     for step, phase in owed:
         there = "its rollouts are stored" if phase in played else "no rollout of it is stored"
-        yield Found({"phase": phase, "number": step, "there": there}, step=step)
+        yield Found(
+            f"the settings ask for {phase} after step {step}, but its result is missing; {there}",
+            step=step,
+        )
 
 
 _EVALUATED = ("evaluation", "evaluation_skipped")
@@ -414,8 +396,9 @@ def _evaluation_numbers(stored: Stored) -> Iterator[Found]:
             continue
         settings = {name: told[name] for name in _SETTINGS if isinstance(told.get(name), float)}
         found = stored_report(stored.run, evaluation.phase, settings=Settings(**settings)).as_dict()
-        for words in _other_numbers(told, found):
-            yield Found({"phase": evaluation.phase, **words}, step=evaluation.step)
+        for difference in _other_numbers(told, found):
+            message = f"the evaluation {evaluation.phase} reported {difference}"
+            yield Found(message, step=evaluation.step)
 
 
 def _kept_reports(stored: Stored) -> Iterator[Found]:
@@ -423,14 +406,14 @@ def _kept_reports(stored: Stored) -> Iterator[Found]:
         if not stored.run.kept_report(phase):
             continue
         kept = stored_report(stored.run, phase, outcomes=False).as_dict()
-        for words in _other_numbers(kept, stored_report(stored.run, phase).as_dict()):
-            yield Found({"phase": phase, **words})
+        for difference in _other_numbers(kept, stored_report(stored.run, phase).as_dict()):
+            yield Found(f"the report of {phase} says {difference}")
 
 
 _SETTINGS = ("confidence", "pass_threshold")
 
 
-def _other_numbers(told: Mapping[str, Any], right: Mapping[str, Any]) -> Iterator[Words]:
+def _other_numbers(told: Mapping[str, Any], right: Mapping[str, Any]) -> Iterator[str]:
     """Yield the counts, means and intervals of a report that differ from its rollouts'."""
     said, found = _numbers(told), _numbers(right)
     for name in sorted(said.keys() | found.keys()):
@@ -442,7 +425,7 @@ def _other_numbers(told: Mapping[str, Any], right: Mapping[str, Any]) -> Iterato
         one, other = said.get(name, 0.0), found.get(name, 0.0)
         is_compared = (name in said and name in found) or family in _COUNTED
         if is_compared and not _close(one, other):
-            yield {"name": name, "said": one, "right": other}
+            yield f"{name} = {one:g}, but its rollouts give {other:g}: one of the two was changed"
 
 
 _COUNTED = ("failures", "truncations", "stops")
@@ -471,7 +454,11 @@ def _future_versions(stored: Stored) -> Iterator[Found]:
     most = max(last + 1, stored.config.train.num_steps)
     for item in stored.facts:
         if item.max_version is not None and item.max_version > most:
-            yield Found({"version": item.max_version, "most": most}, item.place)
+            yield Found(
+                f"its tokens say that version {item.max_version} sampled them, but the run's "
+                f"versions end at {most}",
+                item.place,
+            )
 
 
 def _before_the_run(stored: Stored) -> Iterator[Found]:
@@ -481,7 +468,11 @@ def _before_the_run(stored: Stored) -> Iterator[Found]:
     for item in stored.facts:
         first = min(item.created_at, item.started_at or item.created_at)
         if first < began - CLOCK_S:
-            yield Found({"early_s": began - first}, item.place)
+            yield Found(
+                f"it began or was stored {began - first:.0f} s before the run began, so it is from "
+                "another run",
+                item.place,
+            )
 
 
 def _backward_steps(stored: Stored) -> Iterator[Found]:
@@ -491,83 +482,30 @@ def _backward_steps(stored: Stored) -> Iterator[Found]:
         for known in item.trained:
             stored_at[known.step] = max(stored_at[known.step], item.created_at)
     for row in stored.run.steps():
-        if row.created_at < latest - CLOCK_S:
-            other = f"step {number}"
-            yield Found({"what": other, "early_s": latest - row.created_at}, step=row.step)
-        elif row.created_at < stored_at[row.step] - CLOCK_S:
-            early_s = stored_at[row.step] - row.created_at
-            yield Found({"what": "a rollout that it trained", "early_s": early_s}, step=row.step)
+        for at, what in (
+            (latest, f"step {number}"),
+            (stored_at[row.step], "a rollout that it trained"),
+        ):
+            if row.created_at < at - CLOCK_S:
+                early = f"{at - row.created_at:.0f} s"
+                yield Found(f"it was stored {early} before {what}, which came first", step=row.step)
+                break
         if row.created_at > latest:
             latest, number = row.created_at, row.step
 
 
-RUN_RULES: tuple[RunRule, ...] = (
-    RunRule(
-        *("groups", "mixed_group", "question and answer of a group's members"),
-        "its question or its answer differs from that of most of the {num} members of {group}",
-        _mixed_groups,
-    ),
-    RunRule(
-        *("groups", "foreign_answer", "the first prompts of a group's members, and its question"),
-        "its calls do not begin with the question of its group {group}: it holds the tokens of "
-        "another rollout",
-        _foreign_answers,
-    ),
-    RunRule(
-        *("groups", "changed_example", "question and answer of an example in all evaluations"),
-        "its question or its answer differs from that of {other}, which has the same example",
-        _changed_examples,
-    ),
-    RunRule(
-        *("spans", "completion_differs", "the completion with what the calls answered"),
-        "its completion lacks an answer of its calls; {num} others of {phase} have all of them",
-        _unusual_completions,
-    ),
-    RunRule(
-        *("groups", "foreign_environment", "the environment of all training rollouts"),
-        "its environment is {found!r}, but the run trains on {usual!r}",
-        _foreign_environments,
-    ),
-    RunRule(
-        *("groups", "wrong_parent", "depth and step of a delegation with the parent"),
-        "its {name} is {value}, but its parent has {other}",
-        _parents,
-    ),
-    RunRule(
-        *("counted_once", "trained_on_test", "trained rollouts with their phase"),
-        "step {step} trained it, but it is a rollout of {phase}: test data was trained on",
-        _trained_on_test,
-    ),
-    RunRule(
-        *("counted_once", "missing_evaluation", "evaluations with `eval.every` and the phases"),
-        "the settings ask for {phase} after step {number}, but its result is missing; {there}",
-        _missing_evaluations,
-    ),
-    RunRule(
-        *("rewards", "evaluation_differs", "counts and means of an evaluation with its rollouts"),
-        "the evaluation {phase} reported {name} = {said:g}, but its rollouts give {right:g}: one "
-        "of the two was changed",
-        _evaluation_numbers,
-    ),
-    RunRule(
-        *("rewards", "report_differs", "the kept report of a phase with its rollouts"),
-        "the report of {phase} says {name} = {said:g}, but its rollouts give {right:g}: one of "
-        "the two was changed",
-        _kept_reports,
-    ),
-    RunRule(
-        *("versions", "future_version", "policy versions with the steps of the run"),
-        "its tokens say that version {version} sampled them, but the run's versions end at {most}",
-        _future_versions,
-    ),
-    RunRule(
-        *("times", "before_the_run", "the time of storing with the start of the run"),
-        "it began or was stored {early_s:.0f} s before the run began, so it is from another run",
-        _before_the_run,
-    ),
-    RunRule(
-        *("times", "backward_step", "the times of steps with each other and with their rollouts"),
-        "it was stored {early_s:.0f} s before {what}, which came first",
-        _backward_steps,
-    ),
+RUN_RULES: tuple[AuditRule[InRun], ...] = (
+    AuditRule("groups", "mixed_group", _mixed_groups),
+    AuditRule("groups", "foreign_answer", _foreign_answers),
+    AuditRule("groups", "changed_example", _changed_examples),
+    AuditRule("spans", "completion_differs", _unusual_completions),
+    AuditRule("groups", "foreign_environment", _foreign_environments),
+    AuditRule("groups", "wrong_parent", _parents),
+    AuditRule("counted_once", "trained_on_test", _trained_on_test),
+    AuditRule("counted_once", "missing_evaluation", _missing_evaluations),
+    AuditRule("rewards", "evaluation_differs", _evaluation_numbers),
+    AuditRule("rewards", "report_differs", _kept_reports),
+    AuditRule("versions", "future_version", _future_versions),
+    AuditRule("times", "before_the_run", _before_the_run),
+    AuditRule("times", "backward_step", _backward_steps),
 )

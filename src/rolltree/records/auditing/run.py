@@ -303,8 +303,7 @@ class _Audit:
         stored = Stored(self.run, self.settings, config, self.facts)
         for rule in (*RUN_RULES, *STEP_RULES):
             for found in rule.find(stored):
-                message = rule.sentence.format(**found.words)
-                self.ledger.find(rule.check, rule.cause, message, found.place, found.step)
+                self.ledger.find(rule.check, rule.cause, found.message, found.place, found.step)
         if self.training is not None:
             self.training.check_steps([item for item in self.facts if item.phase == PHASE])
 

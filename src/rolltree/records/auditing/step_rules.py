@@ -9,7 +9,7 @@ from typing import Any
 
 from rolltree.errors import StoreError
 from rolltree.files import read_regular
-from rolltree.records.auditing.rules import CLOCK_S, Found, RunRule, Stored
+from rolltree.records.auditing.rules import CLOCK_S, AuditRule, Found, InRun, Stored
 from rolltree.records.values import number_of
 from rolltree.training.plan import PHASE
 
@@ -36,7 +36,7 @@ def _impossible_metrics(stored: Stored) -> Iterator[Found]:
                     continue
                 if not least - _ROUNDING <= value <= most + _ROUNDING:
                     span = "0 or more" if most == math.inf else f"from {least:g} to {most:g}"
-                    yield Found({"name": name, "value": value, "span": span}, step=row.step)
+                    yield Found(f"{name} is {value:g}, but it can only be {span}", step=row.step)
                     break
 
 
@@ -76,7 +76,7 @@ def _differing_settings(stored: Stored) -> Iterator[Found]:
 
 
 def _differs(what: str, said: object, name: str, wanted: object, step: int | None = None) -> Found:
-    return Found({"what": what, "said": said, "name": name, "wanted": wanted}, step=step)
+    return Found(f"{what} {said}, but {name} is {wanted}", step=step)
 
 
 def _missing_checkpoints(stored: Stored) -> Iterator[Found]:
@@ -89,7 +89,10 @@ def _missing_checkpoints(stored: Stored) -> Iterator[Found]:
     )
     owed = [step for step in range(stored.first + 1, last) if step % every == 0]
     for step in sorted({*owed} - saved):
-        yield Found({"every": every}, step=step)
+        yield Found(
+            f"a checkpoint is saved every {every} steps, but the events have none for this step",
+            step=step,
+        )
 
 
 def _late_rollouts(stored: Stored) -> Iterator[Found]:
@@ -99,7 +102,10 @@ def _late_rollouts(stored: Stored) -> Iterator[Found]:
     for item in stored.facts:
         late_s = item.created_at - ended.get(item.phase, math.inf)
         if late_s > CLOCK_S:
-            yield Found({"late_s": late_s, "phase": item.phase}, item.place)
+            yield Found(
+                f"it was stored {late_s:.0f} s after the evaluation {item.phase} had ended",
+                item.place,
+            )
 
 
 def _settings_for_people(stored: Stored) -> Iterator[Found]:
@@ -111,33 +117,15 @@ def _settings_for_people(stored: Stored) -> Iterator[Found]:
     except (OSError, StoreError):  # a copy of a run may lack it
         return
     if read != text:
-        yield Found({})
+        yield Found(
+            "config.json differs from the run's stored settings, which are what it ran with"
+        )
 
 
-STEP_RULES: tuple[RunRule, ...] = (
-    RunRule(
-        *("steps", "impossible_metric", "metrics of a step with what they can be"),
-        "{name} is {value:g}, but it can only be {span}",
-        _impossible_metrics,
-    ),
-    RunRule(
-        *("steps", "settings_differ", "steps, rates, groups and plans with the settings"),
-        "{what} {said}, but {name} is {wanted}",
-        _differing_settings,
-    ),
-    RunRule(
-        *("steps", "missing_checkpoint", "checkpoints with `checkpoint.every`"),
-        "a checkpoint is saved every {every} steps, but the events have none for this step",
-        _missing_checkpoints,
-    ),
-    RunRule(
-        *("times", "late_rollout", "the rollouts of an evaluation with the time of its result"),
-        "it was stored {late_s:.0f} s after the evaluation {phase} had ended",
-        _late_rollouts,
-    ),
-    RunRule(
-        *("storage", "settings_file_differs", "`config.json` with the stored settings"),
-        "config.json differs from the run's stored settings, which are what it ran with",
-        _settings_for_people,
-    ),
+STEP_RULES: tuple[AuditRule[InRun], ...] = (
+    AuditRule("steps", "impossible_metric", _impossible_metrics),
+    AuditRule("steps", "settings_differ", _differing_settings),
+    AuditRule("steps", "missing_checkpoint", _missing_checkpoints),
+    AuditRule("times", "late_rollout", _late_rollouts),
+    AuditRule("storage", "settings_file_differs", _settings_for_people),
 )

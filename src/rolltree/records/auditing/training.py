@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, TypeAlias, cast
@@ -19,7 +19,6 @@ from rolltree.records.auditing.loss_weights import (
 )
 from rolltree.records.auditing.report import Ledger, Place, grouped, some, tolerance
 from rolltree.records.auditing.rollout import Call, RolloutFacts, TrainedFacts
-from rolltree.records.auditing.step_metrics import FROM_TOKENS
 from rolltree.store import Run, StepRow
 from rolltree.store.trained import TrainedRollout
 from rolltree.training.advantages import CreditReport, credit_group, join_credit
@@ -417,13 +416,12 @@ class TrainingAudit:
             found.append((item, known[0], effect.in_loss))
         rows = [known for _, known, _ in found]
         section = self.config.train
-        for family in FROM_TOKENS:
-            for name, value in family.compute(rows).items():
-                # These metrics cover only the first update, or only tokens that were not cut.
-                is_part = name in _OF_FIRST_UPDATE and section.minibatches > 1
-                is_cut = name == "rollout/entropy" and section.max_seq_len is not None
-                if not (is_part or is_cut):
-                    self._metric(row, name, value, family.relative)
+        for name, value, relative in _of_tokens(rows):
+            # These metrics cover only the first update, or only tokens that were not cut.
+            is_part = name in _OF_FIRST_UPDATE and section.minibatches > 1
+            is_cut = name == "rollout/entropy" and section.max_seq_len is not None
+            if not (is_part or is_cut):
+                self._metric(row, name, value, relative)
         in_loss = [each for _, _, each in found]
         wrong = differing_weights(rows, in_loss, self.config, self.algorithm)
         for index, call, right in wrong:
@@ -495,6 +493,31 @@ def _engine_logprobs(calls: Sequence[Call]) -> NDArray[np.float64] | None:
     if any(each is None for each in logprobs):
         return None
     return np.concatenate(logprobs).astype(np.float64)
+
+
+def _of_tokens(rows: Sequence[TrainedFacts]) -> Iterator[tuple[str, float, float]]:
+    """Yield the metrics of the tokens that a step trained: name, value, and relative precision.
+
+    A metric is left out if its input was not stored.
+    """
+    computed = sum(row.num_computed for row in rows)
+    yield "train/num_records", float(computed), 1e-6
+    if all(row.is_weighted for row in rows):
+        counted = sum(row.num_counted for row in rows)
+        yield "train/num_skipped_records", float(counted - computed), 1e-6
+    if computed:
+        yield "train/lag_mean", sum(row.sum_lag for row in rows) / computed, 1e-6
+        # Stored as float16.
+        yield "train/entropy", sum(row.sum_entropy for row in rows) / computed, 2e-3
+    if fresh := sum(row.num_fresh for row in rows):
+        total = sum(row.mismatch * row.num_fresh for row in rows if row.mismatch is not None)
+        # Logprobs are stored as float32, and their differences are small.
+        yield "train/sampling/sampling_logp_difference/mean", total / fresh, 1e-2
+    sums = [row.sum_logprob for row in rows if row.sum_logprob is not None]
+    num_tokens = sum(row.num_tokens for row in rows)
+    if num_tokens and len(sums) == len(rows):
+        # The step computed this mean in float32.
+        yield "rollout/entropy", -sum(sums) / num_tokens, 1e-4
 
 
 def _results(facts: Sequence[RolloutFacts]) -> list[RolloutResult]:
