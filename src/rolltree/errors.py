@@ -36,10 +36,13 @@ from __future__ import annotations
 import traceback as _traceback
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
+from importlib import import_module
 from inspect import signature
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from rolltree.types import ErrorRecord
+
+T = TypeVar("T")
 
 
 class RolltreeError(Exception):
@@ -186,6 +189,17 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" Known: {', '.join(names)}." if names else " None are known."
 
 
+def look_up(kind: str, name: str, table: Mapping[str, T]) -> T:
+    """Return a row of a table.
+
+    Raises:
+        UnknownName: the table has no row of this name.
+    """
+    if name not in table:
+        raise UnknownName(f"there is no {kind} {name!r}.{did_you_mean(name, table)}")
+    return table[name]
+
+
 def refuse_unknown(
     what: str, unknown: Mapping[str, object], takes: Callable[..., object] | type
 ) -> None:
@@ -204,6 +218,21 @@ def refuse_unknown(
             known |= {p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
         hint = did_you_mean(name, known - {"self"})
         raise UnknownArgument(f"{what} has no argument {name!r}; it would be ignored.{hint}")
+
+
+def import_extra(module: str, what: str, extra: str, instead: str = "") -> Any:
+    """Return the module of an optional package, which `what` needs and `extra` installs.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"{what} needs the package {module.replace('_', '-')}, which cannot be imported "
+            f"({error}). Install it: pip install '{extra}'{instead}."
+        ) from error
 
 
 def message_of(error: BaseException) -> str:

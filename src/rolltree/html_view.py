@@ -33,10 +33,5 @@ def html_lines(lines: Iterable[object]) -> str:
     return "".join(f"<div>{_text(line)}</div>" for line in lines)
 
 
-def html_pre(text: object) -> str:
-    """Return preformatted text."""
-    return f"<pre>{_text(text)}</pre>"
-
-
 def _text(value: object) -> str:
     return escape(shown("" if value is None else str(value)))

@@ -19,7 +19,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, Literal
 
-from rolltree.errors import ConfigError
+from rolltree.errors import ConfigError, import_extra
 
 WAIT_S = 5.0
 """Seconds that a hub may take for its first answer, with name resolution and connecting."""
@@ -107,13 +107,8 @@ def model_folder(name: HubName, *, weights: bool = True) -> Path:
 
 
 def _snapshot(name: HubName, patterns: Sequence[str]) -> Path:
-    try:
-        import huggingface_hub
-    except ImportError as error:
-        raise ConfigError(
-            f"{name} is a name of the Hugging Face hub, and huggingface_hub is not installed. "
-            "Install it: pip install 'rolltree[train]'."
-        ) from error
+    what = f"{name}, a name of the Hugging Face hub,"
+    huggingface_hub = import_extra("huggingface_hub", what, "rolltree[train]")
     is_online = answers()
     try:
         # Progress bars go to stderr, where they would disturb a live view.

@@ -125,9 +125,7 @@ async def train_async(
     """Do what `train` does in the running event loop.
 
     Args:
-        config: see `train`.
-        environment: see `train`.
-        model: see `train`.
+        config, environment, model, settings: see `train`.
         tokenizer: the model's tokenizer, if the model is passed as an object.
         client: samples from `engine`; pass both, with `model`, or neither. They stay open.
         engine: serves `model`'s own tensors, or copies them when a version is published; or the
@@ -141,7 +139,6 @@ async def train_async(
         run: where everything is stored, opened for writing, instead of the config's `run.dir`.
         cluster: the engines and rollout workers of a run on several processes, in which this one
             trains; `rolltree train` starts them from the config's `[cluster]` section.
-        settings: see `train`.
 
     If cancelled, it saves a checkpoint and raises.
     """

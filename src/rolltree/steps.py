@@ -10,7 +10,7 @@ Each reward is in one place. Rewards of a parser or an agent (a bonus for the fo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -273,8 +273,3 @@ class Rollout:
         """Why the episode was cut; None if it was not."""
         reason = self.meta.get("truncation_reason")
         return None if reason is None else TruncationReason(reason)
-
-
-def records_of(steps: Sequence[Step]) -> list[TrajectoryStep]:
-    """Return the `TrajectoryStep` of each model call, in order."""
-    return [step.record for step in steps if isinstance(step, AgentStep)]

@@ -112,9 +112,9 @@ class WorkerPool:
         """
         return self._call(_encode(value), self._limit(limit_s), _Call())
 
-    async def call_async(self, value: Any, *, limit_s: float | None = None) -> Any:
+    async def call_async(self, value: Any) -> Any:
         """Like `call`, without blocking the event loop; cancellation kills the process."""
-        data, limit = _encode(value), self._limit(limit_s)
+        data, limit = _encode(value), self._limit(None)
         call = _Call()
         work = run_in_thread(lambda: self._call(data, limit, call), name="rolltree-worker-call")
         task = asyncio.ensure_future(work)

@@ -12,7 +12,7 @@ from rolltree.inference import OpenAIClient
 from rolltree.parsers import tagged
 from rolltree.samples import build_samples
 from rolltree.seeds import derive_seed
-from rolltree.steps import AgentStep, EnvironmentStep, ParseResult, Rollout, records_of
+from rolltree.steps import AgentStep, EnvironmentStep, ParseResult, Rollout
 from rolltree.testing import FaultyClient, ScriptedAnswer, ScriptedClient, ScriptedServer
 from rolltree.types import ErrorRecord, FinishReason, SamplingParams, State
 
@@ -55,7 +55,7 @@ async def test_a_turn_without_tools_is_addressed_to_the_world() -> None:
     told = "Put your answer between <move> and </move>."
     assert failed.info["parse_feedback_obs"] == told
     assert failed.parse_result == ParseResult(None, -1, told)
-    assert records_of(agent.steps) == list(agent.trajectory)
+    assert [step.record for step in agent.steps] == list(agent.trajectory)
     assert [step["extras"]["turn"] for step in agent.trajectory] == [0, 1]
     assert agent.trajectory.tree.num_calls == 2
 
@@ -161,7 +161,7 @@ async def test_a_parser_that_breaks_fails_the_turn_and_keeps_the_call() -> None:
     agent.observe("obs")
     with pytest.raises(ZeroDivisionError):
         await agent.act()
-    assert records_of(agent.steps) == list(agent.trajectory)
+    assert [step.record for step in agent.steps] == list(agent.trajectory)
     assert agent.steps[0].parse_failed
 
 

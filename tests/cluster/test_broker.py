@@ -26,7 +26,7 @@ from rolltree.cluster.remote import RemoteRollouts
 from rolltree.errors import ConfigError, StoreError
 from rolltree.inference import OpenAIClient
 from rolltree.rollouts.requests import example_request, group_member
-from rolltree.rollouts.wire import request_from_bytes, request_to_bytes, result_to_rows
+from rolltree.rollouts.wire import request_encoder, request_from_bytes, result_to_rows
 from rolltree.store import Run
 from rolltree.types import RolloutResult, SamplingParams, State
 from wait_kit import until
@@ -69,7 +69,7 @@ def played(request, reward=1.0):
 
 
 def finished(item_id, *results, asked=None):
-    encoded = tuple(request_to_bytes(result.request) for result in results)
+    encoded = tuple(request_encoder()(result.request) for result in results)
     rows = tuple(map(result_to_rows, results))
     asked = digest(encoded) if asked is None else asked
     return WorkDone(item_id=item_id, asked=asked, results=rows).to_bytes()
@@ -170,7 +170,7 @@ async def test_a_foreign_result_is_refused_and_the_request_played_again(at):
     work = await at.poll()
     (other,) = requests(1, step=2)
     item_id = work.items[0].item_id
-    asked = digest((request_to_bytes(request),))
+    asked = digest((request_encoder()(request),))
     reseeded = dataclasses.replace(request, seed=99)
     for bad in ([played(other)], [], [played(request)] * 2):
         assert await at.send(item_id, *bad, asked=asked) == "refused"

@@ -133,7 +133,6 @@ def test_collate_shifts_and_shares_rows():
     assert forest.rows.tolist() == [1, 3, 7]  # two records read position 1
     assert forest.record_row.tolist() == [0, 0, 1, 2]
     assert forest.row_temperature.tolist() == [1.0, 1.0, 0.5]
-    assert forest.record_sample.tolist() == [0, 0, 0, 1]
     assert not forest.is_path
     assert collate([second]).is_path
 

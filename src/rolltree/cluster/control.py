@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from rolltree.cluster.roster import Beat, Registration, Roster
 from rolltree.errors import ClusterError, ConfigError
 
 _MAX_BODY_BYTES = 16 * 2**20
@@ -46,36 +45,31 @@ class Scale(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ControlServer:
-    """Serves a roster, in the running event loop.
+    """A server of JSON, in the running event loop.
 
     Args:
-        roster: records what roles report.
-        token: the token that every request must carry.
-        config: the settings of the run, which roles read from `GET /config`.
         host: the address to listen on.
-        on_scale, on_fail, on_progress: the driver's handlers of these requests. `on_scale` returns
-            the wanted number of roles of each kind.
-        describe: returns more fields for `GET /status`.
+        token: the token that every request must carry.
+        posts: the struct of the body of each POST, and the function that gets it; it returns the
+            answer, or None.
+        gets: the function that returns the answer to each GET.
     """
 
     def __init__(
         self,
-        roster: Roster,
-        token: str,
-        config: Mapping[str, Any],
-        *,
         host: str,
-        on_scale: Callable[[Scale], Answer],
-        on_fail: Callable[[RoleFailure], None],
-        on_progress: Callable[[Progress], None],
-        describe: Callable[[], Answer],
+        token: str,
+        posts: Mapping[str, tuple[type[Any], Callable[[Any], Answer | None]]],
+        gets: Mapping[str, Callable[[], Answer]],
     ) -> None:
         self.url = ""
         """The server's URL; empty until it is started."""
-        self._roster, self._config, self._host = roster, config, host
-        self._token = token
-        self._on_scale, self._on_fail, self._on_progress = on_scale, on_fail, on_progress
-        self._describe = describe
+        self._host = host
+        self._app = web.Application(
+            middlewares=[token_guard(token)], client_max_size=_MAX_BODY_BYTES
+        )
+        self._app.add_routes(web.post(path, _taking(*given)) for path, given in posts.items())
+        self._app.add_routes(web.get(path, _giving(give)) for path, give in gets.items())
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> None:
@@ -84,21 +78,8 @@ class ControlServer:
         Raises:
             ClusterError: it cannot listen on the address.
         """
-        guard = token_guard(self._token)
-        app = web.Application(middlewares=[guard], client_max_size=_MAX_BODY_BYTES)
-        app.add_routes(
-            [
-                web.post("/register", _taking(Registration, self._roster.register)),
-                web.post("/beat", _taking(Beat, self._roster.hear)),
-                web.post("/scale", _taking(Scale, self._on_scale)),
-                web.post("/fail", _taking(RoleFailure, self._on_fail)),
-                web.post("/progress", _taking(Progress, self._on_progress)),
-                web.get("/status", self._status),
-                web.get("/config", self._settings),
-            ]
-        )
         try:
-            self._runner, self.url = await serve_at(app, self._host)
+            self._runner, self.url = await serve_at(self._app, self._host)
         except OSError as error:
             raise ClusterError(
                 f"the control server cannot listen on {self._host} ({error}), so roles could not "
@@ -109,13 +90,15 @@ class ControlServer:
         """Stop listening."""
         if self._runner is not None:
             await self._runner.cleanup()
-            self._runner = None
 
-    async def _status(self, request: web.Request) -> web.Response:
-        return _json({**self._describe(), **self._roster.status()})
 
-    async def _settings(self, request: web.Request) -> web.Response:
-        return _json(self._config)
+def _giving(give: Callable[[], Answer]) -> Callable[[web.Request], Awaitable[web.Response]]:
+    """Return the handler of a request without a body."""
+
+    async def answer(request: web.Request) -> web.Response:
+        return _json(give())
+
+    return answer
 
 
 def _taking(

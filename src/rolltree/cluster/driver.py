@@ -24,7 +24,7 @@ from rolltree.cluster.control import ControlServer, Progress, RoleFailure, Scale
 from rolltree.cluster.launchers import LocalLauncher, kill_marked
 from rolltree.cluster.relay import relayed
 from rolltree.cluster.roles import CLUSTER_TOKEN, CLUSTER_URL, LOST, RUN_DIR, Launcher, RoleSpec
-from rolltree.cluster.roster import Roster
+from rolltree.cluster.roster import Beat, Registration, Roster
 from rolltree.errors import ClusterError, ConfigError
 from rolltree.files import open_regular, write_whole
 from rolltree.launch import stop_on_sigterm
@@ -78,14 +78,16 @@ class Driver:
         self.token = secrets.token_urlsafe(32)
         remember(self.token)
         self.control = ControlServer(
-            self.roster,
+            launcher.host,
             self.token,
-            config,
-            host=launcher.host,
-            on_scale=self.scale,
-            on_fail=self._fail,
-            on_progress=self._progress,
-            describe=self._describe,
+            {
+                "/register": (Registration, self.roster.register),
+                "/beat": (Beat, self.roster.hear),
+                "/scale": (Scale, self.scale),
+                "/fail": (RoleFailure, self._fail),
+                "/progress": (Progress, lambda at: relayed(self._reporter, at.call, at.values)),
+            },
+            {"/status": self._status, "/config": lambda: config},
         )
         self.wanted = {"worker": settings.rollout_workers, "engine": settings.engines.count}
         """The wanted number of roles of each kind."""
@@ -316,15 +318,13 @@ class Driver:
             )
         )
 
-    def _progress(self, progress: Progress) -> None:
-        relayed(self._reporter, progress.call, progress.values)
-
-    def _describe(self) -> Mapping[str, Any]:
+    def _status(self) -> Mapping[str, Any]:
         return {
             "run": str(self.run_dir),
             "launcher": self._settings.launcher,
             "driver": _this_process(),
             "wanted": {name: self.wanted[kind] for kind, name in _NAMES.items()},
+            **self.roster.status(),
         }
 
     def _write_state(self) -> None:
@@ -415,7 +415,7 @@ def _how(status: int) -> str:
     return f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
 
 
-def _tail(log: Path, num_lines: int = 12) -> str:
+def _tail(log: Path) -> str:
     """Return the last lines of a role's log."""
     try:
         with open(log, "rb") as file:
@@ -423,24 +423,17 @@ def _tail(log: Path, num_lines: int = 12) -> str:
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return "(it cannot be read)"
-    return "\n".join(f"    {line}" for line in lines[-num_lines:]) or "    (it is empty)"
+    return "\n".join(f"    {line}" for line in lines[-12:]) or "    (it is empty)"
 
 
 def role_commands(num_ranks: int) -> dict[str, list[str]]:
     """Return the command of each kind of role, which also starts one by hand."""
     python = sys.executable
-    ranks = ["--nnodes", "1", "--nproc-per-node", str(num_ranks), "--standalone"]
+    torchrun = f"-m torch.distributed.run --nnodes 1 --nproc-per-node {num_ranks} --standalone"
     return {
         "engine": [python, "-m", "rolltree.cluster.engine"],
         "worker": [python, "-m", "rolltree.cluster.worker"],
-        "trainer": [
-            python,
-            "-m",
-            "torch.distributed.run",
-            *ranks,
-            "-m",
-            "rolltree.cluster.trainer",
-        ],
+        "trainer": [python, *torchrun.split(), "-m", "rolltree.cluster.trainer"],
     }
 
 

@@ -66,6 +66,7 @@ class Launcher(Protocol):
 
     async def prepare(self, specs: Sequence[RoleSpec]) -> None:
         """Reserve what the roles of a run need, before any is started."""
+        return
 
     async def start(self, spec: RoleSpec) -> RolePlace | None:
         """Start a role; return where, when its process exists, or None if it was lost at once.
@@ -82,6 +83,7 @@ class Launcher(Protocol):
 
     async def aclose(self) -> None:
         """Release the launcher's resources, after the roles have ended."""
+        return
 
 
 def with_engines(config: TrainConfig, urls: list[str]) -> TrainConfig:

@@ -259,8 +259,9 @@ class Worker:
         self._ended = asyncio.Event()
         self._done: deque[tuple[float, int]] = deque()
         self._num_rollouts = self._num_tokens = 0
-        self._engines: Engines | None = None
-        self._rollouts: RolloutEngine | None = None
+
+    _engines: Engines
+    _rollouts: RolloutEngine
 
     async def run(self, source: Any) -> None:
         """Work until the driver drains this worker."""
@@ -268,10 +269,10 @@ class Worker:
         self._secrets = secrets_in(config.as_dict())
         tokenizer = await asyncio.to_thread(load_tokenizer, config.model.name)
         served = await self._when_ready(Served, "/served")
-        self._engines = engines = Engines(self._head, await self._when_ready(FleetState, "/fleet"))
+        self._engines = Engines(self._head, await self._when_ready(FleetState, "/fleet"))
         self._renderer = ChatRenderer(tokenizer, end_ids=list(served.end_ids))
         self._vocab_size = served.vocab_size
-        clients = [self._client(url) for url in engines.urls]
+        clients = [self._client(url) for url in self._engines.urls]
         # A call waits for engines for as long as the head does, and needs its own time after that.
         limit_s = config.engine.away_limit_s + max(c.server.deadline_s for c in clients)
         pool = EndpointPool(clients, deadline_s=limit_s)
@@ -321,7 +322,6 @@ class Worker:
             delivering.cancel()
 
     async def _poll(self, pool: EndpointPool) -> None:
-        assert self._engines is not None
         free = self._slots - sum(self._costs.values())
         if self._beats.answer.get("drain"):
             free = 0
@@ -356,7 +356,6 @@ class Worker:
 
     def _take(self, work: Work, pool: EndpointPool) -> None:
         """Begin new items, and cancel those that are not needed any more."""
-        assert self._engines is not None
         self._engines.take(work.fleet)
         self._follow(pool)
         dropped = set(work.drop)
@@ -380,7 +379,6 @@ class Worker:
 
     def _follow(self, pool: EndpointPool) -> None:
         """Make the pool use the head's engines, and no others."""
-        assert self._engines is not None
         urls = self._engines.urls
         if not urls:
             return
@@ -419,7 +417,6 @@ class Worker:
             self._ended.set()
 
     async def _play(self, item: Item) -> _Finished:
-        assert self._rollouts is not None
         requests = list(map(request_from_bytes, item.requests))
         results = await self._rollouts.run_all(requests)
         checksum, data = await asyncio.to_thread(_encoded, item, results, self._secrets)
@@ -472,7 +469,7 @@ class Worker:
     async def _tick(self) -> None:
         while True:
             self._beats.advance()
-            if self._costs and self._engines is not None and not self._engines.is_any_ready:
+            if self._costs and not self._engines.is_any_ready:
                 self._beats.say("waiting for an engine with the run's weights", "engine")
             now = time.monotonic()
             while self._done and now - self._done[0][0] > _RATE_S:

@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from rolltree.environments.dataset import Data, RowFormat, Rows
 from rolltree.environments.lifecycle import failure_of
@@ -153,36 +153,6 @@ def mean_of_known(values: Sequence[float | None]) -> float | None:
     """Return the mean of the values that are not None, or None if all are."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
-
-
-def summarize_states(
-    states: Sequence[State],
-    *,
-    env_id: str,
-    model: str,
-    sampling_args: SamplingArgs,
-    rollouts_per_example: int,
-    time_ms: float,
-    seed: int,
-) -> GenerateMetadata:
-    """Return the metadata of finished rollouts."""
-    return GenerateMetadata(
-        env_id=env_id,
-        model=model,
-        sampling_args=sampling_args,
-        num_examples=len({(state.task, state.example_id) for state in states}),
-        rollouts_per_example=rollouts_per_example,
-        num_rollouts=len(states),
-        num_failed=sum(state.error is not None for state in states),
-        num_truncated=sum(bool(state.truncated) for state in states),
-        avg_reward=mean_of_known([state.reward for state in states]),
-        avg_metrics={name: mean_of_known(values) for name, values in metric_lists(states).items()},
-        time_ms=time_ms,
-        seed=seed,
-    )
-
-
-T = TypeVar("T")
 
 
 class BatchRunner(ABC):
@@ -383,12 +353,18 @@ class BatchRunner(ABC):
         states = [state for result in results for state in states_of(result)]
         if score_rollouts:
             await _fill_advantages(results)
-        metadata = summarize_states(
-            states,
+        metrics = metric_lists(states)
+        metadata = GenerateMetadata(
             env_id=self.env_id,
             model=name,
             sampling_args=args,
+            num_examples=len({(state.task, state.example_id) for state in states}),
             rollouts_per_example=rollouts_per_example,
+            num_rollouts=len(states),
+            num_failed=sum(state.error is not None for state in states),
+            num_truncated=sum(bool(state.truncated) for state in states),
+            avg_reward=mean_of_known([state.reward for state in states]),
+            avg_metrics={name: mean_of_known(values) for name, values in metrics.items()},
             time_ms=(time.perf_counter() - started) * 1000.0,
             seed=seed,
         )

@@ -66,6 +66,10 @@ class ContractFinding:
     message: str
 
 
+Found = tuple[str, str]
+"""The two fields of a finding."""
+
+
 @dataclass(frozen=True, slots=True)
 class CheckReport:
     """The findings. `notes` lists what could not be checked, or looks odd but may be intended."""
@@ -121,48 +125,47 @@ async def check_environment_async(
         findings += check.leak_findings()
         findings += await _repeat_findings(first, second, num_examples, check.best_style)
         findings += await lifecycle_findings(first)
-        findings += [ContractFinding(*each) for each in await first.check_findings()]
+        findings += await first.check_findings()
     finally:
         await first.aclose()
         await second.aclose()
-    kept = {(f.check, f.message): f for f in findings if f.check not in allow}
+    kept = dict.fromkeys(found for found in findings if found[0] not in allow)
     return CheckReport(
         env_id=first.env_id,
         num_examples=len(check.rows),
-        findings=tuple(kept.values()),
+        findings=tuple(ContractFinding(*each) for each in kept),
         notes=tuple(check.notes),
         mean_rewards=check.means,
     )
 
 
-def row_findings(
-    first: Environment, second: Environment, num_examples: int
-) -> list[ContractFinding]:
+def row_findings(first: Environment, second: Environment, num_examples: int) -> list[Found]:
     """Return the findings about the rows of two instances of one environment."""
-    findings = []
+    findings = list[Found]()
     splits = [("training", first.own_rows("train"), second.own_rows("train"))]
     splits.append(("evaluation", first.own_rows("eval"), second.own_rows("eval")))
     for name, rows, again in splits:
         if rows is None or again is None:
             continue
         if len(rows) != len(again) or _texts(rows, num_examples) != _texts(again, num_examples):
-            findings.append(
-                ContractFinding(
-                    "rows-differ",
-                    f"the {name} rows of two instances differ; seed whatever draws or orders them",
-                )
-            )
+            what = f"the {name} rows of two instances differ; seed whatever draws or orders them"
+            findings.append(("rows-differ", what))
         ids = Counter((r["task"], r["example_id"]) for r in rows[:_MAX_ROWS])
         (task, example_id), times = ids.most_common(1)[0]
         if times > 1:
-            findings.append(
-                ContractFinding(
-                    "duplicate-ids",
-                    f"{times} {name} rows have the example_id {example_id} (task {task!r}); their "
-                    "rollouts would be compared as one group",
-                )
+            what = (
+                f"{times} {name} rows have the example_id {example_id} (task {task!r}); their "
+                "rollouts would be compared as one group"
             )
-    return findings + _overlap(first)
+            findings.append(("duplicate-ids", what))
+    shared, num_tested = shared_questions(first)
+    if shared:
+        what = (
+            f"{len(shared)} of {num_tested} evaluation questions are also training questions, "
+            f"such as {shared[0][-80:]!r}"
+        )
+        findings.append(("overlap", what))
+    return findings
 
 
 def leak_rate(shown: Sequence[tuple[str, str]]) -> tuple[float, float]:
@@ -197,19 +200,6 @@ def shared_questions(env: Environment) -> tuple[list[str], int]:
     return [prompt for prompt in tested if prompt in train], len(tested)
 
 
-def _overlap(env: Environment) -> list[ContractFinding]:
-    shared, num_tested = shared_questions(env)
-    if not shared:
-        return []
-    return [
-        ContractFinding(
-            "overlap",
-            f"{len(shared)} of {num_tested} evaluation questions are also training questions, "
-            f"such as {shared[0][-80:]!r}",
-        )
-    ]
-
-
 def _contains(prompt: str, answer: str) -> bool:
     return re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", prompt, re.IGNORECASE) is not None
 
@@ -235,11 +225,11 @@ class _Check:
         self.best_style: Style = str
         self.means: dict[str, float] = {}
         self.notes: list[str] = []
-        self.findings: list[ContractFinding] = []
+        self.findings: list[Found] = []
         self._rewards: set[float] = set()
         self._prompts: dict[int, str] = {}
 
-    async def score_findings(self) -> list[ContractFinding]:
+    async def score_findings(self) -> list[Found]:
         """Return the findings about the rewards of the probes."""
         await self._find_style()
         empty = max(await self._mean("empty", ""), await self._mean("bare", self.best_style("")))
@@ -303,18 +293,13 @@ class _Check:
             if earned > self._share(GUESS_LIMIT):
                 self._found("guessing-scores", f"{name} earns {earned:.2f} on average")
 
-    def leak_findings(self) -> list[ContractFinding]:
+    def leak_findings(self) -> list[Found]:
         """Return a finding if the prompts that were sent contain their own answers."""
         shown = [(self._prompts.get(i, ""), a) for i, a in enumerate(self.answers) if a]
         own, other = leak_rate(shown)
-        if own >= 0.5 and own - other >= 0.4:
-            return [
-                ContractFinding(
-                    "leak",
-                    f"{own:.0%} of the prompts contain their own answer, {other:.0%} others'",
-                )
-            ]
-        return []
+        if own < 0.5 or own - other < 0.4:
+            return []
+        return [("leak", f"{own:.0%} of the prompts contain their own answer, {other:.0%} others'")]
 
     async def _mean(self, name: str, reply: Any, *, keep: bool = True) -> float:
         """Play all rows with one reply (or one per row) and return their mean reward."""
@@ -352,10 +337,10 @@ class _Check:
                 )
 
     def _found(self, check: str, message: str) -> None:
-        finding = ContractFinding(check, message)
+        same = [found for found in self.findings if found[0] == check]
         # Every probe may fail the same check; three examples are enough.
-        if sum(found.check == check for found in self.findings) < 3:
-            self.findings += [] if finding in self.findings else [finding]
+        if len(same) < 3 and (check, message) not in same:
+            self.findings.append((check, message))
 
     def _share(self, share: float) -> float:
         return self.low + share * (self.high - self.low)
@@ -375,7 +360,7 @@ async def _generate(env: Environment, row: Any, probe: Probe) -> State:
 
 async def _repeat_findings(
     first: Environment, second: Environment, num_examples: int, style: Style
-) -> list[ContractFinding]:
+) -> list[Found]:
     """Play rows repeatedly with the same seed and reply, in the same and in another instance."""
     rows, again = first.get_eval_dataset(num_examples), second.get_eval_dataset(num_examples)
     for index in range(min(4, len(rows), len(again))):
@@ -386,13 +371,9 @@ async def _repeat_findings(
         ]
         if told[0] != told[1] or told[0] != told[2]:
             which = next(key for key in told[0] if len({str(t[key]) for t in told}) > 1)
-            return [
-                ContractFinding(
-                    "nondeterministic",
-                    f"two rollouts of one row, seed and reply differ in {which}: "
-                    + " / ".join(dict.fromkeys(str(t[which])[:80] for t in told)),
-                )
-            ]
+            shown = " / ".join(dict.fromkeys(str(t[which])[:80] for t in told))
+            what = f"two rollouts of one row, seed and reply differ in {which}: {shown}"
+            return [("nondeterministic", what)]
     return []
 
 
@@ -411,21 +392,24 @@ def _all_text(prompt: tuple[Any, Any]) -> str:
     return "\n".join([*(str(m.get("content") or "") for m in messages), str(list(tools) or "")])
 
 
-async def lifecycle_findings(env: Environment) -> list[ContractFinding]:
+async def lifecycle_findings(env: Environment) -> list[Found]:
     """Play one row to its end, with a failing model call, and with a cancellation."""
     rows = env.get_eval_dataset(1)
-    findings: list[ContractFinding] = []
+    findings: list[Found] = []
     failure = ServerError("the model server is down (a probe)", status=500, retryable=False)
     for name, probe in {"a rollout": Probe("1"), "a failed rollout": Probe(error=failure)}.items():
         with counted(env) as counts:
             state = await _generate(env, rows, probe)
         findings += _count_findings(env, counts, name)
         for error in state.get("cleanup_errors") or ():
-            findings.append(
-                ContractFinding("cleanup-raises", f"{error['type']}: {error['message']}")
+            findings.append(("cleanup-raises", f"{error['type']}: {error['message']}"))
+        is_hidden = state.error is None or state.reward is not None
+        if name == "a failed rollout" and probe.prompts and is_hidden:
+            what = (
+                f"a model call failed, but the rollout has the reward {state['reward']} and the "
+                f"error {state.get('error')}; the model would be trained on it"
             )
-        if name == "a failed rollout" and probe.prompts:
-            findings += _failure_findings(state)
+            findings.append(("failure-hidden", what))
     with counted(env) as counts:
         if await _cancelled(env):
             findings += _count_findings(env, counts, "a cancelled rollout")
@@ -472,23 +456,9 @@ async def _cancelled(env: Environment) -> bool:
     return probe.is_asked.is_set()
 
 
-def _count_findings(env: Environment, counts: Counter[str], name: str) -> list[ContractFinding]:
+def _count_findings(env: Environment, counts: Counter[str], name: str) -> list[Found]:
     return [
-        ContractFinding(
-            "cleanup-count", f"{handler.__name__} ran {counts[handler.__name__]} times in {name}"
-        )
+        ("cleanup-count", f"{handler.__name__} ran {counts[handler.__name__]} times in {name}")
         for handler in env._cleanup_handlers
         if counts[handler.__name__] != 1
-    ]
-
-
-def _failure_findings(state: State) -> list[ContractFinding]:
-    if state.error is not None and state.reward is None:
-        return []
-    return [
-        ContractFinding(
-            "failure-hidden",
-            f"a model call failed, but the rollout has the reward {state['reward']} and the error "
-            f"{state.get('error')}; the model would be trained on it",
-        )
     ]

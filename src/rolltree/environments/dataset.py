@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, overload
 
-from rolltree.errors import ConfigError
+from rolltree.errors import ConfigError, import_extra
 from rolltree.files import write_whole
 from rolltree.hub import HubName, answers, cache_only, hub_name, unavailable
 from rolltree.types import ChatMessage, Messages, MessageType
@@ -283,14 +283,7 @@ def datasets_package(what: str) -> Any:
     Raises:
         ConfigError: it is not installed.
     """
-    try:
-        import datasets
-    except ImportError as error:
-        raise ConfigError(
-            f"{what} needs the `datasets` package. Install it with `pip install rolltree[envs]`, "
-            "or use .jsonl files."
-        ) from error
-    return datasets
+    return import_extra("datasets", what, "rolltree[envs]", ", or use .jsonl files")
 
 
 _READERS: dict[str, Callable[[Path], Any]] = {

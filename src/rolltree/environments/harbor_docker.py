@@ -38,9 +38,9 @@ _CLIENT_LIMIT_S = 60.0
 _PART_BYTES = 2**16
 
 
-async def docker_reason(docker: str | None = None) -> str:
+async def docker_reason() -> str:
     """Return why no container can be started on this machine; "" if one can."""
-    found = docker or shutil.which("docker")
+    found = shutil.which("docker")
     if found is None:
         return "there is no docker client"
     try:
@@ -50,13 +50,13 @@ async def docker_reason(docker: str | None = None) -> str:
     return "" if code == 0 else said.strip()[-300:] or f"docker info ended with {code}"
 
 
-async def docker_world(task: HarborTask, limits: Limits, docker: str | None = None) -> DockerWorld:
+async def docker_world(task: HarborTask, limits: Limits) -> DockerWorld:
     """Return a task's world in a new container.
 
     Raises:
         SandboxUnavailable: the image cannot be built, or the container cannot be started.
     """
-    client = docker or shutil.which("docker") or "docker"
+    client = shutil.which("docker") or "docker"
     image = task.docker_image or await _built(client, task)
     name = f"rolltree-harbor-{secrets.token_hex(8)}"
     line = [client, "run", "--detach", "--init", "--name", name, "--label", "rolltree.harbor"]

@@ -25,14 +25,12 @@ from rolltree.environments.harbor_worlds import (
     verdict_on,
 )
 from rolltree.environments.lifecycle import cleanup, stop, teardown
-from rolltree.environments.sandbox_env import raise_sandbox_failure
-from rolltree.environments.tool_env import StatefulToolEnv
+from rolltree.environments.sandbox_env import SandboxToolEnv
 from rolltree.errors import ConfigError, did_you_mean
 from rolltree.rubrics import Rubric, run_inline
 from rolltree.sandbox import Limits, LocalBackend
-from rolltree.steps import ToolRequest
 from rolltree.tasks import run_sync
-from rolltree.types import ChatMessage, Messages, SamplingArgs, State, TruncationReason
+from rolltree.types import Messages, SamplingArgs, State, TruncationReason
 
 WorldKind: TypeAlias = Literal["auto", "sandbox", "docker"]
 SYSTEM = (
@@ -146,17 +144,8 @@ class HarborTasks:
             "reward to train on is not clear. Pass reward_key with one of these names."
         )
 
-    async def oracle(self, names: Sequence[str] | None = None) -> list[OracleResult]:
-        """Play the oracle solutions and return what each earned."""
-        chosen = list(self.by_name) if names is None else list(names)
-        unknown = [name for name in chosen if name not in self.by_name]
-        if unknown:
-            raise ConfigError(
-                f"there is no Harbor task {unknown[0]!r}.{did_you_mean(unknown[0], self.by_name)}"
-            )
-        return [await self._play_oracle(self.by_name[name]) for name in chosen]
-
-    async def _play_oracle(self, task: HarborTask) -> OracleResult:
+    async def oracle(self, task: HarborTask) -> OracleResult:
+        """Play a task's own solution and return what it earned."""
         if task.solution is None:
             return OracleResult(task.name, None, "it has no solution/solve.sh")
         world = await self.make(task)
@@ -170,14 +159,6 @@ class HarborTasks:
         if problem is None and reward <= 0:
             problem = f"solve.sh: {ran.text()[-300:]!r}; tests: {verdict.said[-300:]!r}"
         return OracleResult(task.name, reward, problem)
-
-    async def findings(self) -> list[tuple[str, str]]:
-        """Return a finding for each oracle solution that fails, for `rolltree env check`."""
-        return [
-            ("oracle-fails", f"the solution of {each.task} earns {each.reward}: {each.problem}")
-            for each in await self.oracle()
-            if not each.reward or each.problem
-        ]
 
 
 @run_inline
@@ -237,7 +218,14 @@ class HarborWorlds:
 
     async def oracle(self, names: Sequence[str] | None = None) -> list[OracleResult]:
         """Play the tasks' own solutions and return what each earned; all should earn a reward."""
-        return await self.harbor.oracle(names)
+        known = self.harbor.by_name
+        chosen = list(known) if names is None else list(names)
+        unknown = [name for name in chosen if name not in known]
+        if unknown:
+            raise ConfigError(
+                f"there is no Harbor task {unknown[0]!r}.{did_you_mean(unknown[0], known)}"
+            )
+        return [await self.harbor.oracle(known[name]) for name in chosen]
 
     def oracle_sync(self, names: Sequence[str] | None = None) -> list[OracleResult]:
         """`oracle`, which also works if an event loop runs already."""
@@ -245,10 +233,14 @@ class HarborWorlds:
 
     async def check_findings(self) -> list[tuple[str, str]]:
         """Return a finding for each oracle solution that fails."""
-        return await self.harbor.findings()
+        return [
+            ("oracle-fails", f"the solution of {each.task} earns {each.reward}: {each.problem}")
+            for each in await self.oracle()
+            if not each.reward or each.problem
+        ]
 
 
-class HarborEnv(HarborWorlds, StatefulToolEnv):
+class HarborEnv(HarborWorlds, SandboxToolEnv):
     """Harbor tasks, played by a model with the tool `bash`.
 
     Each rollout has its own world. When the model is done (it answered without a call, or its time
@@ -320,17 +312,6 @@ class HarborEnv(HarborWorlds, StatefulToolEnv):
     ) -> dict[str, Any]:
         """Fill in the state for `bash`."""
         return {**tool_args, "state": state} if tool_name == "bash" else tool_args
-
-    async def answer_call(self, request: ToolRequest, state: State) -> ChatMessage:
-        """Run one call; a failure of the world itself fails the rollout.
-
-        Raises:
-            SandboxError: the world could not run the command.
-        """
-        known = len(state.get("tool_errors") or ())
-        answer = await super().answer_call(request, state)
-        raise_sandbox_failure(state, known)
-        return answer
 
     async def setup_state(self, state: State) -> State:
         """Make the rollout's world."""

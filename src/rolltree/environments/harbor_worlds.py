@@ -14,7 +14,7 @@ import shlex
 import stat
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -55,12 +55,7 @@ class Verdict:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the verdict as JSON values."""
-        return {
-            "rewards": dict(self.rewards),
-            "problem": self.problem,
-            "ended": self.ended,
-            "said": self.said,
-        }
+        return asdict(self)
 
 
 class HarborWorld(Protocol):

@@ -18,7 +18,7 @@ from typing import Any
 
 from rolltree.environments.lifecycle import cleanup, teardown
 from rolltree.environments.tool_env import ToolEnv
-from rolltree.errors import ConfigError
+from rolltree.errors import ConfigError, import_extra
 from rolltree.threads import run_in_pool
 from rolltree.tools import Tool, ToolUnavailable
 from rolltree.types import State, ToolSchema
@@ -248,12 +248,7 @@ async def _enter(stack: AsyncExitStack, server: MCPServer) -> Any:
 
 
 def _sdk() -> Any:
-    try:
-        import mcp
-    except ImportError as error:
-        raise ConfigError(
-            "MCP tools need the `mcp` package. Install it with `pip install rolltree[mcp]`."
-        ) from error
+    mcp = import_extra("mcp", "an MCPEnv", "rolltree[mcp]")
     if not hasattr(mcp, "Client"):
         raise ConfigError("MCP tools need mcp 2 or newer; this one has no `mcp.Client`. Update it.")
     return mcp

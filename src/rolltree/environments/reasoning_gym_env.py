@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rolltree.environments.multiturn import SingleTurnEnv
-from rolltree.errors import ConfigError, did_you_mean
+from rolltree.errors import ConfigError, did_you_mean, import_extra
 from rolltree.parsers import Parser, XMLParser
 from rolltree.rubrics import Rubric
 from rolltree.types import Info, Messages
@@ -89,18 +89,12 @@ def _wanted(tasks: Any) -> dict[str, Mapping[str, Any]]:
 
 
 def _open(wanted: Mapping[str, Mapping[str, Any]], num: int, seed: int) -> dict[str, Any]:
-    try:
-        import reasoning_gym
-        from reasoning_gym.factory import DATASETS
-    except ImportError as error:
-        raise ConfigError(
-            "reasoning-gym tasks need the `reasoning-gym` package. Install it with "
-            "`pip install rolltree[worlds]`."
-        ) from error
+    reasoning_gym = import_extra("reasoning_gym", "a ReasoningGymEnv", "rolltree[worlds]")
+    known = reasoning_gym.factory.DATASETS
     sets: dict[str, Any] = {}
     for name, config in wanted.items():
-        if name not in DATASETS:
-            raise ConfigError(f"reasoning-gym has no task {name!r}.{did_you_mean(name, DATASETS)}")
+        if name not in known:
+            raise ConfigError(f"reasoning-gym has no task {name!r}.{did_you_mean(name, known)}")
         size = -(-num // len(wanted))
         try:
             sets[name] = reasoning_gym.create_dataset(name, seed=seed, size=max(size, 1), **config)

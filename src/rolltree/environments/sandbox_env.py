@@ -20,14 +20,26 @@ from rolltree.types import ChatMessage, Messages, State
 _FAILURES = {kind.__name__: kind for kind in (SandboxError, SandboxUnavailable)}
 
 
-def raise_sandbox_failure(state: State, num_known: int) -> None:
-    """Raise a failure of the sandbox itself among tool errors after the first `num_known`."""
-    for error in (state.get("tool_errors") or ())[num_known:]:
-        if error["type"] in _FAILURES:
-            raise _FAILURES[error["type"]](error["message"])
+class SandboxToolEnv(StatefulToolEnv):
+    """A `StatefulToolEnv` whose rollouts fail if the sandbox itself fails, not the code in it."""
+
+    async def answer_call(self, request: ToolRequest, state: State) -> ChatMessage:
+        """Run one call; a failure of the sandbox itself fails the rollout.
+
+        Raises:
+            SandboxError: the sandbox could not run the code.
+        """
+        # Exceptions of tools become messages to the model. A broken sandbox is not the model's
+        # fault, so its error is raised.
+        num_known = len(state.get("tool_errors") or ())
+        answer = await super().answer_call(request, state)
+        for error in (state.get("tool_errors") or ())[num_known:]:
+            if error["type"] in _FAILURES:
+                raise _FAILURES[error["type"]](error["message"])
+        return answer
 
 
-class SandboxEnv(StatefulToolEnv):
+class SandboxEnv(SandboxToolEnv):
     """A `ToolEnv` whose rollouts each have a sandbox, from `setup_state` to the end of cleanup.
 
     `state["sandbox_id"]` names it and `state["sandbox_level"]` says how well it isolates; each step
@@ -115,19 +127,6 @@ class SandboxEnv(StatefulToolEnv):
         if tool_name not in self._inside:
             return tool_args
         return {**tool_args, "sandbox": self.sandbox_of(state)}
-
-    async def answer_call(self, request: ToolRequest, state: State) -> ChatMessage:
-        """Run one call; a failure of the sandbox itself fails the rollout.
-
-        Raises:
-            SandboxError: the sandbox could not run the code.
-        """
-        # Exceptions of tools become messages to the model. A broken sandbox is not the model's
-        # fault, so its error is raised.
-        known = len(state.get("tool_errors") or ())
-        answer = await super().answer_call(request, state)
-        raise_sandbox_failure(state, known)
-        return answer
 
     @cleanup(priority=-100)
     async def release_sandbox(self, state: State) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rolltree.environments.project import TRAIN_CONFIG
 from rolltree.environments.registry import FOLDER
-from rolltree.errors import ConfigError, UnknownName, did_you_mean
+from rolltree.errors import ConfigError, look_up
 from rolltree.files import whole_folder
 from rolltree.machine import describe, look, suggested_config, toml_sections
 
@@ -250,8 +250,7 @@ def scaffold(name: str, kind: str = "single", folder: str | Path = FOLDER) -> li
             f"{name!r} cannot name an environment: it becomes a Python module. Use lower-case "
             "letters, digits and dashes, such as word-count."
         )
-    if kind not in KINDS:
-        raise UnknownName(f"there is no kind {kind!r}.{did_you_mean(kind, KINDS)}")
+    code = look_up("kind", kind, KINDS)
     target = Path(folder) / module
     if target.exists():
         raise ConfigError(f"{target} exists already; nothing was written. Choose another name.")
@@ -265,7 +264,7 @@ def scaffold(name: str, kind: str = "single", folder: str | Path = FOLDER) -> li
         sections=toml_sections(suggested_config(machine)),
     )
     files = {
-        f"{module}.py": KINDS[kind],
+        f"{module}.py": code,
         "pyproject.toml": _PYPROJECT,
         "README.md": _README,
         TRAIN_CONFIG: _TRAIN,

@@ -23,17 +23,12 @@ _NUM_LIGHT = len(LIGHT)
 _OWN = [name for name in RolloutRequest.__dataclass_fields__ if name not in ("input", "sampling")]
 
 
-def request_to_bytes(request: RolloutRequest) -> bytes:
-    """Return a request as bytes that `request_from_bytes` reads.
-
-    Raises:
-        ConfigError: it holds an object that is not data, which cannot leave the process.
-    """
-    return request_encoder()(request)
-
-
 def request_encoder() -> Callable[[RolloutRequest], bytes]:
-    """Return a `request_to_bytes` that encodes an input once if successive requests share it."""
+    """Return a function that encodes requests for `request_from_bytes`.
+
+    An input that successive requests share is encoded once. The function raises `ConfigError` for
+    an object that is not data, which cannot leave the process.
+    """
     of: tuple[object, object] = (None, None)
     shared = ""
 
@@ -66,10 +61,10 @@ def _shared_text(request: RolloutRequest) -> str:
 
 
 def request_from_bytes(data: bytes) -> RolloutRequest:
-    """Return the request that `request_to_bytes` encoded.
+    """Return the request that a `request_encoder` encoded.
 
     Raises:
-        StoreError: `request_to_bytes` did not make these bytes.
+        StoreError: an encoder did not make these bytes.
     """
     try:
         found = loads(data)

@@ -91,9 +91,8 @@ def _summarize(run: StoredRun) -> RunSummary:
     by_phase: dict[str, list[Totals]] = {}
     for item in totals:
         by_phase.setdefault(item.phase, []).append(item)
-    rewards = {name: _reward(meta, name, items) for name, items in by_phase.items()}
     phases = [
-        _phase(name, items, planned.get(f"phase/{name}"), rewards[name])
+        _phase(name, items, planned.get(f"phase/{name}"), _reward(meta, name, items))
         for name, items in by_phase.items()
     ]
     num_planned = planned.get("steps") or (meta["config"].get("train") or {}).get("num_steps")
@@ -176,19 +175,17 @@ def _phase(
     reward: Sequence[float | None],
 ) -> PhaseSummary:
     mean, low, high = reward
+    sums = {each: sum(getattr(item, each) for item in items) for each in _SUMS}
     return PhaseSummary(
-        phase=name,
-        num_requests=sum(item.num_requests for item in items),
-        num_rollouts=sum(item.num_rollouts for item in items),
-        num_errors=sum(item.num_errors for item in items),
-        num_truncated=sum(item.num_truncated for item in items),
-        mean_reward=mean,
-        num_prompt_tokens=sum(item.num_prompt_tokens for item in items),
-        num_completion_tokens=sum(item.num_completion_tokens for item in items),
-        num_planned=num_planned,
-        low=low,
-        high=high,
+        phase=name, mean_reward=mean, low=low, high=high, num_planned=num_planned, **sums
     )
+
+
+_SUMS = (
+    *("num_requests", "num_rollouts", "num_errors", "num_truncated"),
+    *("num_prompt_tokens", "num_completion_tokens"),
+)
+"""What a phase's summary adds up over its environments."""
 
 
 def list_runs(root: str | Path, *, max_depth: int = 3) -> list[RunSummary]:

@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rolltree.errors import ConfigError, TrainingError, UnknownName, did_you_mean
+from rolltree.errors import ConfigError, TrainingError, look_up
 from rolltree.samples import TruncationEffect, TruncationPolicy, truncation_effect
 from rolltree.tokens import peek
 from rolltree.training.credit import (
@@ -167,7 +167,7 @@ def assign_credit(
             is not among its rollouts, or a call was sampled with settings that cannot be trained.
     """
     policy = policy or CreditPolicy()
-    _check_credit(credit)
+    look_up("credit", credit, CREDITS)
     check_baseline(credit, policy.baseline)
     groups = [credit_group(group, credit, policy) for group in by_group(results)]
     return join_credit(results, groups, policy, averages)
@@ -182,7 +182,7 @@ def credit_group(
         UnknownName: there is no such credit.
         TrainingError: as in `assign_credit`.
     """
-    _check_credit(credit)
+    to_advantages = look_up("credit", credit, CREDITS)
     tally: Counter[str] = Counter()
     members = [member for result in results for member in _members(result, policy, tally)]
     if policy.on_error == "drop_group" and any(result.error is not None for result in results):
@@ -197,7 +197,7 @@ def credit_group(
         rollouts = [members[index].earned for index in indices]
         tally["flat"] += len({rollout.reward for rollout in rollouts}) == 1
         tally["alone"] += int(episode_numbers(rollouts).max()) == 0
-        for index, mine in zip(indices, CREDITS[credit](rollouts, policy.discount), strict=True):
+        for index, mine in zip(indices, to_advantages(rollouts, policy.discount), strict=True):
             values[index] = mine
     tally["compared"] = len(compared)
     names = {id(state): result.request.request_id for result in results for state in result.states}
@@ -261,11 +261,6 @@ def by_group(results: Sequence[RolloutResult]) -> list[tuple[RolloutResult, ...]
     for result in results:
         groups.setdefault(result.request.group_id, []).append(result)
     return [tuple(group) for group in groups.values()]
-
-
-def _check_credit(credit: str) -> None:
-    if credit not in CREDITS:
-        raise UnknownName(f"there is no credit {credit!r}.{did_you_mean(credit, CREDITS)}")
 
 
 def check_baseline(credit: str, baseline: str) -> None:

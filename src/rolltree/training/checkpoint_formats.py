@@ -42,7 +42,7 @@ from rolltree.errors import TrainingError
 from rolltree.files import remove, sync
 from rolltree.models.layouts import Weights, open_file, open_weights
 from rolltree.training.lora import ADAPTER as NAME
-from rolltree.training.lora import is_adapted, peft_name, plain_tensors
+from rolltree.training.lora import is_adapted, own_tensors, peft_name, plain_tensors
 from rolltree.training.optim import Optimizer
 from rolltree.training.ranks import Ranks, own_part, reshard, whole
 
@@ -62,12 +62,12 @@ def trained_tensors(model: Any) -> dict[str, Tensor]:
     # A forward pass without a backward pass leaves the root's parameters whole, and each rank would
     # save them whole.
     reshard(model)
-    parameters = {name: p.detach() for name, p in model.named_parameters()}
-    if is_adapted(model):
-        return {name: parameters[name] for name in parameters if ".lora_" in name}
-    # Rotary tables and the like are recomputed, and the state dict does not have them.
-    saved = set(model.state_dict(keep_vars=True))
-    return parameters | {name: value for name, value in model.named_buffers() if name in saved}
+    only_adapters = is_adapted(model)
+    return {
+        name: tensor.detach()
+        for name, tensor in own_tensors(model).items()
+        if ".lora_" in name or not only_adapters
+    }
 
 
 def write_full(

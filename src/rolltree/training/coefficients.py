@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rolltree.errors import ConfigError
+from rolltree.errors import ConfigError, look_up
 from rolltree.training.layout import FloatColumn
-from rolltree.training.losses import fill, look_up
+from rolltree.training.losses import fill
 from rolltree.types import Records
 
 

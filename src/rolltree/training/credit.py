@@ -42,7 +42,7 @@ from statistics import fmean
 import numpy as np
 from numpy.typing import NDArray
 
-from rolltree.errors import ConfigError, TrainingError, UnknownName, did_you_mean
+from rolltree.errors import ConfigError, TrainingError, look_up
 from rolltree.rubrics import centred_rewards
 
 # Keeps nearly equal rewards from being divided by nearly 0.
@@ -244,10 +244,9 @@ def resolve_flow(name: str, edge_discount: float | None = None) -> Flow:
         UnknownName: there is no such flow.
         ConfigError: an edge discount for a flow that does not read it, or not between 0 and 1.
     """
-    if name not in FLOWS:
-        raise UnknownName(f"there is no flow {name!r}.{did_you_mean(name, FLOWS)}")
+    flow = look_up("flow", name, FLOWS)
     if edge_discount is None:
-        return FLOWS[name]
+        return flow
     if name != "discounted":
         raise ConfigError(
             f"edge_discount is {edge_discount}, but the flow {name!r} does not read it. Use the "

@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from functools import partial
+from typing import Any
 
 from rolltree.errors import TrainingError
 from rolltree.rollouts import RolloutEngine
@@ -56,36 +58,13 @@ class StepRollouts:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-class Feed(Protocol):
-    """A source of each step's rollouts."""
-
-    async def next(self, step: int) -> StepRollouts:
-        """Return the rollouts that step `step` trains on."""
-        ...
-
-    async def aclose(self) -> None:
-        """Cancel the rollouts in flight."""
-        ...
-
-
-def credit_of(group: Group, config: TrainConfig) -> GroupCredit:
-    """Return the credit of one group, without the averages of the run.
-
-    The moving-average baseline depends on other groups and is rarely exactly 0, so a group's
-    signal depends only on its own rewards.
-    """
-    algorithm = config.algorithm
-    policy = algorithm.policy(config.train.max_seq_len)
-    return credit_group(group, algorithm.resolve().credit, policy)
-
-
-class SyncFeed:
-    """Samples a step's rollouts when the step asks for them, and waits for all.
+class Feed(ABC):
+    """A source of each step's rollouts.
 
     Args:
         config: the run's settings.
         rollouts: runs the rollouts.
-        run: where they are stored.
+        run: where rollouts, and the ledger of a `StreamFeed`, are stored.
         warning: counts groups with and without reward variance.
         notify: gets a notice when the limit of replacements is reached, or the step waits because
             servers or sandboxes fail.
@@ -105,18 +84,56 @@ class SyncFeed:
         self._config, self._rollouts, self._run = config, rollouts, run
         self._warning, self._notify, self._on_progress = warning, notify, on_progress
 
+    @abstractmethod
+    async def next(self, step: int) -> StepRollouts:
+        """Return the rollouts that step `step` trains on; the weights are version `step - 1`.
+
+        Raises:
+            TrainingError: too many rollouts failed, or the store lacks one that the ledger names.
+        """
+
+    async def aclose(self) -> None:
+        """Cancel the rollouts in flight; finished ones are stored."""
+        return
+
+    async def _gather(
+        self,
+        requests: Sequence[RolloutRequest],
+        on_progress: Callable[[int], None] = lambda num_done: None,
+        beside: Group = (),
+    ) -> Collected:
+        return await gather(
+            requests,
+            self._rollouts,
+            self._run,
+            on_progress,
+            max_failed_share=self._config.train.max_failed_share,
+            beside=beside,
+        )
+
+
+def credit_of(group: Group, config: TrainConfig) -> GroupCredit:
+    """Return the credit of one group, without the averages of the run.
+
+    The moving-average baseline depends on other groups and is rarely exactly 0, so a group's
+    signal depends only on its own rewards.
+    """
+    algorithm = config.algorithm
+    policy = algorithm.policy(config.train.max_seq_len)
+    return credit_group(group, algorithm.resolve().credit, policy)
+
+
+class SyncFeed(Feed):
+    """Samples a step's rollouts when the step asks for them, and waits for all."""
+
     async def next(self, step: int) -> StepRollouts:
         """Return the rollouts of step `step`, stored ones included."""
         config, source = self._config, self._rollouts.source
         requests = step_requests(config, source, step)
 
         async def sample() -> Collected:
-            return await gather(
-                requests,
-                self._rollouts,
-                self._run,
-                lambda done: self._on_progress(step, done, len(requests)),
-                max_failed_share=config.train.max_failed_share,
+            return await self._gather(
+                requests, lambda done: self._on_progress(step, done, len(requests))
             )
 
         async def again() -> Group:
@@ -133,9 +150,6 @@ class SyncFeed:
             replaced = await self._replace(step, by_group(results))
         return replace(replaced, metrics=reused | dict(replaced.metrics))
 
-    async def aclose(self) -> None:
-        """Do nothing: nothing runs between steps."""
-
     async def _replace(self, step: int, planned: Sequence[Group]) -> StepRollouts:
         """Replace groups without signal until none is left or the limit is reached."""
         config, limit = self._config, self._config.algorithm.dynamic_sampling_max
@@ -147,33 +161,10 @@ class SyncFeed:
             requests = replacement_requests(
                 config, self._rollouts.source, step, first=num_extra, count=count
             )
-            before = sum(map(len, sampled))
-            total = before + len(requests)
-
-            # Bound as defaults, since the loop changes both before the next round.
-            def progress(done: int, before: int = before, total: int = total) -> None:
-                self._on_progress(step, before + done, total)
-
             # Judged with the groups that are trained already: one bad group beside seven good ones
             # does not stop the step, and a start after a kill decides the same (design/0016).
             beside = joined([each.results for each in useful])
-
-            async def again(
-                requests: Sequence[RolloutRequest] = requests,
-                progress: Callable[[int], None] = progress,
-                beside: Group = beside,
-            ) -> Group:
-                share = config.train.max_failed_share
-                found = await gather(
-                    requests,
-                    self._rollouts,
-                    self._run,
-                    progress,
-                    max_failed_share=share,
-                    beside=beside,
-                )
-                return found.results
-
+            again = partial(self._again, step, requests, sum(map(len, sampled)), beside)
             results = await until_enough(await again(), again, config, self._notify, beside)
             num_extra += count
             groups = by_group(results)
@@ -197,6 +188,16 @@ class SyncFeed:
             {"dynamic/num_replaced": float(num_extra), "dynamic/num_flat_trained": float(missing)},
         )
 
+    async def _again(
+        self, step: int, requests: Sequence[RolloutRequest], num_before: int, beside: Group
+    ) -> Group:
+        """Run replacements of a step that has sampled `num_before` rollouts already."""
+        total = num_before + len(requests)
+        found = await self._gather(
+            requests, lambda done: self._on_progress(step, num_before + done, total), beside
+        )
+        return found.results
+
     def _split(self, groups: Sequence[Group]) -> tuple[list[GroupCredit], list[GroupCredit]]:
         useful, flat = [], []
         for group in groups:
@@ -218,30 +219,16 @@ def joined(groups: Sequence[Sequence[RolloutResult]]) -> tuple[RolloutResult, ..
 LEDGER = "batch"
 
 
-class StreamFeed:
+class StreamFeed(Feed):
     """Keeps groups in flight and hands out the oldest complete ones.
 
-    Args:
-        config: the run's settings; `train.async_steps` is at least 1.
-        rollouts: runs the rollouts.
-        run: where rollouts and the ledger are stored.
-        warning: counts groups with and without reward variance.
-        notify: gets a notice when the step waits because servers or sandboxes fail.
-        on_progress: called with the number of rollouts of the next step that are done.
+    `train.async_steps` is at least 1.
     """
 
     def __init__(
-        self,
-        config: TrainConfig,
-        rollouts: RolloutEngine,
-        run: Run,
-        *,
-        warning: NoSignalWarning,
-        notify: Callable[[str], None],
-        on_progress: OnProgress,
+        self, config: TrainConfig, rollouts: RolloutEngine, run: Run, **settings: Any
     ) -> None:
-        self._config, self._rollouts, self._run = config, rollouts, run
-        self._warning, self._notify, self._on_progress = warning, notify, on_progress
+        super().__init__(config, rollouts, run, **settings)
         size = config.algorithm.group_size
         # As many groups as the engine can run at once. The others wait in order, so the oldest
         # finish first.
@@ -264,11 +251,7 @@ class StreamFeed:
         self._num_dropped = sum(len(data["dropped"]) for data in self._ledger.values())
 
     async def next(self, step: int) -> StepRollouts:
-        """Return the rollouts that step `step` trains on; the weights are version `step - 1`.
-
-        Raises:
-            TrainingError: too many rollouts failed, or the store lacks one that the ledger names.
-        """
+        """Return the step's rollouts: those in the ledger, or the oldest complete groups."""
         if step in self._ledger:
             return self._again(step)
         self._warning.begin(step)
@@ -333,10 +316,8 @@ class StreamFeed:
                 self._running[name] = task
 
     async def _play(self, requests: Sequence[RolloutRequest]) -> Group:
-        share = self._config.train.max_failed_share
         async with self._slots:
-            found = await gather(requests, self._rollouts, self._run, max_failed_share=share)
-        return found.results
+            return (await self._gather(requests)).results
 
     async def _repeat(self, chosen: list[Group]) -> Group:
         """Run the failed rollouts of these groups again; the groups are replaced in the list."""

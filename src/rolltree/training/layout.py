@@ -100,9 +100,8 @@ class Forest:
 
     `ids`, `positions`, `subtree_end` are int32 `[_T]`. `rows` are the positions whose logits are
     needed, int64 `[_S]`, each with its `row_temperature`; record r reads row `record_row[r]`.
-    `record_sample[r]` is the index of the sample that record r came from. `routed_experts`, int32
-    `[_T, layers, experts per token]`, has the choices of the engine's routers, -1 if they were not
-    recorded; None: they were not recorded for any token.
+    `routed_experts`, int32 `[_T, layers, experts per token]`, has the choices of the engine's
+    routers, -1 if they were not recorded; None: they were not recorded for any token.
     """
 
     ids: NDArray[np.int32]
@@ -112,7 +111,6 @@ class Forest:
     rows: LongArray
     row_temperature: NDArray[np.float32]
     record_row: LongArray
-    record_sample: LongArray
     routed_experts: NDArray[np.int32] | None = None
 
     @property
@@ -160,9 +158,6 @@ def collate(samples: Sequence[Sample]) -> Forest:
         row_temperature=unique[1].astype(np.float32),
         # numpy 2.0.0 returns the inverse with two dimensions, other versions with one.
         record_row=np.asarray(inverse, np.int64).reshape(-1),
-        record_sample=np.repeat(
-            np.arange(len(samples)), [len(sample.records) for sample in samples]
-        ),
         routed_experts=_routed_experts(joined),
     )
 

@@ -271,21 +271,12 @@ class _Loop:
         return (*inside, last) if self.config.eval.after else tuple(inside)
 
     def _feed(self) -> Feed:
-        warning = NoSignalWarning(self.notify)
-        if self.config.train.async_steps:
-            return StreamFeed(
-                self.config,
-                self.rollouts,
-                self.run,
-                warning=warning,
-                notify=self.notify,
-                on_progress=self.reporter.on_rollouts,
-            )
-        return SyncFeed(
+        kind: type[Feed] = StreamFeed if self.config.train.async_steps else SyncFeed
+        return kind(
             self.config,
             self.rollouts,
             self.run,
-            warning=warning,
+            warning=NoSignalWarning(self.notify),
             notify=self.notify,
             on_progress=self.reporter.on_rollouts,
         )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rolltree.errors import ConfigError, TrainingError, did_you_mean
+from rolltree.errors import ConfigError, TrainingError, did_you_mean, import_extra
 from rolltree.training.ranks import reshard, whole
 from rolltree.training.sections import ModelSection
 
@@ -36,13 +36,7 @@ def add_adapter(model: Any, section: ModelSection, seed: int) -> None:
     Raises:
         ConfigError: peft is missing, or a target cannot have an adapter in this model.
     """
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ImportError as error:
-        raise ConfigError(
-            "model.lora_rank is set, and adapters need the package peft, which is not installed. "
-            "Install it: pip install 'rolltree[train]'"
-        ) from error
+    peft = import_extra("peft", "model.lora_rank", "rolltree[train]")
     linear, experts = _linear_layers(model), _expert_weights(model)
     known = {*linear.values(), *experts.values()}
     for target in section.lora_targets:
@@ -62,9 +56,9 @@ def add_adapter(model: Any, section: ModelSection, seed: int) -> None:
             f"model.lora_rank is set, and {type(model).__name__} has no linear layer that could "
             "have an adapter. Leave model.lora_rank out to train its weights."
         )
-    config: Any = LoraConfig(
+    config = peft.LoraConfig(
         r=section.lora_rank,
-        lora_alpha=section.lora_alpha or 2 * section.lora_rank,  # type: ignore[arg-type]
+        lora_alpha=section.lora_alpha or 2 * section.lora_rank,
         target_modules=layers,
         target_parameters=weights,
         lora_dropout=0.0,
@@ -82,7 +76,7 @@ def add_adapter(model: Any, section: ModelSection, seed: int) -> None:
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about kinds of targets that a model lacks
         torch.manual_seed(seed)
-        inject_adapter_in_model(config, holder, ADAPTER)
+        peft.inject_adapter_in_model(config, holder, ADAPTER)
     # peft froze these parameters; `take_off` lets them train again.
     model._rolltree_trained = trained
     # transformers sets both when it adds an adapter itself, and reads them when it saves.
@@ -309,7 +303,7 @@ def plain_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
     # After a forward pass without a backward pass, FSDP leaves the root's parameters gathered.
     reshard(model)
     adapted = adapted_modules(model)
-    for name, tensor in _own_tensors(model).items():
+    for name, tensor in own_tensors(model).items():
         if ".lora_" in name:
             continue
         value = whole(tensor)
@@ -319,7 +313,7 @@ def plain_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
         yield name.replace(_BELOW, ""), value
 
 
-def _own_tensors(model: Any) -> dict[str, Tensor]:
+def own_tensors(model: Any) -> dict[str, Tensor]:
     """Return the parameters, tied ones once, and the buffers that a state dict has."""
     # `named_buffers` also lists buffers that no state dict has, such as rotary angles.
     saved = set(model.state_dict(keep_vars=True))
@@ -394,7 +388,7 @@ def copy_weights(model: Any, served: Any | None) -> None:
     Raises:
         TrainingError: the copy has different tensors, so a part of it would stay as it was.
     """
-    targets = {} if served is None else _own_tensors(served)
+    targets = {} if served is None else own_tensors(served)
     left = set(targets)
     for name, value in plain_tensors(model):
         # Ranks without a copy still take part in gathering each tensor.

@@ -15,15 +15,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias
 
-from rolltree.errors import ConfigError, UnknownName, did_you_mean
+from rolltree.errors import ConfigError, look_up
 
 # The configuration reads these tables without importing torch.
 if TYPE_CHECKING:
     from torch import Tensor
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,17 +230,6 @@ def get_loss(name: str) -> Loss:
         UnknownName: there is no such loss.
     """
     return look_up("loss", name, LOSSES)
-
-
-def look_up(kind: str, name: str, table: Mapping[str, T]) -> T:
-    """Return a row of a table.
-
-    Raises:
-        UnknownName: the table has no row of this name.
-    """
-    if name not in table:
-        raise UnknownName(f"there is no {kind} {name!r}.{did_you_mean(name, table)}")
-    return table[name]
 
 
 # -- KL estimates --------------------------------------------------------------------------------

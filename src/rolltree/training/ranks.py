@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor
 from rolltree.errors import ConfigError, RankLost
 from rolltree.samples import SampleStream
 from rolltree.training.forward import LogprobModel
+from rolltree.training.recompute import outermost
 from rolltree.types import Sample
 
 STOP = "stop"
@@ -270,7 +271,6 @@ def _own_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     sharded one cannot be sharded again.
     """
     names = set(getattr(model, "_no_split_modules", None) or ())
-    found: list[torch.nn.Module] = []
 
     # Counts a parameter once per module that holds it, so a shared one has a larger count in the
     # whole model than in either of its modules.
@@ -279,16 +279,11 @@ def _own_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
     everywhere = uses(model)
 
-    def walk(module: torch.nn.Module) -> None:
-        for child in module.children():
-            # Every use of its parameters is inside it.
-            if type(child).__name__ in names and uses(child).items() <= everywhere.items():
-                found.append(child)
-            else:
-                walk(child)
+    def stands_alone(child: torch.nn.Module) -> bool:
+        # Every use of its parameters is inside it.
+        return type(child).__name__ in names and uses(child).items() <= everywhere.items()
 
-    walk(model)
-    return found
+    return outermost(model, stands_alone)
 
 
 def reshard(model: torch.nn.Module) -> None:

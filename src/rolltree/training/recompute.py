@@ -22,19 +22,17 @@ _TOLERANCE = 1e-3
 """Largest difference of the probe, relative to the largest value; dropout of 1 % gives more."""
 
 
+def outermost(module: nn.Module, wanted: Callable[[nn.Module], bool]) -> list[nn.Module]:
+    """Return the wanted modules inside a module, without those inside another wanted one."""
+    found: list[nn.Module] = []
+    for child in module.children():
+        found += [child] if wanted(child) else outermost(child, wanted)
+    return found
+
+
 def recomputable_layers(model: Any) -> list[nn.Module]:
     """Return the layers of a model whose activations can be recomputed, outermost ones only."""
-    found: list[nn.Module] = []
-
-    def walk(module: nn.Module) -> None:
-        for child in module.children():
-            if isinstance(child, GradientCheckpointingLayer):
-                found.append(child)
-            else:
-                walk(child)
-
-    walk(model)
-    return found
+    return outermost(model, lambda child: isinstance(child, GradientCheckpointingLayer))
 
 
 @contextmanager

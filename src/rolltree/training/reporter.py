@@ -91,20 +91,21 @@ class TrainReport(Finished):
 
     def _repr_html_(self) -> str:
         """Return the steps as a table for a notebook, with what to do next."""
-        rows = [
-            (row["step"], *(_shown(row.get(name)) for name in _COLUMNS.values()))
-            for row in self.rows()
-        ]
         lines = [f"{done.phase}: held-out reward {_shown(done.reward)}" for done in self.eval_curve]
         lines += [f"next: {each}" for each in self.advice]
-        return html_table(f"run {self.run_path}", ("step", *_COLUMNS), rows) + html_lines(lines)
+        heads, *cells = self._cells()
+        return html_table(f"run {self.run_path}", heads, cells) + html_lines(lines)
 
-    def __repr__(self) -> str:
-        heads = ["step", *_COLUMNS]
-        cells = [
+    def _cells(self) -> list[list[str]]:
+        """Return the heads of the printed columns, and a row per step."""
+        rows = [
             [str(row["step"]), *(_shown(row.get(name)) for name in _COLUMNS.values())]
             for row in self.rows()
         ]
+        return [["step", *_COLUMNS], *rows]
+
+    def __repr__(self) -> str:
+        heads, *cells = self._cells()
         # Show the beginning and the end, which fit a screen.
         if len(cells) > 12:
             cells = [*cells[:5], ["..."] + [""] * len(_COLUMNS), *cells[-6:]]

@@ -445,23 +445,15 @@ def weight_way(
             address=address,
         )
 
-    def auto() -> Way:
-        # Only files on disk have the names of the checkpoint.
-        if is_renamed(model):
-            return AutoWay(
-                [disk()], because="its tensors are named differently from its checkpoint's"
-            )
+    if publish == "disk":
+        return disk()
+    # Only files on disk have the names of the checkpoint.
+    if publish == "auto" and is_renamed(model):
+        return AutoWay([disk()], because="its tensors are named differently from its checkpoint's")
+    if publish == "auto":
         return AutoWay([SharedWay(tensors), transfer(), disk()])
-
-    if publish in ("shared", "transfer"):
-        check_served_names(model, "engine.publish = 'disk'")
-    ways: dict[PublishName, Callable[[], Way]] = {
-        "auto": auto,
-        "shared": lambda: SharedWay(tensors),
-        "transfer": transfer,
-        "disk": disk,
-    }
-    return ways[publish]()
+    check_served_names(model, "engine.publish = 'disk'")
+    return SharedWay(tensors) if publish == "shared" else transfer()
 
 
 def is_renamed(model: Any) -> bool:

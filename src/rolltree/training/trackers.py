@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rolltree.errors import ConfigError, UnknownName, did_you_mean
+from rolltree.errors import ConfigError, look_up
 from rolltree.files import odd_kind, read_regular, write_whole
 from rolltree.redact import redact, redact_text, shown_command
 from rolltree.training.config import TrainConfig
@@ -203,8 +203,7 @@ class Trackers:
         self._config, self._notify = config, notify
         self._sinks: dict[str, Sink] = {}
         for name in config.track.to:
-            if name not in TRACKERS:
-                raise UnknownName(f"there is no tracker {name!r}.{did_you_mean(name, TRACKERS)}")
+            look_up("tracker", name, TRACKERS)
 
     def open(self, path: Path, first_step: int) -> None:
         """Open the trackers of the run at `path`.

@@ -18,25 +18,21 @@ Check: TypeAlias = Callable[[Any], str | None]
 """Takes a model's text configuration; returns why tree training is not exact for it, or None."""
 
 
-def _exact(_config: Any) -> None:
-    """Return None: nothing rules these layers out."""
-
-
-LAYER_TYPES: dict[str, Check] = {
-    **dict.fromkeys(("full_attention", "sliding_attention", "chunked_attention"), _exact),
-    # These compute each token by itself.
-    **dict.fromkeys(("moe", "mlp"), _exact),
-    # For these the code of the layers is checked (`unknown_recurrence`).
-    **dict.fromkeys(RECURRENT_TYPES, _exact),
-}
+LAYER_TYPES = frozenset(
+    {
+        *("full_attention", "sliding_attention", "chunked_attention"),
+        # These compute each token by itself.
+        *("moe", "mlp"),
+        # For these the code of the layers is checked (`unknown_recurrence`).
+        *RECURRENT_TYPES,
+    }
+)
 """Supported entries of `config.layer_types`. Others are refused by name."""
 
 
 def _layer_types(config: Any) -> str | None:
-    names = sorted({*(getattr(config, "layer_types", None) or [])})
-    if other := [name for name in names if name not in LAYER_TYPES]:
-        return f"it has layers of type {', '.join(other)}"
-    return next((reason for name in names if (reason := LAYER_TYPES[name](config))), None)
+    others = sorted({*(getattr(config, "layer_types", None) or [])} - LAYER_TYPES)
+    return f"it has layers of type {', '.join(others)}" if others else None
 
 
 def _shape(config: Any) -> str | None:

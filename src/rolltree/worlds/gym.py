@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from rolltree.errors import ConfigError, did_you_mean
+from rolltree.errors import ConfigError, did_you_mean, import_extra
 from rolltree.seeds import MAX_SEED
 from rolltree.steps import StepOutcome
 from rolltree.types import Info
@@ -226,13 +226,7 @@ def gym_maker(world: Any, args: dict[str, Any]) -> Any:
     """
     if not isinstance(world, str):
         return (lambda: world(**args)) if args else world
-    try:
-        import gymnasium
-    except ImportError as error:
-        raise ConfigError(
-            f"making {world!r} by its id needs the `gymnasium` package. Install it with "
-            "`pip install rolltree[envs]`."
-        ) from error
+    gymnasium = import_extra("gymnasium", f"making {world!r} by its id", "rolltree[envs]")
     # For an id with a package, `make` imports that package, which registers the id.
     if ":" not in world and world not in gymnasium.registry:
         raise ConfigError(

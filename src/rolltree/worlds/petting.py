@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from rolltree.errors import ConfigError, did_you_mean
+from rolltree.errors import ConfigError, did_you_mean, import_extra
 from rolltree.seeds import MAX_SEED
 from rolltree.steps import StepOutcome
 from rolltree.types import Info
@@ -207,13 +207,7 @@ class TurnGame(_Game):
 def _maker(kind: str, world: Any, args: dict[str, Any]) -> Any:
     if not isinstance(world, str):
         return (lambda: world(**args)) if args else world
-    try:
-        import pettingzoo
-    except ImportError as error:
-        raise ConfigError(
-            f"playing {world!r} needs the `pettingzoo` package. Install it with "
-            "`pip install rolltree[worlds]`."
-        ) from error
+    pettingzoo = import_extra("pettingzoo", f"playing {world!r}", "rolltree[worlds]")
     known = {"aec": pettingzoo.aec_registry, "parallel": pettingzoo.parallel_registry}[kind]
     if world not in known:
         raise ConfigError(

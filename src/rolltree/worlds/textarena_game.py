@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from rolltree.errors import ConfigError, did_you_mean
+from rolltree.errors import ConfigError, did_you_mean, import_extra
 from rolltree.seeds import MAX_SEED
 from rolltree.steps import StepOutcome
 from rolltree.types import Info
@@ -139,16 +139,10 @@ def game_maker(game: str | Callable[..., Any], args: dict[str, Any]) -> Callable
     """
     if not isinstance(game, str):
         return lambda: game(**args)
-    try:
-        import textarena
-        from textarena.envs.registration import ENV_REGISTRY
-    except ImportError as error:
-        raise ConfigError(
-            f"playing {game!r} needs the `textarena` package. Install it with "
-            "`pip install rolltree[worlds]`."
-        ) from error
-    if game not in ENV_REGISTRY:
-        raise ConfigError(f"TextArena has no game {game!r}.{did_you_mean(game, ENV_REGISTRY)}")
+    textarena = import_extra("textarena", f"playing {game!r}", "rolltree[worlds]")
+    known = textarena.envs.registration.ENV_REGISTRY
+    if game not in known:
+        raise ConfigError(f"TextArena has no game {game!r}.{did_you_mean(game, known)}")
     return lambda: textarena.make(game, **args)
 
 
