@@ -70,6 +70,14 @@ def other_temperature(record):
     record["state"]["steps"][0]["extras"]["temperature"] = 1.0
 
 
+def count_in_words(record):
+    record["state"]["steps"][0]["extras"]["num_completion_tokens"] = "many"
+
+
+def time_in_words(record):
+    record["state"]["fields"]["timing"] = {"generation_ms": "long"}
+
+
 def replaced_ids(record):
     record["state"]["steps"][0]["assigned"] = {"completion_ids": [1, 2, 3]}
 
@@ -160,6 +168,8 @@ CORRUPTIONS = {
         *(lambda c, v: c.trained(v, advantage=lambda a: a + 0.5), "advantages"),
         "advantage_differs",
     ),
+    "a count that is a word": (lambda c, v: c.record(v, count_in_words), "steps", "metrics_differ"),
+    "a time that is a word": (lambda c, v: c.record(v, time_in_words), "steps", "metrics_differ"),
     "a step gone": (lambda c, v: c.step(2, None), "steps", "missing_step"),
     "a step's metric": (lambda c, v: c.step(2, {"reward/mean": 0.9}), "steps", "metrics_differ"),
 }

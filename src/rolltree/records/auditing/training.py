@@ -367,7 +367,14 @@ class TrainingAudit:
         self, row: StepRow, sampled: Sequence[RolloutFacts], credit: Mapping[str, float]
     ) -> None:
         # By the function that training used. Without a state of any rollout, only errors count.
-        found = rollout_metrics(_results(sampled))
+        try:
+            found = rollout_metrics(_results(sampled))
+        except (TypeError, ValueError, AttributeError, OverflowError) as error:
+            said = (
+                f"the metrics of step {row.step} cannot be computed: a record was changed ({error})"
+            )
+            self.ledger.find("steps", "metrics_differ", said, step=row.step)
+            return
         is_played = any(item.state is not None for item in sampled)
         right = dict(credit)
         right |= {name: found[name] for name in found if is_played or name.startswith("error/")}
