@@ -233,6 +233,7 @@ own("edits", "several_calls", settings=_ALONE)
 own("edits", "several_calls", "tokens", settings={**_WITH_TOKENS, **_ALONE})
 own("edits", "one_turn_asks", settings=_FEW)
 own("edits", "own_sampling")
+own("edits", "own_sampling", "two", settings={"sampling_args": {"n": 2}, **_ALONE})
 own("edits", "own_sampling", "given", settings={"sampling_args": {"extra_body": {"c": 3}}})
 for _name, _arguments in (
     ("list", "[1, 2]"),

@@ -139,6 +139,11 @@ DIFFERENCES: tuple[Difference, ...] = (
         Seen(r"result\.(no ids|dict|text)(\..*)?|requests.*", cases="generate_forms"),
     ),
     Difference(
+        "sampling arguments with `n=2` sample two answers, and the first is used",
+        "a ValueError: ask for more rollouts",
+        _outcome("edits_own_sampling_two"),
+    ),
+    Difference(
         "`get_dataset(seed=...)` shuffles the data set for all later callers",
         "it shuffles what it returns",
         Seen(r"result\.shuffled for everybody"),

@@ -364,6 +364,12 @@ def test_tools_can_be_set_and_completion_prompts_go_with_tools():
 # -- groups of environments ------------------------------------------------------------------------
 
 
+def test_environments_of_one_name_keep_their_rows():
+    envs = [vf.SingleTurnEnv(dataset=ROWS), vf.SingleTurnEnv(dataset=ROWS[:1])]
+    group = vf.EnvGroup(envs, env_names=["sums", "sums"])
+    assert (len(group.dataset), len(group.get_eval_dataset())) == (4, 4)
+
+
 def test_a_group_names_tasks_as_it_did():
     def other(completion):
         return 0.5
@@ -415,6 +421,16 @@ def test_results_are_a_mapping_and_are_written_as_vf_eval_does(tmp_path):
         2,
     )
     assert not {"date", "path_to_save"} & set(metadata)
+
+
+def test_rows_with_the_same_text_as_example_id_are_one_group():
+    def members(states):
+        return [len(states)] * len(states)
+
+    env = vf.SingleTurnEnv(dataset=ROWS, rubric=vf.Rubric([members]))
+    rows = [{**env.get_eval_inputs()[0], "example_id": name} for name in ("b", "a", "b")]
+    results = env.generate_sync(rows, Client("1"), model="m")
+    assert (results["example_id"], results["reward"]) == (["a", "b", "b"], [1.0, 2.0, 2.0])
 
 
 def test_results_are_saved_on_the_way(tmp_path, monkeypatch):

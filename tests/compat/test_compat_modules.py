@@ -1,6 +1,7 @@
 """Module paths, names and helpers of verifiers 0.1.8."""
 
 import importlib
+import inspect
 import logging
 import subprocess
 import sys
@@ -37,6 +38,13 @@ def test_every_module_has_its_names(path):
         assert getattr(module, name) is getattr(vf, name)
     with pytest.raises(AttributeError, match="nothing_such"):
         _ = module.nothing_such
+
+
+def test_names_are_listed_as_by_dir_of_the_real_modules():
+    tools = importlib.import_module("rolltree.compat.verifiers.utils.tools")
+    found = dict(inspect.getmembers(tools, inspect.isfunction))  # a common way to collect tools
+    assert {"ask", "calculator", "python", "search"} <= set(found)
+    assert {"Rubric", "State", "ToolEnv", "TextArenaEnv", "load_environment"} <= set(dir(vf))
 
 
 @pytest.mark.parametrize("name", SOURCE_OF)
@@ -136,6 +144,7 @@ def test_messages():
     assert messages_to_printable("text") == "text"
     assert messages_to_printable([hello]) == [hello]
     called = {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}
+    assert sanitize_tool_calls(None) is None
     assert sanitize_tool_calls([called, hello]) == [
         {**called, "tool_calls": ['{"id": "1"}']},
         hello,

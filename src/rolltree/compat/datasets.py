@@ -92,8 +92,8 @@ def as_rows(data: Data, row_format: RowFormat) -> Rows:
         made = dict(row)
         if isinstance(made["prompt"], str) and row_format.message_type == "chat":
             made["prompt"] = [{"role": "user", "content": made["prompt"]}]
-        # Rows are grouped by it, and verifiers fails without it; it numbers rows by position.
-        if not isinstance(made.get("example_id"), int):
+        # Rows are grouped by it, a text as well as a number; verifiers fails without it.
+        if not isinstance(made.get("example_id"), (int, str)):
             made["example_id"] = index
         made.setdefault("task", row_format.env_id or "default")
         return made

@@ -90,8 +90,10 @@ class EnvGroup(Environment, rooms.EnvGroup):
             raise ConfigError("Number of env_names must match number of envs")
         self.env_map = dict(zip(self.env_names, self.envs, strict=True))
         # verifiers calls `get_dataset`, which raises for an environment with evaluation data only.
-        trained = [(n, e.dataset) for n, e in self.env_map.items() if e.dataset is not None]
-        tested = [(n, e.get_eval_dataset()) for n, e in self.env_map.items()]
+        # Not from `env_map`: of environments with one name, the last plays the rows of all.
+        named = list(zip(self.env_names, self.envs, strict=True))
+        trained = [(name, env.dataset) for name, env in named if env.dataset is not None]
+        tested = [(name, env.get_eval_dataset()) for name, env in named]
         Environment.__init__(
             self,
             dataset=_joined(trained) if trained else None,

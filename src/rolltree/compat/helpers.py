@@ -118,7 +118,7 @@ def messages_to_printable(messages: Messages) -> Messages:
 
 def sanitize_tool_calls(messages: Messages) -> Messages:
     """Return a history whose tool calls are JSON text, for columns of one type."""
-    if isinstance(messages, str):
+    if not isinstance(messages, list):  # a text, or None: a rollout that has no completion
         return messages
     return [
         {

@@ -46,6 +46,10 @@ def __getattr__(name: str) -> Any:
     return _fetched(__name__, name)
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *MODULES["types"]})  # as there, with the names of `types`
+
+
 def _fetched(module: str, name: str) -> Any:
     """Return a submodule, a public name, or a name that `module` imports from another package."""
     path = f"{module}.{name}".removeprefix(f"{__name__}.")
@@ -79,6 +83,9 @@ class _Mirror(ModuleType):
         if name == "logger":
             return logging.getLogger(self.__name__.removeprefix("rolltree.compat."))
         return _fetched(self.__name__, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *self.__all__})
 
 
 write_to_stderr("verifiers", os.environ.get("VF_LOG_LEVEL", "INFO"))
