@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import urllib.request
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
@@ -14,12 +13,11 @@ from typing import Any
 import msgspec
 
 from rolltree.cluster.beat import Beats, Link
-from rolltree.errors import ConfigError, did_you_mean
+from rolltree.errors import ClusterError, ConfigError, did_you_mean
 from rolltree.store import to_plain
 from rolltree.training import Reporter
 from rolltree.training.reporter import TrainStart
 
-_LIMIT_S = 10.0
 _CALLS = ("on_start", "on_rollouts", "on_step", "on_eval_progress", "on_eval", "on_notice")
 
 
@@ -32,7 +30,7 @@ class HeadReporter(Reporter):
 
     def __init__(self, link: Link, beats: Beats) -> None:
         self._link, self._beats = link, beats
-        self._bodies: queue.Queue[bytes] = queue.Queue(1000)
+        self._bodies: queue.Queue[dict[str, Any]] = queue.Queue(1000)
         threading.Thread(target=self._send, name="rolltree-relay", daemon=True).start()
 
     def on_start(self, start: TrainStart) -> None:
@@ -69,16 +67,14 @@ class HeadReporter(Reporter):
         self._put("on_notice", message=message)
 
     def _put(self, call: str, **values: Any) -> None:
-        body = msgspec.json.encode({"call": call, "values": to_plain(values)})
         with suppress(queue.Full):
-            self._bodies.put_nowait(body)
+            # As plain data now, since the training loop may change the values.
+            self._bodies.put_nowait({"call": call, "values": to_plain(values)})
 
     def _send(self) -> None:
-        url = f"{self._link.url}/progress"
         while True:
-            request = urllib.request.Request(url, self._bodies.get(), self._link.headers)
-            with suppress(OSError):
-                urllib.request.urlopen(request, timeout=_LIMIT_S).close()
+            with suppress(OSError, ClusterError):
+                self._link.ask("/progress", self._bodies.get())
 
 
 def relayed(reporter: Reporter, call: str, values: Mapping[str, Any]) -> None:
