@@ -1,37 +1,63 @@
 """Environments: data, worlds and rewards behind one interface."""
 
-from rolltree.environments.batch_runner import GenerateMetadata as GenerateMetadata
-from rolltree.environments.batch_runner import GenerateResults as GenerateResults
-from rolltree.environments.code import changed_code as changed_code
-from rolltree.environments.dataset import Rows as Rows
-from rolltree.environments.env_group import EnvGroup as EnvGroup
-from rolltree.environments.environment import Environment as Environment
-from rolltree.environments.harbor_env import HarborEnv as HarborEnv
-from rolltree.environments.lifecycle import cleanup as cleanup
-from rolltree.environments.lifecycle import stop as stop
-from rolltree.environments.lifecycle import teardown as teardown
-from rolltree.environments.mcp_env import MCPEnv as MCPEnv
-from rolltree.environments.mcp_env import MCPServer as MCPServer
-from rolltree.environments.multiturn import MultiTurnEnv as MultiTurnEnv
-from rolltree.environments.multiturn import SingleTurnEnv as SingleTurnEnv
-from rolltree.environments.project import eval_defaults as eval_defaults
-from rolltree.environments.project import own_max_tokens as own_max_tokens
-from rolltree.environments.project import train_config_file as train_config_file
-from rolltree.environments.protocol_env import ProtocolEnvironment as ProtocolEnvironment
-from rolltree.environments.reasoning_gym_env import ReasoningGymEnv as ReasoningGymEnv
-from rolltree.environments.registry import find_environment as find_environment
-from rolltree.environments.registry import known_environments as known_environments
-from rolltree.environments.registry import load_environment as load_environment
-from rolltree.environments.registry import load_object as load_object
-from rolltree.environments.sandbox_env import PythonEnv as PythonEnv
-from rolltree.environments.sandbox_env import SandboxEnv as SandboxEnv
-from rolltree.environments.scoring import score_episode as score_episode
-from rolltree.environments.tool_env import StatefulToolEnv as StatefulToolEnv
-from rolltree.environments.tool_env import ToolEnv as ToolEnv
-from rolltree.environments.worlds import GymEnv as GymEnv
-from rolltree.environments.worlds import OpenEnv as OpenEnv
-from rolltree.environments.worlds import TextArenaEnv as TextArenaEnv
-from rolltree.environments.worlds import WorldEnv as WorldEnv
-from rolltree.tools import Tool as Tool
-from rolltree.tools import ToolUnavailable as ToolUnavailable
-from rolltree.tools import convert_func_to_oai_tool as convert_func_to_oai_tool
+from rolltree.environments.batch_runner import GenerateMetadata, GenerateResults
+from rolltree.environments.code import changed_code
+from rolltree.environments.dataset import Rows
+from rolltree.environments.env_group import EnvGroup
+from rolltree.environments.environment import Environment
+from rolltree.environments.harbor_env import HarborEnv
+from rolltree.environments.lifecycle import cleanup, stop, teardown
+from rolltree.environments.mcp_env import MCPEnv, MCPServer
+from rolltree.environments.multiturn import MultiTurnEnv, SingleTurnEnv
+from rolltree.environments.project import eval_defaults, own_max_tokens, train_config_file
+from rolltree.environments.protocol_env import ProtocolEnvironment
+from rolltree.environments.reasoning_gym_env import ReasoningGymEnv
+from rolltree.environments.registry import (
+    find_environment,
+    known_environments,
+    load_environment,
+    load_object,
+)
+from rolltree.environments.sandbox_env import PythonEnv, SandboxEnv
+from rolltree.environments.scoring import score_episode
+from rolltree.environments.tool_env import StatefulToolEnv, ToolEnv
+from rolltree.environments.worlds import GymEnv, OpenEnv, TextArenaEnv, WorldEnv
+from rolltree.tools import Tool, ToolUnavailable, convert_func_to_oai_tool
+
+__all__ = [
+    "EnvGroup",
+    "Environment",
+    "GenerateMetadata",
+    "GenerateResults",
+    "GymEnv",
+    "HarborEnv",
+    "MCPEnv",
+    "MCPServer",
+    "MultiTurnEnv",
+    "OpenEnv",
+    "ReasoningGymEnv",
+    "ProtocolEnvironment",
+    "PythonEnv",
+    "Rows",
+    "SandboxEnv",
+    "SingleTurnEnv",
+    "StatefulToolEnv",
+    "TextArenaEnv",
+    "Tool",
+    "ToolEnv",
+    "ToolUnavailable",
+    "WorldEnv",
+    "changed_code",
+    "cleanup",
+    "convert_func_to_oai_tool",
+    "eval_defaults",
+    "find_environment",
+    "known_environments",
+    "load_environment",
+    "load_object",
+    "own_max_tokens",
+    "score_episode",
+    "stop",
+    "teardown",
+    "train_config_file",
+]

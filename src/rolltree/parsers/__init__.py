@@ -3,18 +3,40 @@
 Tool calls are parsed by `rolltree.inference`, because their format depends on the model.
 """
 
-from rolltree.parsers.actions import ActionParser as ActionParser
-from rolltree.parsers.actions import as_text as as_text
-from rolltree.parsers.actions import by_function as by_function
-from rolltree.parsers.actions import compose_parsers as compose_parsers
-from rolltree.parsers.actions import from_parser as from_parser
-from rolltree.parsers.actions import one_of as one_of
-from rolltree.parsers.actions import tagged as tagged
-from rolltree.parsers.actions import without_thinking as without_thinking
-from rolltree.parsers.parser import MaybeThinkParser as MaybeThinkParser
-from rolltree.parsers.parser import Parser as Parser
-from rolltree.parsers.parser import ThinkParser as ThinkParser
-from rolltree.parsers.parser import extract_boxed_answer as extract_boxed_answer
-from rolltree.parsers.parser import extract_hash_answer as extract_hash_answer
-from rolltree.parsers.parser import text_of as text_of
-from rolltree.parsers.xml import XMLParser as XMLParser
+from rolltree.parsers.actions import (
+    ActionParser,
+    as_text,
+    by_function,
+    compose_parsers,
+    from_parser,
+    one_of,
+    tagged,
+    without_thinking,
+)
+from rolltree.parsers.parser import (
+    MaybeThinkParser,
+    Parser,
+    ThinkParser,
+    extract_boxed_answer,
+    extract_hash_answer,
+    text_of,
+)
+from rolltree.parsers.xml import XMLParser
+
+__all__ = [
+    "ActionParser",
+    "MaybeThinkParser",
+    "Parser",
+    "ThinkParser",
+    "XMLParser",
+    "as_text",
+    "by_function",
+    "compose_parsers",
+    "extract_boxed_answer",
+    "extract_hash_answer",
+    "from_parser",
+    "one_of",
+    "tagged",
+    "text_of",
+    "without_thinking",
+]

@@ -3,24 +3,35 @@
 A protocol plays one episode and returns its rollouts.
 """
 
-from rolltree.protocols.budget import Budget as Budget
-from rolltree.protocols.budget import BudgetedClient as BudgetedClient
-from rolltree.protocols.delegation import DelegatingProtocol as DelegatingProtocol
-from rolltree.protocols.delegation import SubAgent as SubAgent
-from rolltree.protocols.delegation import delegate_tool as delegate_tool
-from rolltree.protocols.episode import EpisodeContext as EpisodeContext
-from rolltree.protocols.episode import Recording as Recording
-from rolltree.protocols.episode import RolloutBuilder as RolloutBuilder
-from rolltree.protocols.episode import open_world as open_world
-from rolltree.protocols.multi_agent import MultiAgentSyncProtocol as MultiAgentSyncProtocol
-from rolltree.protocols.multi_agent import Opponent as Opponent
-from rolltree.protocols.multi_agent import TurnProtocol as TurnProtocol
-from rolltree.protocols.player import ExternalToolHandler as ExternalToolHandler
-from rolltree.protocols.single import AgentSource as AgentSource
-from rolltree.protocols.single import InteractionProtocol as InteractionProtocol
-from rolltree.protocols.single import SingleAgentProtocol as SingleAgentProtocol
+from rolltree.protocols.budget import Budget, BudgetedClient
+from rolltree.protocols.delegation import DelegatingProtocol, SubAgent, delegate_tool
+from rolltree.protocols.episode import EpisodeContext, Recording, RolloutBuilder, open_world
+from rolltree.protocols.multi_agent import MultiAgentSyncProtocol, Opponent, TurnProtocol
+from rolltree.protocols.player import ExternalToolHandler
+from rolltree.protocols.single import AgentSource, InteractionProtocol, SingleAgentProtocol
 
 SingleAgentSyncProtocol = SingleAgentProtocol
 """Another name for `SingleAgentProtocol`."""
 MultiAgentProtocol = MultiAgentSyncProtocol
 """Another name for `MultiAgentSyncProtocol`."""
+
+__all__ = [
+    "AgentSource",
+    "Budget",
+    "DelegatingProtocol",
+    "ExternalToolHandler",
+    "InteractionProtocol",
+    "BudgetedClient",
+    "MultiAgentProtocol",
+    "MultiAgentSyncProtocol",
+    "Opponent",
+    "Recording",
+    "RolloutBuilder",
+    "EpisodeContext",
+    "SingleAgentProtocol",
+    "SingleAgentSyncProtocol",
+    "SubAgent",
+    "TurnProtocol",
+    "delegate_tool",
+    "open_world",
+]

@@ -3,17 +3,33 @@
 Gymnasium, PettingZoo and TextArena are imported only to make a world by its id.
 """
 
-from rolltree.steps import StepOutcome as StepOutcome
-from rolltree.worlds.gym import GymWorld as GymWorld
-from rolltree.worlds.gym import action_reader as action_reader
-from rolltree.worlds.interface import BAD_ACTION as BAD_ACTION
-from rolltree.worlds.interface import CanSnapshot as CanSnapshot
-from rolltree.worlds.interface import ParallelWorld as ParallelWorld
-from rolltree.worlds.interface import TurnWorld as TurnWorld
-from rolltree.worlds.interface import World as World
-from rolltree.worlds.interface import drive as drive
-from rolltree.worlds.open_env import OpenEnvWorld as OpenEnvWorld
-from rolltree.worlds.petting import ParallelGame as ParallelGame
-from rolltree.worlds.petting import TurnGame as TurnGame
-from rolltree.worlds.petting import board_text as board_text
-from rolltree.worlds.textarena_game import TextArenaWorld as TextArenaWorld
+from rolltree.steps import StepOutcome
+from rolltree.worlds.gym import GymWorld, action_reader
+from rolltree.worlds.interface import (
+    BAD_ACTION,
+    CanSnapshot,
+    ParallelWorld,
+    TurnWorld,
+    World,
+    drive,
+)
+from rolltree.worlds.open_env import OpenEnvWorld
+from rolltree.worlds.petting import ParallelGame, TurnGame, board_text
+from rolltree.worlds.textarena_game import TextArenaWorld
+
+__all__ = [
+    "BAD_ACTION",
+    "CanSnapshot",
+    "GymWorld",
+    "OpenEnvWorld",
+    "ParallelGame",
+    "ParallelWorld",
+    "StepOutcome",
+    "TextArenaWorld",
+    "TurnGame",
+    "TurnWorld",
+    "World",
+    "action_reader",
+    "board_text",
+    "drive",
+]
