@@ -34,6 +34,7 @@ def test_the_defaults_are_a_valid_config_and_round_trip():
         ({"optim": {"final_lr_share": 0.5}}, "the constant schedule never falls"),
         ({"optim": {"schedule": "cubic"}}, "optim.schedule is 'cubic': invalid enum value"),
         ({"train": 3}, "train is 3: expected `object`"),
+        ({"sampling": {"stop": ["a", 7]}}, "sampling.stop[1] is 7: expected `str`"),
         ({"train": {"num_steps": 0}}, "train.num_steps is 0"),
         ({"train": {"max_seq_len": 1}}, "train.max_seq_len"),
         (

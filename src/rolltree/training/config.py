@@ -342,8 +342,11 @@ def _check_names(data: Mapping[str, Any]) -> None:
 def _invalid(data: Any, where: str, text: str) -> str:
     """Return the message for a value that msgspec refused at the dotted key `where`."""
     names = where.split(".")
-    for name in names:
-        data = data.get(name) if isinstance(data, Mapping) else None
+    for name in where.replace("[", ".").replace("]", "").split("."):
+        if isinstance(data, list | tuple) and name.isdecimal():
+            data = data[int(name)]
+        else:
+            data = data.get(name) if isinstance(data, Mapping) else None
     allowed = _choices(names) if "enum" in text else []
     remedy = did_you_mean(str(data), allowed) if allowed else " Change it."
     if "Did you mean" in remedy:

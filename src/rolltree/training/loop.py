@@ -400,9 +400,10 @@ class _Loop:
             self.has_stood_still = True
             self.notify(
                 f"step {step} has no token to train: all of its rollouts are masked or left out "
-                "(truncation, mask_truncated_completions, failures, or masks of the environment), "
-                "so the weights stay as they are. If that goes on, nothing is learned. Raise "
-                f"sampling.max_tokens, or look at a few: rolltree show {self.run.path} "
+                "(truncation, mask_truncated_completions, failures, prompts beyond "
+                "train.max_seq_len, or masks of the environment), so the weights stay as they are. "
+                "If that goes on, nothing is learned. Raise sampling.max_tokens or "
+                f"train.max_seq_len, or look at a few: rolltree show {self.run.path} "
                 "--transcripts 3."
             )
         return {"train/num_records": 0.0, "train/grad_norm": 0.0}
