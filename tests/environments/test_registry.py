@@ -218,3 +218,9 @@ def test_evaluation_defaults_of_the_wrong_kind(here, text, said):
     (here / "environments" / "my_words" / "pyproject.toml").write_text(text)
     with pytest.raises(ConfigError, match=said):
         eval_defaults("my-words")
+
+
+def test_an_environment_that_ends_the_program_while_it_is_loaded_is_refused(here):
+    (here / "quits.py").write_text("raise SystemExit(0)\n")
+    with pytest.raises(ConfigError, match=r"'quits.py' called exit\(0\)"):
+        load_environment("quits.py")

@@ -27,7 +27,7 @@ from typing import Any
 
 from rolltree.compat.install import imported_real_version, provide
 from rolltree.environments.environment import Environment
-from rolltree.errors import ConfigError, UnknownName, did_you_mean
+from rolltree.errors import ConfigError, Terminated, UnknownName, did_you_mean
 
 GROUP = "rolltree.environments"
 FOLDER = "environments"
@@ -66,6 +66,13 @@ def load_environment(
         factory = find_environment(name)
         _check_arguments(name, factory, args)
         environment = factory(**args)
+    except Terminated:
+        raise
+    except SystemExit as error:
+        raise ConfigError(
+            f"the environment {name!r} called exit({error}) while it was loaded, so nothing was "
+            "started. Remove the call, or put it under `if __name__ == '__main__':`."
+        ) from error
     except Exception as error:  # an author's code may raise anything
         version = imported_real_version()
         if version is None or not _comes_from_verifiers(error):
