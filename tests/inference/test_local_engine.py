@@ -248,6 +248,7 @@ async def test_fields_that_ask_for_what_is_done_anyway_are_accepted() -> None:
         ({"max_batch": 0}, "max_batch"),
         ({"max_context": 513}, "512 positions"),
         ({"max_context": 1}, "max_context"),
+        ({"max_context": 0}, "max_context"),
         ({"prefill_chunk": 0}, "prefill_chunk"),
         ({"eos_token_ids": (VOCAB,)}, "vocabulary"),
     ],

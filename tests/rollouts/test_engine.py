@@ -134,7 +134,9 @@ async def test_two_requests_with_one_id_are_refused():
     [
         {"max_concurrent": 0},
         {"time_limit_s": 0.0},
+        {"time_limit_s": float("nan")},
         {"deadline_s": 0.0},
+        {"deadline_s": float("nan")},
         {"retries": -1},
         {"grace_s": -1.0},
     ],

@@ -36,6 +36,10 @@ def test_the_defaults_are_a_valid_config_and_round_trip():
         ({"train": 3}, "train is 3: expected `object`"),
         ({"sampling": {"stop": ["a", 7]}}, "sampling.stop[1] is 7: expected `str`"),
         ({"train": {"num_steps": 0}}, "train.num_steps is 0"),
+        ({"engine": {"max_context": 0}}, "engine.max_context is 0"),
+        ({"engine": {"kv_budget_bytes": -1}}, "engine.kv_budget_bytes is -1"),
+        ({"engine": {"time_limit_s": 0}}, "engine.time_limit_s is 0"),
+        ({"engine": {"deadline_s": float("nan")}}, "engine.deadline_s is nan"),
         ({"train": {"max_seq_len": 1}}, "train.max_seq_len"),
         (
             {"train": {"scope": "step", "share_prefix_across": "step"}},

@@ -204,12 +204,12 @@ class RolloutEngine:
             raise ConfigError(
                 f"max_concurrent is {max_concurrent}; no episode could ever run. Use at least 1."
             )
-        if time_limit_s is not None and time_limit_s <= 0:
+        if time_limit_s is not None and not time_limit_s > 0:  # so NaN is refused, too
             raise ConfigError(
                 f"time_limit_s is {time_limit_s}; every episode would be over before its first "
                 "turn. Use a positive number of seconds, or None for no limit."
             )
-        if deadline_s is not None and deadline_s <= 0:
+        if deadline_s is not None and not deadline_s > 0:
             raise ConfigError(
                 f"deadline_s is {deadline_s}; every rollout would be over before its first call. "
                 "Use a positive number of seconds, or None for no deadline."

@@ -117,14 +117,14 @@ class EngineSection(Section, frozen=True):
     probe_tolerance: Positive = 0.01
     away_limit_s: Positive = 1800.0
     max_batch: AtLeast1 = 64
-    max_context: int | None = None
-    kv_budget_bytes: int | None = None
+    max_context: AtLeast1 | None = None
+    kv_budget_bytes: AtLeast1 | None = None
     prefill_chunk: AtLeast1 = 2048
     batch_invariant: bool = False
     record_experts: bool = False
     max_concurrent: AtLeast1 = 64
-    time_limit_s: float | None = None
-    deadline_s: float | None = None
+    time_limit_s: Positive | None = None
+    deadline_s: Positive | None = None
     retries: AtLeast0 = 0
 
     def __post_init__(self) -> None:

@@ -78,10 +78,12 @@ class LocalEngine(EngineThread[LocalRequest]):
         config = model.config.get_text_config()
         own_limit = getattr(config, "max_position_embeddings", None) or DEFAULT_MAX_CONTEXT
         steady = max_stable_positions(model) or own_limit
+        if max_context is None:
+            max_context = min(own_limit, steady, DEFAULT_MAX_CONTEXT)
         super().__init__(
             eos_token_ids=eos_token_ids,
             max_batch=max_batch,
-            max_context=max_context or min(own_limit, steady, DEFAULT_MAX_CONTEXT),
+            max_context=max_context,
             version=version,
             seed=seed,
         )

@@ -302,13 +302,14 @@ def vllm_client(
     renderer = renderer or ChatRenderer(tokenizer, end_ids=ends)
     config = model.config.get_text_config()
     own_limit = getattr(config, "max_position_embeddings", None) or DEFAULT_MAX_CONTEXT
-    context = max_context or min(own_limit, DEFAULT_MAX_CONTEXT)
+    context = min(own_limit, DEFAULT_MAX_CONTEXT) if max_context is None else max_context
+    kv_bytes = _DEFAULT_KV_BYTES if kv_budget_bytes is None else kv_budget_bytes
     engine = VllmEngine(
         lambda: VllmBackend(
             folder,
             max_batch=max_batch,
             max_context=context,
-            kv_budget_bytes=kv_budget_bytes or _DEFAULT_KV_BYTES,
+            kv_budget_bytes=kv_bytes,
             prefill_chunk=prefill_chunk,
             seed=seed,
             **options,
