@@ -158,10 +158,6 @@ class Stopped(RolltreeError):
     """The program was stopped by SIGTERM; its progress is saved."""
 
 
-class Terminated(SystemExit):
-    """SIGTERM ends the process. A plain SystemExit of an environment's code is a failure."""
-
-
 INFRASTRUCTURE = frozenset(
     (
         *("ConnectionFailed", "CallTimeout", "ServerError", "BadResponse"),

@@ -2,9 +2,10 @@
 
 `wait_shielded` and `run_shielded` wait for work that must not be left half done, however often the
 task is cancelled. `being_cancelled` tells a cancellation of this task from a `CancelledError` that
-user code raised itself, for example by awaiting a task that it cancelled. `yield_fairly` keeps
-thousands of tasks that become ready at once from blocking the event loop, and `ShortCollections`
-keeps the garbage collector from blocking it. `allow_open_files` raises the limit on open files.
+user code raised itself, for example by awaiting a task that it cancelled; `Terminated` tells
+SIGTERM from an `exit()` of user code. `yield_fairly` keeps thousands of tasks that become ready at
+once from blocking the event loop, and `ShortCollections` keeps the garbage collector from blocking
+it. `allow_open_files` raises the limit on open files.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ def being_cancelled() -> bool:
     # A CancelledError alone proves nothing: awaiting a cancelled task raises one, too.
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
+
+
+class Terminated(SystemExit):
+    """SIGTERM ends the process. A plain SystemExit of an environment's code is a failure."""
 
 
 async def wait_shielded(work: asyncio.Future[Any]) -> asyncio.CancelledError | None:

@@ -5,9 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rubric_states import a_state, a_step
 
-from rolltree.errors import ConfigError, Terminated
+from rolltree.errors import ConfigError
 from rolltree.parsers import Parser, XMLParser
 from rolltree.rubrics import Rubric, run_inline, write_advantages
+from rolltree.tasks import Terminated
 
 
 @run_inline

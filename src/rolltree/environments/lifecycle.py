@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, overload
 
-from rolltree.errors import ModelError, Terminated, record_error
+from rolltree.errors import ModelError, record_error
+from rolltree.tasks import Terminated
 from rolltree.types import ErrorRecord, TruncationReason
 
 Role: TypeAlias = Literal["stop", "cleanup", "teardown"]

@@ -27,7 +27,8 @@ from typing import Any
 
 from rolltree.compat.install import imported_real_version, provide
 from rolltree.environments.environment import Environment
-from rolltree.errors import ConfigError, Terminated, UnknownName, did_you_mean
+from rolltree.errors import ConfigError, UnknownName, did_you_mean
+from rolltree.tasks import Terminated
 
 GROUP = "rolltree.environments"
 FOLDER = "environments"

@@ -18,13 +18,7 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from rolltree.errors import (
-    INFRASTRUCTURE,
-    ConfigError,
-    RolloutTimeout,
-    Terminated,
-    record_error,
-)
+from rolltree.errors import INFRASTRUCTURE, ConfigError, RolloutTimeout, record_error
 from rolltree.inference.client import as_client, check_tools
 from rolltree.inference.deadline import RolloutClient
 from rolltree.rollouts.requests import (
@@ -46,7 +40,13 @@ from rolltree.samples import (
     build_samples,
     sample_meta,
 )
-from rolltree.tasks import ShortCollections, allow_open_files, being_cancelled, yield_fairly
+from rolltree.tasks import (
+    ShortCollections,
+    Terminated,
+    allow_open_files,
+    being_cancelled,
+    yield_fairly,
+)
 from rolltree.types import (
     ErrorRecord,
     RolloutRequest,

@@ -16,7 +16,8 @@ from pathlib import Path
 from traceback import walk_tb
 from typing import Any, Literal, TypeAlias, TypeVar
 
-from rolltree.errors import ConfigError, Terminated, did_you_mean, record_error
+from rolltree.errors import ConfigError, did_you_mean, record_error
+from rolltree.tasks import Terminated
 from rolltree.threads import run_in_pool
 from rolltree.types import ErrorRecord, State
 
