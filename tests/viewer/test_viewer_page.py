@@ -280,6 +280,13 @@ def test_a_group_of_several_agents_is_a_tree_for_each(tab, page):
     assert tab.page.locator(".ending").count() == len(group["members"])
 
 
+ROW_IN_SIGHT = """() => {
+  const top = document.querySelector(".vtable").getBoundingClientRect().top;
+  const rows = [...document.querySelectorAll(".vbody .vrow a")];
+  return rows.find((row) => row.getBoundingClientRect().top > top + 100)?.getAttribute("href");
+}"""
+
+
 def test_going_back_leads_to_the_row_one_came_from(browser, start, tmp_path):
     golden_kit.unpack("demo-seed1", tmp_path / "demo")
     tab = Tab(browser, start(tmp_path / "demo").link)
@@ -287,9 +294,9 @@ def test_going_back_leads_to_the_row_one_came_from(browser, start, tmp_path):
     table = tab.page.locator(".vtable")
     table.evaluate("(box) => { box.scrollTop = 9000; }")
     tab.page.wait_for_function("() => history.state?.table === 9000")
-    row = tab.page.locator(".vbody .vrow a").nth(20)
-    address = row.get_attribute("href")
-    row.click()
+    # By its address: while rows are still loading, another one may become the twentieth.
+    address = tab.page.wait_for_function(ROW_IN_SIGHT).json_value()
+    tab.page.locator(f".vbody .vrow a[href='{address}']").click()
     tab.ready(address)
     assert tab.page.evaluate("() => scrollY") == 0
     tab.page.go_back()
@@ -297,6 +304,25 @@ def test_going_back_leads_to_the_row_one_came_from(browser, start, tmp_path):
     assert table.evaluate("(box) => box.scrollTop") == 9000
     tab.page.context.close()
     assert tab.said == []
+
+
+def test_a_row_that_is_pressed_while_its_values_arrive_opens(browser, start, tmp_path):
+    """A row that is drawn anew between press and release gets no click."""
+    golden_kit.unpack("demo-seed1", tmp_path / "demo")
+    tab = Tab(browser, start(tmp_path / "demo").link)
+    held = []
+    tab.page.route("**/previews*", lambda route: held.append(route))
+    tab.open("#/run/demo/rollouts")
+    address = tab.page.wait_for_function(ROW_IN_SIGHT).json_value()
+    tab.page.wait_for_timeout(500)
+    tab.page.locator(f".vbody .vrow a[href='{address}']").hover()
+    tab.page.mouse.down()
+    with tab.page.expect_response("**/previews*"):
+        held.pop().continue_()
+    tab.page.wait_for_timeout(200)
+    tab.page.mouse.up()
+    tab.ready(address)
+    tab.page.context.close()
 
 
 def test_runs_are_compared_with_the_first_that_was_chosen(browser, start, tmp_path):

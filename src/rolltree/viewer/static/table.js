@@ -24,6 +24,7 @@ export async function virtualTable({ columns, fetchRows, begun, link, sort, onSo
   };
   let asked = new Set();
   let rest = 0;
+  let held = null; // settles when the pointer is released
   const first = begun ?? await fetchRows(0, PAGE);
   pages.set(0, first.rows);
   let total = first.total;
@@ -110,6 +111,7 @@ export async function virtualTable({ columns, fetchRows, begun, link, sort, onSo
     if (!rows.length || !box.isConnected) return;
     rows.forEach((row) => asked.add(addressOf(row)));
     const found = await complete(rows).catch(() => new Map());
+    await held; // a row that is drawn anew while it is pressed gets no click
     for (const [address, more] of found) {
       if (JSON.stringify(extras.get(address)) !== JSON.stringify(more)) extras.set(address, more);
     }
@@ -158,6 +160,7 @@ export async function virtualTable({ columns, fetchRows, begun, link, sort, onSo
       const isSame = (row, at) => known[at] && JSON.stringify(known[at]) === JSON.stringify(row);
       fresh.set(number, rows.map((row, at) => isSame(row, at) ? known[at] : row)); // its element keeps the focus
     }
+    await held;
     pages.clear();
     for (const [number, rows] of fresh) pages.set(number, rows);
     total = now.total;
@@ -175,6 +178,11 @@ export async function virtualTable({ columns, fetchRows, begun, link, sort, onSo
     drawn.get(marked)?.element.classList.add("marked");
   }
 
+  body.addEventListener("pointerdown", () => {
+    held = new Promise((done) => {
+      for (const end of ["pointerup", "pointercancel"]) addEventListener(end, () => setTimeout(done), { once: true });
+    });
+  });
   box.addEventListener("refresh", (event) => { event.detail.done = refresh(); });
   box.addEventListener("scroll", () => {
     if (!isDue) requestAnimationFrame(() => { isDue = false; draw(); });
