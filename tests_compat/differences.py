@@ -215,13 +215,6 @@ DIFFERENCES: tuple[Difference, ...] = (
         Seen(r"result\.no timing\.\w+", cases="scored_by_hand"),
     ),
     Difference(
-        "`generate` plays a group with `run_group`, which environments may override",
-        "an override is not called, and a warning says so; `rollout`, `run_rollout` and the "
-        "rubric's `score_group` are",
-        Seen(rf"{_STATE}\.members", cases="overrides_grouped"),
-        Seen(rf"{_STATE}\.keys", cases="overrides_grouped"),
-    ),
-    Difference(
         "`init_state` asks for a client and a model; `generate` does not know `score_rollouts`",
         "both may be left out; `score_rollouts=False` plays and does not score",
         Seen(r"result\.(alone|score_rollouts)(\..*)?|requests.*", cases="begun_by_hand"),

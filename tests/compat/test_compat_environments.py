@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import rolltree as rt
 from rolltree.compat import verifiers as vf
 from rolltree.errors import ConfigError
 from rolltree.samples import build_samples
@@ -164,15 +165,36 @@ def test_stop_conditions_come_by_priority_then_alphabet_and_before_a_call_only()
     assert (state["stop_condition"], len(state["trajectory"])) == ("a", 2)  # one call after the end
 
 
-def test_a_run_group_of_the_authors_own_is_said_to_be_left_out(caplog):
-    class Grouped(Talk):
-        async def run_group(self, *args, **settings):
-            return await super().run_group(*args, **settings)
+class Grouped(Talk):
+    """A game of two players, for example: a group has twice as many states as inputs."""
 
-    play(Talk(dataset=ROWS, max_turns=1), Client("1"))
+    async def run_group(self, inputs, *args, **settings):
+        if inputs[0]["example_id"] == self.env_args.get("broken"):
+            raise LookupError("no board")
+        states = await super().run_group(inputs, *args, **settings)
+        return [state | {"player": player} for state in states for player in range(2)]
+
+
+def test_generate_calls_a_run_group_of_the_authors_own(caplog):
+    env, client = Grouped(dataset=ROWS, max_turns=1), Client("1")
+    results = play(env, client, num_examples=2, rollouts_per_example=3)
+    assert [state["player"] for state in results.state] == [0, 1] * 6
+    ids = [state["example_id"] for state in results.state]
+    assert ids == sorted(ids)
+    assert [len(set(ids)), len(ids)] == [2, 12]
+    assert None not in results.reward
     assert "run_group" not in caplog.text
-    play(Grouped(dataset=ROWS, max_turns=1), Client("1"), num_examples=-1)
-    said = [text for text in caplog.messages if "Grouped.run_group is not called" in text]
+
+
+def test_a_run_group_that_fails_ends_generate():
+    with pytest.raises(LookupError, match="no board"):
+        play(Grouped(dataset=ROWS, max_turns=1, env_args={"broken": 0}), Client("1"))
+
+
+async def test_elsewhere_a_run_group_of_the_authors_own_is_said_to_be_left_out(caplog):
+    env = Grouped(dataset=ROWS, max_turns=1)
+    await rt.evaluate_async(env, ScriptedClient(lambda messages: "1"))
+    said = [text for text in caplog.messages if "Grouped.run_group is called by generate" in text]
     assert len(said) == 1
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from contextvars import ContextVar
 from copy import deepcopy
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import wraps
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 from rolltree.compat.helpers import maybe_semaphore
 from rolltree.compat.model_calls import MissingClient, async_client, is_direct
@@ -35,7 +36,14 @@ from rolltree.inference.client import as_client
 from rolltree.rollouts import RolloutEngine, derive_seed
 from rolltree.rollouts.requests import current_episode
 from rolltree.tasks import run_sync
-from rolltree.types import MessageType, RolloutInput, RolloutResult, SamplingArgs, State
+from rolltree.types import (
+    MessageType,
+    RolloutInput,
+    RolloutRequest,
+    RolloutResult,
+    SamplingArgs,
+    State,
+)
 
 
 @dataclass(slots=True)
@@ -49,6 +57,9 @@ class Batch:
     # they get the caller's object itself.
     is_own: bool
     failures: list[Exception] = field(default_factory=list)  # at most one, the first
+
+
+RunGroup: TypeAlias = Callable[..., Awaitable[list[State]]]
 
 
 _BATCH: ContextVar[Batch | None] = ContextVar("rolltree_compat_batch", default=None)
@@ -76,6 +87,7 @@ async def run_batch(
     max_concurrent: int | None,
     max_scoring: int | None,
     on_group: Callable[[list[State]], None],
+    run_group: RunGroup | None = None,
     score: bool = True,
     show_progress: bool = False,
 ) -> list[State]:
@@ -103,6 +115,20 @@ async def run_batch(
     # Rows of one example may be apart (`get_eval_inputs` repeats the whole list), and a group
     # can only be scored when it is complete.
     requests.sort(key=lambda request: first[request.group_id])
+    if score and run_group is not None:
+        own = client if is_own else as_client(client, model)
+        playing = await maybe_semaphore(max_concurrent)
+
+        def play(group: list[RolloutInput]) -> Awaitable[list[State]]:
+            return run_group(group, own, model, deepcopy(args), playing, batch.scoring)
+
+        with _progress(len(first), len(requests), show_progress) as advance:
+
+            def on_played(states: list[State]) -> None:
+                on_group(states)
+                advance()
+
+            return await _run_groups(play, requests, on_played)
     limit = max_concurrent if max_concurrent and max_concurrent > 0 else len(requests)
     asked = as_client(MissingClient() if client is None else client, model)
     source = env if score else UnscoredSource(env)
@@ -126,6 +152,32 @@ async def run_batch(
     if batch.failures and all(result.error is not None for result in ordered):
         raise batch.failures[0]
     return [state for result in ordered for state in states_of(result)]
+
+
+async def _run_groups(
+    play: Callable[[list[RolloutInput]], Awaitable[list[State]]],
+    requests: Sequence[RolloutRequest],
+    on_group: Callable[[list[State]], None],
+) -> list[State]:
+    """Play whole groups; return their states, which need not be one for each input.
+
+    Raises:
+        Exception: the first failure, as in verifiers: it belongs to no rollout.
+    """
+    groups: dict[str, list[RolloutInput]] = {}
+    for request in requests:
+        groups.setdefault(request.group_id, []).append(request.input)
+    tasks = [asyncio.ensure_future(play(group)) for group in groups.values()]
+    states: list[State] = []
+    try:
+        for done in asyncio.as_completed(tasks):
+            group_states = await done
+            on_group(group_states)
+            states += group_states
+    finally:
+        for task in tasks:
+            task.cancel()
+    return sorted(states, key=lambda state: state.get("example_id", 0))
 
 
 def _by_group(results: Sequence[RolloutResult]) -> list[list[RolloutResult]]:
@@ -188,6 +240,10 @@ class Batches(BatchRunner):
     env_args: dict[str, Any]
     message_type: MessageType
 
+    def _own_run_group(self) -> RunGroup | None:
+        """Return `run_group` if it is the author's own."""
+        return None
+
     async def generate(
         self,
         inputs: Data,
@@ -242,6 +298,7 @@ class Batches(BatchRunner):
             max_concurrent=max_concurrent if playing is None else playing,
             max_scoring=max_concurrent if scoring is None else scoring,
             on_group=on_group,
+            run_group=self._own_run_group(),
             score=score_rollouts,
             show_progress=use_tqdm,
         )

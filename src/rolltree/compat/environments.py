@@ -19,7 +19,14 @@ from functools import cache
 from typing import Any, ClassVar, cast
 
 from rolltree import environments as rooms
-from rolltree.compat.batches import Batches, args_of_rollout, as_sent, current_batch, note_failure
+from rolltree.compat.batches import (
+    Batches,
+    RunGroup,
+    args_of_rollout,
+    as_sent,
+    current_batch,
+    note_failure,
+)
 from rolltree.compat.datasets import as_rows, is_hub_dataset, with_example_ids, with_prompts
 from rolltree.compat.helpers import (
     NullAsyncContext,
@@ -425,7 +432,7 @@ class Environment(OwnNames, Batches, rooms.Environment):
         sampling_args: SamplingArgs | None = None,
     ) -> list[State]:
         """Play one episode and return the state of its rollout."""
-        if getattr(self.run_group, "__func__", None) is not Environment.run_group:
+        if self._own_run_group() is not None:
             _warn_of_run_group(type(self))
         args = args_of_rollout(self.sampling_args, sampling_args)
         batch = current_batch()
@@ -470,6 +477,10 @@ class Environment(OwnNames, Batches, rooms.Environment):
         # In training and evaluation the engine limits scoring; only `generate` has its own limit.
         limit = NullAsyncContext() if batch is None else batch.scoring
         await self.rubric.score_group(list(states), score_sem=limit)
+
+    def _own_run_group(self) -> RunGroup | None:
+        is_ours = getattr(self.run_group, "__func__", None) is Environment.run_group
+        return None if is_ours else self.run_group
 
     async def run_group(
         self,
@@ -605,9 +616,9 @@ class SingleTurnEnv(MultiTurnEnv, rooms.SingleTurnEnv):
 def _warn_of_run_group(kind: type[Environment]) -> None:
     # The engine starts each rollout when there is room for one, not when there is for a group.
     kind.logger.warning(
-        "%s.run_group is not called: the rollouts of a group are played one by one, then scored "
-        "together, so what it does for a group is missing. Do it in rollout, or in score_group of "
-        "the rubric.",
+        "%s.run_group is called by generate and evaluate only: here, the rollouts of a group are "
+        "played one by one, then scored together, so what it does for a group is missing. Do it in "
+        "rollout, or in score_group of the rubric.",
         kind.__name__,
     )
 
