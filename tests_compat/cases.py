@@ -125,6 +125,7 @@ def own(environment: str, kind: str, name: str = "", arguments: Any = None, **fi
 
 
 _FEW = {"num_examples": 3}
+# What asks the same again is alone: else who comes first decides how often a request has come.
 _ALONE = {"num_examples": 3, "rollouts_per_example": 1}
 _WITH_TOKENS = {"num_examples": 3, "sampling_args": {"max_tokens": 40, **TOKENS}}
 
@@ -231,7 +232,7 @@ own("edits", "edited", "tokens", settings=_WITH_TOKENS)
 own("edits", "held", settings=_WITH_TOKENS)
 own("edits", "several_calls", settings=_ALONE)
 own("edits", "several_calls", "tokens", settings={**_WITH_TOKENS, **_ALONE})
-own("edits", "one_turn_asks", settings=_FEW)
+own("edits", "one_turn_asks", settings=_ALONE)
 own("edits", "own_sampling")
 own("edits", "own_sampling", "two", settings={"sampling_args": {"n": 2}, **_ALONE})
 own("edits", "own_sampling", "given", settings={"sampling_args": {"extra_body": {"c": 3}}})
