@@ -31,7 +31,7 @@ NOT_CAUSAL: dict[str, list[str]] = {
         "megatron-bert", "reformer", "rembert", "roberta", "roberta-prelayernorm", "roc_bert",
         "roformer", "xlm", "xlm-roberta", "xlm-roberta-xl", "xlnet", "xmod",
     ],
-    "wrappers of a language model and of what sees or hears": [
+    "language models with a vision or audio encoder": [
         "dots3_note", "fuyu", "gemma3", "gemma3n", "gemma4", "gemma4_unified", "git", "got_ocr2",
         "mllama", "moss_transcribe_diarize", "phi4_multimodal",
     ],

@@ -129,7 +129,7 @@ def _with_counts(text: str, rows: dict[str, Line]) -> str:
         sum(line.adapters in kinds for line in lines) for kinds in (("exact", "merged"), ("exact",))
     )
     counts = (
-        f"Of {len(lines)} rows, {trees} train on trees and {only_rows} row by row, {together} on "
+        f"Of {len(lines)} models, {trees} train on trees, {only_rows} row by row, {together} on "
         f"two ranks and {adapted} with LoRA ({in_peft} of them write an adapter for peft); the "
         f"embedded engine serves {served}.\n\nNot covered by any row:\n\n"
     )

@@ -81,7 +81,7 @@ def test_previews_are_the_same_with_and_without_the_index(tools, index):
 def test_an_index_that_is_missing_says_what_to_ask_for(tools, tmp_path):
     index = SearchIndex(tools, tmp_path / "none.db")
     assert index.state() == {"indexed": 0, "of": 8, "is_whole": False}
-    with pytest.raises(ConfigError, match="not indexed yet"):
+    with pytest.raises(ConfigError, match="not indexed"):
         rollout_page(tools, text="kite", index=index)
 
 

@@ -1,4 +1,4 @@
-"""Tool call formats: native calls, by the chat template, or calls as text (ReAct).
+"""Tool call formats: native calls in the chat template, or calls as text (ReAct).
 
 A format describes the tools to the model, reads calls from a message, and writes answers as
 messages. The text form is that of ReAct (Yao et al., 2022, arXiv:2210.03629): Thought, Action,
@@ -22,7 +22,7 @@ from rolltree.untrusted import read_json_start
 
 @dataclass(frozen=True, slots=True)
 class ParsedCalls:
-    """A parsed message: its calls, and the problems of parts that cannot be parsed as calls."""
+    """A parsed message: its calls, and why some parts could not be parsed as calls."""
 
     calls: tuple[RawToolCall, ...] = ()
     problems: tuple[str, ...] = ()
@@ -124,7 +124,7 @@ class ReActCalls:
         return []
 
     def instructions(self, tools: Sequence[ToolSchema]) -> str:
-        """Return the format of answers, and a line per tool."""
+        """Return the format to follow, and a line per tool."""
         if not tools:
             return ""
         lines = []
@@ -153,7 +153,7 @@ class ReActCalls:
             # Text after the arguments is an observation that the model invented.
             _, end = read_json_start(body)
         except ValueError:
-            # Reading the arguments later reports what is wrong.
+            # The error is reported when the arguments are read.
             end = len(body)
         return ParsedCalls((RawToolCall("", found[1].strip(" \t"), body[:end]),))
 

@@ -18,16 +18,16 @@ EVAL_SEED_OFFSET = 10_007
 class ReasoningGymEnv(SingleTurnEnv):
     """One question of a reasoning-gym task, scored by that task's own `score_answer`.
 
-    Training and evaluation data sets have different seeds; questions of both are left out of the
+    Training and evaluation data sets have different seeds; questions in both are left out of the
     training rows. The reward is the metric `task_score`; `format_reward` is only reported.
 
     Args:
         tasks: a task's name, several names, or names with their settings:
             `{"chain_sum": {"max_terms": 3}}`. Rows alternate between several tasks.
-        num_train, num_eval: total numbers of rows.
+        num_train, num_eval: rows generated in all.
         seed: the data sets are generated from it.
-        parser: finds the answer; by default in `<answer>` tags.
-        settings: `SingleTurnEnv`'s.
+        parser: finds the answer; default: `<answer>` tags.
+        settings: for `SingleTurnEnv`.
 
     Raises:
         ConfigError: the package is missing, or has no such task or setting.
@@ -69,7 +69,7 @@ class ReasoningGymEnv(SingleTurnEnv):
     def task_score(self, parser: Parser, completion: Messages, info: Info) -> float:
         """Return the task's own score of the answer, in [0, 1]; without an answer, 0.
 
-        The entry is made again from its index, because tasks need more than the answer to score.
+        The entry is regenerated from its index, because scoring needs more than the answer.
         """
         answer = parser.parse_answer(completion)
         if not answer:

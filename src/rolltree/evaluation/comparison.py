@@ -49,9 +49,9 @@ _COUNTED = ("num_calls", "num_prompt_tokens", "num_completion_tokens", "total_ms
 class Comparison:
     """Mean of a measure in A and B on their common examples, and the paired difference B - A.
 
-    `difference` has the interval of `evaluation.paired`. `num_only_a` and `num_only_b` count
-    examples with a value that are not in all runs of both arms; they are not used. `num_runs` are
-    the numbers of runs of A and B.
+    `before` is A's mean and `after` B's; `evaluation.paired` gives the interval of `difference`.
+    `num_only_a` and `num_only_b` count examples left out because some run lacks them.
+    `num_runs` counts the runs of A and B.
 
     Example: reward 0.14 before, 0.87 after, difference `0.730 [0.640, 0.820]` over 100 examples.
     """
@@ -116,11 +116,11 @@ class Comparison:
         )
         if not self.detectable:
             return said
-        said += f" Such a comparison finds differences from about {self.detectable:.2g} on."
+        said += f" Such a comparison finds differences above about {self.detectable:.2g}."
         if gain.mean and max(self.num_runs) == 1:
             needed = gain.num_examples * (self.detectable / gain.mean) ** 2
             if needed < 1e6:
-                said += f" One of {abs(gain.mean):.2g} takes about {_rounded(needed):,} examples."
+                said += f" To find {abs(gain.mean):.2g} takes about {_rounded(needed):,} examples."
         return said
 
     def as_dict(self) -> dict[str, Any]:
@@ -179,7 +179,7 @@ def as_arm(arm: Arm) -> tuple[EvalReport, ...]:
 
 
 def are_same_runs(a: Sequence[EvalReport], b: Sequence[EvalReport]) -> bool:
-    """Whether both arms are stored in the same runs, one report in each."""
+    """Whether both arms' reports are stored in the same runs, in order."""
     paths = [report.run_path for report in a]
     return None not in paths and paths == [report.run_path for report in b]
 
@@ -195,8 +195,8 @@ def compare_values(
 ) -> Comparison | None:
     """Compare values by example, with one mapping per run; None without a common example.
 
-    The means of the arms have intervals at `own_confidence`, as in their reports, so that the
-    interval of a mean does not depend on the number of arms it is compared with.
+    The means of the arms have intervals at `own_confidence`, as in their reports; `confidence` may
+    be raised for several comparisons, which leaves these intervals alone.
     """
     runs = (*a, *b)
     # Only examples that every run scored can be paired; the others are counted.
@@ -241,7 +241,7 @@ def compare_values(
 def measure_names(reports: Sequence[EvalReport]) -> list[str]:
     """Return the measures that all these reports have, the reward first.
 
-    For pass@k and pass^k, k goes up to the number of rollouts of the best-covered example.
+    For pass@k and pass^k, k is 1, 2, 4... up to the rollouts of the best-covered example.
     """
     most = [
         max(map(len, rewards_by_example(report.outcomes).values()), default=0) for report in reports

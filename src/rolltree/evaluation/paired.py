@@ -30,11 +30,11 @@ def paired_difference(
 
     With one run per arm it is a bootstrap over examples. Its quantiles are those at which a
     bootstrap of normal data gives the t interval (Hesterberg 2015, section 5.3), since a plain
-    percentile interval is too short: by sqrt((n - 1) / n), and because it uses a normal quantile.
-    With fewer than 10 examples, beyond whose extremes a bootstrap cannot go, and with more than
-    1,000, it is the t interval itself. If every difference is -1, 0 or 1, half a pair of each sign
-    and one without a difference are added first (Agresti and Min 2005), so that "no example
-    changed" does not mean "nothing can change".
+    percentile interval is too short: by a factor sqrt((n - 1) / n), and by its normal quantile.
+    With fewer than 10 examples (a bootstrap cannot go beyond their extremes) or more than 1,000,
+    it is the t interval itself. If every difference is -1, 0 or 1, half an example at -1, half at 1
+    and one at 0 are added first (Agresti and Min 2005), so that "no example changed" does not mean
+    "nothing can change".
 
     With several runs per arm it is a t interval, since a bootstrap of two or three runs hardly
     shows their spread. The variance is that of a two-way layout of runs and examples (examples +
@@ -75,7 +75,7 @@ def _resampled(points: Values, shares: Values, size: int) -> Values:
     """Return the means of `NUM_RESAMPLES` samples with replacement; the same in every call."""
     # A fixed seed, so that comparing the same two runs again gives the same verdict.
     random = np.random.default_rng(0)
-    # In parts, since all draws of a large evaluation at once would take gigabytes.
+    # In parts, since all draws for 1,000 examples at once would take 40 MB.
     rows = max(1, _DRAWS_AT_ONCE // len(points))
     sums = [
         random.multinomial(size, shares, size=min(rows, NUM_RESAMPLES - first)) @ points

@@ -44,7 +44,7 @@ class ClientBase(ABC):
     """Implements `ModelClient` in terms of `call`."""
 
     takes_calls: ClassVar[bool] = True
-    """Whether `call` may replace `chat` and `generate`, since these are not overridden."""
+    """False if `chat` or `generate` is overridden: then `call` may not replace them."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -55,7 +55,7 @@ class ClientBase(ABC):
     @property
     @abstractmethod
     def model(self) -> str:
-        """The model of calls that name none."""
+        """The default model for calls."""
 
     @property
     def version(self) -> int:
@@ -88,7 +88,7 @@ class ClientBase(ABC):
         """Sample one completion after exactly `request.prompt_ids`."""
         if not isinstance(request, GenerateRequest):
             raise ConfigError(
-                f"generate takes a GenerateRequest, not {shown(request)}, so it is unknown how to "
+                f"generate takes a GenerateRequest, not {shown(request)}, so it is unclear how to "
                 "sample. Write GenerateRequest(prompt_ids, SamplingParams(max_tokens=16))."
             )
         ids = np.asarray(request.prompt_ids, np.int32)
@@ -184,8 +184,8 @@ class Session(DelegatingClient, Generic[MemoryT]):
     def remember(self, call: ModelCall, response: ModelResponse) -> ModelResponse:
         """Record a call that was made and answered elsewhere, such as one in a stored run.
 
-        Later prompts can continue it. Returns the response as stored in this session's token tree,
-        without ids unless they are known to be this model's.
+        Later prompts can continue it. Returns the response as stored in this session's tree:
+        without ids unless they are this model's; unchanged if the prompt is ids.
         """
         # No later prompt continues a prompt of ids.
         if isinstance(call.prompt, np.ndarray):

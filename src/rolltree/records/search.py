@@ -1,4 +1,4 @@
-"""A search index of a run's rollouts, in its own file: texts, previews, breaks and advantages.
+"""A run's search index, in its own file: texts, previews, prefix breaks and advantages.
 
 It is built on request, and the run is only read. Words are matched by SQLite's FTS5, without case
 and punctuation. The system message and the examples before a question are not in it, because all
@@ -28,7 +28,7 @@ from rolltree.store import Run, StoredRollout
 from rolltree.store.filters import Condition
 
 OWN = ("breaks", "advantage", "question", "answer")
-"""Columns that only the index has; filters and orders may name them and those of rollouts."""
+"""Columns that only the index has; filter or sort by them as by the columns of rollouts."""
 _VERSION = 1
 _BATCH = 250
 _PREVIEW = 300
@@ -47,21 +47,21 @@ Name = tuple[str, int]
 
 
 class SearchIndex:
-    """The index of one run in `file`; every call opens the file, so it may be in any thread."""
+    """The index of one run in `file`; every call opens the file, so any thread may call."""
 
     def __init__(self, run: Run, file: Path) -> None:
         self._run = run
         self._file = file
 
     def state(self) -> dict[str, Any]:
-        """Return the numbers of indexed and of all rollouts, and whether the index is whole."""
+        """Count the indexed rollouts and all, and tell whether the index is complete."""
         last = self._run.last_id
         with self._opened() as found:
             done = step = num = 0
             if found is not None and (about := self._about(found)) is not None:
                 done, step = about
                 num = found.execute("SELECT count(*) FROM facts").fetchone()[0]
-        # Rollouts are stored before they are trained: their advantages come later.
+        # Rollouts are stored before training: their advantages come later.
         is_whole = done >= last and step >= self._run.last_step()[0]
         return {"indexed": num, "of": self._run.num_rollouts(), "is_whole": is_whole}
 
@@ -75,7 +75,7 @@ class SearchIndex:
         try:
             with closing(self._created()) as file:
                 done, step = self._about(file) or (0, 0)
-                last = self._run.last_id  # rows at the end may have been removed
+                last = self._run.last_id  # its row may have been removed
                 rows = self._run.stored_after(done)
                 while batch := list(islice(rows, _BATCH)):
                     with file:
@@ -88,8 +88,8 @@ class SearchIndex:
                 self._add_advantages(file, step, pause)
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(
-                f"the index of texts cannot be kept in {self._file} ({error}), so texts cannot be "
-                "searched. Set ROLLTREE_CACHE to a folder that can be written to, and start again."
+                f"the search index cannot be written to {self._file} ({error}), so texts cannot be "
+                "searched. Set ROLLTREE_CACHE to a writable folder, and start again."
             ) from error
 
     def ids(
@@ -115,8 +115,8 @@ class SearchIndex:
         with self._opened() as found:
             if found is None:
                 raise ConfigError(
-                    "texts, breaks and advantages of this run are not indexed yet. Request "
-                    "/api/runs/R/index until it is whole."
+                    "this run's texts, breaks and advantages are not indexed. Request "
+                    "/api/runs/R/index?build=true until is_whole is true."
                 )
             return array("q", [row[0] for row in found.execute(sql, values)])
 
@@ -185,7 +185,7 @@ class SearchIndex:
         return (row[3], row[4]) if row is not None and row[:3] == wanted else None
 
     def _gone(self) -> str:
-        """Return a text that changes after rows were removed, since their ids are used again."""
+        """Return a string that changes when rows are removed, since their ids are reused."""
         gone = [each for each in self._run.events() if each.kind in ("retried", "truncated")]
         times = sum(each.data.get("times", 1) for each in gone)
         return json.dumps([len(gone), times, repr(gone[-1].data) if gone else ""])

@@ -58,7 +58,7 @@ class DockerBackend:
 
     Raises:
         SandboxUnavailable: there is no docker client.
-        ConfigError: the image's name looks like an option, or `allow_weaker` names no protection.
+        ConfigError: the image's name looks like an option, or `allow_weaker` has an unknown name.
     """
 
     def __init__(

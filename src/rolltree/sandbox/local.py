@@ -96,12 +96,12 @@ class LocalBackend:
         env: environment variables of the code, which gets none of this process's own.
         python: the interpreter; if None, the base interpreter of this process.
         base: the parent of the private folders; the system's temporary folder if None.
-        reach: a Unix socket of this machine that code reaches by TCP at `REACHED_AT`, and nothing
-            else. Only for the level "bubblewrap", since the others have no network namespace.
+        reach: the one thing that code can reach, by TCP at `REACHED_AT`: a Unix socket of this
+            machine. Only for the level "bubblewrap", since the others have no network namespace.
 
     Raises:
         ConfigError: a path of `read_only` does not exist or is the whole file system, or
-            `allow_weaker` names no protection.
+            `allow_weaker` has an unknown name.
     """
 
     def __init__(
@@ -122,8 +122,8 @@ class LocalBackend:
         for path in shown:
             if path == "/" or not Path(path).exists():
                 raise ConfigError(
-                    f"read_only has {path!r}, which does not exist or is '/' itself; code would "
-                    "see nothing of it, or the whole machine. Name the folders that it needs."
+                    f"read_only has {path!r}, which is missing (code would find nothing) or '/' "
+                    "(code would see the whole machine). Name the folders that code needs."
                 )
         self.read_only = system_folders(self.runtime, shown)
         self.env = dict(env or {})
@@ -140,14 +140,14 @@ class LocalBackend:
 
     @property
     def root_names(self) -> frozenset[str]:
-        """The names of this machine in `/` that code sees; no folder of a sandbox can have them."""
+        """The names in `/` that every sandbox already has; its own folders cannot use them."""
         return frozenset(Path(place).parts[1] for place in (*self.read_only, *DEVICES, WORK))
 
     async def create(self, *, limits: Limits | None = None) -> LocalSandbox:
         """Return a new sandbox; the first one in a process tests which level works.
 
         Raises:
-            SandboxUnavailable: no level works, or the best one lacks a protection.
+            SandboxUnavailable: no level works with the required protections.
         """
         if self._chosen is None:
             async with self._choosing:
@@ -245,7 +245,7 @@ class LocalSandbox(FolderSandbox):
         return self._backend.runtime.executable
 
     def launch(self, command: Sequence[str], limits: Limits) -> Launch:
-        """Return the command inside `confine` and, at that level, inside bubblewrap."""
+        """Return the command in `confine` and, if the level has it, in bubblewrap."""
         backend, machine = self._backend, self._backend.machine
         resolved = [_find(command[0], self._bin_folder), *command[1:]]
         line: list[str] = []
@@ -260,7 +260,7 @@ class LocalSandbox(FolderSandbox):
                 at_root=self.at_root,
             )
         if backend.reach is not None:
-            # `forward` becomes the command after it has begun to listen.
+            # `forward` listens, then executes the command.
             source = f"{_FORWARD.read_text()}\nmain({_SOCKET!r}, {REACHED_AT[1]}, {resolved!r})\n"
             resolved = [backend.runtime.executable, "-I", "-S", "-c", source]
         # The source is passed as an argument, since the interpreter inside may not see the
@@ -326,8 +326,8 @@ class LocalSandbox(FolderSandbox):
             "RLIMIT_AS": limits.memory_bytes,
             "RLIMIT_FSIZE": limits.disk_bytes,
             "RLIMIT_NOFILE": limits.max_open_files,
-            # No core dumps: the host writes them, perhaps outside the folder. No locked memory and
-            # no message queues: both are kernel memory, which no limit above counts.
+            # No core dumps: the host writes them, perhaps outside the folder. No locked memory: it
+            # cannot be swapped. No message queues: kernel memory, which no limit above counts.
             "RLIMIT_CORE": 0,
             "RLIMIT_MEMLOCK": 0,
             "RLIMIT_MSGQUEUE": 0,
@@ -398,14 +398,14 @@ def bwrap_arguments(
 
 
 def _shown(place: str) -> list[str]:
-    # On merged systems, /bin is a link to /usr/bin, and must not become a separate folder.
+    # With merged /usr, /bin is a link to /usr/bin, and must not become a separate folder.
     if os.path.islink(place):
         return ["--symlink", os.readlink(place), place]
     return ["--ro-bind-try", place, place]
 
 
 def _find(program: str, bin_folder: str) -> str:
-    """Return a program's path inside; a name is looked up in the folders of the code's PATH."""
+    """Return a program's path inside; a name is looked up in the default PATH."""
     if "/" in program:
         return program
     for folder in (bin_folder, "/usr/bin", "/bin"):

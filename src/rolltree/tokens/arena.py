@@ -1,4 +1,4 @@
-"""The radix tree of token ids, an append-only arena of int32 ids cut into runs, and its calls.
+"""A radix tree of token ids: an append-only int32 arena that is cut into runs, and its calls.
 
 A token is identified by its index in the arena, which never changes. A run is a contiguous piece of
 the arena that hangs below one parent token; a branch inside a run is an entry of a dictionary, so
@@ -67,7 +67,7 @@ class TokenArena:
         self.run_depth = array("i")
         # (parent token + 1) << 32 | first id -> run; plus 1, because the root is -1.
         self._branches: dict[int, int] = {}
-        # run -> its tokens below which other runs hang.
+        # run -> its first `_MAX_GUESSES` branch points.
         self._branch_tokens: dict[int, list[int]] = {}
 
     @property
@@ -117,7 +117,7 @@ class TokenArena:
             if run >= 0:
                 end = starts[run + 1] if run < last_run else self.num_tokens
                 count = min(end - token - 1, num_ids - matched)
-                # If a conversation left this run before, later prompts usually leave at that token.
+                # If a prompt left this run before, later ones often leave it at the same token.
                 for branch in branch_tokens.get(run, ()) if count else ():
                     size = branch - token
                     if 0 <= size < count and branches.get(

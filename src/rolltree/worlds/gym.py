@@ -1,4 +1,4 @@
-"""`GymWorld`: any `gymnasium.Env` as text, and readers from text to an action of a space.
+"""`GymWorld`: any `gymnasium.Env` as text, and readers that turn text into an action.
 
 Spaces are recognized by the names of their classes, so the `gymnasium` package is needed only to
 make a world by its id. Vector environments and images are not supported.
@@ -25,7 +25,7 @@ _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 
 
 def action_reader(space: Any, names: tuple[str, ...] = ()) -> ActionReader:
-    """Return the function from text to an action of `space`.
+    """Return a function that maps text to an action.
 
     A `Text` space gets the text itself; `Discrete` the last of `names` in the text, or the last
     integer if there are no names; `MultiDiscrete` and `Box` the last numbers, in order.
@@ -42,7 +42,7 @@ def action_reader(space: Any, names: tuple[str, ...] = ()) -> ActionReader:
         )
     if names and kind != "Discrete":
         raise ConfigError(
-            f"action_names are for a Discrete space and the actions of this world are a {kind}, so "
+            f"action_names are for a Discrete space, but this world has a {kind} space, so "
             "the names would do nothing. Leave them out."
         )
     return make(space, names)
@@ -70,7 +70,7 @@ def _discrete(space: Any, names: tuple[str, ...]) -> ActionReader:
     first = int(space.start)
     numbers = {name.lower(): first + number for number, name in enumerate(names)}
     longest = sorted(numbers, key=len, reverse=True)
-    # Not inside a word; a name like "+1" or "up!" has no word boundary at such an end.
+    # Whole words only; not by \b, which fails at the end of a name like "+1" or "up!".
     pattern = re.compile(
         "|".join(rf"(?!\B\w){re.escape(name)}(?<!\w\B)" for name in longest) or r"-?\d+"
     )
@@ -155,14 +155,14 @@ class GymWorld(Adapter):
     """A Gymnasium world for one agent.
 
     `to_action`, by default a reader for the action space (`action_reader`), converts a text action;
-    if it raises ValueError, the model is told why and the world does not change. Any other action,
-    which the agent's parser made, is passed on unchanged. `to_text` converts an observation;
+    if it raises ValueError, the model is told why and the world does not change. An action that
+    the agent's parser already converted is passed on unchanged. `to_text` converts an observation;
     without it, only strings are allowed.
 
     Args:
         world: a Gymnasium id, a world, or a function that returns one.
-        to_action: from text to an action.
-        to_text: from an observation to text; or "render": the world's "ansi" rendering, with
+        to_action: maps text to an action.
+        to_text: maps an observation to text; or "render": the world's "ansi" rendering, with
             highlighted cells in brackets (the world needs `render_mode="ansi"`).
         action_names: names of a `Discrete` space's actions, in order.
         world_args: arguments of `gymnasium.make`, or of the function.
@@ -191,7 +191,7 @@ class GymWorld(Adapter):
         self._to_text = self._render if to_text == "render" else to_text or plain_text
 
     def reset(self, *, seed: int | None = None) -> tuple[str, Info]:
-        """Begin an episode; Gymnasium seeds are 31 bits."""
+        """Begin an episode with `seed` modulo 2**31."""
         observation, info = self.env.reset(seed=None if seed is None else seed % MAX_SEED)
         return self._to_text(observation), info
 
@@ -251,7 +251,7 @@ def plain_text(observation: Any) -> str:
 
 
 def plain_ansi(text: str) -> str:
-    r"""Return ANSI text without escape sequences, with coloured parts in brackets.
+    r"""Return ANSI text without colour codes, with coloured parts in brackets.
 
     >>> plain_ansi("\x1b[41mS\x1b[0mFF")
     '[S]FF'

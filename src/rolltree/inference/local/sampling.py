@@ -26,7 +26,7 @@ from transformers import (
 
 from rolltree.errors import UnsupportedSetting
 
-# Larger nuclei take a sort of the whole vocabulary, which costs seven times as much.
+# Larger nuclei need a sort of the whole vocabulary, which costs seven times as much.
 _NUCLEUS = 1024
 
 
@@ -71,7 +71,7 @@ def sample(
         logits: float32 `[_B, _V]`; overwritten, since a copy costs as much as the arithmetic.
         uniforms: float32 `[_B]` in [0, 1).
         temperature: float32 `[_B]`; 0 takes the most likely token, with its logprob at
-            temperature 1 (of the distribution that was maximised).
+            temperature 1 (after the `before` processors).
         top_k: int64 `[_B]`; 0 is off.
         top_p: float32 `[_B]`; 1 is off.
         adjusted: rows with further settings.
@@ -213,21 +213,21 @@ class _CountPenalty(LogitsProcessor):  # type: ignore[misc]
         return changed
 
 
-# Settings above this, or penalties below its inverse, make logits infinite in float32.
+# Larger settings, or penalties below its inverse, can make logits infinite in float32.
 _LARGEST = 1e30
 
 
 def _number(value: Any) -> float:
     number = float(value)
     if not abs(number) <= _LARGEST:
-        raise ValueError(f"not a number within {_LARGEST:g}")
+        raise ValueError(f"not within +-{_LARGEST:g}")
     return number
 
 
 def _penalty(value: Any) -> float:
     number = _number(value)
     if not number >= 1 / _LARGEST:
-        raise ValueError("not above 0")
+        raise ValueError("too small")
     return number
 
 
