@@ -466,7 +466,7 @@ async def kill_at_random(folder, num_kills, num_agents, num_turns, seed):
     return kills, said
 
 
-@pytest.mark.parametrize("num_kills", [pytest.param(4), pytest.param(50, marks=[pytest.mark.long])])
+@pytest.mark.parametrize("num_kills", [2, pytest.param(50, marks=[pytest.mark.long])])
 async def test_a_gateway_that_is_killed_loses_and_doubles_nothing(tmp_path, num_kills):
     num_agents, num_turns = 4, 4 * num_kills
     kills, said = await kill_at_random(tmp_path, num_kills, num_agents, num_turns, seed=1)

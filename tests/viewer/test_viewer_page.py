@@ -5,6 +5,8 @@ import pytest
 import golden_kit
 from browser_kit import Tab, part
 
+pytestmark = pytest.mark.slow
+
 SIZES = [(1280, "light"), (1280, "dark"), (390, "light"), (390, "dark")]
 
 
