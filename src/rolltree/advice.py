@@ -14,7 +14,7 @@ MOST = 2
 LOW, HIGH = 0.05, 0.95
 """Mean rewards below and above which most groups have equal rewards, and so teach nothing."""
 OFTEN = 0.2
-"""Share of rollouts with a problem from which on that problem is the first thing to fix."""
+"""From this share of rollouts on, a problem is the first thing to fix."""
 CLEAR = 0.02
 """A smaller change of the reward counts as no change."""
 
@@ -24,12 +24,12 @@ class Measured:
     """The input of the rules. Shares are of rollouts unless stated otherwise; None: unknown."""
 
     kind: Literal["eval", "train"]
-    num_rollouts: int = 0
+    num_rollouts: int = 0  # for training, the number of steps
     num_examples: int = 0
     reward: float | None = None  # mean; for training, held out or of the last steps
     reward_before: float | None = None  # the same before training
     half_width: float | None = None  # of the reward's interval
-    failed: float = 0.0
+    failed: float = 0.0  # for training, in the last steps, as the next two
     cut_by_tokens: float = 0.0
     equal_groups: float | None = None  # share of groups, in the last steps
     num_steps: int = 0
@@ -80,7 +80,7 @@ RULES: Mapping[str, Rule] = {
     ),
     "failures": Rule(
         lambda at: at.failed >= OFTEN,
-        "{failed:.0%} of rollouts failed and are not in the means; what fails is rarely chance: "
+        "{failed:.0%} of rollouts failed and are not in the means; failures are rarely random: "
         "read the failures before the reward.",
         "first-hour.md#something-fails",
     ),
@@ -92,7 +92,7 @@ RULES: Mapping[str, Rule] = {
     ),
     "none_scored": Rule(
         lambda at: at.reward is None and at.num_rollouts > 0,
-        "No rollout has a reward: let the rubric score every ending.",
+        "No rollout has a reward: make the rubric score every rollout, however it ends.",
         "environments.md#rubrics",
     ),
     "cold_eval": Rule(
@@ -118,14 +118,14 @@ RULES: Mapping[str, Rule] = {
     "equal_groups": Rule(
         lambda at: at.equal_groups is not None and at.equal_groups >= 0.9,
         "In {equal_groups:.0%} of the last groups all rewards were equal, and equal rewards teach "
-        "nothing: take rows of other difficulty, larger groups (algorithm.group_size), a higher "
+        "nothing: take easier or harder rows, larger groups (algorithm.group_size), a higher "
         "temperature, or algorithm.dynamic_sampling_max.",
         "first-hour.md#all-groups-are-equal",
     ),
     "fell": Rule(
         lambda at: at.gain is not None and at.gain < -CLEAR,
         "The reward fell from {reward_before:.3f} to {reward:.3f}: halve optim.lr, and look at "
-        "train/kl and entropy on the page.",
+        "train/kl and entropy in `rolltree view`.",
         "training.md",
     ),
     "flat": Rule(
@@ -142,8 +142,8 @@ RULES: Mapping[str, Rule] = {
     ),
     "few_examples": Rule(
         lambda at: at.kind == "eval" and _is_wide(at),
-        "With {num_examples} examples the reward is known to ±{half_width:.2f} only: measure more "
-        "(-n 100), before you compare it with anything.",
+        "With {num_examples} examples the reward is known only to ±{half_width:.2f}: measure more "
+        "(-n 100) before you compare it with anything.",
         "evaluation.md",
     ),
     "train_it": Rule(
@@ -181,8 +181,9 @@ def of_training(
 ) -> Measured:
     """Return the measurements of training, from its steps' metrics and held-out rewards, in order.
 
-    The last tenth of the steps, at least three, stands for the end. Unless there are two held-out
-    rewards, the same number of first steps stands for the beginning.
+    The end is the last tenth of the steps, at least three. The rewards are the first and the last
+    held-out one if there are two; else means of the last steps and, if there are enough steps, of
+    as many first ones.
     """
     num = max(3, len(metrics) // 10)
     ends = metrics[:num], metrics[-num:]

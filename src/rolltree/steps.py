@@ -1,4 +1,4 @@
-"""Values of interaction: the outcome of an action, the step of an agent, the rollout of an episode.
+"""The values that worlds, agents and protocols exchange: outcomes, steps and rollouts.
 
 A world passes `StepOutcome` to a protocol, a parser `ParseResult` to an agent, an agent `AgentStep`
 to a protocol, and a protocol `Rollout` to scoring and training. An `AgentStep` holds the
@@ -124,7 +124,7 @@ class AgentStep:
         turn: the agent's turn, from 0; external calls do not begin a new one.
         record: the `TrajectoryStep`: `record["prompt"]`, `["completion"]`, `["tokens"]` (a view of
             the token tree of the agent's `trajectory`, or None), `["extras"]["call_id"]`.
-        reward: only the rewards of the parser and the agent (`parse_result.reward`).
+        reward: only the parser's and the agent's; without `parse_result`, that for bad calls.
         tool_calls, tool_answers: the message's calls; the answers to those the agent handled.
         truncated: the episode was cut, and this is its last step (`info["truncation_reason"]`).
         info: `finish_reason`, `incomplete_completion`, `parse_feedback_obs`, `kind`, ...
@@ -162,7 +162,7 @@ class AgentStep:
 
     @property
     def completion_ids(self) -> IntArray | None:
-        """The sampled ids, int32 `[_C]`, with the end token."""
+        """The sampled ids, int32 `[_C]`, with the end token if it was sampled; None if unknown."""
         return self._tokens("completion_ids")
 
     @property
@@ -260,7 +260,7 @@ class Rollout:
 
     @property
     def terminated(self) -> bool:
-        """Whether the world reached a true end."""
+        """Whether the episode ended by itself and was not cut."""
         return bool(self.steps) and self.steps[-1].terminated
 
     @property

@@ -1,4 +1,4 @@
-"""Reads text of models, tools and environments safely, and makes it safe to show.
+"""Safely reads text from models, tools and environments, and makes it safe to show.
 
 Reading takes linear time and gives a value or a `ValueError`, whatever the text is. For showing,
 control characters that a terminal obeys and invisible characters are replaced.
@@ -106,7 +106,7 @@ def well_formed(value: Any) -> Any:
 
 
 def encode_json(value: Any) -> bytes:
-    """Return JSON in UTF-8, for a server or a key; lone surrogates become U+FFFD."""
+    """Return `value` as JSON in UTF-8; lone surrogates become U+FFFD."""
     try:
         return msgspec.json.encode(value)
     except UnicodeEncodeError:
@@ -140,11 +140,11 @@ def shorten(text: str, limit: int) -> str:
 
 
 def visible(text: str) -> str:
-    r"""Return text that cannot control a terminal, and in which nothing is hidden.
+    r"""Return text that cannot control a terminal, with invisible characters replaced.
 
-    Control characters become their Unicode pictures. Lone surrogates, marks that change the
-    direction of text, tag characters and other invisible ones become U+FFFD. Line breaks and tabs
-    stay.
+    ASCII control characters become their Unicode pictures, except newlines and tabs, which stay.
+    Other controls, lone surrogates, marks that change the direction of text, tag characters and
+    most other invisible ones become U+FFFD.
 
     >>> visible("\x1b[2Ja\u202eb")
     '␛[2Ja�b'

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 @click.option("--sort", help="Order by a column or metrics/NAME; -reward begins with the highest.")
 @click.option("--last", is_flag=True, help="Begin with the newest rollout.")
 @click.option(
-    "--transcripts", type=click.IntRange(min=0), default=1, help="Number of rollouts to print."
+    "--transcripts", type=click.IntRange(min=0), default=1, help="Number of episodes to print."
 )
 @click.option(
     "--limit", type=click.IntRange(min=1), default=600, help="Maximum characters of one message."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the run and these rollouts as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the run and chosen rollouts as JSON.")
 def show_run(
     run: Path,
     phase: str | None,
@@ -48,7 +48,7 @@ def show_run(
 
     if last and sort is not None:
         raise click.UsageError("--last and --sort cannot be combined; choose one.")
-    # Rows that are read one by one are checked on the way, without a check of the whole file.
+    # `rows_only` checks each row that it reads, without first checking the whole file.
     with Run.open(run, mode="r") as stored, Run.open(run, mode="r", check="rows") as rows_only:
         chosen = shown_requests(
             stored,
@@ -76,7 +76,7 @@ def show_run(
         from rolltree.rollouts.decode import decode_results
 
         console = SafeConsole()
-        # Users who choose rollouts want to see only these.
+        # The story and the overview describe the whole run, so a choice of rollouts omits them.
         if not (phase or chosen.words):
             from rolltree.records.story import run_story
 

@@ -56,7 +56,7 @@ def _value(node: ast.AST) -> Any:
     """Return the value of an arithmetic expression.
 
     Raises:
-        ValueError: a power of whole numbers has more than a million bits.
+        ValueError: a power of whole numbers could have more than a million bits.
     """
     if isinstance(node, ast.Constant):
         return node.value
@@ -100,7 +100,7 @@ def _cell(code: str) -> str:
 
 
 async def _run(code: str) -> str:
-    # verifiers runs the code in this interpreter, so models expect its packages.
+    # verifiers runs the code with the `python` on PATH, so models expect its packages.
     packages = [path for path in sys.path if path.endswith("site-packages")]
     backend = LocalBackend(read_only=packages, env={"PYTHONPATH": os.pathsep.join(packages)})
     sandbox = await backend.create(limits=Limits(wall_s=10.0, cpu_s=20.0, memory_bytes=2 * 2**30))

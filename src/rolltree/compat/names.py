@@ -1,6 +1,6 @@
 """Maps each public name of verifiers 0.1.8 to its module there and here.
 
-Pure data. Names of other packages are imported from there on first use.
+Nothing is imported here: `rolltree.compat.verifiers` imports each name on first use.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ utils.tool_utils < tools: convert_func_to_oai_tool
 utils.tools < example_tools: ask calculator python search search_ddg
 """
 _OTHERS: dict[str, str] = {
-    # Names that verifiers' modules import from elsewhere can be imported from them, too, and
-    # published environments do so. One table serves all modules (design/0020-import-verifiers.md).
+    # Published environments also import names from verifiers' modules that these import from
+    # elsewhere. One table serves all modules (design/0020-import-verifiers.md).
     "openai": "APIError APITimeoutError AsyncOpenAI BadRequestError OpenAI RateLimitError",
     "openai.types": "CompletionChoice",
     "openai.types.chat": "ChatCompletion ChatCompletionAssistantMessageParam "
@@ -102,9 +102,10 @@ MODULES: dict[str, tuple[str, ...]] = {}
 """The public names of each module of verifiers; a module without names is a package."""
 
 SOURCE_OF = {name: module for module, names in _OTHERS.items() for name in names.split()}
-"""The module, here or of another package, that has a name."""
+"""For each name, the module that defines it: rolltree's or another package's."""
 
-# Each line has a module of verifiers, the module that has its names here, and the names.
+# A line is `MODULE < SOURCE: NAMES`: verifiers' module, the one here, and the names. Without a
+# source, the names are in `_OTHERS`, or the module is a package.
 for _line in _OWN.strip().splitlines():
     _places, _, _names = _line.partition(":")
     _path, _, _source = _places.partition(" < ")
@@ -142,7 +143,7 @@ SCRIPTS: dict[str, str] = {
     **{f"scripts.{name}": f"{_COMPAT}.scripts.{name}" for name in ("eval", "init", "install")},
     "scripts.tui": f"{_COMPAT}.scripts.tui",
 }
-"""Modules that are whole modules here, each with its own `main`."""
+"""verifiers' scripts and their package, which are files of their own here."""
 
 REMOVED = frozenset(
     (

@@ -19,7 +19,7 @@ _THINKS_OUT_LOUD = (
 
 
 class Parser(rooms.Parser):
-    """The answer is the last assistant message, through `extract_fn`."""
+    """Returns the last assistant message, passed through `extract_fn`, as the answer."""
 
     logger: logging.Logger
     logger = logging.getLogger("verifiers.parsers")
@@ -40,11 +40,11 @@ class Parser(rooms.Parser):
         """
         if isinstance(completion, str):
             return self.parse(completion)
-        # An IndexError without an answer, as in verifiers; the rubric turns it into 0.0.
+        # An IndexError without messages, as in verifiers; the rubric turns it into 0.0.
         return self.parse(str(self.get_assistant_messages(completion)[-1].get("content", "")))
 
     def get_format_reward_func(self) -> Callable[..., float]:
-        """Return a reward function: always 1."""
+        """Return a reward function that always gives 1."""
 
         def format_reward_func(completion: Messages, **kwargs: Any) -> float:
             return 1.0
@@ -69,12 +69,11 @@ class ThinkParser(Parser, rooms.ThinkParser):
     def get_format_reward_func(self) -> Callable[..., float]:
         """Return a reward function: the mean of `score_format` over the assistant messages.
 
-        If there are none, it raises ZeroDivisionError, which a rubric scores 0.
+        Without messages the function raises ZeroDivisionError, as in verifiers; rubrics score it 0.
         """
 
         def format_reward_func(completion: list[ChatMessage], **kwargs: Any) -> float:
             messages = self.get_assistant_messages(completion)
-            # No messages: a ZeroDivisionError, which the rubric scores 0.0, as in verifiers.
             return sum(self.score_format(message["content"]) for message in messages) / len(
                 messages
             )
@@ -94,7 +93,7 @@ class XMLParser(Parser, rooms.XMLParser):
     """Named fields between tags; a tuple in `fields` names alternatives, the canonical one first.
 
     Raises:
-        ValueError: a field is named twice, or a tuple is empty.
+        ValueError: a canonical name comes twice, or a tuple is empty.
         TypeError: a field is neither a string nor a tuple of strings.
     """
 

@@ -97,7 +97,7 @@ class GenerateResults(Finished):
 
     @property
     def metrics(self) -> dict[str, list[float | None]]:
-        """One list per metric; None if a rollout has no value."""
+        """One list per metric, with None for a rollout that has no value."""
         return metric_lists(self.state)
 
     @property
@@ -221,7 +221,7 @@ class BatchRunner(ABC):
         return f"{row['task']}/{row['example_id']}"
 
     def input_of(self, row: Mapping[str, Any]) -> RolloutInput:
-        """Return a rollout's input: the input columns of a row, in a new dict."""
+        """Return a rollout's input: all columns of a row, in a new dict."""
         return as_input(row)
 
     def _split(self, split: Split) -> Rows:
@@ -416,15 +416,15 @@ class BatchRunner(ABC):
         return results.state
 
     def generate_sync(self, *args: Any, **kwargs: Any) -> GenerateResults:
-        """`generate` for callers without an event loop (or with a running one, as in notebooks)."""
+        """Run `generate` and wait for it, even if an event loop is running, as in notebooks."""
         return run_sync(self.generate(*args, **kwargs))
 
     def evaluate_sync(self, *args: Any, **kwargs: Any) -> GenerateResults:
-        """`evaluate` for callers without an event loop (or with a running one)."""
+        """Run `evaluate` and wait for it, even if an event loop is running."""
         return run_sync(self.evaluate(*args, **kwargs))
 
     def run_group_sync(self, *args: Any, **kwargs: Any) -> list[State]:
-        """`run_group` for callers without an event loop (or with a running one)."""
+        """Run `run_group` and wait for it, even if an event loop is running."""
         return run_sync(self.run_group(*args, **kwargs))
 
     def _requests(

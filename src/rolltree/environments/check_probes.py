@@ -1,4 +1,4 @@
-"""Scripted constant-answer models for the environment check, and answers in a parser's format."""
+"""Scripted models for the environment check, and ways to format their answers for a parser."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class EndlessRollout(RolltreeError):
 
 
 class Probe:
-    """A model client that answers every call of a rollout with the same text.
+    """A model client that answers every call with `reply`: a text, or a function of the prompt.
 
     `prompts` holds the first prompt of each rollout with its tools. With `error` every call raises
     it; with `hang` none returns.
@@ -60,7 +60,7 @@ class Probe:
         self._num_calls = 0
 
     def session(self) -> Probe:
-        """Return this probe itself: every rollout has its own."""
+        """Return this probe itself, since each rollout gets a new probe."""
         self._num_calls = 0
         return self
 
@@ -110,7 +110,7 @@ class Probe:
 
 
 def styles_of(parser: Parser) -> dict[str, Style]:
-    """Return styles of writing an answer so that this parser may find it, by name."""
+    """Return ways to write an answer that this parser may find, by name."""
     styles: dict[str, Style] = {"plain": str}
     if isinstance(parser, XMLParser):
         styles["tags"] = lambda text: _in_tags(parser, text)

@@ -1,13 +1,13 @@
-"""`load_environment`: from a name to an environment.
+"""`load_environment` finds an environment by its name and makes it.
 
 Loading runs the environment's Python code: load only what you trust.
 
 A name is looked up in this order: the entry point group `rolltree.environments`; an installed
 module of that name (dashes become underscores) with a function `load_environment`; the folder
-`environments/<name>/` of the working directory with `<name>.py` or a package `<name>/`; one of the
-ready-made environments that come with rolltree. A name with a path separator or the ending `.py` is
-a path; if no such path exists, `owner/name` is the installed environment `name`. Code that imports
-`verifiers` gets the package of `rolltree.compat`.
+`environments/<name>/` of the working directory with `<name>.py`, `__init__.py`, or a package
+`<name>/` or `src/<name>/`; the ready-made environments that come with rolltree. A name with a path
+separator or the ending `.py` is a path; if it is not that of an environment, `owner/name` is looked
+up as `name`. Code that imports `verifiers` gets the package of `rolltree.compat`.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def load_environment(
         version = imported_real_version()
         if version is None or not _comes_from_verifiers(error):
             raise
-        raise ConfigError(_of_the_real_package(name, version, f"failed: {error}")) from error
+        raise ConfigError(_of_the_real_package(name, version, f"failed ({error})")) from error
     if not isinstance(environment, Environment):
         version = imported_real_version()
         if version is not None and _is_from_verifiers(environment):
@@ -98,7 +98,8 @@ def find_environment(name: str) -> Factory:
     """Return the function `load_environment` of the environment `name`.
 
     Raises:
-        UnknownName: there is no such environment.
+        UnknownName: the environment does not exist.
+        ConfigError: its file has no function `load_environment`, or cannot be imported.
     """
     if _is_path(name) and _at(name):
         factory = _from_path(Path(name))
@@ -154,7 +155,7 @@ def load_object(where: str) -> Any:
 
 
 def environment_file(name: str) -> Path | None:
-    """Return the file that `find_environment` would import, without importing it."""
+    """Return the file of an environment's module or top-level package, without importing it."""
     if _is_path(name) and _at(name):
         path = Path(name)
         return path if path.is_file() else _file_in(path)
@@ -181,7 +182,7 @@ def _check_arguments(name: str, factory: Factory, args: dict[str, Any]) -> None:
         unknown = [key for key in args if key not in parameters]
         if unknown:
             raise ConfigError(
-                f"environment {name!r} takes no argument {unknown[0]!r}; it would be ignored."
+                f"environment {name!r} takes no argument {unknown[0]!r}, so it was not loaded."
                 f"{did_you_mean(unknown[0], parameters)}"
             )
     needed = [

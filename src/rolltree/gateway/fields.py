@@ -1,8 +1,8 @@
-"""How the gateway uses each field of a request, as tables; all other fields are refused by name.
+"""The uses of request fields, from which protocols make tables; other fields are refused by name.
 
 A field is read by its protocol, is a sampling setting, is passed on to the model's server (which
-obeys it or refuses it by name), does not affect the answer, or must have one of the values that ask
-for the default. Anything else is an error: nothing is dropped.
+obeys it or refuses it by name), does not affect the answer, or must have one of the values that
+change nothing. Anything else is an error: nothing is dropped.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from rolltree.types import SamplingParams
 class Field:
     """How one field is used.
 
-    `name` is a sampling setting's name in OpenAI's API (or vLLM's). `values` are those with which a
-    field is not passed on, or the only ones that are accepted; `why` says why others are refused.
+    `name` is the setting's name in OpenAI's API (or vLLM's); empty: the field's own. `passed`: a
+    field with one of `values` is not passed on. `only`: other values are refused, `why` says why.
     """
 
     use: Literal["read", "sampling", "passed", "no_effect", "only"]
@@ -110,7 +110,7 @@ def model_in(given: Mapping[str, Any]) -> str:
     """Return the name of the requested model; empty if none is named."""
     model = given.get("model", "")
     if not isinstance(model, str):
-        raise RequestError("model is not a name.", param="model")
+        raise RequestError("model is not a string.", param="model")
     return model
 
 

@@ -19,7 +19,7 @@ from rolltree.types import ChatMessage, FinishReason
 
 ENCRYPTED = "reasoning.encrypted_content"
 """The entry of `include` that requests reasoning in a form that only the gateway can read."""
-# The ids of this gateway's answers have 24 digits; other servers' ids are longer.
+# The ids of this gateway's answers have 24 hex digits; other servers' have more or fewer.
 _ITEM_ID = re.compile(r"(?:msg|rs|fc)_([0-9a-f]{24})(?:_[0-9]+)?")
 
 
@@ -52,7 +52,7 @@ class ItemHistory:
     def __init__(self, session: GatewaySession, earlier: list[ChatMessage]) -> None:
         self._session = session
         self._parts: list[ChatMessage | _Turn] = list(earlier)
-        # The turn that further items may belong to, and whether a call of it has an output.
+        # The turn that further items may belong to, and whether an output came after it.
         self._turn: _Turn | None = None
         self._has_output = False
 
@@ -72,7 +72,7 @@ class ItemHistory:
         if value is None and is_continued:
             value = []
         if not isinstance(value, list) or not (value or is_continued):
-            raise RequestError("input is neither text nor a list of items.", param="input")
+            raise RequestError("input must be text or a list of at least one item.", param="input")
         for index, item in enumerate(value):
             self.add(item, f"input[{index}]")
 
@@ -211,7 +211,7 @@ def _spelled(parts: object, kind: str, where: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TextItem:
-    """A kind of item with text: the type of its part, and the names of their events."""
+    """A kind of item with text: the type of its part, and the names of its stream events."""
 
     part_type: str
     text_event: str

@@ -83,7 +83,7 @@ class Gateway:
         max_sessions: the most sessions that may be open at a time.
 
     Raises:
-        ConfigError: the address is not loopback and `allow_remote` or `admin_key` are missing.
+        ConfigError: the address is not loopback, and `allow_remote` or `admin_key` is missing.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class Gateway:
         return self._serving is not None and not self._serving.done()
 
     async def aclose(self) -> None:
-        """Stop listening. Open sessions stay on disk; their calls in flight are cancelled."""
+        """Stop listening and cancel calls in flight. Open sessions stay only in the `directory`."""
         if self._server is not None and self._serving is not None:
             self._server.should_exit = True
             await asyncio.wait((self._serving,))
@@ -235,8 +235,8 @@ class Gateway:
             session_id = secrets.token_hex(8)
         if not _ID.fullmatch(session_id) or session_id in self.sessions:
             raise ConfigError(
-                f"a session cannot be called {session_id!r}: it is taken, or it is not 1 to 64 "
-                "letters, digits, - and _. Leave the id out to get one."
+                f"a session cannot be called {session_id!r}: it is taken, is not 1 to 64 letters, "
+                "digits, - and _, or begins with - or _. Leave the id out to get one."
             )
         if len(self.sessions) >= self.max_sessions:
             raise ConfigError(
@@ -296,13 +296,14 @@ class Gateway:
         """Open a session with the settings of a request.
 
         Raises:
-            RequestError: a setting is unknown or cannot be used, or the run has the id.
+            RequestError: a setting is unknown or has a wrong type, or the run has the id.
+            ConfigError, StoreError: as in `session`.
         """
         given = _converted(body, SessionSettings)
         if self._run is not None and self._run.num_rollouts(request_id=given.id or ""):
             raise RequestError(
-                f"a closed session {given.id!r} is stored in the run, which keeps one of an id, so "
-                "this one would be lost. Choose another id, or leave it out.",
+                f"the run already stores a closed session {given.id!r}, and keeps only one per id, "
+                "so this one would be lost. Choose another id, or leave it out.",
                 param="id",
             )
         limits = SessionLimits(

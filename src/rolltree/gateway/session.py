@@ -53,8 +53,9 @@ from rolltree.types import (
 class SessionLimits:
     """The most that one session may use; None: no limit.
 
-    Sampled tokens are counted when a call ends, so overlapping calls may together exceed
-    `max_tokens`. `time_limit_s` counts from when the session was opened.
+    `max_calls` counts calls that fail or are cancelled, too. Sampled tokens are counted when a
+    call ends, so overlapping calls may together exceed `max_tokens`. `time_limit_s` counts from
+    when the session was opened.
 
     Raises:
         ConfigError: a limit is not above 0.
@@ -76,7 +77,7 @@ NO_LIMITS = SessionLimits()
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """One call, from its request to its answer, and how far it was recorded and delivered."""
+    """One call, from its request to its answer, and whether it was recorded and delivered."""
 
     head: AnswerHead
     origin: CallOrigin
@@ -86,7 +87,7 @@ class _Flight:
     news: asyncio.Event = field(default_factory=asyncio.Event)
     num_waiting: int = 0
     is_sampled: bool = False
-    # The index of its step in the trajectory, once recorded; `is_kept`: it is on disk, too.
+    # The index of its step in the trajectory, once recorded; `is_kept`: and in the journal, if any.
     step: int | None = None
     is_kept: bool = False
     # Whether a client was sent the whole answer.
@@ -100,7 +101,7 @@ class GatewaySession:
         session_id: its name, which is part of its URL.
         client: answers the calls, in a separate session of the client.
         base_url: the gateway's URL, without a path.
-        api_key: the secret that requests must carry; None generates one. It is not stored.
+        api_key: the secret that requests must carry; None generates one. Only its digest is stored.
         key_digest: the digest of a restored session's secret.
         state: the state whose trajectory records the calls; None creates one.
         sampling: settings that override the agent's, field by field; the smaller of two
@@ -108,7 +109,7 @@ class GatewaySession:
         seed: the seed from which every call's is derived; a seed that the agent asks for is mixed
             with it.
         limits: the most that it may use.
-        info: anything that belongs to the session, as JSON.
+        info: JSON data to keep with the session.
         opened_s: when it was opened, in seconds since the epoch.
         journal: the file that finished calls are written to.
         on_close: is called with the session when it is closed.
@@ -160,14 +161,14 @@ class GatewaySession:
         self.journal, self._on_close = journal, on_close
         self._messages: dict[bytes, ChatMessage] = {}
         self._last_prompt: list[ChatMessage] = []
-        # The id of the first answer that has a tool call, by the tool call's id.
+        # Maps a tool call's id to the id of the first answer that has it.
         self._tool_calls: dict[str, str] = {}
         self._options: dict[bytes, Any] = {}
         self._flights: dict[str, _Flight] = {}
         self._by_key: dict[str, _Flight] = {}
         self._by_content: dict[bytes, _Flight] = {}
         self._num_begun = 0
-        # Its opener's context, through which an episode's client finds its clock.
+        # The context variables of its opener, in which an episode's client finds its clock.
         self._context = contextvars.copy_context()
         renderer = renderer_of(self._root)
         self._decode = None if renderer is None else renderer.decode
@@ -263,9 +264,10 @@ class GatewaySession:
         Cancelling this cancels the sampling, unless a repeated request waits for it, too.
 
         Raises:
-            RequestError: the session is closed, a limit is reached, or the request contradicts an
-                earlier one with its idempotency key.
+            RequestError: the session is closed, a limit is reached, or the request differs from an
+                earlier one with the same idempotency key.
             ModelError: the client raised it.
+            StoreError: the journal cannot be written.
         """
         flight = self._begin(call, origin or CallOrigin())
         with self._waiting(flight):
@@ -280,7 +282,7 @@ class GatewaySession:
         it. Closing the generator cancels the sampling, as in `complete`.
 
         Raises:
-            RequestError, ModelError: as in `complete`.
+            RequestError, ModelError, StoreError: as in `complete`.
         """
         flight = self._begin(call, origin or CallOrigin())
         reasoning, content = TextDeltas(), TextDeltas()
@@ -323,7 +325,7 @@ class GatewaySession:
         """Return the messages of an earlier call and its answer.
 
         Raises:
-            RequestError: 404, this session gave no such answer.
+            RequestError: this session gave no such answer (404), or it answers a text prompt.
         """
         step = self.trajectory[self._step_of(answer_id)]
         said = [*peek(step, "prompt"), *peek(step, "completion")]
@@ -337,7 +339,7 @@ class GatewaySession:
         return self._answer_of(self._flights[answer_id])
 
     def count_tokens(self, call: AgentCall) -> int:
-        """Return how many tokens the prompt of a call would have.
+        """Return how many tokens the prompt of a call has if it is rendered from scratch.
 
         Raises:
             RequestError: the model's server renders prompts, so the number is not known here.
@@ -488,7 +490,7 @@ class GatewaySession:
             self._release(flight)
 
     def _release(self, flight: _Flight) -> None:
-        """Drop what the trajectory has, too: the task would keep the answer's arrays alive."""
+        """Drop what the trajectory also holds; a kept task would keep the answer's arrays alive."""
         flight.task, flight.deltas = None, []
 
     def _forget(self, flight: _Flight) -> None:
@@ -529,7 +531,7 @@ class GatewaySession:
         return await self._keep(flight, call, prompt, response)
 
     def _sampling_of(self, asked: SamplingParams) -> SamplingParams:
-        """Return the agent's settings, overridden by the session's, with a seed."""
+        """Return the agent's settings, overridden by the session's, with a seed if it has one."""
         merged = merge_sampling(asked, self.sampling) if self.sampling else asked
         limits = [asked.max_tokens, merged.max_tokens]
         if self.limits.max_tokens is not None:
@@ -730,7 +732,7 @@ class GatewaySession:
                 kind: MessageType = "chat" if is_chat else "completion"
                 asked = ModelCall(prompt, tools=kept.tools or None, message_type=kind)
                 known = remember(asked, response)
-                # Without ids: this model has other ids for the prompt. The sampled ids are kept.
+                # `known` has none if this model renders other ids: keep the sampled ones.
                 response = response if known.completion_ids is None else known
             self._note_calls(response, kept.head.id)
             number = self._record(prompt, is_chat, response, kept.agent)

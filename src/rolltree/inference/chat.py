@@ -1,8 +1,8 @@
-"""Messages to prompt ids and completion ids to messages, for one tokenizer and chat template.
+"""Turns messages into prompt ids and completion ids into messages, for one chat template.
 
 The first prompt of a conversation is the rendered template. Each later one is the exact ids of the
-previous prompt and completion plus only what is new, so nothing that was sampled is ever
-re-tokenized.
+previous prompt and completion plus only what is new, so sampled text is not tokenized again. If the
+template does not allow that, the whole prompt is rendered again (`Continuation.reason`).
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class ChatRenderer:
             `"keep"` continues the exact ids, `"template"` follows the template, which breaks the
             prefix there and costs O(history) per turn.
         variables: extra names for the template, such as `{"enable_thinking": False}`.
-        tool_parser: a name in `TOOL_PARSERS`, `"auto"` (found in the template), or `"none"`.
-        reasoning: a name in `REASONING_TAGS`, `"auto"` (found in the template), or `"none"`.
+        tool_parser: a name in `TOOL_PARSERS`, `"auto"` (detected in the template), or `"none"`.
+        reasoning: a name in `REASONING_TAGS`, `"auto"` (detected in the template), or `"none"`.
         end_ids: token ids that end a turn, in addition to the tokenizer's and the template's.
         control_in_messages: whether control tokens that a message spells out ("<|im_end|>") become
             those tokens. Otherwise they are text, so that only the template and the model
-            can end or begin a turn. Messages of the assistant are the model's own.
+            can end or begin a turn. Assistant messages are left as they are.
 
     A tokenizer without a template suffices for text completions; messages then raise `ConfigError`.
 
@@ -143,7 +143,7 @@ class ChatRenderer:
         return [_with_content(message, plain) for message in messages]
 
     def shows_tools(self, tools: Sequence[ToolSchema]) -> bool:
-        """Whether the template names the tools in a prompt; True if it rejects the probe."""
+        """Whether the template names any of the tools in a prompt; True if it rejects the probe."""
         try:
             text = self._variant(tools).template.render(PROBE, tools)
         except TemplateError:
@@ -170,7 +170,7 @@ class ChatRenderer:
         try:
             last_id = int(previous_ids[-1]) if len(previous_ids) else None
             ids, text = variant.suffix(last_id, assistant, new, tools)
-        # Rare; only this case costs O(history).
+        # Rare; with history="keep", only this case costs O(history).
         except GlueError as error:
             return Continuation(None, self.render(messages, tools), str(error))
         if self.history == "template":
@@ -249,7 +249,7 @@ def _sources(tokenizer: Tokenizer, template: str | Mapping[str, str] | None) -> 
         return {"default": found}
     if not isinstance(found, Mapping) or not found:
         return {}
-    # transformers uses these two names of a tokenizer's templates.
+    # The two names that transformers uses for a tokenizer's templates.
     sources = {name: str(text) for name, text in found.items() if name in ("default", "tool_use")}
     sources.setdefault("default", str(next(iter(found.values()))))
     return sources

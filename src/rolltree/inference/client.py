@@ -36,7 +36,7 @@ class ModelClient(Protocol):
 
     @property
     def model(self) -> str:
-        """The name of the model of calls that name none."""
+        """The default model for calls."""
         ...
 
     def session(self) -> ModelClient:
@@ -78,7 +78,7 @@ def as_client(client: object, model: str | None = None) -> ModelClient:
         ConfigError: the object is neither, or it is a blocking client.
     """
     client = getattr(client, "__rolltree_client__", client)  # an OpenAI-shaped view of a client
-    # First, since `AsyncOpenAI` has a `chat` too, which is not a method.
+    # Told apart by `completions`, since both kinds have a `chat`.
     if hasattr(getattr(client, "chat", None), "completions"):
         from rolltree.inference.openai_sdk import OpenAISDKClient
 
@@ -126,7 +126,7 @@ def check_shown_tools(
 
 
 def answers_for_all(client: object) -> bool:
-    """Whether a client also answers for agents with their own client, as recorded answers do.
+    """Whether a client answers even for agents that have their own client, as recordings do.
 
     The clients behind one that passes calls on are checked, too.
     """
@@ -141,8 +141,9 @@ _IN_BODY = ("top_k", "stop_token_ids")
 def sampling_from_args(args: SamplingArgs) -> SamplingParams:
     """Turn OpenAI request fields into `SamplingParams`; `args` is not changed.
 
-    Fields without a counterpart (and the rest of `extra_body`) go to `.extra` unchanged, with a
-    warning if neither OpenAI's API nor vLLM's has them; fields that are None count as not given.
+    Fields without a counterpart go to `.extra` unchanged, with a warning if neither OpenAI's API
+    nor vLLM's has them, and so does the rest of `extra_body`, without a warning. Fields outside
+    `extra_body` that are None count as not given.
 
     >>> sampling_from_args({"temperature": 0.7, "max_completion_tokens": 8, "min_p": 0.1})
     SamplingParams(temperature=0.7, top_p=1.0, top_k=0, max_tokens=8, stop=(), \
@@ -210,7 +211,7 @@ def sampling_to_args(sampling: SamplingParams) -> SamplingArgs:
 def merge_sampling(
     own: SamplingArgs | SamplingParams | None, given: SamplingArgs | SamplingParams | None
 ) -> SamplingParams:
-    """Return `own` with the fields in `given` replaced; `SamplingParams` have every field.
+    """Return `own` with the fields in `given` replaced: all of them if it is `SamplingParams`.
 
     >>> merge_sampling({"max_tokens": 8, "temperature": 0.5}, {"temperature": 1.0}).max_tokens
     8

@@ -1,4 +1,4 @@
-"""Wraps a model client for one rollout: adds its deadline, and the seeds of its calls.
+"""Limits the time of a rollout (`Clock`), and seeds and times its calls (`RolloutClient`).
 
 The clock counts the seconds that an episode, or a part of one, took, without the time that model
 calls waited in queues and retries (`ModelResponse.wait_s`). A deadline includes that time.
@@ -23,9 +23,10 @@ from rolltree.types import ModelResponse
 class Clock:
     """The seconds that an episode has spent, without waiting, and its deadline, with waiting.
 
-    While a model call is in flight it is unknown how much of it is waiting, so the hard limit is
-    suspended until the call returns. The waits of parallel calls add up, which errs in the
-    episode's favor. The deadline, `deadline_s` from now, moves only with `postponed`.
+    While a model call is in flight it is unknown how much of it is waiting, so the hard limit
+    (`limit_s + grace_s`) is suspended until the call returns. The waits of parallel calls add up,
+    which errs in the episode's favor. The deadline, `deadline_s` after the start, moves only with
+    `postponed`.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class Clock:
         if self.deadline_s is None:
             yield
             return
-        # The duration is known only at the end of the last block; until then nothing is cancelled.
+        # The duration is known only when the last block ends; until then the deadline is suspended.
         self._num_postponed += 1
         if self._num_postponed == 1:
             self._postponed_at = time.monotonic()
@@ -137,7 +138,7 @@ class Clock:
         self._scope.reschedule(None if remaining is None else now + remaining)
 
     def _remaining_s(self) -> float | None:
-        """Return the seconds until the scope cancels; None without a limit."""
+        """Return the seconds until the scope cancels; None or infinity if nothing limits it now."""
         left = math.inf if self._num_postponed else self.left_s
         if self.limit_s is None or self._calls_in_flight:
             return left

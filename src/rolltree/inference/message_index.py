@@ -2,8 +2,8 @@
 
 A path from the root is a message history; the node of a call's answer holds that call. A lookup
 walks down the trie, so the longest earlier call is found whatever the number of calls, agents or
-branches. A message is compared with a shallow copy taken when it was first seen, so a message that
-was edited in place is a different one.
+branches. A message is compared with a shallow copy taken when it was first seen, so a message with
+a replaced field is a different one; edits inside a field go unnoticed.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class MessageIndex:
         tools: Sequence[ToolSchema] | None = None,
         key: object = None,
     ) -> Match | None:
-        """Return the call with the longest prompt that `messages` continues, or None."""
+        """Return the longest call that `messages` continue, or None."""
         nodes = [self._root(tools, key)]  # several if calls gave equal answers
         match = None
         depth = 0
@@ -143,7 +143,7 @@ def _calls(message: ChatMessage) -> list[tuple[Any, Any]]:
         arguments = _field(function, "arguments")
         if isinstance(arguments, str):
             with suppress(ValueError):
-                # Some servers leave out empty arguments, while agents write them.
+                # Some servers send an empty string for empty arguments, while agents write `{}`.
                 arguments = read_json(arguments or "{}")
         found.append((_field(function, "name"), arguments))
     return found

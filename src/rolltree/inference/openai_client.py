@@ -48,7 +48,7 @@ from rolltree.inference.wire import PromptReader, Response, decode_chunk, decode
 from rolltree.types import FinishReason, MessageType, ModelResponse, SamplingParams
 
 TokenEndpoint = Literal["auto", "generate", "completions"]
-"""For prompts of ids: vLLM's token-in endpoint if the server has it, only that, or completions."""
+"""For prompts of ids: try vLLM's token-in endpoint, require it, or use `/v1/completions`."""
 _TOKEN_IN_PATH = "/inference/v1/generate"
 _ABSENT = (404, 405, 501)
 _PATHS: dict[MessageType, str] = {"chat": "/chat/completions", "completion": "/completions"}
@@ -73,17 +73,18 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
         renderer: renders prompts locally, so that ids are sent; needs a server that returns ids.
         token_ids: `"auto"` asks for ids and does without them if the server gives none (such
             calls cannot be trained), `"vllm"` requires them, `"off"` never asks.
-        logprobs_mode: what the server's logprobs are under: `"raw"` the model's own distribution
-            (vLLM's default), or `"processed"` the one sampled from. Raw logprobs are dropped if
+        logprobs_mode: the distribution of the server's logprobs: `"raw"` the model's own
+            (vLLM's default), `"processed"` the one sampled from. Raw logprobs are dropped if
             temperature, top_p and the like are not neutral, since they would be wrong.
         token_endpoint: where prompts that were rendered here are sent: vLLM's
             `/inference/v1/generate`, which reports the policy version of every token, or
-            `/v1/completions`; `"auto"` finds out.
+            `/v1/completions`; `"auto"` tries the first. Calls with stop strings or extra fields
+            always use the second.
         vocab_size: the size of the vocabulary; other ids are rejected. Not checked unless given.
         retry: how often and after which waits to retry.
         timeout_s: the longest that one attempt may take, from its connection to its last byte.
-        deadline_s: the longest that one call may take, including retries and the waits between
-            them; twice `timeout_s` unless given.
+        deadline_s: the longest that one call may take from its connection on, including retries
+            and the waits between them; twice `timeout_s` unless given.
         max_connections: most requests at a time; further ones wait, which counts as `wait_s`.
         max_answer_bytes: the largest answer that is read, both compressed and decompressed.
         headers: additional headers of every request.
@@ -156,7 +157,7 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
         return OpenAIMemory(self.tokens, self.renderer)
 
     async def respond(self, call: ModelCall, memory: OpenAIMemory) -> ModelResponse:
-        """Send ids if prompts are rendered here and the server returns ids, else messages."""
+        """Send rendered ids if there is a renderer and the server returns ids, else the prompt."""
         by_token = memory.by_token
         # If the server returns no ids, rendering here would only risk a different template.
         if by_token is None or not self.tokens.wanted or isinstance(call.prompt, np.ndarray):
@@ -182,7 +183,7 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
         return memory.remember(call.prompt, call.tools, call.model, response)
 
     async def check_health(self) -> None:
-        """Return if the server answers at all.
+        """Check that the server answers and is healthy; without `/health` it counts as healthy.
 
         Raises:
             ModelError: it does not answer, or reports that it is unhealthy.
@@ -220,7 +221,7 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
         reader: PromptReader,
         stream: CompletionStream | None,
     ) -> Outcome[Response]:
-        """Request as many tokens as fit if the call has no limit.
+        """Send a request; a text completion without a limit may use the rest of the context.
 
         A text completion without `max_tokens` that was cut after 16 tokens is requested again with
         the rest of the context as its limit, and later ones get that limit at once. A streamed
@@ -293,7 +294,7 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
         sent = prompt.ids.tolist()
         stream = stream_of_tokens(call, session.renderer, decode_chunk)
         outcome = None
-        kind: MessageType = "chat"  # the shape of the token-in endpoint's logprobs
+        kind: MessageType = "chat"  # the token-in endpoint's logprobs have the shape of chat's
         if self.token_in.takes(sampling):
             outcome = await self.token_in.ask(sent, asked, prompt.model or self.model, stream)
         if outcome is None:

@@ -1,4 +1,4 @@
-"""One agent in one episode: its turns with external tool calls in between, and its rollout.
+"""One agent in one episode: its turns, the external tool calls in them, and its rollout.
 
 Every protocol plays its agents through a `Player`. What happens next depends on `action_target`:
 after "internal" the agent has continued by itself, "external" calls are answered here and the agent
@@ -115,12 +115,11 @@ class Player:
 
         Raises:
             EpisodeCut: time, tokens or calls are spent, or the prompt no longer fits.
-            ModelError: the model gave no usable answer; the rollout's error says so.
+            Exception: the agent or its model (`ModelError`) failed; the rollout's error says so.
         """
         first = len(self.builder.steps)
         while True:
-            # Between calls, not during one: the waiting time of a call is known only when it
-            # returns.
+            # Between acts, not during a call: how long a call waited is known only when it returns.
             self._check_limits()
             try:
                 await self.agent.act()
@@ -153,7 +152,7 @@ class Player:
         left = self.max_external_calls - self._num_external
         self._num_external += len(requests)
         refused = requests[max(left, 0) :]
-        # The agent knows that no more calls are answered; it would call again forever.
+        # The agent was told that no more calls are answered; it might call again forever.
         if refused and self._was_refused:
             raise EpisodeCut(TruncationReason.BUDGET)
         self._was_refused = bool(refused)

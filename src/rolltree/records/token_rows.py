@@ -99,7 +99,7 @@ def _real(value: Any) -> float | None:
 
 def break_batches(rows: Iterable[StoredRollout], decode: Decoder | None) -> Iterator[Batch]:
     """Yield the rows of table `breaks`; with a decoder (ids to text) their texts too."""
-    # A single call has no prefix to break: most rollouts need not be decoded.
+    # A single call has no prefix to break, so such rollouts need not be decoded.
     several = (row for row in rows if row.num_calls > 1)
     yield from _row_batches(several, BREAKS, partial(break_rows, decode=decode))
 
@@ -156,8 +156,7 @@ class _Shown:
         """Add a call's path; return how many of its first tokens had been added already."""
         tree = self._tree
         known = tree.path_len(call)
-        # From the end of the path backwards, and only until a token was seen: T turns cost O(new
-        # tokens), not O(T * path).
+        # From the end of the path backwards, up to the first run of the arena with a seen token.
         for low, high in reversed(tree.arena.slices(tree.calls.end(call), known)):
             num_new = high - low - int(self._seen[low:high].sum())
             self._seen[high - num_new : high] = True
@@ -195,7 +194,7 @@ _TRAINED = {
     "reference_logprob": "reference",
     "kl": "kl",
 }
-"""Column to the array of `TrainedRollout`."""
+"""The array of `TrainedRollout` that each column shows."""
 FACTS = ("logprob", "version", "mask", "trained_step", *_TRAINED)
 """The columns that only sampled tokens have."""
 
@@ -210,7 +209,7 @@ def trained_tokens(run: Run, row: StoredRollout) -> TrainedRollout | None:
 
 
 def mean_advantage(trained: TrainedRollout) -> float | None:
-    """Return the mean over the trained tokens of a rollout; None without any."""
+    """Return the mean advantage of a rollout's sampled tokens; None without any."""
     if not trained.num_tokens:
         return None
     return float(trained.advantage.astype(np.float64).mean())

@@ -1,10 +1,10 @@
 """Makes one sample of calls: tokens in depth-first order, loss records, origins and streams.
 
 A flat sample holds calls that each extend the one before. It is a tree with a single path, and its
-arrays are read-only views if possible, so that a prompt that T step samples repeat is in memory
-once. A tree sample holds any calls. A run of the token tree stays in one piece, since at each
-branch point the run's own continuation is the first child; so depth-first order is an order of runs
-and `subtree_end` changes only at branch points.
+arrays are read-only views if possible, so that a prompt that many samples repeat is in memory once.
+A tree sample holds any calls. A run (a contiguous piece of the tree's arena) stays in one piece,
+since at each branch point the run's own continuation is the first child; so depth-first order is an
+order of runs, and `subtree_end` changes only at branch points.
 """
 
 from __future__ import annotations
@@ -269,7 +269,7 @@ def _source(tree: TokenTree, packed: IntArray, handle: int) -> IntArray:
 
 
 def _spread(values: Sequence[float], counts: Sequence[int], dtype: Any) -> NDArray[Any]:
-    """Return each value repeated `count` times."""
+    """Return the values, each repeated as often as its count says."""
     if len(values) == 1:
         return np.full(counts[0], values[0], dtype)
     return np.repeat(np.array(values, dtype), counts)

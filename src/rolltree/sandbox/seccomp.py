@@ -1,11 +1,12 @@
 """The system call filter of a sandbox, as a classic BPF program that `confine` loads.
 
 It lists the allowed calls, so a call that a later kernel adds is refused (design/0005). Not listed
-are sockets, namespaces, mounts, keys, tracing, other processes' memory, BPF, io_uring, file
-handles, message queues, shared memory segments, performance counters, and calls that put pages of a
-file into a pipe or socket: `splice`, `tee`, `sendfile` (design/0019). A refused call fails with
-EPERM, an unlisted one with ENOSYS; a call in a foreign calling convention (32-bit on x86_64) kills
-the process. Landlock or the mount namespace protects files.
+are sockets (unless `connections`), namespaces, mounts, keys, tracing, other processes' memory, BPF,
+io_uring, file handles, message queues, shared memory segments, performance counters, and calls that
+put pages of a file into a pipe or socket: `splice`, `tee`, `sendfile` (design/0019). A refused call
+fails with an error that programs handle, mostly EPERM, an unlisted one with ENOSYS; a call in a
+foreign calling convention (32-bit on x86_64) kills the process. Landlock or the mount namespace
+protects files.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def build_filter(
         connections: allow stream sockets; a network namespace must confine them.
 
     Raises:
-        SandboxUnavailable: the machine is neither of them.
+        SandboxUnavailable: `machine` is anything else.
     """
     if machine not in NUMBERS:
         raise SandboxUnavailable(
@@ -97,9 +98,9 @@ def _checks() -> dict[str, list[bytes]]:
     allow, refuse = _return(_ALLOW), _refuse(errno.EPERM)
     return {
         # No namespaces; no thread with its own table of descriptors: /proc shows the table of the
-        # first thread, so full sockets could hide in another (design/0019). The flags of `clone3`
-        # are behind a pointer, which a filter cannot follow, so it is not listed: libraries then
-        # fall back to `clone`.
+        # first thread, so sockets with full buffers could hide in another (design/0019). The
+        # flags of `clone3` are behind a pointer, which a filter cannot follow, so it is not listed:
+        # libraries then fall back to `clone`.
         "clone": [
             _argument(0),
             _jump(_ANY_BIT, _NEW_NAMESPACES, 2, 0),
@@ -145,7 +146,7 @@ def _checks() -> dict[str, list[bytes]]:
 
 
 def _connection_checks() -> dict[str, list[bytes]]:
-    """Return blocks that allow stream sockets, and options without larger queues or programs."""
+    """Return blocks for stream sockets and options that neither enlarge queues nor attach BPF."""
     allow, no_option = _return(_ALLOW), _refuse(errno.ENOPROTOOPT)
     of_tcp = [_argument(2), *_one_of(_TCP_OPTIONS), no_option, allow]
     of_socket = [_argument(2), *_one_of(_SOCKET_OPTIONS), no_option, allow]

@@ -1,4 +1,4 @@
-"""The SQL schema of `run.db`: its tables and indexes, and the check that a file has no others."""
+"""The SQL schema of `run.db`: its tables and indexes, and the check that a file holds no code."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _PASSIVE = re.compile(
     rf"CREATE TABLE \w+ ?\(\s*{_COLUMN}(?:,\s*(?:{_COLUMN}|(?:UNIQUE|PRIMARY KEY) {_LIST}))*\s*\)"
     rf"(?: WITHOUT ROWID)?|CREATE INDEX \w+ ON \w+ {_LIST}|CREATE TABLE sqlite_stat\d\([\w,]+\)"
 )
-"""The statements that rolltree writes: without views, triggers, virtual tables or modules, and
-without expressions that SQLite would compute (of generated columns, defaults, checks, partial
-indexes)."""
+"""Statements like those of rolltree and of ANALYZE: without views, triggers, virtual tables or
+modules, and without expressions that SQLite would compute (of generated columns, defaults, checks,
+partial indexes)."""
 
 
 def _counts_table() -> str:
@@ -54,7 +54,7 @@ def _statements() -> list[str]:
         " sum_reward REAL, num_prompt_tokens INTEGER, num_completion_tokens INTEGER,"
         " last_created_at REAL, checksum INTEGER, PRIMARY KEY (phase, env_id)) WITHOUT ROWID",
         f"CREATE TABLE rollouts (\n  {columns},\n  UNIQUE (request_id, trajectory_index)\n)",
-        # The id in each index allows paging: a reader continues after the last id it has seen.
+        # An id at the end of an index allows paging: a reader continues after the last id it saw.
         "CREATE INDEX rollouts_by_phase ON rollouts (phase, id)",
         "CREATE INDEX rollouts_by_step ON rollouts (phase, train_step, id)",
         "CREATE INDEX rollouts_by_group ON rollouts (group_id)",
@@ -82,7 +82,7 @@ def create_schema(connection: sqlite3.Connection) -> None:
 
 
 def check_schema(connection: sqlite3.Connection, path: Path) -> None:
-    """Refuse a file that is not a run's, or has another schema.
+    """Refuse a file that is not a run's, has active statements or another schema version.
 
     Raises:
         StoreError: the file is refused; the message says why, and what to do.
@@ -95,7 +95,7 @@ def check_schema(connection: sqlite3.Connection, path: Path) -> None:
             "written to it. Choose another run directory."
         )
     # A trigger or a view of an untrusted file would run in our connection, with our rights
-    # (design/0017), so only statements that rolltree itself writes are accepted.
+    # (design/0017), so only passive tables and indexes are accepted.
     for kind, name, sql in connection.execute("SELECT type, name, sql FROM sqlite_master"):
         if sql is None or _PASSIVE.fullmatch(sql):  # None: the index of a key
             continue

@@ -100,7 +100,7 @@ def phase_parts(run: Run, phase: str) -> list[Mapping[str, Any]] | None:
 
 
 def _noted_parts(notes: Any, env_id: str, created_at: float) -> list[Mapping[str, Any]] | None:
-    """Return the last note that applied then: a continued run may change weights."""
+    """Return the parts of the last note by then, since a continued run may change weights."""
     parts: list[Mapping[str, Any]] | None = None
     for note in notes if isinstance(notes, Sequence) else ():
         if note.get("env_id") in ("", env_id) and note.get("since", 0.0) <= created_at:

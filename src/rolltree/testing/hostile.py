@@ -44,7 +44,7 @@ def _without(*names: str) -> HttpFault:
 
 
 def _broken_off(reason: object) -> HttpFault:
-    """Return a fault that cuts the answer after half of its tokens, with a `finish_reason`."""
+    """Return a fault that keeps half of the ids, as many characters, and sets `finish_reason`."""
 
     def spoil(answer: Answer) -> None:
         choice = answer["choices"][0]

@@ -33,7 +33,7 @@ from rolltree.tokens.streams import (
 )
 from rolltree.types import FloatArray, IntArray
 
-# Wrong hints differ near the end, since calls share their beginnings (design/0001).
+# A wrong `parent` differs near its end, since calls share their beginnings (design/0001).
 _BOUNDARY_TOKENS = 64
 
 
@@ -99,8 +99,9 @@ class TokenTree:
                 weight (default 1).
             prompt_mask: one number per prompt token; recorded, never trained.
             agent, turn: labels for turn samples and break reports.
-            parent: the call whose prompt and completion this prompt extends, id for id; the cost is
-                O(new tokens) then. Its length and last 64 ids are checked; with `verify`, all ids.
+            parent: the call whose prompt and completion this prompt extends, id for id; an int32
+                array then costs O(new tokens). Its length and last 64 ids are checked; with
+                `verify`, all ids.
             streams: name to `TokenStream`, `PlacedStream` or an array `[_C, ...]`.
 
         Raises:
@@ -336,8 +337,8 @@ class TokenTree:
     def _check_call(self, call: int) -> None:
         if not (isinstance(call, int | np.integer) and 0 <= call < len(self.calls)):
             raise TokenError(
-                f"call {call!r} is not in this tree of {len(self.calls)} calls; a prompt cannot "
-                "extend a call of another rollout. Insert the full prompt without a parent."
+                f"call {call!r} is not in this tree of {len(self.calls)} calls; a handle "
+                "counts only in its own tree. To extend another rollout, insert the full prompt."
             )
 
     def _check_parent(self, parent: int, prompt: IntArray, verify: bool) -> tuple[int, Place]:
@@ -350,7 +351,7 @@ class TokenTree:
         ):
             raise TokenError(
                 f"the prompt ({len(prompt)} ids) does not extend call {parent} ({known} ids); "
-                "trusting the hint would record tokens the engine never saw. Pass parent=None to "
+                "trusting `parent` would record tokens the engine never saw. Pass parent=None to "
                 "have the prompt matched by id."
             )
         return known, place
@@ -438,7 +439,7 @@ class TokenTree:
         return self.arena.path(self.calls.end(call), self.path_len(call))
 
     def path_view(self, call: int) -> IntArray:
-        """Return prompt and completion, int32 `[_P + _C]`, read-only; no copy in one run."""
+        """Return prompt and completion, int32 `[_P + _C]`, read-only; no copy if in one run."""
         return self.arena.path_view(self.calls.end(call), self.path_len(call))
 
     def prompt_view(self, call: int) -> IntArray:
@@ -516,5 +517,5 @@ class TokenTree:
         return self.extra.get(name, call)
 
     def find(self, ids: ArrayLike) -> int:
-        """Return how many of the first `ids` form a path from the root of this tree."""
+        """Return how many of `ids`, from the first on, form a path from the root of this tree."""
         return self.arena.match(as_ids(ids, "ids"), ROOT)[0]

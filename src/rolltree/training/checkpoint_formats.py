@@ -2,10 +2,10 @@
 
 `full`: rank 0 gathers everything and writes Hugging Face's layout (or peft's, with adapters) and
 one file of optimizer state. `sharded`: every rank writes its own part with
-torch.distributed.checkpoint as safetensors. Any number of ranks can read both.
+torch.distributed.checkpoint as safetensors. Any number of ranks can read either.
 
     model/    the exported model in Hugging Face's layout, adapters merged in, with the tokenizer
-    adapter/  peft's layout, when the model has adapters
+    adapter/  the adapters in peft's layout, if it reads them back as they were trained
 """
 
 from __future__ import annotations
@@ -312,7 +312,7 @@ def _files(folder: Path) -> list[Path]:
 
 @contextmanager
 def written(working: Path, what: str) -> Iterator[None]:
-    """Turn the error of a full or read-only disk into a sentence, and remove the partial folder.
+    """Raise a failed write as a `TrainingError` with advice, and remove the partial folder.
 
     Raises:
         TrainingError: it could not be written.
@@ -324,9 +324,9 @@ def written(working: Path, what: str) -> Iterator[None]:
         with suppress(OSError):
             remove(working)
         raise TrainingError(
-            f"{what} could not be written into {working.parent} ({_reason(error)}); the partial "
-            "files were removed, and everything saved before is untouched. Make room or check "
-            "the disk, then start the same command again: it continues from the last checkpoint."
+            f"{what} could not be written into {working.parent} ({_reason(error)}); what "
+            "was saved before is kept. Make room or check the disk, then start the same command "
+            "again: it continues from the last checkpoint, if there is one."
         ) from error
 
 
@@ -393,7 +393,7 @@ def export_model(
 
 
 def _write(path: Path, fill: Callable[[Path], bool | None]) -> None:
-    """Let `fill` write a folder; it appears whole, unless `fill` returns False."""
+    """Let `fill` write a folder, which appears only when it is whole; not if `fill` gives False."""
     working = path.with_name(f".{path.name}.tmp")
     with written(working, "the model"):
         remove(working)
@@ -413,7 +413,7 @@ def _skeleton(model: Any) -> Any:
     with torch.device("meta"):  # its own class: transformers finds none for some configurations
         plain = type(model)._from_config(model.config)
     plain.generation_config = model.generation_config
-    if hasattr(model, "_weight_conversions"):  # how its checkpoint names what it has fused
+    if hasattr(model, "_weight_conversions"):  # checkpoint names of fused weights
         plain._weight_conversions = model._weight_conversions
     return plain
 
@@ -421,8 +421,8 @@ def _skeleton(model: Any) -> Any:
 def _peft_reads(model: Any, adapter: Mapping[str, Tensor], folder: Path) -> bool:
     """Return whether peft reads the same adapters back from a folder.
 
-    In mixtures whose layers peft renames (those of transformers 4) it leaves out shared experts and
-    dense layers, and it refuses output projections of Mamba.
+    In mixture-of-experts models whose layers peft renames (those of transformers 4) it leaves out
+    shared experts and dense layers, and it refuses output projections of Mamba.
     """
     from peft import LoraConfig, PeftModel, load_peft_weights, set_peft_model_state_dict
 

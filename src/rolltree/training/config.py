@@ -72,9 +72,9 @@ class TrainConfig(Section, frozen=True):
         if self.train.async_steps and shared and self.model.backward_dtype != "float32":
             raise ConfigError(
                 f"train.async_steps is {self.train.async_steps} and model.backward_dtype is "
-                f"{self.model.backward_dtype!r}. That switch is process-wide, so the engine, "
-                "which samples during the backward pass, would use that precision too. Use "
-                "'float32', or the synchronous loop."
+                f"{self.model.backward_dtype!r}. That precision is process-wide, so the "
+                "engine, which samples during the backward pass, would use it, too. Use 'float32', "
+                "or train.async_steps = 0."
             )
 
     def _check_cluster(self) -> None:
@@ -118,7 +118,7 @@ def load_train_config(
         config: a TOML file, plain data, or a config; None for the defaults.
         overrides: `"section.key=value"`, as on the command line; values are TOML, or strings.
         settings: a section (`optim={"lr": 1e-5}`; `model="tiny"` sets its name), a key that only
-            one section has (`num_steps=20`), or the section's name before it
+            one section has (`num_steps=20`), or any key after its section's name
             (`sampling_max_tokens=8`).
 
     Raises:
@@ -154,7 +154,7 @@ def load_train_config(
 
 
 def _with_text_paths(value: Any) -> Any:
-    """Return plain data with each path as the text that settings are stored as."""
+    """Return plain data with each path as text, as settings are stored."""
     if isinstance(value, Mapping):
         return {key: _with_text_paths(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -265,7 +265,7 @@ _KNOWN_AS = {
     **dict.fromkeys(("vllm_server_base_url", "base_url", "server_url"), "engine.urls"),
     **dict.fromkeys(("environment_id", "env_name"), "env.id"),
 }
-"""Names of settings in other libraries, and the equivalent setting here."""
+"""Names of settings in other libraries, and the same or the closest setting here."""
 
 
 def _meant(name: str, known: Iterable[str]) -> str:
@@ -317,7 +317,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
         key, is_setting, _ = str(path).partition("=")
         if is_setting:
             raise ConfigError(
-                f"{key} is a setting, and a config file comes before it: CONFIG.toml {key}=... "
+                f"{key} is a setting, but a config file must come first: CONFIG.toml {key}=... "
                 "examples/ has configs to start from."
             ) from error
         raise ConfigError(

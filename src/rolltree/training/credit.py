@@ -1,4 +1,4 @@
-"""Credit: from the rewards of rollouts that are compared to the advantage of each model call.
+"""Credit: turns the rewards of a group of rollouts into an advantage for each model call.
 
 Pure functions of `Earnings`, in three stages: `flow_credit` moves rewards between parents and the
 children they delegated to, a row of `CREDITS` turns the rewards of one comparison group into one
@@ -8,28 +8,29 @@ advantage per call, and `subtract_averages` subtracts each role's moving average
 An episode counts once, however many model calls it has and however many of its rollouts are in the
 group: a baseline is the mean over episodes of the mean over an episode's rollouts.
 
-| credit          | expected gradient, against that of the mean reward            |
+| credit          | expected gradient, relative to that of the mean reward        |
 |-----------------|---------------------------------------------------------------|
 | `reinforce`, `episodic`, `leave_one_out` | equal                                |
 | `monte_carlo`   | equal at discount 1 (rewards per call); biased below 1        |
 | `dr_grpo`       | equal times (n - 1) / n for n episodes                        |
 | `grpo`          | biased: the spread depends on the actions                     |
 | `per_step`      | biased: an action is not credited with what it causes later   |
-| `constant`      | 0: nothing is learned from reward                             |
+| `constant`, `zero` | 0: nothing is learned from reward                          |
 
-A child is credited with `down` times what its parent earns from the delegating call on, a parent
-with `up` times what its children earn, at the call that delegated to them.
+A child is credited with `down` times what its parent earns (its calls: from the delegating call
+on), a parent with `up` times what its children earn, at the call that delegated to them.
 
 | flow         | up | down | a rollout is credited with                    |
 |--------------|----|------|-----------------------------------------------|
 | `own`        | 0  | 0    | its own reward                                |
 | `shared`     | 0  | 1    | its own reward and its parent's               |
 | `discounted` | 0  | d    | the same, the parent's times d for each edge  |
-| `team`       | 1  | 1    | everything that the episode earned            |
+| `team`       | 1  | 1    | everything that its root and descendants earn |
 
-Towards the gradient of the episode's total reward `team` is unbiased, always. Towards that of the
-root's reward alone, `shared` is unbiased when the children have no rewards of their own. The others
-are choices: `own` trains every role for its own reward, even where that harms the episode's total.
+`team` is unbiased for the gradient of the total reward of a root and its descendants (credit does
+not flow between roots); `shared` is unbiased for that of the root's reward alone if the children
+have no rewards of their own. The others are choices: `own` trains every role for its own reward,
+even if that harms the episode's total.
 """
 
 from __future__ import annotations
@@ -152,7 +153,7 @@ def leave_one_out(rollouts: Sequence[Earnings], discount: float = 1.0) -> list[l
 
 
 def episodic_return(rollouts: Sequence[Earnings], discount: float = 1.0) -> list[list[float]]:
-    """Return the episode's reward for every call, without a baseline: the episodic return.
+    """Return the rollout's reward for every call, without a baseline: the episodic return.
 
     REINFORCE: Williams 1992, equation 11, with zero baseline.
     """
@@ -162,8 +163,8 @@ def episodic_return(rollouts: Sequence[Earnings], discount: float = 1.0) -> list
 def monte_carlo(rollouts: Sequence[Earnings], discount: float = 1.0) -> list[list[float]]:
     """Return each call's discounted return, `sum_k discount^(turn_k - turn_t) reward_k, k >= t`.
 
-    Sutton and Barto 2018, equation 3.8; the discount counts agent turns, not model calls. An
-    episode whose calls carry no rewards earns its reward at its last call.
+    Sutton and Barto 2018, equation 3.8; the discount counts agent turns, not model calls. A
+    rollout whose calls carry no rewards earns its reward at its last call.
     """
     result = []
     for rollout in rollouts:
@@ -270,8 +271,8 @@ def parents_first(parents: Sequence[int | None]) -> list[int]:
         ready = [i for i in left if parents[i] is None or parents[i] in placed]
         if not ready:
             raise TrainingError(
-                f"rollouts {left} of one episode are each other's parents, so no credit can flow "
-                "between them. The protocol that returned them wrote wrong parent ids."
+                f"among rollouts {left} of one episode, some are each other's parents, so credit "
+                "cannot flow. The protocol that returned them wrote wrong parent ids."
             )
         ordered += ready
         placed.update(ready)
@@ -282,7 +283,7 @@ def parents_first(parents: Sequence[int | None]) -> list[int]:
 def flow_credit(rollouts: Sequence[Earnings], flow: Flow) -> list[Earnings]:
     """Return the rollouts of one episode with the rewards that they are credited with.
 
-    What a child inherits arrives at its last call; a child without calls passes nothing on.
+    What a child inherits arrives at its last call, if it has one.
 
     Example, `shared`: a root that delegates in its first call and earns 1 in its second, a child
     that earns 0.2 of its own in two calls: the root's rewards stay (0, 1), the child's become
@@ -330,13 +331,13 @@ def subtract_averages(
 ) -> tuple[list[list[float]], dict[str, float]]:
     """Return each rollout's values minus its role's average, and the averages after this step.
 
-    An average moves to `decay * old + (1 - decay) * new`, where new is the mean over episodes of
-    the mean over an episode's rollouts of their mean value; the first average is new
-    itself. Rollouts without calls do not count.
+    An average moves to `decay * old + (1 - decay) * new`; the first average is `new`. For `new`,
+    values are averaged per rollout, these per episode, and these over all episodes. Rollouts
+    without calls do not count.
 
     The average that is subtracted comes from earlier steps, so it does not depend on this step's
-    actions and the gradient stays unbiased. A role without one yet is compared with the other
-    episodes of the step, which do not depend on its own actions either.
+    actions and the gradient stays unbiased. A role that has no average yet is compared with
+    the other episodes of the step, which do not depend on its own actions either.
 
     >>> pair = [Earnings(r, (None,), (0,), i, "a") for i, r in enumerate((1.0, 0.0))]
     >>> subtract_averages(pair, [[1.0], [0.0]], {"a": 0.5}, 0.9)

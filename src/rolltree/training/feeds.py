@@ -4,7 +4,7 @@
 al. 2025, arXiv:2503.14476, section 3.2) groups whose advantages are all zero are replaced, at most
 `algorithm.dynamic_sampling_max` times per step.
 
-`StreamFeed` samples while the trainer steps. Groups are started in the order of the plan, while
+`StreamFeed` samples while the trainer steps. Groups are started in the order of the plan, so that
 `started <= (version + 1 + async_steps) * groups_per_step + dropped` (AReaL, Fu et al. 2025,
 arXiv:2505.24298, equation 3). A step takes the oldest complete groups, so one slow rollout does not
 delay it. Before a step trains, a `batch` event stores which groups it takes and which were dropped;
@@ -47,7 +47,7 @@ OnProgress = Callable[[int, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class StepRollouts:
-    """`trained` is what the step learns from; `sampled` adds the groups that were replaced.
+    """`trained` is what the step learns from; `sampled` adds groups replaced or dropped.
 
     `credit` has the credit of each group of `trained`. `metrics` describes how they were collected.
     """
@@ -68,7 +68,7 @@ class Feed(ABC):
         warning: counts groups with and without reward variance.
         notify: gets a notice when the limit of replacements is reached, or the step waits because
             servers or sandboxes fail.
-        on_progress: called with the number of the step's rollouts that are done.
+        on_progress: called with the step, its rollouts that are done, and those wanted so far.
     """
 
     def __init__(
@@ -115,8 +115,8 @@ class Feed(ABC):
 def credit_of(group: Group, config: TrainConfig) -> GroupCredit:
     """Return the credit of one group, without the averages of the run.
 
-    The moving-average baseline depends on other groups and is rarely exactly 0, so a group's
-    signal depends only on its own rewards.
+    The moving-average baseline depends on other groups and is rarely exactly 0. Without it, a
+    group's signal depends only on its own rewards.
     """
     algorithm = config.algorithm
     policy = algorithm.policy(config.train.max_seq_len)
@@ -161,8 +161,8 @@ class SyncFeed(Feed):
             requests = replacement_requests(
                 config, self._rollouts.source, step, first=num_extra, count=count
             )
-            # Judged with the groups that are trained already: one bad group beside seven good ones
-            # does not stop the step, and a start after a kill decides the same (design/0016).
+            # Judged with the useful groups so far: one bad group beside seven good ones does not
+            # stop the step, and a start after a kill decides the same (design/0016).
             beside = joined([each.results for each in useful])
             again = partial(self._again, step, requests, sum(map(len, sampled)), beside)
             results = await until_enough(await again(), again, config, self._notify, beside)
@@ -230,8 +230,7 @@ class StreamFeed(Feed):
     ) -> None:
         super().__init__(config, rollouts, run, **settings)
         size = config.algorithm.group_size
-        # As many groups as the engine can run at once. The others wait in order, so the oldest
-        # finish first.
+        # As many groups as the engine can run at once. The others wait, so the oldest start first.
         self._slots = asyncio.Semaphore(max(1, rollouts.max_concurrent // size))
         self._ledger = {e.step: e.data for e in run.events(LEDGER) if e.step is not None}
         # Dropped groups too: neither kind is played again.
@@ -389,7 +388,7 @@ class StreamFeed(Feed):
         ]
         if not requests or len(stored := stored_results(requests, self._run)) < len(requests):
             raise TrainingError(
-                f"{self._run.path} says that a step was trained on the group {name}, but does not "
+                f"{self._run.path} says that a step took or dropped the group {name}, but does not "
                 "hold all of its rollouts, so the step cannot be trained again. Was the run "
                 "directory changed? Continue from a copy, or use another run directory."
             )
@@ -414,7 +413,7 @@ class StreamFeed(Feed):
 def _planned(
     config: TrainConfig, rollouts: RolloutEngine, first: int
 ) -> Iterator[tuple[RolloutRequest, ...]]:
-    """Yield group after group of the plan, from that of step `first` on, forever."""
+    """Yield the groups of the plan in order, from step `first` on, forever."""
     for step in itertools.count(first):
         requests = step_requests(config, rollouts.source, step)
         for _, members in itertools.groupby(requests, key=lambda request: request.group_id):

@@ -37,7 +37,7 @@ class TrackedRun:
 
     @property
     def key(self) -> str:
-        """Eight hex digits that are the same for every start of the run."""
+        """Eight hex digits that are the same for every start of the run in this directory."""
         return hashlib.blake2b(str(self.path.resolve()).encode(), digest_size=4).hexdigest()
 
 
@@ -45,7 +45,7 @@ class TrackedRun:
 class Sink:
     """An open tracker.
 
-    `log(values, step)` sends numbers, `show(name, transcripts, step)` texts, `close()` flushes.
+    `log(values, step)` sends numbers, `show(name, transcripts, step)` texts, `close()` ends it.
     """
 
     log: Callable[[Mapping[str, float], int], None]
@@ -129,7 +129,6 @@ def mlflow(run: TrackedRun) -> Sink:
     package = _package("mlflow")
     where = os.environ.get("MLFLOW_TRACKING_URI")
     if not where:
-        # Only if the user has not set it.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         where = (run.path / "mlruns").resolve().as_uri()
     client = package.MlflowClient(where)
@@ -259,6 +258,6 @@ class Trackers:
             self._sinks.pop(tracker, None)
             self._notify(
                 f"the tracker {tracker} failed ({type(error).__name__}: {redact_text(str(error))}) "
-                "and gets nothing more from this start; the run goes on, and its run directory has "
-                "every number."
+                "and gets nothing more until the run is started again; the run goes on, and its "
+                "run directory has every number."
             )

@@ -1,8 +1,8 @@
-"""Finds, by trying them, the fastest way to run a model that gives the model's own logits.
+"""Tries ways to run a model, and finds the fastest that gives the model's own logits.
 
 `choose_route` tries the ways from the fastest to the slowest on a trial copy (`shell.py`): the
-forward pass of `lean.py`, transformers with the slots' attention, and row by row with the model's
-own cache. It takes the first whose logits match those of plain teacher-forced passes.
+forward pass of `lean.py`, transformers with the slots' attention, and row by row, with the model's
+own cache or with none. It takes the first whose logits match those of teacher-forced passes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Route:
     shape: KvShape | None
     lean: bool = False
     row_mode: RowMode | None = None
-    # The memory of a row's full state.
+    # The memory of a row's two states at full length; 0 without a cache.
     row_bytes: int = 0
     # Why the faster ways do not work.
     reason: str = ""
@@ -93,7 +93,7 @@ def choose_route(model: Any, max_context: int, packed: bool = False) -> Route:
         with torch.inference_mode(False):
             trial = trial_copy(model, max_context)
         trials: list[_Trial] = [(trial, _Expected(trial))]
-        # The trial copy is in float32; rounding in the model's own dtype is probed as well.
+        # A small model's trial copy is in float32; the model's own dtype is probed as well.
         if trial.dtype != model.dtype or model.dtype not in (torch.float32, torch.float64):
             plain = shell_of(model)
             trials.append((plain, _Expected(plain)))
@@ -244,7 +244,7 @@ def check_positions(model: Any, max_context: int) -> None:
         raise _refusal(
             model,
             f"has position embeddings that change when a sequence passes {limit} tokens, so "
-            f"tokens sampled before would get other logits after; use max_context={limit}",
+            f"tokens sampled before would then have different logits; use max_context={limit}",
         )
 
 
@@ -304,6 +304,6 @@ def check_invariance(model: Any, route: Route, packed: bool = False) -> None:
 
 def _refusal(model: Any, reason: str) -> UnsupportedSetting:
     return UnsupportedSetting(
-        f"the embedded engine cannot run {type(model).__name__}: it {reason}. It would "
-        "not sample from the model's distribution. Serve this model with vLLM and use its URL."
+        f"the embedded engine cannot run {type(model).__name__}: it {reason}. Samples "
+        "might not follow the model's distribution. Serve this model with vLLM and use its URL."
     )

@@ -216,7 +216,7 @@ class WeightHandlers:
             ("POST", "/update_weights"): self.update_weights,
             ("POST", "/finish_weight_update"): self.finish_weight_update,
         }
-        # Requests that only read need just the ordinary token.
+        # GET requests need just the ordinary token.
         self.admin_paths = [path for method, path in self.paths if method == "POST"]
 
     async def health(self, request: Request) -> Response:
@@ -278,15 +278,15 @@ class WeightHandlers:
         return json_response({"results": [None]})
 
     async def reset_prefix_cache(self, request: Request) -> Response:
-        """Forget the keys of earlier prompts."""
-        # Without a version, this only drops the cached keys.
+        """Drop the KV cache of earlier prompts."""
+        # Without a version, this only drops the cache.
         await self._served.set_version()
         return json_response({"success": True})
 
     async def update_weight_version(self, request: Request) -> Response:
         """Set the version of the weights: `{"new_version": "3"}`, a whole number as text."""
         version: Any = (await json_body(request)).get("new_version")
-        # Checked before `int`, which takes other alphabets' digits and any length.
+        # Checked before `int`, which takes other alphabets' digits and up to 4,300 of them.
         is_short = isinstance(version, str) and len(version) <= 10 and version.isascii()
         if not (is_short and version.isdecimal() and int(version) < 2**31):
             raise RequestError(
@@ -298,11 +298,11 @@ class WeightHandlers:
         return json_response({"success": True, "new_version": version})
 
     async def weight_info(self, request: Request) -> Response:
-        """Answer the version of the weights; "default" until a trainer sets one."""
+        """Return the version of the weights, "default" until a trainer sets one."""
         return json_response({"weight_version": self._served.weight_version})
 
     async def get_world_size(self, request: Request) -> Response:
-        """Answer the number of processes that take part in a transfer."""
+        """Return how many processes of this server receive a transfer."""
         return json_response({"world_size": self._receiver().world_size})
 
     async def init_weight_transfer(self, request: Request) -> Response:
@@ -356,8 +356,9 @@ def create_app(
 
     Args:
         served: the model.
-        token: the bearer token that all requests but `/health` must carry.
-        admin_token: the token of requests that replace weights; without it they are all refused.
+        token: the bearer token of requests that do not replace weights; `/health` needs none.
+        admin_token: accepted for all requests, and needed to replace weights; without it nobody
+            can.
         read_timeout_s: how long a request's body may take to arrive.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Completions as OpenAI's JSON with vLLM's token fields, whole or streamed as server-sent events.
+"""Writes completions as OpenAI's JSON with vLLM's token fields, whole or as server-sent events.
 
 Ids and logprobs have one entry per sampled token, including the end token. A stream sends every
 token when it is sampled, and its text as soon as later tokens cannot change it
@@ -41,7 +41,7 @@ class Responses:
     """Builds the JSON of the answers to one request."""
 
     has_text: ClassVar[bool] = True
-    """Whether answers have text, which takes the tokenizer."""
+    """Whether answers have text, which needs the tokenizer."""
 
     def __init__(self, served: ServedModel, request: ParsedRequest) -> None:
         self.served, self.request = served, request
@@ -196,8 +196,8 @@ class _Choice:
 class ResponseStream:
     """The chunks of one request's answers, in the form of `responses`.
 
-    The requests are queued by the constructor, so a request that cannot be answered gets an error
-    status instead of a stream. It must be called in a running event loop.
+    The constructor queues the requests, so a request that cannot be answered gets an error status
+    instead of a stream. Construct it in a running event loop.
 
     Raises:
         ModelError: as the engine's `submit` does.
@@ -237,7 +237,6 @@ class ResponseStream:
     def _tell(self, choice: _Choice, news: SampledToken | Future[EngineOutput]) -> None:
         """Hand news from the engine's thread over to the event loop, unless that is closed."""
         with contextlib.suppress(RuntimeError):
-            # RuntimeError: the loop is closed.
             self._loop.call_soon_threadsafe(self._news.put_nowait, (choice, news))
 
     async def events(self) -> AsyncIterator[bytes]:

@@ -20,7 +20,7 @@ from rolltree.errors import BadResponse, ConfigError
 ALIGN_BYTES = 16
 _TAIL_BYTES = 8
 _BLOCK_WORDS = 2**17
-# 2**64 divided by the golden ratio: its multiples are spread evenly.
+# 2**64 divided by the golden ratio, as int64: its multiples modulo 2**64 are spread evenly.
 _ODD = 0x9E3779B97F4A7C15 - 2**64
 
 
@@ -45,7 +45,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Tensors that are sent together; `starts` has the first byte of each.
+    """Tensors that are sent together; `starts` has their offsets in bytes.
 
     The buffer of a bucket is uint8 `[num_bytes]`; its last 8 bytes are the checksum of the rest.
     """
@@ -153,7 +153,7 @@ def unpack_bucket(bucket: Bucket, buffer: Tensor) -> list[tuple[str, Tensor]]:
 def bucket_checksum(data: Tensor) -> Tensor:
     """Return the int64 checksum of uint8 `[8 n]`: a sum of words weighted by position.
 
-    It detects any change of a single word, and any swap of two different words within a block (of
+    It detects any change of a single word, and almost any swap of two words within a block (of
     1 MiB) or of two blocks. It stays on the device of `data`.
     """
     # Odd weights are invertible modulo 2**64, so a changed word changes the sum. A plain sum would

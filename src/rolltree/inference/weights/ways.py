@@ -1,6 +1,6 @@
 """The ways to get weights to servers, behind one interface, and the choice of one per server.
 
-    shared memory   servers on the trainer's machine map its weights
+    shared memory   servers on the trainer's machine map a copy of its weights
     transfer        the weights are sent: gloo between CPUs, nccl between GPUs
     disk            servers reload a folder that they see under the same path
 
@@ -178,7 +178,7 @@ class AutoWay(Way):
     """Gives every server the weights in the first of `ways` that works for it.
 
     The last way is used without a check. `because` says why there are no other ways. `notify`
-    receives a notice for the user when a server's way, or the reason for it, changes.
+    receives a notice for the user when a server's way is chosen or changes, or its reason does.
     """
 
     name = "auto"
@@ -243,7 +243,7 @@ class AutoWay(Way):
         """Return a server's way, and the way's name with the reasons against earlier ways."""
         if client in self._chosen:
             return self._chosen[client]
-        # Raises if the server is unreachable, since its failures would say nothing about its ways.
+        # Raises if the server is unreachable: failures would then not show which way works.
         await served_version(client.server)
         reasons = [f"({self._because}.)"] if self._because else []
         for way in self._ways[:-1]:

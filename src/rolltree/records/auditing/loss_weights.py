@@ -1,8 +1,8 @@
-"""Compares the loss weight of every trained token with masks, aggregation and correction.
+"""Checks the loss weight of every trained token against masks, aggregation and correction.
 
 A token's weight is the coefficient that the aggregation gives its call, times the correction of its
-importance ratio. A row gives bounds of that coefficient for each call; the step gives its value,
-by the functions that training used.
+importance ratio. A stored row bounds that coefficient for each call; all rows of a step give its
+value, computed by the functions that training used.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def used_tokens(
     max_lag: int,
     max_seq_len: int | None,
 ) -> UsedTokens:
-    """Return which tokens masks, staleness and `max_seq_len` leave in the loss; `lag` None: 0."""
+    """Return which tokens masks, `lag` (None: all 0) and `max_seq_len` leave in the loss."""
     used = np.ones(row.num_tokens, np.bool_)
     at, is_known = 0, True
     for call in calls:
@@ -141,7 +141,8 @@ def differing_weights(
         algorithm: the run's algorithm, resolved.
 
     Returns:
-        `(row, call, the right coefficient)`, the first call of each row that differs.
+        `(row, call, the right coefficient)` for the first call of each row that differs; `call`
+        counts only calls that sampled tokens.
     """
     if not all(row.is_weighted for row in rows):
         return []
@@ -169,7 +170,7 @@ def differing_weights(
         right[at] = found / weight[at]
     least = np.concatenate([row.least for row in rows]) if len(rows) else np.empty(0)
     most = np.concatenate([row.most for row in rows]) if len(rows) else np.empty(0)
-    # A call without used tokens sets no bound; its weights were checked to be 0 before.
+    # A call without used tokens has no upper bound; `least` or an earlier check finds its weights.
     most = np.where(weight > 0, most, _NO_LIMIT)
     wrong = (least > right * (1 + _RELATIVE) + 1e-12) | (most < right * (1 - _RELATIVE) - 1e-12)
     first: dict[int, tuple[int, int, float]] = {}

@@ -33,8 +33,8 @@ from rolltree.training.plan import group_seed
 from rolltree.training.sampled import not_the_models_own
 from rolltree.types import RolloutRequest, State
 
-# The columns that follow from the record. Secrets are cut out of both, but a cut in a label need
-# not be one in the record, so labels with a cut are not compared.
+# The columns that follow from the record. Secrets are cut out of both, but a label may have a cut
+# that its record lacks, so labels with a cut are not compared.
 _LABELS = ("agent", "task", "finish_reason", "error_type", "error_phase", "input")
 _COMPARED = (
     *("request_id", "group_id", "index_in_group", "phase", "train_step", "env_id"),
@@ -63,7 +63,7 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A model call with tokens: its step's index in the trajectory, and a view on the tree."""
+    """A model call with tokens: its step's index in the trajectory, and a view of the tree."""
 
     index: int
     handle: int
@@ -83,7 +83,7 @@ class Call:
 
     @property
     def answer(self) -> Mapping[str, Any]:
-        """The fields of the response; `sent_s`: when it was sent, seconds into the rollout."""
+        """The response's record; of a live response only `sent_s`, when the call was sent."""
         record = self.response_record
         return (
             record if isinstance(record, Mapping) else {"sent_s": getattr(record, "sent_s", None)}
@@ -499,7 +499,7 @@ class RolloutAudit:
         facts.advantage = None if state.get("credit") else dict.get(state, "advantage")
         facts.num_sampled = row.num_completion_tokens
         if row.started_at is not None and facts.num_sampled:
-            # Two rollouts may have the same answer; two clocks do not agree to the microsecond.
+            # Two rollouts may have the same answer, but do not begin in the same microsecond.
             facts.fingerprint = (row.started_at, row.generation_ms, row.example_id, row.agent)
         facts.parent_step = dict.get(state, "parent_step")
         if self.is_trained:
