@@ -157,7 +157,7 @@ def test_models():
         (["eval", "e", "-k", "MY_API_KEY"], "Set MY_API_KEY in this shell"),
         (["train", "missing.toml"], "missing.toml cannot be read"),
         (["train", "arithmetik"], "Did you mean 'arithmetic'?"),
-        (["train", "env.id=sums", "model.name=tiny"], "before it: CONFIG.toml env.id=..."),
+        (["train", "env.id=sums", "model.name=tiny"], "CONFIG.toml env.id=..."),
         (["show", "missing"], "is not a run directory"),
     ],
 )

@@ -389,7 +389,7 @@ async def test_sessions_are_opened_and_closed_over_http_and_stored(tmp_path):
             # A rollout that a run has is kept, so a second session of the name would be lost.
             status, refused = await post(f"{g.url}/sessions", {"id": "mine"}, g.admin_key)
             assert (status, g.sessions) == (400, {})
-            assert "'mine' is stored" in refused["error"]["message"]
+            assert "session 'mine'" in refused["error"]["message"]
         (result,) = decode_results(run.rollouts())
     (state,) = result.states
     assert (state["reward"], state["metrics"]) == (0.5, {"steps": 1.0})
