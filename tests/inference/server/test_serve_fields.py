@@ -34,7 +34,12 @@ from rolltree.inference.server.requests import (
     messages_of,
     parse_request,
 )
-from rolltree.inference.server.responses import Responses, ResponseStream, version_spans
+from rolltree.inference.server.responses import (
+    Responses,
+    ResponseStream,
+    token_usage,
+    version_spans,
+)
 from rolltree.testing.tokenizer import ByteTokenizer
 from rolltree.types import FinishReason, SamplingParams
 
@@ -246,6 +251,18 @@ def test_every_field_that_clients_send_is_known() -> None:
     params = token_in_fields(SamplingParams(max_tokens=4, seed=3, top_k=2))
     assert params["top_k"] == 2
     assert (params["seed"], params["max_tokens"], params["logprobs"]) == (3, 4, 0)
+
+
+def test_cached_tokens_of_a_prompt_count_once_for_all_its_choices() -> None:
+    ids, values = np.zeros(1, np.int32), np.zeros(1, np.float32)
+    # The engine computes a prompt once, so that later choices find it in the cache.
+    outputs = [
+        EngineOutput(ids, values, ids, FinishReason.STOP, None, size, cached, 0.0)
+        for size, cached in [(30, 0), (30, 29), (30, 29), (8, 5), (8, 7), (8, 7)]
+    ]
+    usage = token_usage([np.zeros(30, np.int32), np.zeros(8, np.int32)], outputs)
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 5}
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (38, 6)
 
 
 def test_seeds_of_choices() -> None:
