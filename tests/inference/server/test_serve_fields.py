@@ -282,6 +282,14 @@ def test_who_may_be_served() -> None:
             ServerOptions("0.0.0.0", 80, **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("name", ["token", "admin_token"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_an_empty_token_is_refused(host: str, name: str) -> None:
+    options: dict[str, Any] = {"token": "t", "allow_remote": True, name: ""}
+    with pytest.raises(ConfigError, match="is empty"):
+        ServerOptions(host, **options)
+
+
 def test_tools_that_the_template_ignores_are_refused_as_in_process() -> None:
     blind = "{% for message in messages %}{{ message.content }}{% endfor %}"
     messages = messages_of([{"role": "user", "content": "2 + 3?"}])
