@@ -53,14 +53,13 @@ def _read(text: str, start: int, *, whole: bool = True) -> tuple[Any, int]:
 
 def _check_depth(value: Any) -> None:
     """Raise if a value is nested too deeply, without recursion."""
-    level = [value]
+    level = [value] if isinstance(value, dict | list) else []
     for _ in range(MAX_DEPTH):
         inner: list[Any] = []
         for item in level:
-            if isinstance(item, dict):
-                inner.extend(item.values())
-            elif isinstance(item, list):
-                inner.extend(item)
+            inside = item.values() if isinstance(item, dict) else item
+            # Only lists and objects are levels, as in the count of brackets.
+            inner.extend(child for child in inside if isinstance(child, dict | list))
         if not inner:
             return
         level = inner

@@ -15,6 +15,7 @@ from rolltree.errors import ServerError, record_error
 from rolltree.evaluation.report import keep_report, stored_report
 from rolltree.rollouts.record import encode_result
 from rolltree.store import Run, StoredRollout
+from rolltree.store.database import Database
 from rolltree.tokens import Trajectory
 from rolltree.types import FinishReason, ModelResponse, RolloutRequest, RolloutResult, State
 
@@ -173,6 +174,15 @@ def test_show_json(path):
     assert [phase["phase"] for phase in data["phases"]] == ["eval_before", "train"]
     assert [row["reward"] for row in data["rollouts"]] == [0.5, 1.0]
     assert data["rollouts"][0]["completion"] == [{"role": "assistant", "content": "12"}]
+
+
+@pytest.mark.parametrize("words", [(), ("--json",)])
+def test_show_does_not_check_the_whole_file(path, monkeypatch, words):
+    """Each row that is shown is checked; checking all others takes seconds in a large run."""
+    checked = []
+    monkeypatch.setattr(Database, "check", lambda database: checked.append(database._check_file))
+    invoke("show", path, *words)
+    assert True not in checked
 
 
 @pytest.mark.parametrize(

@@ -339,6 +339,7 @@ def test_code_runs_as_a_cell_in_a_sandbox(tmp_path):
         pytest.skip(str(error))
     assert python("a = 1\na, None") == "(1, None)"
     assert python("y = 1").strip() == ""
+    assert python("    for n in range(2):\n        print(n)") == "0\n1"
     assert python("1 / 0").endswith("ZeroDivisionError: division by zero")
     secret = tmp_path / "secret"
     secret.write_text("hidden")

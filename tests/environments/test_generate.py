@@ -130,6 +130,16 @@ async def test_run_group():
     assert [state["advantage"] for state in states] == [0.5, -0.5]
 
 
+@pytest.mark.parametrize("example_id", ["gsm8k-17", None, 5])
+async def test_run_group_is_one_group_whatever_the_id(example_id):
+    inputs = [
+        {"prompt": user("a"), "answer": answer, "example_id": example_id, "task": "t"}
+        for answer in ("one", "two")
+    ]
+    states = await single().run_group(inputs, MODEL, "m")
+    assert [state["advantage"] for state in states] == [0.5, -0.5]
+
+
 async def test_a_group_is_of_one_task():
     rows = [{"prompt": user("a"), "answer": "", "example_id": 0, "task": task} for task in "ab"]
     with pytest.raises(ConfigError, match=r"of the tasks 'a', 'b'.*one group per task"):

@@ -86,6 +86,14 @@ def test_nothing_given_is_the_default() -> None:
     assert sampling_from_args({"max_tokens": None, "stop": None}) == SamplingParams()
 
 
+@pytest.mark.parametrize("name", ["top_k", "stop_token_ids"])
+def test_none_in_extra_body_is_not_given(name: str) -> None:
+    assert sampling_from_args({"extra_body": {name: None}}) == SamplingParams()
+    given = {name: 3 if name == "top_k" else [3]}
+    both = sampling_from_args({**given, "extra_body": {name: None}})
+    assert both == sampling_from_args(given)
+
+
 def test_newer_name_of_max_tokens_and_vllms_off_value() -> None:
     assert sampling_from_args({"max_completion_tokens": 9}).max_tokens == 9
     assert sampling_from_args({"top_k": -1}).top_k == 0

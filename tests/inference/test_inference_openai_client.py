@@ -500,6 +500,19 @@ async def test_newer_openai_models_want_max_completion_tokens() -> None:
     assert keys == [{"max_tokens"}, {"max_completion_tokens"}, {"max_completion_tokens"}]
 
 
+async def test_only_chat_is_asked_with_max_completion_tokens() -> None:
+    refusal = (400, "Unsupported parameter: 'max_tokens'. Use 'max_completion_tokens' instead.")
+    chat = {"choices": [{"message": {"content": "hi"}, "finish_reason": "stop"}]}
+    text = {"choices": [{"text": "hi", "finish_reason": "stop"}]}
+    client = mock_client([refusal, chat, text], token_ids="off")
+    sampling = SamplingParams(max_tokens=5)
+    await client.chat([user("a")], sampling=sampling)
+    await client.chat("a", message_type="completion", sampling=sampling)
+    await client.aclose()
+    keys = [body.keys() & {"max_tokens", "max_completion_tokens"} for body in client.sent]  # type: ignore[attr-defined]
+    assert keys == [{"max_tokens"}, {"max_completion_tokens"}, {"max_tokens"}]
+
+
 async def test_calls_that_start_together_all_find_out_about_max_completion_tokens() -> None:
     together = asyncio.Barrier(3)
 

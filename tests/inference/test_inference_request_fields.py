@@ -16,6 +16,7 @@ from rolltree.inference.request_fields import (
     outgoing,
     samples_the_model,
     sampling_fields,
+    token_in_fields,
 )
 from rolltree.types import SamplingParams
 
@@ -167,3 +168,10 @@ async def test_other_errors_are_told(
 def test_only_neutral_settings_are_neutral(temperature: float, top_p: float, top_k: int) -> None:
     sampling = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k)
     assert samples_the_model(sampling) == (temperature == 1 and top_p == 1 and top_k == 0)
+
+
+def test_without_a_limit_the_token_in_endpoint_is_told_so() -> None:
+    """Versions of vLLM take a missing `max_tokens` as 16; null is the rest of the context."""
+    fields = token_in_fields(SamplingParams())
+    assert fields["max_tokens"] is None
+    assert token_in_fields(SamplingParams(max_tokens=3))["max_tokens"] == 3

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from protocol_kit import CountWorld, a_call, a_delegator, an_agent, move
 
-from rolltree.agents import Agent
+from rolltree.agents import Agent, ToolAgent
 from rolltree.errors import ConfigError
 from rolltree.inference.deadline import Clock
 from rolltree.protocols import EpisodeContext, Recording, SingleAgentProtocol
@@ -180,6 +180,24 @@ class TestTruncation:
         assert kinds(rollout) == ["agent", "env"]
         assert rollout.truncation_reason == "max_seq_len"
         assert marked(rollout) == ([1], (False, True))
+
+    @pytest.mark.parametrize("limit", ["time_limit", "max_seq_len"])
+    async def test_limits_hold_between_the_tool_rounds_of_a_turn(self, limit):
+        clock = Clock(limit_s=1e9)
+
+        def look() -> str:
+            """Look around, which takes all the time that is left."""
+            clock.limit_s = 1e-9 if limit == "time_limit" else None
+            return "a wall"
+
+        call = {"tool_calls": [{"function": {"name": "look", "arguments": "{}"}}]}
+        agent = an_agent([{"role": "assistant", **call}] * 9, ToolAgent, tools=[look])
+        max_seq_len = 8 if limit == "max_seq_len" else None
+        context = EpisodeContext(clocks=(clock,), max_seq_len=max_seq_len)
+        rollout = await play([], agent=agent, context=context)
+        assert rollout.truncation_reason == limit
+        assert rollout.error is None
+        assert [answer.text for s in rollout.agent_steps for answer in s.tool_answers] == ["a wall"]
 
     async def test_training_sees_it(self):
         """Per-step flags, the episode's, the reason and the finish reason reach the samples."""

@@ -125,6 +125,6 @@ def _print_json(stored: Run, rows_only: Run, request_ids: tuple[str, ...]) -> No
     rows = [
         {**export_line(row, tokens=False), "rewards": reward_parts(stored, row)}
         for request_id in request_ids
-        for row in stored.rollouts(request_id=request_id)
+        for row in rows_only.rollouts(request_id=request_id)
     ]
     echo_json({**about, "rollouts": rows})

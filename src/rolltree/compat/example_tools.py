@@ -90,7 +90,8 @@ def python(code: str) -> str:
 
 def _cell(code: str) -> str:
     """Return code that prints its last expression unless that is None."""
-    tree = ast.parse(textwrap.dedent(code), mode="exec")
+    code = textwrap.dedent(code)
+    tree = ast.parse(code, mode="exec")
     if not tree.body or not isinstance(tree.body[-1], ast.Expr):
         return code
     last = tree.body.pop()

@@ -410,6 +410,8 @@ class BatchRunner(ABC):
                 "are not compared with each other. Run one group per task."
             )
         first = group_inputs[0]["example_id"] if group_inputs else 0
+        # `RowFormat` gives each row an id of its own if it is not an integer.
+        first = first if isinstance(first, int) else 0
         # The same example id makes them one group, whatever rows of the task they are.
         rows = [dict(row, example_id=first) for row in group_inputs]
         results = await self.generate(rows, client, model, sampling_args, **settings)

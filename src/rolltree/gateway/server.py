@@ -83,7 +83,8 @@ class Gateway:
         max_sessions: the most sessions that may be open at a time.
 
     Raises:
-        ConfigError: the address is not loopback, and `allow_remote` or `admin_key` is missing.
+        ConfigError: `admin_key` is empty, or the address is not loopback and `allow_remote` or
+            `admin_key` is missing.
     """
 
     def __init__(

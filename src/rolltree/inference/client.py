@@ -142,8 +142,8 @@ def sampling_from_args(args: SamplingArgs) -> SamplingParams:
     """Turn OpenAI request fields into `SamplingParams`; `args` is not changed.
 
     Fields without a counterpart go to `.extra` unchanged, with a warning if neither OpenAI's API
-    nor vLLM's has them, and so does the rest of `extra_body`, without a warning. Fields outside
-    `extra_body` that are None count as not given.
+    nor vLLM's has them, and so does the rest of `extra_body`, without a warning. Other fields that
+    are None count as not given.
 
     >>> sampling_from_args({"temperature": 0.7, "max_completion_tokens": 8, "min_p": 0.1})
     SamplingParams(temperature=0.7, top_p=1.0, top_k=0, max_tokens=8, stop=(), \
@@ -155,9 +155,10 @@ stop_token_ids=(), seed=None, extra={'min_p': 0.1})
     rest = {key: value for key, value in args.items() if value is not None}
     body = dict(_mapping(rest.pop("extra_body", {})))
     for key in _IN_BODY:
-        if key in body:
+        value = body.pop(key, None)
+        if value is not None:
             # If a field is given in both places, the value outside of `extra_body` counts.
-            rest.setdefault(key, body.pop(key))
+            rest.setdefault(key, value)
     if rest.pop("n", 1) != 1:
         raise ConfigError(
             "n is not 1: one call gives one completion, so that each completion has its own seed "

@@ -135,7 +135,7 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
         self._posts = CompletionPosts(self._server)
         self.token_in = TokenInEndpoint(self._posts, token_endpoint)
         self.version = 0
-        # Changes when the server rejects the field.
+        # That of chat; changes when the server rejects the field.
         self._max_tokens_field = "max_tokens"
         self._context_limit = ContextLimit(self._server)
 
@@ -255,7 +255,9 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
         reader: PromptReader,
         stream: CompletionStream | None = None,
     ) -> Outcome[Response]:
-        field = self._max_tokens_field  # read first: a concurrent call may change it meanwhile
+        # Read first: a concurrent call may change it meanwhile. Text completions only know the old
+        # name.
+        field = self._max_tokens_field if message_type == "chat" else "max_tokens"
 
         async def send(with_tokens: bool) -> Outcome[Response]:
             body = {
@@ -276,7 +278,8 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
         try:
             return await send_with_token_fields(self.tokens, send)
         except ServerError as error:
-            if "max_completion_tokens" not in str(error) or field != "max_tokens":
+            is_wanted = message_type == "chat" and "max_completion_tokens" in str(error)
+            if not is_wanted or field != "max_tokens":
                 raise
             field = self._max_tokens_field = (
                 "max_completion_tokens"  # newer OpenAI models insist on it

@@ -123,9 +123,9 @@ def token_in_fields(sampling: SamplingParams) -> Mapping[str, Any]:
         "stop_token_ids": list(sampling.stop_token_ids),
         # Only the sampled token's.
         "logprobs": 0,
+        # Older versions of vLLM take a missing one as 16. Null is the rest of the context.
+        "max_tokens": sampling.max_tokens,
     }
-    if sampling.max_tokens is not None:
-        params["max_tokens"] = sampling.max_tokens
     if sampling.seed is not None:
         params["seed"] = sampling.seed
     return params

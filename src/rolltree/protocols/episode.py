@@ -180,7 +180,7 @@ class EpisodeContext:
     sampling: SamplingParams | SamplingArgs | None = None
     # The prompt of a dataset's row, put into the history of the episode's own agents.
     messages: Sequence[ChatMessage] = ()
-    # When one of them expires, the episode ends at its next turn boundary.
+    # When one of them has expired, no other call begins.
     clocks: tuple[Clock, ...] = ()
     # After a call with this many tokens, prompt and completion, no other call begins.
     max_seq_len: int | None = None

@@ -13,7 +13,9 @@ from typing import Any, TypeAlias, TypeVar
 
 from rolltree.agents import Agent
 from rolltree.errors import BudgetSpent, ModelError, PromptTooLong, record_error
-from rolltree.inference.client import answers_for_all, as_client
+from rolltree.inference.call import ModelCall
+from rolltree.inference.client import ModelClient, answers_for_all, as_client
+from rolltree.inference.client_base import DelegatingClient
 from rolltree.inference.deadline import RolloutClient
 from rolltree.protocols.budget import Budget, BudgetedClient
 from rolltree.protocols.episode import EpisodeContext, RolloutBuilder
@@ -28,7 +30,7 @@ from rolltree.steps import (
 from rolltree.threads import run_in_thread
 from rolltree.tokens import num_call_tokens
 from rolltree.tools import answer_of, side_by_side
-from rolltree.types import ChatMessage, TruncationReason
+from rolltree.types import ChatMessage, ModelResponse, TruncationReason
 
 T = TypeVar("T")
 
@@ -103,6 +105,8 @@ class Player:
                 client = RolloutClient(as_client(client), clock)
         if client is not None and self.budget is not None:
             client = BudgetedClient(as_client(client), self.budget)
+        if client is not None and (context.clocks or context.max_seq_len is not None):
+            client = _CheckedClient(as_client(client), self._check_limits)
         self.agent.reset(
             client=client,
             sampling=context.sampling,
@@ -119,10 +123,12 @@ class Player:
         """
         first = len(self.builder.steps)
         while True:
-            # Between acts, not during a call: how long a call waited is known only when it returns.
+            # Between calls, not during one: how long a call waited is known only when it returns.
             self._check_limits()
             try:
                 await self.agent.act()
+            except EpisodeCut:
+                raise
             except PromptTooLong as error:
                 raise EpisodeCut(TruncationReason.MAX_SEQ_LEN) from error
             except BudgetSpent as error:
@@ -208,6 +214,19 @@ class Player:
         )
         if outcome.done:
             self.builder.end(terminated=outcome.terminated, reason=reason)
+
+
+class _CheckedClient(DelegatingClient):
+    """A client that checks limits before each call: an agent may make several in one `act`."""
+
+    def __init__(self, inner: ModelClient, check: Callable[[], None]) -> None:
+        super().__init__(inner)
+        self._check = check
+
+    async def call(self, call: ModelCall) -> ModelResponse:
+        """Pass the call on unless a limit is reached."""
+        self._check()
+        return await super().call(call)
 
 
 async def call_handler(handler: Callable[..., Any], request: ToolRequest) -> Any:

@@ -34,7 +34,12 @@ from rolltree.inference.server.requests import (
     messages_of,
     parse_request,
 )
-from rolltree.inference.server.responses import Responses, ResponseStream, version_spans
+from rolltree.inference.server.responses import (
+    Responses,
+    ResponseStream,
+    token_usage,
+    version_spans,
+)
 from rolltree.testing.tokenizer import ByteTokenizer
 from rolltree.types import FinishReason, SamplingParams
 
@@ -248,6 +253,18 @@ def test_every_field_that_clients_send_is_known() -> None:
     assert (params["seed"], params["max_tokens"], params["logprobs"]) == (3, 4, 0)
 
 
+def test_cached_tokens_of_a_prompt_count_once_for_all_its_choices() -> None:
+    ids, values = np.zeros(1, np.int32), np.zeros(1, np.float32)
+    # The engine computes a prompt once, so that later choices find it in the cache.
+    outputs = [
+        EngineOutput(ids, values, ids, FinishReason.STOP, None, size, cached, 0.0)
+        for size, cached in [(30, 0), (30, 29), (30, 29), (8, 5), (8, 7), (8, 7)]
+    ]
+    usage = token_usage([np.zeros(30, np.int32), np.zeros(8, np.int32)], outputs)
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 5}
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (38, 6)
+
+
 def test_seeds_of_choices() -> None:
     seeds = choice_seeds(5, 4)
     assert seeds[0] == 5
@@ -263,6 +280,14 @@ def test_who_may_be_served() -> None:
     for options in ({"token": "t"}, {"allow_remote": True}):
         with pytest.raises(ConfigError):
             ServerOptions("0.0.0.0", 80, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["token", "admin_token"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_an_empty_token_is_refused(host: str, name: str) -> None:
+    options: dict[str, Any] = {"token": "t", "allow_remote": True, name: ""}
+    with pytest.raises(ConfigError, match="is empty"):
+        ServerOptions(host, **options)
 
 
 def test_tools_that_the_template_ignores_are_refused_as_in_process() -> None:

@@ -438,7 +438,8 @@ class ServerOptions:
     """The address that the server listens on, and the tokens that requests must carry.
 
     Raises:
-        ConfigError: the host is not loopback, and `allow_remote` or the token is missing.
+        ConfigError: a token is empty, or the host is not loopback and `allow_remote` or the token
+            is missing.
     """
 
     # An address that is not loopback needs both `allow_remote` and a token.
@@ -455,6 +456,12 @@ class ServerOptions:
     read_timeout_s: float = READ_TIMEOUT_S
 
     def __post_init__(self) -> None:
+        if "" in (self.token, self.admin_token):
+            raise ConfigError(
+                "the token or key of a server is empty, so it would protect nothing. Was the "
+                "variable that it is read from set? Give a token of your own, or None to have one "
+                "generated."
+            )
         if is_loopback(self.host):
             return
         if not self.allow_remote:

@@ -147,10 +147,12 @@ def chat_logprobs(texts: Sequence[str], values: Sequence[float]) -> dict[str, An
 
 
 def token_usage(prompts: Sequence[IntArray], outputs: Sequence[EngineOutput]) -> dict[str, Any]:
-    """Return the usage; a prompt counts once for all its choices."""
+    """Return the usage; a prompt counts once for all its choices, `n` per prompt in turn."""
     num_prompt = sum(map(len, prompts))
     num_completion = sum(len(output.completion_ids) for output in outputs)
-    num_cached = sum(output.num_cached_tokens for output in outputs)
+    # Later choices find in the cache what the first one computed.
+    firsts = outputs[:: len(outputs) // len(prompts)]
+    num_cached = sum(output.num_cached_tokens for output in firsts)
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_completion,
