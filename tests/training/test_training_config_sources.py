@@ -123,6 +123,17 @@ def test_plain_data_is_not_changed():
     assert data == {"optim": {"lr": 1e-5}}
 
 
+def test_nested_data_is_not_changed():
+    data = {"env": {"id": "add", "args": {"level": {"low": 1}}}, "cluster": {"engines": {}}}
+    words = ["env.args.level.low=2", "env.args.x=1", "cluster.engines.kind=vllm"]
+    config = load_train_config(data, words)
+    assert config.env.args == {"level": {"low": 2}, "x": 1}
+    assert data == {
+        "env": {"id": "add", "args": {"level": {"low": 1}}},
+        "cluster": {"engines": {}},
+    }
+
+
 def test_paths_are_taken_as_text():
     config = load_train_config(
         {"model": {"name": Path("models/tiny")}},

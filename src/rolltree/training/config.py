@@ -131,11 +131,9 @@ def load_train_config(
     if isinstance(config, TrainConfig):
         config = config.as_dict()
     data = _read_toml(Path(config)) if isinstance(config, str | Path) else dict(config or {})
-    # Copied two levels deep: overrides write into it, and the mapping is the caller's. A section
-    # that is left out may be None in stored settings.
-    data = {
-        key: dict(v) if isinstance(v, Mapping) else v for key, v in data.items() if v is not None
-    }
+    # A copy: overrides write into it, at any depth, and the mapping is the caller's. A section that
+    # is left out may be None in stored settings.
+    data = {key: _with_text_paths(value) for key, value in data.items() if value is not None}
     for override in overrides:
         apply_override(data, override)
     for name, value in settings.items():
@@ -154,7 +152,7 @@ def load_train_config(
 
 
 def _with_text_paths(value: Any) -> Any:
-    """Return plain data with each path as text, as settings are stored."""
+    """Return a copy of plain data with each path as text, as settings are stored."""
     if isinstance(value, Mapping):
         return {key: _with_text_paths(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
