@@ -117,6 +117,20 @@ def test_mistakes_in_keywords(settings, message):
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("data", "settings"),
+    [
+        ({"model": "tiny"}, {"lora_rank": 8}),
+        ({"model": "tiny"}, {"model": {"lora_rank": 8}}),
+        ({"optim": 3}, {"lr": 1.0}),
+        ({}, {"optim": 3, "lr": 1.0}),
+    ],
+)
+def test_a_key_of_what_is_not_a_section(data, settings):
+    with pytest.raises(ConfigError, match="is not a section, so its keys cannot be set"):
+        load_train_config(data, **settings)
+
+
 def test_plain_data_is_not_changed():
     data = {"optim": {"lr": 1e-5}}
     load_train_config(data, ["optim.lr=1e-4"], eps=1e-6)

@@ -287,8 +287,7 @@ def _apply_setting(data: dict[str, Any], name: str, value: Any) -> None:
         if not isinstance(value, Mapping) and name in _MAIN_KEY:
             value = {_MAIN_KEY[name]: value}
         # A keyword adds to the file's section and does not replace it.
-        old = data.get(name)
-        data[name] = {**(old or {}), **value} if isinstance(value, Mapping) else value
+        data[name] = {**_section(data, name), **value} if isinstance(value, Mapping) else value
         return
     keys = {(s, key): (key, f"{s}_{key}") for s in _SECTIONS for key in _keys(s)}
     found = [place for place, names in keys.items() if name in names]
@@ -299,7 +298,18 @@ def _apply_setting(data: dict[str, Any], name: str, value: Any) -> None:
         known = {spelling for names in keys.values() for spelling in names}
         raise ConfigError(f"there is no setting {name!r}.{_meant(name, {*known, *_SECTIONS})}")
     section, key = found[0]
-    data.setdefault(section, {})[key] = value
+    data[section] = {**_section(data, section), key: value}
+
+
+def _section(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = data.get(name) or {}
+    if not isinstance(section, Mapping):
+        keys = f"{_MAIN_KEY[name]} = {section!r}" if name in _MAIN_KEY else "its keys"
+        raise ConfigError(
+            f"{name} is {section!r}, which is not a section, so its keys cannot be set. "
+            f"In TOML, write {keys} below [{name}]; in Python, make it a dict."
+        )
+    return section
 
 
 def _keys(section: str) -> tuple[str, ...]:
