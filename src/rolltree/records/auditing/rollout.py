@@ -122,6 +122,11 @@ class TrainedFacts:
     num_fresh: int = 0  # tokens that `mismatch` is the mean of
     sum_logprob: float | None = None  # the engine's, of all tokens
 
+    @property
+    def sampling_calls(self) -> list[int]:
+        """The calls that `used`, `least` and `most` are about, by their index among all calls."""
+        return [index for index, value in enumerate(self.advantages) if value is not None]
+
 
 @dataclass(slots=True, kw_only=True)
 class RolloutFacts:
