@@ -26,6 +26,7 @@ from rolltree.training.credit import (
     monte_carlo,
     parents_first,
     resolve_flow,
+    subtract_averages,
 )
 from rolltree.types import ErrorRecord, RolloutRequest, RolloutResult, State
 
@@ -397,6 +398,11 @@ class TestMovingAverages:
         results = [result(r, index=i) for i, r in enumerate((1.0, 0.0, 0.5))]
         credited(results, "reinforce", CreditPolicy(baseline="ema"))
         assert advantages(results) == pytest.approx([0.75, -0.75, 0.0])
+
+    def test_a_rollout_without_an_episode_is_its_own(self):
+        rollouts = [Earnings(r, (None,), (0,)) for r in (1.0, 0.0, 0.5)]
+        values = [[rollout.reward] for rollout in rollouts]
+        assert subtract_averages(rollouts, values, {}, 0.9) == ([[0.75], [-0.75], [0.0]], {"": 0.5})
 
     def test_they_are_passed_on_unchanged_without_the_baseline(self):
         report = assign_credit([result(1.0)], "reinforce", averages={"x": 3.0})

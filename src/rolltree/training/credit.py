@@ -343,23 +343,22 @@ def subtract_averages(
     >>> subtract_averages(pair, [[1.0], [0.0]], {"a": 0.5}, 0.9)
     ([[0.5], [-0.5]], {'a': 0.5})
     """
+    numbers = episode_numbers(rollouts).tolist()
     # By role and episode: the mean value of each rollout.
-    levels: defaultdict[str, defaultdict[Hashable, list[float]]] = defaultdict(
-        lambda: defaultdict(list)
-    )
-    for rollout, mine in zip(rollouts, values, strict=True):
+    levels: defaultdict[str, defaultdict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for rollout, own, mine in zip(rollouts, numbers, values, strict=True):
         if mine:
-            levels[rollout.role][rollout.episode].append(fmean(mine))
+            levels[rollout.role][own].append(fmean(mine))
     means = {
         role: {episode: fmean(found) for episode, found in episodes.items()}
         for role, episodes in levels.items()
     }
     result = []
-    for rollout, mine in zip(rollouts, values, strict=True):
+    for rollout, own, mine in zip(rollouts, numbers, values, strict=True):
         baseline = averages.get(rollout.role)
         if baseline is None:
             known = means.get(rollout.role, {}).items()
-            others = [mean for episode, mean in known if episode != rollout.episode]
+            others = [mean for episode, mean in known if episode != own]
             baseline = fmean(others) if others else 0.0
         result.append([value - baseline for value in mine])
     after = dict(averages)
