@@ -267,6 +267,16 @@ class TestFlow:
         # what follows the second call: 1 and the later child's 2; the first child sees all
         assert [e.rewards for e in got] == [[0.75, 3.0], [3.75], [3.75], [3.0]]
 
+    @pytest.mark.parametrize(("flow", "last"), [("team", 1.75), ("shared", 1.75), ("own", 0.25)])
+    def test_a_parent_without_calls_passes_on_what_it_earns(self, flow, last):
+        nodes = [
+            self.node(1.0, (0.0, 1.0)),
+            Earnings(0.5, (), (), parent=0, parent_call=1),
+            self.node(0.25, parent=1),
+        ]
+        got = flow_credit(nodes, FLOWS[flow])
+        assert (got[1].rewards, got[2].rewards, got[2].reward) == ([], [last], last)
+
     def test_order_does_not_matter(self):
         nodes = self.chain()
         turned = [

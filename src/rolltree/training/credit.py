@@ -290,7 +290,8 @@ def flow_credit(rollouts: Sequence[Earnings], flow: Flow) -> list[Earnings]:
     (0, 1.2).
     """
     total = [rollout.reward for rollout in rollouts]
-    calls = [rollout.rewards for rollout in rollouts]
+    # What a rollout without calls earns is passed on as if it had made one.
+    calls = [rollout.rewards or [rollout.reward] for rollout in rollouts]
     order = parents_first([rollout.parent for rollout in rollouts])
     sent = [0.0] * len(rollouts)
     # Children first, because what a child sends up includes what its own children sent to it.
@@ -299,16 +300,15 @@ def flow_credit(rollouts: Sequence[Earnings], flow: Flow) -> list[Earnings]:
         if parent is not None and flow.up:
             sent[index] = flow.up * total[index]
             total[parent] += sent[index]
-            if calls[parent]:
-                calls[parent][at] += sent[index]
+            calls[parent][at] += sent[index]
     # Parents first. What a child itself sent up is subtracted, or it would come back to the child.
     for index in order:
         parent, at = rollouts[index].parent, rollouts[index].parent_call
         if parent is not None and flow.down:
             total[index] += flow.down * (total[parent] - sent[index])
-            if calls[index]:
-                # From the delegating call on: the child did not cause anything before it.
-                calls[index][-1] += flow.down * (sum(calls[parent][at:]) - sent[index])
+            # From the delegating call on: the child did not cause anything before it.
+            calls[index][-1] += flow.down * (sum(calls[parent][at:]) - sent[index])
+    calls = [mine if r.call_rewards else [] for mine, r in zip(calls, rollouts, strict=True)]
     return [
         rollout
         if reward == rollout.reward and rewards == rollout.rewards
