@@ -250,3 +250,12 @@ def test_a_prompt_may_be_written_as_the_tokenizer_normalizes_it(corrupter, tmp_p
     (tmp_path / "lower" / "tokenizer.json").write_text(json.dumps(tokenizer))
     found = rt.audit(corrupter.path, tokenizer=tmp_path / "lower").findings
     assert [item for item in found if item.check == "text"] == []
+
+
+def test_the_step_with_another_reward_is_named(corrupter):
+    victim = corrupter.ids()[5]
+    corrupter.record(victim, no_reward_step)
+    _, row = corrupter.row(victim)
+    found = rt.audit(corrupter.path).findings
+    (said,) = [str(item) for item in found if item.cause == "step_rewards"]
+    assert f"its reward is {row.reward:g}, but its step 1 has {row.reward + 0.5:g}" in said

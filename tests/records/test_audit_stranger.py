@@ -4,6 +4,7 @@ import shutil
 from dataclasses import replace
 from itertools import combinations
 
+import numpy as np
 import pytest
 from audit_kit import make_trained_run
 from corrupt_kit import OF_TOKENS, Corrupter
@@ -429,6 +430,18 @@ def test_it_is_found_with_its_cause(name, corrupter):
     assert not report.ok
     found = [item for item in report.findings if (item.check, item.cause) == (check, cause)]
     assert found, [str(item) for item in report.findings]
+
+
+def test_a_loss_weight_names_its_call_after_one_that_sampled_nothing(corrupter):
+    victim = corrupter.ids()[5]
+    said = {}
+    for name, edit in {"all": lambda n: n, "none first": lambda n: np.insert(n, 0, 0)}.items():
+        corrupter.trained(victim, num_sampled=edit, weight=cut)
+        found = rt.audit(corrupter.path).findings
+        said[name] = [str(item) for item in found if item.cause == "weight_differs"]
+    assert len(said["all"]) == 1
+    assert "a token of call 1 was" in said["all"][0]
+    assert "a token of call 2 was" in said["none first"][0]
 
 
 @pytest.mark.parametrize("edit", [{"depth": 3}, {"parent_step": 7}])

@@ -1,5 +1,6 @@
 import json
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from training_kit import tiny_model
 from rolltree.errors import TrainingError
 from rolltree.training import Checkpoints, TrainState, export_model, load_train_config
 from rolltree.training.checkpoint import check_complete
+from rolltree.training.checkpoint_formats import put_in_place
 from rolltree.training.lora import add_adapter
 from rolltree.training.optim import Optimizer
 
@@ -235,3 +237,63 @@ def test_the_export_loads_as_a_model(tmp_path, capfd):
     export_model(tiny_model(seed=4), None, path)  # replaces the older one
     other = AutoModelForCausalLM.from_pretrained(path)
     assert not torch.equal(other(ids).logits, model(ids).logits)
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.fixture
+def export(tmp_path):
+    """A folder with `kept` in it, and a function that replaces it by one with `new`."""
+
+    def replace():
+        working = tmp_path / ".model.tmp"
+        working.mkdir(exist_ok=True)
+        (working / "new").touch()
+        put_in_place(working, tmp_path / "model")
+
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "kept").touch()
+    return replace
+
+
+def breaking(monkeypatch, error):
+    """Let the rename of a new folder to its name fail."""
+    rename = Path.rename
+
+    def broken(path, target):
+        if path.name.endswith(".tmp"):
+            raise error
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", broken)
+
+
+def files_in(folder):
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+
+
+def test_the_older_export_stays_if_the_new_one_cannot_be_renamed(tmp_path, export, monkeypatch):
+    with monkeypatch.context() as patch:
+        breaking(patch, OSError("no"))
+        with pytest.raises(OSError, match="no"):
+            export()
+    assert files_in(tmp_path / "model") == ["kept"]
+    export()
+    assert files_in(tmp_path) == ["model/new"]
+
+
+def test_a_kill_between_the_renames_loses_no_export(tmp_path, export, monkeypatch):
+    with monkeypatch.context() as patch:
+        breaking(patch, Killed())
+        with pytest.raises(Killed):
+            export()
+    assert files_in(tmp_path) == [".model.old/kept", ".model.tmp/new"]
+    with monkeypatch.context() as patch:
+        breaking(patch, OSError("no"))
+        with pytest.raises(OSError, match="no"):
+            export()
+    assert files_in(tmp_path / "model") == ["kept"]
+    export()
+    assert files_in(tmp_path) == ["model/new"]

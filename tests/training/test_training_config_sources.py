@@ -117,10 +117,35 @@ def test_mistakes_in_keywords(settings, message):
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("data", "settings"),
+    [
+        ({"model": "tiny"}, {"lora_rank": 8}),
+        ({"model": "tiny"}, {"model": {"lora_rank": 8}}),
+        ({"optim": 3}, {"lr": 1.0}),
+        ({}, {"optim": 3, "lr": 1.0}),
+    ],
+)
+def test_a_key_of_what_is_not_a_section(data, settings):
+    with pytest.raises(ConfigError, match="is not a section, so its keys cannot be set"):
+        load_train_config(data, **settings)
+
+
 def test_plain_data_is_not_changed():
     data = {"optim": {"lr": 1e-5}}
     load_train_config(data, ["optim.lr=1e-4"], eps=1e-6)
     assert data == {"optim": {"lr": 1e-5}}
+
+
+def test_nested_data_is_not_changed():
+    data = {"env": {"id": "add", "args": {"level": {"low": 1}}}, "cluster": {"engines": {}}}
+    words = ["env.args.level.low=2", "env.args.x=1", "cluster.engines.kind=vllm"]
+    config = load_train_config(data, words)
+    assert config.env.args == {"level": {"low": 2}, "x": 1}
+    assert data == {
+        "env": {"id": "add", "args": {"level": {"low": 1}}},
+        "cluster": {"engines": {}},
+    }
 
 
 def test_paths_are_taken_as_text():

@@ -26,6 +26,7 @@ from rolltree.training.credit import (
     monte_carlo,
     parents_first,
     resolve_flow,
+    subtract_averages,
 )
 from rolltree.types import ErrorRecord, RolloutRequest, RolloutResult, State
 
@@ -266,6 +267,16 @@ class TestFlow:
         # what follows the second call: 1 and the later child's 2; the first child sees all
         assert [e.rewards for e in got] == [[0.75, 3.0], [3.75], [3.75], [3.0]]
 
+    @pytest.mark.parametrize(("flow", "last"), [("team", 1.75), ("shared", 1.75), ("own", 0.25)])
+    def test_a_parent_without_calls_passes_on_what_it_earns(self, flow, last):
+        nodes = [
+            self.node(1.0, (0.0, 1.0)),
+            Earnings(0.5, (), (), parent=0, parent_call=1),
+            self.node(0.25, parent=1),
+        ]
+        got = flow_credit(nodes, FLOWS[flow])
+        assert (got[1].rewards, got[2].rewards, got[2].reward) == ([], [last], last)
+
     def test_order_does_not_matter(self):
         nodes = self.chain()
         turned = [
@@ -397,6 +408,11 @@ class TestMovingAverages:
         results = [result(r, index=i) for i, r in enumerate((1.0, 0.0, 0.5))]
         credited(results, "reinforce", CreditPolicy(baseline="ema"))
         assert advantages(results) == pytest.approx([0.75, -0.75, 0.0])
+
+    def test_a_rollout_without_an_episode_is_its_own(self):
+        rollouts = [Earnings(r, (None,), (0,)) for r in (1.0, 0.0, 0.5)]
+        values = [[rollout.reward] for rollout in rollouts]
+        assert subtract_averages(rollouts, values, {}, 0.9) == ([[0.75], [-0.75], [0.0]], {"": 0.5})
 
     def test_they_are_passed_on_unchanged_without_the_baseline(self):
         report = assign_credit([result(1.0)], "reinforce", averages={"x": 3.0})

@@ -102,7 +102,15 @@ class TestSyncFeed:
         assert found.metrics["dynamic/num_flat_trained"] == 2
         (message,) = said
         assert "step 1 trains on 2 of 3 groups without reward variance, after 4" in message
-        assert "all 4 rewards are 1" in message
+        assert message.endswith("6 of 7 groups have none; in these, all 12 rewards are 1.")
+
+    async def test_at_the_limit_it_is_said_even_if_the_last_group_is_useful(self, run):
+        said = []
+        feed, _ = feed_of(Fixed(useful=("x03",)), run, said)
+        await feed.next(1)
+        (message,) = said
+        assert "step 1 trains on 2 of 3 groups without reward variance, after 4" in message
+        assert message.endswith("6 of 7 groups have none; in these, all 12 rewards are 1.")
 
     async def test_a_killed_run_asks_for_the_same_again(self, run):
         useful = ("g01", "x01", "x02")
@@ -263,6 +271,7 @@ class TestNoSignalWarning:
         assert self.said == []
         self.now = 86.0
         warning.check()
+        assert "no group of rollouts has ended since the last one with variance." in self.said[0]
         self.now = 100.0
         warning.check()
         assert len(self.said) == 1  # not every five seconds

@@ -10,6 +10,7 @@ from training_kit import FLOAT32, difference, gradient_of, states, tiny_model, t
 from rolltree.errors import TokenError, TrainingError
 from rolltree.samples import build_samples, concat_records
 from rolltree.samples.transform import blank_records, take_records
+from rolltree.tokens import StepTokens, TokenStream, TokenTree
 from rolltree.training.losses import LOSSES, Loss, LossTerms
 
 SCOPES = ("step", "turn", "interleave", "tree")
@@ -69,6 +70,17 @@ def test_a_token_without_a_value_is_refused_by_name():
     ):
         with pytest.raises(TrainingError, match=r"'advised' reads 'advice'.*rollout r0 has none"):
             gradient_of(worker, samples)
+
+
+def test_values_of_prompt_tokens_only_give_sampled_tokens_none():
+    tree = TokenTree()
+    values = TokenStream(np.ones(5, np.float32), start=0)
+    tree.insert(list(range(10)), list(range(20)), streams={"advice": values})
+    step = {"tokens": StepTokens(tree, 0)}
+    for scope in SCOPES:
+        (sample,) = build_samples([[step]], scope, inputs=("advice",)).samples
+        assert np.isnan(sample.records.extra["advice"]).all()
+        assert len(sample.records) == 20
 
 
 def test_values_that_are_not_one_number_per_token_are_refused():

@@ -21,8 +21,8 @@ from rolltree.store import Run
 from rolltree.store.metric_names import numbers
 from rolltree.training import Silent
 from rolltree.training.advantages import CreditReport
-from rolltree.training.config import TrainConfig
-from rolltree.training.trackers import TRACKERS, TrackedRun, Trackers
+from rolltree.training.config import TrainConfig, load_train_config
+from rolltree.training.trackers import TRACKERS, Sink, TrackedRun, Trackers
 from rolltree.training.transcripts import COLUMNS, Transcript, transcripts
 from rolltree.types import ErrorRecord, RolloutRequest, RolloutResult, State
 from wait_kit import wait_until
@@ -218,6 +218,25 @@ def test_names_are_checked_before_anything_starts(model, tmp_path):
         Trackers(config, print)
     with pytest.raises(ConfigError, match="Name each tracker once"):
         make_config(model, tmp_path / "run", track={"to": ["wandb", "wandb"]})
+
+
+def test_transcripts_that_cannot_be_read_are_not_a_failure_of_a_tracker(tmp_path, monkeypatch):
+    shown, said = [], []
+    for name in ("one", "two"):
+        sink = Sink(lambda *_: None, lambda *a, name=name: shown.append((name, *a)), lambda: None)
+        monkeypatch.setitem(TRACKERS, name, lambda run, sink=sink: sink)
+    trackers = Trackers(load_train_config(to=["one", "two"]), said.append)
+    trackers.open(tmp_path, 1)
+
+    def broken():
+        raise OSError("the disk is gone")
+
+    trackers.show("completions", broken, 1)
+    (message,) = said
+    assert message.startswith("the transcripts 'completions' of step 1 could not be read")
+    assert "OSError: the disk is gone" in message
+    trackers.show("completions", lambda: [HARD], 2)
+    assert shown == [("one", "completions", [HARD], 2), ("two", "completions", [HARD], 2)]
 
 
 def test_a_failing_run_closes_its_trackers(model, tmp_path, monkeypatch):

@@ -315,9 +315,11 @@ def _loss_input(
                     f"the loss reads the stream {name!r}, which does not have one number per "
                     "token. Record it as an array with a value per sampled token."
                 )
-            # A stream may start inside the prompt or after the first sampled token.
+            # A stream may start or even end inside the prompt, or start after the first sampled
+            # token.
             start = (stream.start or 0) - tree.prompt_len(handle)
-            low, high = max(0, start), min(count, start + len(stream.values))
+            low = max(0, start)
+            high = max(low, min(count, start + len(stream.values)))
             found[low:high] = stream.values[low - start : high - start]
         parts.append(found)
     return concat(parts, np.float32)

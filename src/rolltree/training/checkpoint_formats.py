@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -340,11 +341,26 @@ def _reason(error: BaseException) -> str:
 
 
 def put_in_place(working: Path, final: Path) -> None:
-    """Rename a synced folder to its final name, replacing what is there."""
+    """Rename a synced folder to its final name, replacing what is there.
+
+    If that fails, what was there is still there; after a kill, it may be `.{name}.old` beside it.
+    """
+    old = final.with_name(f".{final.name}.old")
     # A folder cannot be renamed onto one with files in it.
-    remove(final)
-    working.rename(final)
+    if os.path.lexists(final):
+        remove(old)
+        final.rename(old)
+    try:
+        working.rename(final)
+    except OSError:
+        # A killed call may have left it, too.
+        if os.path.lexists(old):
+            old.rename(final)
+        raise
     sync(final.parent)
+    # The new one is in place, so this is not a failure; the next call tries again.
+    with suppress(OSError):
+        remove(old)
 
 
 def export_model(

@@ -131,11 +131,9 @@ def load_train_config(
     if isinstance(config, TrainConfig):
         config = config.as_dict()
     data = _read_toml(Path(config)) if isinstance(config, str | Path) else dict(config or {})
-    # Copied two levels deep: overrides write into it, and the mapping is the caller's. A section
-    # that is left out may be None in stored settings.
-    data = {
-        key: dict(v) if isinstance(v, Mapping) else v for key, v in data.items() if v is not None
-    }
+    # A copy: overrides write into it, at any depth, and the mapping is the caller's. A section that
+    # is left out may be None in stored settings.
+    data = {key: _with_text_paths(value) for key, value in data.items() if value is not None}
     for override in overrides:
         apply_override(data, override)
     for name, value in settings.items():
@@ -154,7 +152,7 @@ def load_train_config(
 
 
 def _with_text_paths(value: Any) -> Any:
-    """Return plain data with each path as text, as settings are stored."""
+    """Return a copy of plain data with each path as text, as settings are stored."""
     if isinstance(value, Mapping):
         return {key: _with_text_paths(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -289,8 +287,7 @@ def _apply_setting(data: dict[str, Any], name: str, value: Any) -> None:
         if not isinstance(value, Mapping) and name in _MAIN_KEY:
             value = {_MAIN_KEY[name]: value}
         # A keyword adds to the file's section and does not replace it.
-        old = data.get(name)
-        data[name] = {**(old or {}), **value} if isinstance(value, Mapping) else value
+        data[name] = {**_section(data, name), **value} if isinstance(value, Mapping) else value
         return
     keys = {(s, key): (key, f"{s}_{key}") for s in _SECTIONS for key in _keys(s)}
     found = [place for place, names in keys.items() if name in names]
@@ -301,7 +298,18 @@ def _apply_setting(data: dict[str, Any], name: str, value: Any) -> None:
         known = {spelling for names in keys.values() for spelling in names}
         raise ConfigError(f"there is no setting {name!r}.{_meant(name, {*known, *_SECTIONS})}")
     section, key = found[0]
-    data.setdefault(section, {})[key] = value
+    data[section] = {**_section(data, section), key: value}
+
+
+def _section(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = data.get(name) or {}
+    if not isinstance(section, Mapping):
+        keys = f"{_MAIN_KEY[name]} = {section!r}" if name in _MAIN_KEY else "its keys"
+        raise ConfigError(
+            f"{name} is {section!r}, which is not a section, so its keys cannot be set. "
+            f"In TOML, write {keys} below [{name}]; in Python, make it a dict."
+        )
+    return section
 
 
 def _keys(section: str) -> tuple[str, ...]:

@@ -290,7 +290,8 @@ def flow_credit(rollouts: Sequence[Earnings], flow: Flow) -> list[Earnings]:
     (0, 1.2).
     """
     total = [rollout.reward for rollout in rollouts]
-    calls = [rollout.rewards for rollout in rollouts]
+    # What a rollout without calls earns is passed on as if it had made one.
+    calls = [rollout.rewards or [rollout.reward] for rollout in rollouts]
     order = parents_first([rollout.parent for rollout in rollouts])
     sent = [0.0] * len(rollouts)
     # Children first, because what a child sends up includes what its own children sent to it.
@@ -299,16 +300,15 @@ def flow_credit(rollouts: Sequence[Earnings], flow: Flow) -> list[Earnings]:
         if parent is not None and flow.up:
             sent[index] = flow.up * total[index]
             total[parent] += sent[index]
-            if calls[parent]:
-                calls[parent][at] += sent[index]
+            calls[parent][at] += sent[index]
     # Parents first. What a child itself sent up is subtracted, or it would come back to the child.
     for index in order:
         parent, at = rollouts[index].parent, rollouts[index].parent_call
         if parent is not None and flow.down:
             total[index] += flow.down * (total[parent] - sent[index])
-            if calls[index]:
-                # From the delegating call on: the child did not cause anything before it.
-                calls[index][-1] += flow.down * (sum(calls[parent][at:]) - sent[index])
+            # From the delegating call on: the child did not cause anything before it.
+            calls[index][-1] += flow.down * (sum(calls[parent][at:]) - sent[index])
+    calls = [mine if r.call_rewards else [] for mine, r in zip(calls, rollouts, strict=True)]
     return [
         rollout
         if reward == rollout.reward and rewards == rollout.rewards
@@ -343,23 +343,22 @@ def subtract_averages(
     >>> subtract_averages(pair, [[1.0], [0.0]], {"a": 0.5}, 0.9)
     ([[0.5], [-0.5]], {'a': 0.5})
     """
+    numbers = episode_numbers(rollouts).tolist()
     # By role and episode: the mean value of each rollout.
-    levels: defaultdict[str, defaultdict[Hashable, list[float]]] = defaultdict(
-        lambda: defaultdict(list)
-    )
-    for rollout, mine in zip(rollouts, values, strict=True):
+    levels: defaultdict[str, defaultdict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for rollout, own, mine in zip(rollouts, numbers, values, strict=True):
         if mine:
-            levels[rollout.role][rollout.episode].append(fmean(mine))
+            levels[rollout.role][own].append(fmean(mine))
     means = {
         role: {episode: fmean(found) for episode, found in episodes.items()}
         for role, episodes in levels.items()
     }
     result = []
-    for rollout, mine in zip(rollouts, values, strict=True):
+    for rollout, own, mine in zip(rollouts, numbers, values, strict=True):
         baseline = averages.get(rollout.role)
         if baseline is None:
             known = means.get(rollout.role, {}).items()
-            others = [mean for episode, mean in known if episode != rollout.episode]
+            others = [mean for episode, mean in known if episode != own]
             baseline = fmean(others) if others else 0.0
         result.append([value - baseline for value in mine])
     after = dict(averages)

@@ -173,10 +173,14 @@ class SyncFeed(Feed):
             useful, flat = useful + more, flat + less
             missing = len(planned) - len(useful)
         if missing:
+            # Counted anew over all of them: a useful group starts the counts again.
+            self._warning.begin(step)
+            for each in flat:
+                self._warning.no_signal(each.results)
             self._notify(
                 f"step {step} trains on {missing} of {len(planned)} groups without reward "
                 f"variance, after {num_extra} replacements (algorithm.dynamic_sampling_max): "
-                f"{self._warning.reason()}"
+                f"{self._warning.reason(len(sampled))}"
             )
         # The step keeps its planned size, filled up with the newest flat groups. `flat[-missing:]`
         # would be all of them if none is missing.

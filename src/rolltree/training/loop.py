@@ -15,7 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -457,7 +457,7 @@ class _Loop:
         phase: str,
         credit: CreditReport | None = None,
     ) -> None:
-        read = cache(lambda: transcripts(results, num, step=step, phase=phase, credit=credit))
+        read = partial(transcripts, results, num, step=step, phase=phase, credit=credit)
         self.trackers.show(name, read, step)
 
     def _last_phase(self, step: int) -> str:

@@ -45,10 +45,15 @@ class NoSignalWarning:
     def begin(self, step: int) -> None:
         """Start counting for a step."""
         self._step = step
-        self.signal()
+        self._reset()
+        self._had_signal = False
 
     def signal(self) -> None:
         """Note a group with reward variance."""
+        self._reset()
+        self._had_signal = True
+
+    def _reset(self) -> None:
         self._since = self._notified = self._clock()
         self._num_groups = 0
         self._rewards: Counter[float] = Counter()
@@ -77,12 +82,30 @@ class NoSignalWarning:
                 f"variance: {self.reason()}"
             )
 
-    def reason(self) -> str:
-        """Return what happened instead, as a sentence."""
-        if not self._num_groups:
-            return "no group of rollouts has ended. Check the engine and the environment."
+    def reason(self, num_judged: int | None = None) -> str:
+        """Return what happened instead, as a sentence.
+
+        `num_judged`: of how many groups, if some have reward variance.
+        """
+        count = self._num_groups
+        if not count:
+            since = " since the last one with variance" if self._had_signal else ""
+            return f"no group of rollouts has ended{since}. Check the engine and the environment."
+        first, *more = self._details() or [""]
+        if num_judged is None or num_judged == count:
+            parts = [f"none of {count} groups has any", first, *more]
+        else:
+            parts = [
+                f"{count} of {num_judged} groups have none",
+                first and f"in these, {first}",
+                *more,
+            ]
+        return "; ".join(filter(None, parts)) + "."
+
+    def _details(self) -> list[str]:
+        """Return what the groups without reward variance have instead."""
         failed, scored = sum(self._errors.values()), sum(self._rewards.values())
-        parts = [f"none of {self._num_groups} groups has any"]
+        parts = []
         if failed:
             kind, count = self._errors.most_common(1)[0]
             share = f"{failed} of {failed + scored} rollouts failed"
@@ -92,7 +115,7 @@ class NoSignalWarning:
         elif scored:
             shown = ", ".join(f"{value:g} ({n} times)" for value, n in self._rewards.most_common(3))
             parts.append(f"the most frequent rewards are {shown}, equal within each group")
-        return "; ".join(parts) + "."
+        return parts
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:

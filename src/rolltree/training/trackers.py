@@ -231,13 +231,22 @@ class Trackers:
         is_shown = step is None or (step - 1) % section.transcripts_every == 0
         return section.transcripts if self._sinks and is_shown else 0
 
-    # `read` is called in the guarded block, and only if there is a tracker: its errors must not end
-    # the run.
     def show(self, name: str, read: Callable[[], Sequence[Transcript]], step: int) -> None:
-        """Send the transcripts that `read` returns."""
+        """Send the transcripts that `read` returns; it is called only if there is a tracker."""
+        if not self._sinks:
+            return
+        try:
+            rollouts = read()
+        except Exception as error:  # noqa: BLE001  whatever it is, it must not end the run
+            self._notify(
+                f"the transcripts {name!r} of step {step} could not be read "
+                f"({type(error).__name__}: {redact_text(str(error))}), so no tracker gets them; "
+                "the run goes on. Check the disk of its run directory."
+            )
+            return
         for tracker, sink in list(self._sinks.items()):
             with self._survived(tracker):
-                if rollouts := read():
+                if rollouts:
                     sink.show(name, rollouts, step)
 
     def close(self) -> None:

@@ -122,6 +122,11 @@ class TrainedFacts:
     num_fresh: int = 0  # tokens that `mismatch` is the mean of
     sum_logprob: float | None = None  # the engine's, of all tokens
 
+    @property
+    def sampling_calls(self) -> list[int]:
+        """The calls that `used`, `least` and `most` are about, by their index among all calls."""
+        return [index for index, value in enumerate(self.advantages) if value is not None]
+
 
 @dataclass(slots=True, kw_only=True)
 class RolloutFacts:
@@ -312,10 +317,11 @@ class RolloutAudit:
                 *("rewards", "step_rewards"),
                 f"its steps earned {sum(rewards):g} together, but its reward is {reward:g}",
             )
-        if own is False and not all(_same(value, reward) for value in rewards):
+        wrong = [(at, value) for at, value in enumerate(rewards) if not _same(value, reward)]
+        if own is False and wrong:
             self.find(
                 *("rewards", "step_rewards"),
-                f"its reward is {reward:g}, but a step has {rewards[0]:g}",
+                f"its reward is {reward:g}, but its step {wrong[0][0]} has {wrong[0][1]:g}",
             )
 
     # -- calls and their tokens ------------------------------------------------------------------

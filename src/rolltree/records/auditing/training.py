@@ -433,13 +433,14 @@ class TrainingAudit:
         wrong = differing_weights(rows, in_loss, self.config, self.algorithm)
         for index, call, right in wrong:
             item, mine, _ = found[index]
+            name = f"call {mine.sampling_calls[call]}"
             self.ledger.find(
                 *("alignment", "weight_differs"),
-                f"call {call} was trained with loss weights of {mine.least[call]:.4g} or more, "
+                f"{name} was trained with loss weights of {mine.least[call]:.4g} or more, "
                 f"but the aggregation {self.algorithm.aggregation!r} of the step's tokens gives "
                 f"{right:.4g}"
                 if mine.least[call] > right
-                else f"a token of call {call} was trained with a loss weight of at most "
+                else f"a token of {name} was trained with a loss weight of at most "
                 f"{mine.most[call]:.4g}, but the aggregation {self.algorithm.aggregation!r} of "
                 f"the step's tokens gives {right:.4g}",
                 item.place,
