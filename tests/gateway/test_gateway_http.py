@@ -121,6 +121,18 @@ async def test_a_unix_socket_serves_programs_without_a_network(tmp_path):
 # -- bodies ----------------------------------------------------------------------------------------
 
 
+async def test_a_unix_socket_replaces_a_stale_socket_and_no_other_file(tmp_path):
+    path, notes = tmp_path / "gateway.sock", tmp_path / "notes.txt"
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(str(path))
+    async with rt.gateway(ScriptedClient(echo), unix_socket=path):
+        pass
+    notes.write_text("mine")
+    with pytest.raises(ConfigError, match=r"notes\.txt: a file that is not a socket"):
+        await rt.gateway(ScriptedClient(echo), unix_socket=notes).start()
+    assert notes.read_text() == "mine"
+
+
 async def test_a_body_of_50_mb_is_refused_and_the_gateway_goes_on():
     async with rt.gateway(ScriptedClient(echo)) as g, g.session() as s:
         url = f"{s.base_url}/chat/completions"

@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import socket
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -364,6 +365,12 @@ def _converted(body: Mapping[str, Any], kind: Any) -> Any:
 
 
 def _unix_listener(path: Path) -> socket.socket:
+    # A killed gateway leaves its socket; any other file is somebody's data.
+    if os.path.lexists(path) and not stat.S_ISSOCK(path.lstat().st_mode):
+        raise ConfigError(
+            f"the gateway cannot listen on the socket {path}: a file that is not a socket is "
+            "there, and would be deleted. Move it away, or choose another path."
+        )
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         path.unlink(missing_ok=True)
