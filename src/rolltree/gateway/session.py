@@ -422,6 +422,14 @@ class GatewaySession:
         if self.ended is not None:
             raise self._limit_error()
 
+    def _tokens_left(self, max_tokens: int) -> int:
+        """Return how many tokens a call may sample; others were recorded since it was begun."""
+        left = max_tokens - self.num_sampled_tokens
+        if left <= 0:
+            self._end(TruncationReason.BUDGET)
+            raise self._limit_error()
+        return left
+
     def _limit_error(self) -> RequestError:
         return RequestError(
             f"the session has reached its limit ({self.ended}); no further call is answered.",
@@ -535,7 +543,7 @@ class GatewaySession:
         merged = merge_sampling(asked, self.sampling) if self.sampling else asked
         limits = [asked.max_tokens, merged.max_tokens]
         if self.limits.max_tokens is not None:
-            limits.append(self.limits.max_tokens - self.num_sampled_tokens)
+            limits.append(self._tokens_left(self.limits.max_tokens))
         known = [limit for limit in limits if limit is not None]
         seed = merged.seed
         if self._seeds is not None and self.seed is not None:
