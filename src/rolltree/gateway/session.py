@@ -53,9 +53,10 @@ from rolltree.types import (
 class SessionLimits:
     """The most that one session may use; None: no limit.
 
-    `max_calls` counts calls that fail or are cancelled, too. Sampled tokens are counted when a
-    call ends, so overlapping calls may together exceed `max_tokens`. `time_limit_s` counts from
-    when the session was opened.
+    `max_calls` counts calls that fail or are cancelled, too; a restarted gateway does not know of
+    those that began after the last recorded call. Sampled tokens are counted when a call ends, so
+    overlapping calls may together exceed `max_tokens`. `time_limit_s` counts from when the session
+    was opened.
 
     Raises:
         ConfigError: a limit is not above 0.
@@ -615,7 +616,13 @@ class GatewaySession:
         if self.journal is not None:
             origin = flight.origin
             kept = KeptCall(
-                flight.head, origin.agent, origin.key, origin.digest, call.tools, flight.options
+                flight.head,
+                origin.agent,
+                origin.key,
+                origin.digest,
+                call.tools,
+                flight.options,
+                self._num_begun,
             )
             try:
                 await self.journal.append(self.trajectory, step, kept)
@@ -753,12 +760,14 @@ class GatewaySession:
                     self.journal.note_delivered(number)
                 self.journal.append_now(self.trajectory, number, kept)
             self._flights[kept.head.id] = flight
-            self._num_begun += 1
+            self._num_begun = max(self._num_begun + 1, kept.num_begun)
             if kept.key is not None:
                 self._by_key[kept.key] = flight
             if kept.digest:
                 self._by_content[kept.digest] = flight
-            if self._seeds is not None:
+        if self._seeds is not None:
+            # A kept call's seed may be that of any call that had begun, so all of them are used up.
+            for _ in range(self._num_begun):
                 self._seeds.next(None)
         if self.journal is not None:
             self.journal.publish()
