@@ -7,7 +7,7 @@ import gc
 from contextlib import AsyncExitStack
 
 import pytest
-from gateway_kit import ADD, calling
+from gateway_kit import ADD, Lingering, calling
 
 import rolltree as rt
 from rolltree.errors import ConfigError, ConnectionFailed
@@ -368,6 +368,24 @@ async def test_closing_ends_calls_and_completes_the_state():
     assert state["prompt"] == [user("a")]
     assert state["completion"] == [said("answer 1")]
     assert (state["is_completed"], state["terminated"], state["truncated"]) == (True, True, False)
+
+
+async def test_a_second_close_finishes_what_a_cancelled_one_began():
+    client = Lingering(ScriptedClient(echo))
+    s = session(client)
+    asking = asyncio.ensure_future(s.complete(call(user("a"))))
+    await client.has_begun.wait()
+    first = asyncio.ensure_future(s.aclose())
+    await settle()
+    first.cancel()
+    second = asyncio.ensure_future(s.aclose())
+    await settle()
+    assert (first.cancelled(), second.done(), s.state["is_completed"]) == (True, False, False)
+    client.may_end.set()
+    await second
+    assert s.state["is_completed"]
+    with pytest.raises(RequestError, match="closed"):
+        await asking
 
 
 async def test_memory_is_one_object_per_message():

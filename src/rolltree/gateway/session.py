@@ -154,6 +154,8 @@ class GatewaySession:
         self.ended: TruncationReason | None = None
         """The limit that was reached; later calls are refused."""
         self.is_closed = False
+        self.ending = asyncio.Lock()
+        """Held by a request that closes the session and stores or deletes it; others wait."""
         self.num_sampled_tokens = 0
         self.num_cancelled = 0
         self._began_s = time.monotonic() - (time.time() - self.opened_s)
@@ -169,6 +171,9 @@ class GatewaySession:
         self._by_key: dict[str, _Flight] = {}
         self._by_content: dict[bytes, _Flight] = {}
         self._num_begun = 0
+        # Those of forgotten flights, too, which may still be ending.
+        self._running: set[asyncio.Task[AgentAnswer]] = set()
+        self._finishing, self._is_finished = asyncio.Lock(), False
         # The context variables of its opener, in which an episode's client finds its clock.
         self._context = contextvars.copy_context()
         renderer = renderer_of(self._root)
@@ -390,6 +395,7 @@ class GatewaySession:
         self._watch_time(loop)
         work = self._run(flight, call)
         flight.task = loop.create_task(work, context=self._context.copy())
+        self._running.add(flight.task)
         flight.task.add_done_callback(lambda task: self._done(flight, task))
         return flight
 
@@ -491,6 +497,7 @@ class GatewaySession:
 
     def _done(self, flight: _Flight, task: asyncio.Task[AgentAnswer]) -> None:
         flight.news.set()
+        self._running.discard(task)
         failed = task.cancelled() or task.exception() is not None
         if flight.step is None and failed:
             self.num_cancelled += task.cancelled()
@@ -673,19 +680,22 @@ class GatewaySession:
         """End the session: cancel calls in flight, and complete the state.
 
         The journal's file stays until `release`, so that nothing is lost before the state is
-        stored elsewhere. `async with` does both.
+        stored elsewhere. `async with` does both. A second call waits for the first, and does its
+        work if it was cancelled.
         """
-        if self.is_closed:
-            return
         self.is_closed = True
+        async with self._finishing:
+            if not self._is_finished:
+                await self._finish()
+                self._is_finished = True
+
+    async def _finish(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        flights = [flight for flight in self._flights.values() if flight.task is not None]
-        running = [flight.task for flight in flights if flight.task is not None]
-        for flight in flights:
+        for flight in list(self._flights.values()):
             self._cancel(flight)
-        if running:
-            await asyncio.wait(running)
+        if self._running:
+            await asyncio.wait(self._running)
         if self.journal is not None:
             self.journal.close()
         self._finish_state()
@@ -696,6 +706,8 @@ class GatewaySession:
         """Delete the journal, if the state is stored elsewhere or not needed."""
         if self.journal is not None:
             self.journal.delete()
+            # A second release would delete the file of the next session with this id.
+            self.journal = None
 
     def _finish_state(self) -> None:
         state, steps = self.state, self.trajectory
