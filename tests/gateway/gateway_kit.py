@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import openai
+
+from rolltree.inference.client_base import DelegatingClient
 
 ADD = {
     "type": "function",
@@ -39,3 +43,18 @@ def paths(session):
     """Return the ids of every call, prompt and completion."""
     tree = session.trajectory.tree
     return [tree.path_view(call).tolist() for call in range(tree.num_calls)]
+
+
+class Lingering(DelegatingClient):
+    """A client whose calls need a while to end after they were cancelled."""
+
+    def __init__(self, client):
+        super().__init__(client)
+        self.has_begun, self.may_end = asyncio.Event(), asyncio.Event()
+
+    async def call(self, call):
+        try:
+            self.has_begun.set()
+            return await asyncio.Event().wait()
+        finally:
+            await self.may_end.wait()

@@ -6,12 +6,13 @@ import asyncio
 import io
 import json
 import socket
+import threading
 from unittest.mock import Mock
 
 import aiohttp
 import openai
 import pytest
-from gateway_kit import is_one_path, openai_agent
+from gateway_kit import Lingering, is_one_path, openai_agent
 
 import rolltree as rt
 from rolltree.errors import ConfigError, ConnectionFailed, ServerError, StoreError
@@ -119,6 +120,18 @@ async def test_a_unix_socket_serves_programs_without_a_network(tmp_path):
 
 
 # -- bodies ----------------------------------------------------------------------------------------
+
+
+async def test_a_unix_socket_replaces_a_stale_socket_and_no_other_file(tmp_path):
+    path, notes = tmp_path / "gateway.sock", tmp_path / "notes.txt"
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(str(path))
+    async with rt.gateway(ScriptedClient(echo), unix_socket=path):
+        pass
+    notes.write_text("mine")
+    with pytest.raises(ConfigError, match=r"notes\.txt: a file that is not a socket"):
+        await rt.gateway(ScriptedClient(echo), unix_socket=notes).start()
+    assert notes.read_text() == "mine"
 
 
 async def test_a_body_of_50_mb_is_refused_and_the_gateway_goes_on():
@@ -422,6 +435,86 @@ async def test_a_session_that_could_not_be_stored_can_be_closed_again(tmp_path, 
             assert list(files.iterdir()) == []
         found = [(row.reward, row.num_calls) for row in run.rollouts()]
         assert found == ([(0.5, 1)] if then == "close" else [])
+
+
+@pytest.mark.parametrize("second", ["close", "delete"])
+async def test_a_second_request_waits_for_the_first_that_closes_a_session(tmp_path, second):
+    """Else it stored a state that was not finished, and deleted the journal of calls in flight."""
+    client = Lingering(ScriptedClient(echo))
+    with rt.Run.open_or_create(tmp_path / "run", config={}, kind="gateway") as run:
+        async with rt.gateway(client, run=run) as g:
+            s = g.session("mine")
+            async with openai_agent(s) as agent:
+                asking = asyncio.ensure_future(agent.chat.completions.create(**ASKED))
+                await client.has_begun.wait()
+                closing = asyncio.ensure_future(
+                    post(f"{g.url}/sessions/mine/close", {"reward": 0.5}, g.admin_key)
+                )
+                await until(lambda: s.is_closed)
+                again = asyncio.ensure_future(end(g, "mine", second, {"reward": 0.25}))
+                await asyncio.sleep(0.1)
+                assert not again.done()
+                assert run.num_rollouts() == 0
+                client.may_end.set()
+                # As if it had come after the first.
+                assert ((await closing)[0], await again) == (200, 404)
+                with pytest.raises(openai.APIError):
+                    await asking
+        assert [(row.reward, row.num_calls) for row in run.rollouts()] == [(0.5, 0)]
+
+
+@pytest.mark.parametrize("second", ["close", "delete", "open"])
+async def test_a_session_keeps_its_id_until_it_is_stored(tmp_path, monkeypatch, second):
+    """Else another session took its id, and lost its own journal when the first was stored."""
+    is_storing, may_store = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+    with rt.Run.open_or_create(tmp_path / "run", config={}, kind="gateway") as run:
+        add = run.add_rollouts
+
+        def add_slowly(results):
+            loop.call_soon_threadsafe(is_storing.set)
+            may_store.wait(20)
+            add(results)
+
+        monkeypatch.setattr(run, "add_rollouts", add_slowly)
+        async with rt.gateway(ScriptedClient(echo), run=run) as g:
+            s = g.session("mine")
+            closing = asyncio.ensure_future(end(g, "mine", "close", {"reward": 0.5}))
+            try:
+                await is_storing.wait()
+                if second == "open":
+                    with pytest.raises(ConfigError, match="it is taken"):
+                        g.session("mine")
+                else:
+                    again = asyncio.ensure_future(end(g, "mine", second, {}))
+                    await asyncio.sleep(0.1)
+                    assert not again.done()
+                assert g.sessions == {"mine": s}
+            finally:
+                may_store.set()
+            assert await closing == 200
+            if second != "open":
+                assert await again == 404
+            assert g.sessions == {}
+        assert [row.reward for row in run.rollouts()] == [0.5]
+
+
+async def test_a_session_that_is_closed_twice_leaves_the_next_of_its_name_alone(tmp_path):
+    async with rt.gateway(ScriptedClient(echo), directory=tmp_path) as g:
+        async with g.session("mine"):
+            assert await end(g, "mine", "delete", {}) == 200
+            g.session("mine")
+        assert [path.name for path in tmp_path.iterdir()] == ["mine.calls"]
+
+
+async def end(g, session_id, how, body):
+    """Return the status of a request that closes or deletes a session."""
+    url = f"{g.url}/sessions/{session_id}"
+    if how == "close":
+        return (await post(f"{url}/close", body, g.admin_key))[0]
+    headers = {"Authorization": f"Bearer {g.admin_key}"}
+    async with aiohttp.ClientSession() as http, http.delete(url, headers=headers) as response:
+        return response.status
 
 
 @pytest.mark.parametrize(

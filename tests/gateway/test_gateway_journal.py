@@ -18,13 +18,15 @@ import pytest
 from gateway_kit import openai_agent, paths
 
 import rolltree as rt
-from rolltree.errors import ConfigError, StoreError
+from rolltree.errors import ConfigError, ConnectionFailed, StoreError
 from rolltree.gateway import journal
 from rolltree.gateway.calls import AgentCall, AnswerHead, CallOrigin
 from rolltree.gateway.journal import Journal, KeptCall, read_session
 from rolltree.gateway.session import SessionLimits, new_state
+from rolltree.inference.server.requests import RequestError
 from rolltree.inference.session import TokenSession
-from rolltree.testing import ScriptedClient
+from rolltree.seeds import derive_seed
+from rolltree.testing import FaultyClient, ScriptedClient
 from rolltree.tokens import Trajectory, recorded_routing
 from rolltree.types import ModelResponse
 
@@ -73,6 +75,25 @@ async def test_a_gateway_that_is_started_again_serves_the_same_sessions(tmp_path
             await turns(agent, messages, 2)
             with pytest.raises(openai.PermissionDeniedError):
                 await turns(agent, messages, 1)
+
+
+async def test_no_call_after_a_restart_has_the_seed_of_one_before(tmp_path):
+    """Failed calls draw seeds, too: the next process drew a kept call's once more."""
+    call, seeds = AgentCall([{"role": "user", "content": "hi"}]), []
+    for fault in (ConnectionFailed("gone"), None, None):
+        client = ScriptedClient(echo)
+        faulty = FaultyClient(client, [fault, None])
+        async with rt.gateway(faulty, directory=tmp_path) as g:
+            s = g.sessions.get("one") or g.session("one", seed=3, limits=SessionLimits(max_calls=4))
+            if fault is not None:
+                with pytest.raises(ConnectionFailed):
+                    await s.complete(call)
+            await s.complete(call)
+        seeds += [each.sampling.seed for each in client.calls]
+    assert seeds == [derive_seed(3, "turn", number) for number in (1, 2, 3)]
+    async with rt.gateway(ScriptedClient(echo), directory=tmp_path) as g:
+        with pytest.raises(RequestError, match="max_steps"):
+            await g.sessions["one"].complete(call)
 
 
 async def test_calls_of_a_killed_process_are_not_taken_for_those_of_the_next(tmp_path, monkeypatch):

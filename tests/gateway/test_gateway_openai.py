@@ -10,7 +10,10 @@ import pytest
 from gateway_kit import ADD, calling, is_one_path, openai_agent, paths
 
 import rolltree as rt
+from rolltree.gateway.fields import read_fields
+from rolltree.gateway.openai_chat import TEXT_FIELDS
 from rolltree.inference.chat import ChatRenderer
+from rolltree.inference.server.requests import RequestError
 from rolltree.testing import ScriptedClient
 from rolltree.testing.tokenizer import ByteTokenizer
 
@@ -190,6 +193,19 @@ async def test_what_cannot_be_obeyed_is_refused_by_name(fields, named):
             await agent.chat.completions.create(**asked)
         assert caught.value.param == named
         assert len(s.trajectory) == 0
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("best_of", True), ("echo", 0), ("presence_penalty", False)]
+)
+def test_true_is_not_one_and_zero_is_not_false(field, value):
+    """A number field that is `false` was dropped as if it were 0, and `best_of: true` was 1."""
+    if TEXT_FIELDS[field].use == "only":
+        with pytest.raises(RequestError, match=f"{field} = {value} cannot be obeyed"):
+            read_fields({field: value}, TEXT_FIELDS)
+    else:
+        # The model's server refuses it.
+        assert read_fields({field: value}, TEXT_FIELDS)[1].extra == {field: value}
 
 
 async def test_what_the_engine_does_not_do_is_refused_by_the_engine():

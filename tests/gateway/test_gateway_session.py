@@ -7,13 +7,14 @@ import gc
 from contextlib import AsyncExitStack
 
 import pytest
-from gateway_kit import ADD, calling
+from gateway_kit import ADD, Lingering, calling
 
 import rolltree as rt
 from rolltree.errors import ConfigError, ConnectionFailed
 from rolltree.gateway.calls import AgentAnswer, AgentCall, AnswerDelta, AnswerHead, CallOrigin
 from rolltree.gateway.session import GatewaySession, SessionLimits
 from rolltree.inference.chat import ChatRenderer
+from rolltree.inference.client_base import DelegatingClient
 from rolltree.inference.server.requests import RequestError
 from rolltree.samples import build_samples
 from rolltree.tasks import ShortCollections
@@ -306,6 +307,35 @@ async def test_tokens_are_limited_and_the_last_call_gets_what_is_left():
     assert s.state.truncation_reason == "budget"
 
 
+async def test_a_call_that_finds_the_last_tokens_taken_is_refused():
+    """Else it was sent to the model with a `max_tokens` of 0 or less."""
+    client = Gated(ScriptedClient(lambda messages: "x" * 20))
+    async with session(client, limits=SessionLimits(max_tokens=10)) as s:
+        first = asyncio.ensure_future(s.complete(call(user("a"))))
+        await settle()
+        client.go.set()
+        # It begins before the first is recorded, and its task runs afterwards.
+        with pytest.raises(RequestError, match="limit") as caught:
+            await s.complete(call(user("b")))
+        assert (await first).finish_reason == FinishReason.LENGTH
+        assert caught.value.status == 403
+    assert (s.state.truncation_reason, len(client.calls)) == ("budget", 1)
+
+
+class Gated(DelegatingClient):
+    """A client that returns sampled answers when it is told to."""
+
+    def __init__(self, client):
+        super().__init__(client)
+        self.go, self.calls = asyncio.Event(), []
+
+    async def call(self, call):
+        self.calls.append(call)
+        response = await super().call(call)
+        await self.go.wait()
+        return response
+
+
 async def test_time_is_limited_also_for_a_call_in_flight():
     model = Asked()
     async with session(ScriptedClient(model), limits=SessionLimits(time_limit_s=0.05)) as s:
@@ -338,6 +368,24 @@ async def test_closing_ends_calls_and_completes_the_state():
     assert state["prompt"] == [user("a")]
     assert state["completion"] == [said("answer 1")]
     assert (state["is_completed"], state["terminated"], state["truncated"]) == (True, True, False)
+
+
+async def test_a_second_close_finishes_what_a_cancelled_one_began():
+    client = Lingering(ScriptedClient(echo))
+    s = session(client)
+    asking = asyncio.ensure_future(s.complete(call(user("a"))))
+    await client.has_begun.wait()
+    first = asyncio.ensure_future(s.aclose())
+    await settle()
+    first.cancel()
+    second = asyncio.ensure_future(s.aclose())
+    await settle()
+    assert (first.cancelled(), second.done(), s.state["is_completed"]) == (True, False, False)
+    client.may_end.set()
+    await second
+    assert s.state["is_completed"]
+    with pytest.raises(RequestError, match="closed"):
+        await asking
 
 
 async def test_memory_is_one_object_per_message():

@@ -432,14 +432,13 @@ class SessionHandlers:
     async def drop(self, request: Request) -> Response:
         """`DELETE /sessions/ID`: closes the session and deletes its calls."""
         session = self._session(request)
-        await session.aclose()
-        self._gateway.forget(session)
+        await self._gateway.drop_session(session)
         return json_response(session.summary())
 
     async def close(self, request: Request) -> Response:
         """`POST /sessions/ID/close`: closes it with its `reward` and `metrics`; a run stores it.
 
-        The same request again, after it was stored, gets a 404.
+        The same request again gets a 404 once it was stored; one that comes earlier waits for that.
         """
         session = self._session(request)
         content = await request_body(request)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from reprlib import repr as shown
 from typing import Any, Literal
 
-from rolltree.inference.server.requests import RequestError, sampling_of, unknown_field
+from rolltree.inference.server.requests import RequestError, is_one_of, sampling_of, unknown_field
 from rolltree.types import SamplingParams
 
 
@@ -77,11 +77,12 @@ def read_fields(
         field = fields.get(name)
         if field is None:
             raise unknown_field(name, fields)
+        is_listed = is_one_of(value, field.values)
         if field.use == "read":
             given[name] = value
-        elif field.use == "sampling" or (field.use == "passed" and value not in field.values):
+        elif field.use == "sampling" or (field.use == "passed" and not is_listed):
             asked[field.name or name] = value
-        elif field.use == "only" and value not in field.values:
+        elif field.use == "only" and not is_listed:
             raise disobeyed(name, value, field.why)
     return given, sampling_of(asked, asked)
 

@@ -42,7 +42,10 @@ _Write: TypeAlias = "tuple[JournalFile, bytes, asyncio.Future[None]]"
 
 @dataclass(frozen=True, slots=True)
 class KeptCall:
-    """The data of a call that is kept in addition to its step."""
+    """The data of a call that is kept in addition to its step.
+
+    `num_begun` counts the session's calls that had begun when it was recorded, failed ones, too.
+    """
 
     head: AnswerHead
     agent: str = ""
@@ -50,6 +53,7 @@ class KeptCall:
     digest: bytes = b""
     tools: tuple[ToolSchema, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
+    num_begun: int = 0
 
 
 @dataclass(slots=True)
@@ -251,6 +255,7 @@ class JournalFile:
             "digest": kept.digest.hex(),
             "tools": self._tools.index(kept.tools),
             "options": options,
+            "num_begun": kept.num_begun,
         }
         data["delivered"], self._delivered = self._delivered, []
         return _frame(data, tokens, f'"table":{self._table.to_json(size)},')
@@ -328,6 +333,7 @@ def read_session(path: Path) -> KeptSession | None:
                 bytes.fromhex(call["digest"]),
                 tools[call["tools"]],
                 {name: option_values[index] for name, index in call["options"].items()},
+                call.get("num_begun", 0),  # files of earlier versions do not have it
             )
             session.calls.append((kept, decode_step(data["step"], tree, reader)))
     except OSError as error:

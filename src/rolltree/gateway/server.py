@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import socket
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -208,6 +209,7 @@ class Gateway:
             await asyncio.wait((self._serving,))
         for session in list(self.sessions.values()):
             await session.aclose()
+            self._remove(session)
         self._opened.close()
 
     def session(
@@ -284,12 +286,18 @@ class Gateway:
         made.restore(kept)
 
     def _closed(self, session: GatewaySession) -> None:
-        self.sessions.pop(session.id, None)
         if self._collections is not None:
             self._collections.ended(1)
-            if not self.sessions:
-                self._collections.__exit__()
-                self._collections = None
+        # A request that closes it keeps its id taken until it is stored.
+        if not session.ending.locked():
+            self._remove(session)
+
+    def _remove(self, session: GatewaySession) -> None:
+        if self.sessions.get(session.id) is session:
+            del self.sessions[session.id]
+        if self._collections is not None and not self.sessions:
+            self._collections.__exit__()
+            self._collections = None
 
     # -- over HTTP -------------------------------------------------------------------------------
 
@@ -321,24 +329,36 @@ class Gateway:
         """Close a session with the outcome of a request, and store it if there is a run.
 
         Raises:
-            RequestError: a field is unknown.
+            RequestError: a field is unknown, or an earlier request ended the session.
             StoreError: it cannot be stored; its calls stay on disk, and it can be closed again.
         """
         outcome = _converted(body, SessionOutcome)
-        await session.aclose()
-        session.state.reward, session.state.metrics = outcome.reward, dict(outcome.metrics)
-        if self._run is not None:
-            run, result = self._run, _result_of(session)
-            try:
+        async with session.ending:
+            await self._end(session)
+            session.state.reward, session.state.metrics = outcome.reward, dict(outcome.metrics)
+            if self._run is not None:
+                run, result = self._run, _result_of(session)
                 await asyncio.to_thread(lambda: run.add_rollouts(encode_result(result)))
-            except BaseException:
-                self.sessions[session.id] = session
-                raise
-        self.forget(session)
+            self.forget(session)
+
+    async def drop_session(self, session: GatewaySession) -> None:
+        """Close a session and delete its calls.
+
+        Raises:
+            RequestError: an earlier request ended the session.
+        """
+        async with session.ending:
+            await self._end(session)
+            self.forget(session)
+
+    async def _end(self, session: GatewaySession) -> None:
+        if self.sessions.get(session.id) is not session:
+            raise RequestError("another request has closed the session meanwhile.", status=404)
+        await session.aclose()
 
     def forget(self, session: GatewaySession) -> None:
         """Delete what is kept of a closed session."""
-        self.sessions.pop(session.id, None)
+        self._remove(session)
         session.release()
 
 
@@ -365,6 +385,12 @@ def _converted(body: Mapping[str, Any], kind: Any) -> Any:
 
 
 def _unix_listener(path: Path) -> socket.socket:
+    # A killed gateway leaves its socket; any other file is somebody's data.
+    if os.path.lexists(path) and not stat.S_ISSOCK(path.lstat().st_mode):
+        raise ConfigError(
+            f"the gateway cannot listen on the socket {path}: a file that is not a socket is "
+            "there, and would be deleted. Move it away, or choose another path."
+        )
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         path.unlink(missing_ok=True)

@@ -53,9 +53,10 @@ from rolltree.types import (
 class SessionLimits:
     """The most that one session may use; None: no limit.
 
-    `max_calls` counts calls that fail or are cancelled, too. Sampled tokens are counted when a
-    call ends, so overlapping calls may together exceed `max_tokens`. `time_limit_s` counts from
-    when the session was opened.
+    `max_calls` counts calls that fail or are cancelled, too; a restarted gateway does not know of
+    those that began after the last recorded call. Sampled tokens are counted when a call ends, so
+    overlapping calls may together exceed `max_tokens`. `time_limit_s` counts from when the session
+    was opened.
 
     Raises:
         ConfigError: a limit is not above 0.
@@ -153,6 +154,8 @@ class GatewaySession:
         self.ended: TruncationReason | None = None
         """The limit that was reached; later calls are refused."""
         self.is_closed = False
+        self.ending = asyncio.Lock()
+        """Held by a request that closes the session and stores or deletes it; others wait."""
         self.num_sampled_tokens = 0
         self.num_cancelled = 0
         self._began_s = time.monotonic() - (time.time() - self.opened_s)
@@ -168,6 +171,9 @@ class GatewaySession:
         self._by_key: dict[str, _Flight] = {}
         self._by_content: dict[bytes, _Flight] = {}
         self._num_begun = 0
+        # Those of forgotten flights, too, which may still be ending.
+        self._running: set[asyncio.Task[AgentAnswer]] = set()
+        self._finishing, self._is_finished = asyncio.Lock(), False
         # The context variables of its opener, in which an episode's client finds its clock.
         self._context = contextvars.copy_context()
         renderer = renderer_of(self._root)
@@ -389,6 +395,7 @@ class GatewaySession:
         self._watch_time(loop)
         work = self._run(flight, call)
         flight.task = loop.create_task(work, context=self._context.copy())
+        self._running.add(flight.task)
         flight.task.add_done_callback(lambda task: self._done(flight, task))
         return flight
 
@@ -421,6 +428,14 @@ class GatewaySession:
             self._end(TruncationReason.TIME_LIMIT)
         if self.ended is not None:
             raise self._limit_error()
+
+    def _tokens_left(self, max_tokens: int) -> int:
+        """Return how many tokens a call may sample; others were recorded since it was begun."""
+        left = max_tokens - self.num_sampled_tokens
+        if left <= 0:
+            self._end(TruncationReason.BUDGET)
+            raise self._limit_error()
+        return left
 
     def _limit_error(self) -> RequestError:
         return RequestError(
@@ -482,6 +497,7 @@ class GatewaySession:
 
     def _done(self, flight: _Flight, task: asyncio.Task[AgentAnswer]) -> None:
         flight.news.set()
+        self._running.discard(task)
         failed = task.cancelled() or task.exception() is not None
         if flight.step is None and failed:
             self.num_cancelled += task.cancelled()
@@ -535,7 +551,7 @@ class GatewaySession:
         merged = merge_sampling(asked, self.sampling) if self.sampling else asked
         limits = [asked.max_tokens, merged.max_tokens]
         if self.limits.max_tokens is not None:
-            limits.append(self.limits.max_tokens - self.num_sampled_tokens)
+            limits.append(self._tokens_left(self.limits.max_tokens))
         known = [limit for limit in limits if limit is not None]
         seed = merged.seed
         if self._seeds is not None and self.seed is not None:
@@ -607,7 +623,13 @@ class GatewaySession:
         if self.journal is not None:
             origin = flight.origin
             kept = KeptCall(
-                flight.head, origin.agent, origin.key, origin.digest, call.tools, flight.options
+                flight.head,
+                origin.agent,
+                origin.key,
+                origin.digest,
+                call.tools,
+                flight.options,
+                self._num_begun,
             )
             try:
                 await self.journal.append(self.trajectory, step, kept)
@@ -658,19 +680,22 @@ class GatewaySession:
         """End the session: cancel calls in flight, and complete the state.
 
         The journal's file stays until `release`, so that nothing is lost before the state is
-        stored elsewhere. `async with` does both.
+        stored elsewhere. `async with` does both. A second call waits for the first, and does its
+        work if it was cancelled.
         """
-        if self.is_closed:
-            return
         self.is_closed = True
+        async with self._finishing:
+            if not self._is_finished:
+                await self._finish()
+                self._is_finished = True
+
+    async def _finish(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        flights = [flight for flight in self._flights.values() if flight.task is not None]
-        running = [flight.task for flight in flights if flight.task is not None]
-        for flight in flights:
+        for flight in list(self._flights.values()):
             self._cancel(flight)
-        if running:
-            await asyncio.wait(running)
+        if self._running:
+            await asyncio.wait(self._running)
         if self.journal is not None:
             self.journal.close()
         self._finish_state()
@@ -681,6 +706,8 @@ class GatewaySession:
         """Delete the journal, if the state is stored elsewhere or not needed."""
         if self.journal is not None:
             self.journal.delete()
+            # A second release would delete the file of the next session with this id.
+            self.journal = None
 
     def _finish_state(self) -> None:
         state, steps = self.state, self.trajectory
@@ -745,12 +772,14 @@ class GatewaySession:
                     self.journal.note_delivered(number)
                 self.journal.append_now(self.trajectory, number, kept)
             self._flights[kept.head.id] = flight
-            self._num_begun += 1
+            self._num_begun = max(self._num_begun + 1, kept.num_begun)
             if kept.key is not None:
                 self._by_key[kept.key] = flight
             if kept.digest:
                 self._by_content[kept.digest] = flight
-            if self._seeds is not None:
+        if self._seeds is not None:
+            # A kept call's seed may be that of any call that had begun, so all of them are used up.
+            for _ in range(self._num_begun):
                 self._seeds.next(None)
         if self.journal is not None:
             self.journal.publish()

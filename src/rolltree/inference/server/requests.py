@@ -7,7 +7,7 @@ describes the server's only behaviour. Anything else is an error that names the 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Mapping, Sized
+from collections.abc import Collection, Iterable, Mapping, Sized
 from dataclasses import dataclass, replace
 from reprlib import repr as shown
 from typing import Any, cast
@@ -176,7 +176,7 @@ def check_fields(body: Mapping[str, Any], known: frozenset[str], model: str) -> 
     for name, value in given.items():
         if name not in known:
             raise unknown_field(name, known)
-        if name in _NEUTRAL and not _is_neutral(name, value):
+        if name in _NEUTRAL and not is_one_of(value, _NEUTRAL[name]):
             raise RequestError(
                 f"the embedded engine does not support {name} = {shown(value)} and would "
                 "ignore it. Leave it out, or use a server that supports it (vLLM).",
@@ -197,11 +197,14 @@ def check_fields(body: Mapping[str, Any], known: frozenset[str], model: str) -> 
     return given
 
 
-def _is_neutral(name: str, value: object) -> bool:
-    # In Python, `True` equals the number 1.
+def is_one_of(value: object, values: Iterable[object]) -> bool:
+    """Return whether a field has one of the values; unlike in Python, `True` is not the number 1.
+
+    >>> is_one_of(1.0, (1,)), is_one_of(True, (1,))
+    (True, False)
+    """
     return any(
-        value == each and isinstance(value, bool) == isinstance(each, bool)
-        for each in _NEUTRAL[name]
+        value == each and isinstance(value, bool) == isinstance(each, bool) for each in values
     )
 
 
