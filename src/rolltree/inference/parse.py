@@ -18,7 +18,6 @@ from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from rolltree.errors import BadResponse, TokenError
 from rolltree.inference.call import Answer, ModelCall, record_of
@@ -174,8 +173,12 @@ def extract_finish_reason(response: object) -> FinishReason:
     Raises:
         BadResponse: the finish reason is null or unknown, or the server broke off.
     """
+    return _finish_reason(first_choice(response))
+
+
+def _finish_reason(choice: object) -> FinishReason:
     # Null means that the server broke off; an object without the field is a mock.
-    reason = read(first_choice(response), "finish_reason", otherwise=_UNSET)
+    reason = read(choice, "finish_reason", otherwise=_UNSET)
     if reason is None or isinstance(reason, str | int | float | list | dict):
         return finish_reason_named(reason)
     return FinishReason.STOP  # a dict or a mock without the field
@@ -278,9 +281,10 @@ def begin_answer(response: object) -> Answer:
         BadResponse: as in `extract_finish_reason`.
     """
     name, model = read(response, "id"), read(response, "model")
-    stop = read(first_choice(response), "stop_reason")
+    choice = first_choice(response)
+    stop = read(choice, "stop_reason")
     return Answer(
-        extract_finish_reason(response),
+        _finish_reason(choice),
         id=_text(name),
         # Interned, since thousands of answers name the same model.
         model=sys.intern(_text(model)) if type(model) is str else None,
@@ -310,13 +314,14 @@ def read_tokens(
     answer.completion_ids = ids
     num_prompt, num_sampled = len(answer.prompt_ids), len(ids)
     answer.num_prompt_tokens, answer.num_completion_tokens = num_prompt, num_sampled
-    answer.versions = extract_versions(response, num_sampled, version)
-    answer.routed_experts = extract_routing(response, num_prompt + num_sampled)
+    choice = first_choice(response)
+    answer.versions = extract_versions(choice, num_sampled, version)
+    answer.routed_experts = decode_routing(read(choice, "routed_experts"), num_prompt + num_sampled)
     return True
 
 
-def extract_versions(response: object, num_tokens: int, otherwise: int) -> IntArray:
-    """Return the version of each sampled token, int32 `[_C]`.
+def extract_versions(choice: object, num_tokens: int, otherwise: int) -> IntArray:
+    """Return the version of each sampled token of a response's choice, int32 `[_C]`.
 
     Tokens get `otherwise` if the server reports no spans for them, or a label that is not a number
     (vLLM labels its first weights "default").
@@ -325,7 +330,7 @@ def extract_versions(response: object, num_tokens: int, otherwise: int) -> IntAr
         TokenError: the spans do not cover every token exactly once, or a version is above 2^31.
     """
     # New weights may arrive in the middle of an answer.
-    spans = read(first_choice(response), "weight_versions")
+    spans = read(choice, "weight_versions")
     versions = np.full(num_tokens, otherwise, np.int32)
     if not isinstance(spans, list | tuple):
         return versions
@@ -346,11 +351,6 @@ def extract_versions(response: object, num_tokens: int, otherwise: int) -> IntAr
             "staleness would be counted wrongly. Check the server."
         )
     return versions
-
-
-def extract_routing(response: object, path_len: int) -> NDArray[Any] | None:
-    """Return the routed experts of a call of `path_len` tokens; raises as `decode_routing`."""
-    return decode_routing(read(first_choice(response), "routed_experts"), path_len)
 
 
 def version_named(label: object, otherwise: int) -> int:

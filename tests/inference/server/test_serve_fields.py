@@ -163,21 +163,21 @@ def test_text_that_changes_is_not_given_twice() -> None:
 @given(st.lists(st.integers(0, 3), max_size=12))
 def test_spans_say_what_the_versions_are(versions: list[int]) -> None:
     array = np.array(sorted(versions), np.int32)
-    answer = {"choices": [{"weight_versions": version_spans(array)}]}
-    assert extract_versions(answer, len(array), 9).tolist() == array.tolist()
+    choice = {"weight_versions": version_spans(array)}
+    assert extract_versions(choice, len(array), 9).tolist() == array.tolist()
 
 
 def test_versions_without_numbers_or_spans() -> None:
-    labelled = {"choices": [{"weight_versions": [{"version": "default", "start": 0, "end": 2}]}]}
+    labelled = {"weight_versions": [{"version": "default", "start": 0, "end": 2}]}
     assert extract_versions(labelled, 2, 5).tolist() == [5, 5]
-    assert extract_versions({"choices": [{}]}, 3, 4).tolist() == [4, 4, 4]
+    assert extract_versions({}, 3, 4).tolist() == [4, 4, 4]
     for broken in (
         [{"version": "1", "start": 1, "end": 2}],
         [{"version": "1", "start": 0, "end": 1}],
         [{"version": "1", "start": 0, "end": 3}],
     ):
         with pytest.raises(TokenError, match="staleness"):
-            extract_versions({"choices": [{"weight_versions": broken}]}, 2, 0)
+            extract_versions({"weight_versions": broken}, 2, 0)
 
 
 def test_fields_become_a_request() -> None:
