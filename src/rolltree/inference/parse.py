@@ -484,9 +484,11 @@ def spelled_ids(texts: list[Any]) -> IntArray | None:
 
 
 def _spell(texts: list[Any], ids: IntArray) -> bool:
-    """Whether the texts are the ids as `"token_id:504"` (C loops, since this runs per answer)."""
+    """Whether the texts are the ids as `"token_id:504"`."""
+    # Numbers as JSON take a third of the time of `str` for each, and this runs for every answer.
+    numbers = msgspec.json.encode(ids.tolist())[1:-1].decode()
     try:
-        return "".join(texts) == _PREFIX + _PREFIX.join(map(str, ids.tolist()))
+        return "".join(texts) == _PREFIX + numbers.replace(",", _PREFIX)
     except TypeError:  # one of the texts is not a string
         return False
 
