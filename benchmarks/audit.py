@@ -97,8 +97,6 @@ def trained(rows: list[StoredRollout], step: int) -> list[TrainedRollout]:
     results = [decode_rollout(row) for row in rows]
     report = assign_credit(results)
     found = []
-    # Every call counts the same, as the algorithm of the run's settings says: `sequence_mean`.
-    num_calls = sum(len(result.states[0]["trajectory"]) for result in results)
     for result, advantages in zip(results, report.advantages, strict=True):
         steps = result.states[0]["trajectory"]
         tree, calls = resolve_tokens(0, steps)
@@ -110,7 +108,8 @@ def trained(rows: list[StoredRollout], step: int) -> list[TrainedRollout]:
                 step=step,
                 num_sampled=sizes,
                 advantage=np.repeat(advantages, sizes),
-                weight=np.repeat(1 / (sizes * num_calls), sizes).astype(np.float32),
+                # Every rollout counts the same, as the run's settings say: `rollout_mean`.
+                weight=np.full(len(logprob), 1 / (len(logprob) * len(results)), np.float32),
                 logprob=logprob,
                 entropy=np.zeros(len(logprob), np.float32),
             )

@@ -4,6 +4,7 @@
     python benchmarks/learning.py --check      exit 1 when a bar is missed
     python benchmarks/learning.py --json       one JSON object instead of the table
     python benchmarks/learning.py --seeds 1    fewer seeds
+    python benchmarks/learning.py --seeds 55   enough seeds to compare steps and rewards (hours)
 
 The task is one-digit addition, single turn, reward 1 for the right sum. The model has 0.8M
 parameters and was taught sums by supervised training on answers of which 60 % are wrong;
@@ -26,7 +27,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 from verdict import Bar, conclude, make_parser
@@ -255,6 +256,7 @@ def summary(curves: dict[str, list[list[dict[str, float]]]]) -> dict[str, dict[s
         table[name] = {
             "first_reward": fmean(run[0]["reward"] for run in runs),
             "last_reward": fmean(last),
+            "last_rewards": last,
             "steps": [item["steps"] for item in reached],
             "cpu_s": [item["cpu_s"] for item in reached],
             "wall_s": [item["wall_s"] for item in reached],
@@ -327,6 +329,15 @@ def show(values: list[float | None], digits: int = 0) -> str:
     return " ".join("-" if value is None else f"{value:.{digits}f}" for value in values)
 
 
+def paired(own: dict[str, Any], other: dict[str, Any], name: str) -> str:
+    """Return the mean difference of a value over the seeds that have it in both, and its error."""
+    pairs = zip(own[name], other[name], strict=True)
+    gains = [mine - theirs for mine, theirs in pairs if None not in (mine, theirs)]
+    if len(gains) < 2:
+        return "-"
+    return f"{fmean(gains):+.3f} (standard error {stdev(gains) / len(gains) ** 0.5:.3f})"
+
+
 def print_table(table: dict[str, dict[str, Any]]) -> None:
     print(
         f"{'row':11} {'first':>6} {'last':>6} {'CPU s/step':>10}  steps to {THRESHOLD}, "
@@ -337,6 +348,13 @@ def print_table(table: dict[str, dict[str, Any]]) -> None:
             f"{name:11} {row['first_reward']:6.3f} {row['last_reward']:6.3f} "
             f"{row['cpu_s_per_step']:10.3f}  {show(row['steps'])}; {show(row['cpu_s'], 1)}; "
             f"{show(row['wall_s'], 1)}"
+        )
+    for name in RUNS[:2]:
+        own, trl = table[name], table["trl"]
+        ratio = own["cpu_s_per_step"] / trl["cpu_s_per_step"]
+        print(
+            f"{name} against TRL, paired by seed: steps {paired(own, trl, 'steps')}, last rewards "
+            f"{paired(own, trl, 'last_rewards')}, CPU time of a step {ratio:.2f} times"
         )
 
 
@@ -366,7 +384,8 @@ def main() -> int:
                 at = to_threshold(curves[name][-1])
                 said = f"{name:10} seed {seed}: {at['steps']} steps, {at['cpu_s']} CPU s"
                 print(said, file=sys.stderr)
-    draw(curves)
+    # More lines than that hide each other.
+    draw({name: runs[:3] for name, runs in curves.items()})
     table = summary(curves)
     return conclude(options, bars(table), table, lambda: print_table(table))
 

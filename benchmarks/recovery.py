@@ -37,9 +37,9 @@ from typing import Any
 
 from verdict import Bar, conclude, make_parser
 
-from rolltree.cluster.driver import read_state
 from rolltree.cluster.launchers import marked_processes
 from rolltree.cluster.report import ask_driver
+from rolltree.cluster.state import read_state
 from rolltree.errors import ClusterError
 from rolltree.store import Run
 
@@ -153,7 +153,7 @@ class Trained:
         state = read_state(self.dir)
         assert state is not None
         rollouts, began = self.num_rollouts(), time.monotonic()
-        self._nodes.lose(node, [(state["launch_id"], name) for name in lost])
+        self._nodes.lose(node, [(state.launch_id, name) for name in lost])
         return self.until({name: pids[name] for name in lost}, rollouts) - began
 
     def end(self) -> None:

@@ -5,6 +5,7 @@ Names are read from the source without importing it, so that the site builds wit
 
 import ast
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,20 @@ _OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./[^)]*\)")
 
 def public_names() -> dict[str, str]:
     """Return the room of each public name of rolltree, as `rolltree/__init__.py` lists them."""
-    tree = ast.parse((ROOT / "src" / "rolltree" / "__init__.py").read_text(encoding="utf-8"))
-    rooms = next(
-        ast.literal_eval(node.value)
+    package = ROOT / "src" / "rolltree"
+    tree = ast.parse((package / "__init__.py").read_text(encoding="utf-8"))
+    table = next(
+        node.value
         for node in tree.body
-        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "_ROOMS" and node.value
+        if isinstance(node, ast.AnnAssign)
+        and ast.unparse(node.target) == "_ROOMS"
+        and isinstance(node.value, ast.Dict)
     )
+    pairs = zip(table.keys, table.values, strict=True)
+    rooms = {ast.literal_eval(key): ast.literal_eval(names) for key, names in pairs if key}
+    # The names of wings stand in their own table.
+    wings = runpy.run_path(str(package / "wings.py"))["rows"]
+    rooms |= {wing.where: wing.names for wing in wings("rolltree")}
     return {name: f"rolltree.{room}" for room, names in rooms.items() for name in names.split()}
 
 

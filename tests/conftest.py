@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from rolltree.redact import _remembered
+
 settings.register_profile(
     "suite",
     max_examples=60,
@@ -34,6 +36,14 @@ LONG = tuple(
     for line in (Path(__file__).parent / "long.txt").read_text().splitlines()
     if not line.startswith("#")
 )
+
+
+@pytest.fixture(autouse=True)
+def _forget_secrets():
+    """Undo what a test adds to the secrets that the process cuts out of every text it shows."""
+    before = set(_remembered)
+    yield
+    _remembered.intersection_update(before)
 
 
 # First: pytest's own hook leaves out what `-m` does not ask for.

@@ -2,8 +2,15 @@
 
 import pytest
 
-from rolltree import errors
-from rolltree.errors import ConfigError, RolloutTimeout, ServerError, did_you_mean, record_error
+from rolltree import errors, lazy
+from rolltree.errors import (
+    ConfigError,
+    RolloutTimeout,
+    ServerError,
+    did_you_mean,
+    import_extra,
+    record_error,
+)
 
 
 def test_every_exception_of_the_module_is_in_the_drawing_and_under_the_root():
@@ -35,6 +42,41 @@ def test_did_you_mean(name, known, expected):
     assert did_you_mean(name, known) == expected
 
 
+def test_a_package_that_is_missing_is_to_be_installed():
+    with pytest.raises(ConfigError) as caught:
+        import_extra("no_such_package", "playing 'x'", "rolltree[worlds]", ", or play 'y'")
+    assert str(caught.value) == (
+        "playing 'x' needs the package no-such-package, which is not installed. Install it: "
+        "pip install 'rolltree[worlds]', or play 'y'."
+    )
+
+
+def test_a_package_that_cannot_be_imported_is_not_said_to_be_missing(tmp_path, monkeypatch):
+    """As peft 0.17 beside transformers 5, which no longer has a class that it imports."""
+    (tmp_path / "old_peft").mkdir()
+    (tmp_path / "old_peft" / "__init__.py").write_text("from json import HybridCache\n")
+    (tmp_path / "old_peft-0.17.dist-info").mkdir()
+    (tmp_path / "old_peft-0.17.dist-info" / "METADATA").write_text(
+        "Name: old-peft\nVersion: 0.17\n"
+    )
+    (tmp_path / "old_peft-0.17.dist-info" / "top_level.txt").write_text("old_peft\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        import_extra("old_peft", "model.lora_rank", "rolltree[train]")
+    said = str(caught.value)
+    assert "old-peft 0.17 is installed, but cannot be imported (cannot import name 'Hybrid" in said
+    assert "pip install --upgrade old-peft 'rolltree[train]'" in said
+    assert "not installed" not in said
+    # The same for names that are loaded on first use.
+    monkeypatch.setitem(lazy.EXTRAS, "old_peft", "rolltree[train]")
+    (tmp_path / "a_room").mkdir()
+    (tmp_path / "a_room" / "__init__.py").write_text("")
+    text = "raise ImportError('as Python says it', name='old_peft')\n"
+    (tmp_path / "a_room" / "adapters.py").write_text(text)
+    with pytest.raises(ImportError, match=r"a_room.LoRA needs .* old-peft 0.17 is installed"):
+        lazy.loader("a_room", {"adapters": "LoRA"})("LoRA")
+
+
 def test_record_error_keeps_type_message_traceback_and_phase():
     with pytest.raises(ServerError) as caught:
         raise ServerError("the server answered 503", status=503, retryable=True)
@@ -49,4 +91,49 @@ def test_record_error_keeps_type_message_traceback_and_phase():
         "message": "the server answered 503",
         "traceback": record.traceback,
         "phase": "model",
+        "kind": "infrastructure",
     }
+
+
+class TestKinds:
+    @pytest.mark.parametrize(
+        ("error", "kind"),
+        [
+            (errors.CallTimeout("late"), "infrastructure"),
+            (errors.BadResponse("no choices"), "infrastructure"),
+            (ServerError("it broke", status=500, retryable=False), "infrastructure"),
+            (ServerError("too many", status=429, retryable=True), "infrastructure"),
+            (ServerError("wrong key", status=401, retryable=False), "infrastructure"),
+            (ServerError("no such field", status=400, retryable=False), "episode"),
+            (errors.AnswerTooLarge("1 GB"), "episode"),
+            (errors.SandboxError("closed"), "infrastructure"),
+            (errors.SandboxFileError("a link"), "episode"),
+            (errors.SandboxUnavailable("no bubblewrap"), "machine"),
+            (type("Ours", (errors.WorldUnavailable,), {})("gone"), "infrastructure"),
+            (type("ServerError", (Exception,), {})("the author's"), "episode"),
+            (type("APIConnectionError", (Exception,), {})("the author's"), "episode"),
+        ],
+    )
+    def test_a_kind_belongs_to_the_exception_and_not_to_its_name(self, error, kind):
+        assert record_error(error, "environment").kind == kind
+
+    def test_failures_of_the_openai_package_are_of_its_servers(self):
+        openai, httpx = pytest.importorskip("openai"), pytest.importorskip("httpx")
+        request = httpx.Request("POST", "http://judge")
+        refused = openai.BadRequestError(
+            "no", response=httpx.Response(400, request=request), body=None
+        )
+        assert errors.error_kind(openai.APITimeoutError(request)) == "infrastructure"
+        assert errors.error_kind(refused) == "episode"
+
+    @pytest.mark.parametrize(
+        ("stored", "kind"),
+        [
+            ({"type": "ServerError"}, "infrastructure"),
+            ({"type": "ValueError"}, "episode"),
+            ({"type": "ServerError", "kind": "episode"}, "episode"),
+            ({"type": "Oops", "kind": "infrastructure"}, "infrastructure"),
+        ],
+    )
+    def test_a_failure_that_was_stored_without_a_kind_has_that_of_its_type(self, stored, kind):
+        assert errors.stored_kind(stored) == kind

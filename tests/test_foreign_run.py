@@ -236,3 +236,28 @@ def test_values_that_rolltree_did_not_write_are_one_message(name, tmp_path):
         with Run.open(path, mode) as run, pytest.raises(StoreError, match="is damaged: "):
             summarize(run)
     assert list_runs(tmp_path) == []
+
+
+def test_a_configuration_too_large_to_read_at_every_look_is_refused_before_it_is_parsed(tmp_path):
+    path = unpack(f"{SCHEMAS[-1]}/train", tmp_path / "runs" / "it")
+
+    def large(key, value):
+        return value if key != "config" else json.dumps({"env": ["x"] * 2**20})
+
+    rewrite(path, change_meta=large)
+    with Run.open(path, "r") as run, pytest.raises(StoreError, match="'config' of table meta has"):
+        summarize(run)
+    for words in (["show", str(path)], ["runs", str(path.parent)], ["audit", str(path)]):
+        result = CliRunner().invoke(app, words)
+        assert result.exception is None or isinstance(result.exception, SystemExit)
+        assert "more than 4,194,304 bytes" in result.output + result.stderr or words[0] == "runs"
+
+
+def test_a_configuration_that_could_not_be_read_again_is_not_stored(tmp_path):
+    with pytest.raises(StoreError, match="Put it into a file"):
+        Run.create(tmp_path / "run", config={"env": {"args": {"rows": "x" * 2**23}}}, kind="train")
+    with Run.create(tmp_path / "fine", config={}, kind="train") as run:
+        with pytest.raises(StoreError, match="'x' has more than"):
+            run.set_meta("x", "y" * 2**23)
+        assert not run.keep_report("eval", {"x": "y" * 2**23}, num_requests=0)
+        assert run.config == {}

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 import rolltree as rt
 from hostile_text import NASTY, TextModel, answers, arguments
-from rolltree.agents import Agent, ReActAgent, ToolAgent
+from odd_kit import ENVIRONMENTS, ROWS, TOOLS, verdict
 from rolltree.agents.tool_calls import NativeCalls, ReActCalls
-from rolltree.environments import ProtocolEnvironment, PythonEnv
+from rolltree.environments import PythonEnv
 from rolltree.inference import TOOL_PARSERS
 from rolltree.inference.completion import REASONING_TAGS, CompletionParser
 from rolltree.parsers import (
@@ -33,58 +33,17 @@ from rolltree.parsers import (
     tagged,
     without_thinking,
 )
-from rolltree.protocols import DelegatingProtocol, SingleAgentProtocol, SubAgent, delegate_tool
 from rolltree.rollouts import RolloutEngine, build_requests
 from rolltree.rollouts.decode import decode_results, export_line
 from rolltree.rollouts.record import encode_result
-from rolltree.rubrics import JudgeRubric, MathRubric, Rubric, RubricGroup, ToolRubric
+from rolltree.rubrics import MathRubric, Rubric
 from rolltree.store import Run
-from rolltree.testing import ScriptedClient
 from rolltree.tools import RawToolCall, Toolset, answer_request
 from rolltree.types import FinishReason
-from rolltree.worlds import GymWorld
 
 MANY = settings(max_examples=400 if os.environ.get("ROLLTREE_HYPOTHESIS") == "long" else 60)
 SOME = settings(max_examples=100 if os.environ.get("ROLLTREE_HYPOTHESIS") == "long" else 4)
 ROOT = Path(__file__).parents[1]
-
-
-def add(a: int, b: int = 1) -> int:
-    """Add."""
-    return a + b
-
-
-def square(a: int) -> int:
-    """Square: of a long integer, one that Python refuses to print."""
-    return a * a
-
-
-def find(a: int) -> int:
-    """Look a square up: its KeyError has no text."""
-    return {}[a * a]
-
-
-async def echo(text: str) -> str:
-    """Say it."""
-    return text
-
-
-def repeat(text: str, a: int) -> str:
-    """Say it again and again."""
-    return text * max(0, min(a, 10**7))
-
-
-def anything(**named: object) -> object:
-    """Return what came."""
-    return named
-
-
-def measure(a: float, b: list[float] | None = None) -> list[float]:
-    """Return numbers."""
-    return [a, *(b or [])]
-
-
-TOOLS = [add, square, find, echo, repeat, anything, measure]
 
 
 def nasty(**fixed):
@@ -199,82 +158,6 @@ async def play(env, texts, folder, style="hermes"):
     no_failure(results, folder)
 
 
-ROWS = [{"question": "2 + 2?", "answer": "4", "info": {}}]
-
-
-def verdict(completion, answer):
-    return float(completion[-1]["content"] == answer) if completion else 0.0
-
-
-async def judged(judge, prompt, completion, answer, state):
-    return float((await judge(prompt, completion, answer, state)).startswith("yes"))
-
-
-def single():
-    parser = XMLParser(["think", "answer"])
-    rubrics = [
-        Rubric([verdict, parser.get_format_reward_func()], parser=parser),
-        ToolRubric(tools=TOOLS, parser=MaybeThinkParser()),
-        JudgeRubric([judged], judge_client=ScriptedClient(lambda messages: "yes")),
-    ]
-    return rt.SingleTurnEnv(dataset=ROWS, parser=parser, rubric=RubricGroup(rubrics))
-
-
-class Filled(rt.StatefulToolEnv):
-    def update_tool_args(self, tool_name, tool_args, messages, state):
-        return {**tool_args, "b": 1} if tool_name == "add" else tool_args
-
-
-def stateful():
-    env = Filled(dataset=ROWS, tools=[echo, anything], rubric=Rubric([verdict]), max_turns=4)
-    env.add_tool(add, args_to_skip=["b"])
-    return env
-
-
-def protocol(agent, world=None, **settings):
-    return ProtocolEnvironment(
-        SingleAgentProtocol(agent, max_steps=3),
-        world,
-        dataset=ROWS,
-        **settings,
-    )
-
-
-def lake(row=None):
-    return GymWorld("FrozenLake-v1", world_args={"is_slippery": False}, to_text=str)
-
-
-def pendulum(row=None):
-    return GymWorld("Pendulum-v1", to_text=str)
-
-
-def family():
-    child = SubAgent(lambda: Agent(parser=tagged("answer")))
-
-    def parent():
-        return ToolAgent(
-            external_tools=[delegate_tool("echo")],
-            tools=[add, square, find],
-            parser=tagged("answer"),
-        )
-
-    return ProtocolEnvironment(
-        DelegatingProtocol(parent, {"echo": child}, max_steps=3),
-        None,
-        dataset=ROWS,
-    )
-
-
-ENVIRONMENTS = {
-    "single": single,
-    "tools": lambda: rt.ToolEnv(dataset=ROWS, tools=TOOLS, rubric=Rubric([verdict]), max_turns=4),
-    "stateful": stateful,
-    "agent": lambda: protocol(lambda: ToolAgent(tools=TOOLS, parser=tagged("answer"))),
-    "react": lambda: protocol(lambda: ReActAgent(tools=TOOLS, parser=by_function(json.loads))),
-    "lake": lambda: protocol(lambda: Agent(), lake),
-    "pendulum": lambda: protocol(lambda: Agent(), pendulum),
-    "family": family,
-}
 MADE = {"train": "generated", "test": "generated", "num_generated": 10}
 PACKAGED = {
     "arithmetic": {},

@@ -1,6 +1,7 @@
 """What the README shows is true: its blocks run, its rooms are there."""
 
 import re
+import tomllib
 
 import pytest
 
@@ -30,7 +31,9 @@ def test_the_make_targets_exist():
     assert targets == ["demo", "test"]
     for target in targets:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE)
-    assert "make test\n" in (ROOT / ".ci" / "run").read_text()  # CI runs what users run
+    suites = tomllib.loads((ROOT / ".ci" / "suites.toml").read_text())["suite"]
+    assert suites["test"]["command"] == "make test"  # CI runs what users run
+    assert suites["test"]["always"]
 
 
 def test_the_map_has_one_line_per_room():

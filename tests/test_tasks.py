@@ -2,17 +2,22 @@
 
 import asyncio
 import gc
+import signal
 import subprocess
 import sys
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 
 import rolltree.tasks
+from rolltree.errors import Escaped, record_error
 from rolltree.tasks import (
     ShortCollections,
+    Terminated,
     being_cancelled,
+    contained,
     run_shielded,
     wait_shielded,
     yield_fairly,
@@ -265,3 +270,67 @@ print(*resource.getrlimit(resource.RLIMIT_NOFILE), hard)
     soft, kept, hard = map(int, out.stdout.split())
     assert kept == hard
     assert soft == (65_536 if hard == -1 else min(hard, 65_536))
+
+
+class Own(BaseException):
+    """An author's own class."""
+
+
+def escape(error):
+    with contained():
+        raise error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [Own(), SystemExit(2), KeyboardInterrupt(), BaseExceptionGroup("", [Own(), ValueError()])],
+)
+def test_what_code_raises_to_end_the_program_is_contained(error):
+    with pytest.raises(Escaped) as contained_error:
+        escape(error)
+    assert contained_error.value.raised is error
+    record = record_error(contained_error.value, "environment")
+    assert (record.type, record.kind) == (type(error).__name__, "episode")
+    assert "in escape" in record.traceback
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        *(ValueError(), Terminated(1), GeneratorExit(), asyncio.CancelledError()),
+        BaseExceptionGroup("", [Own(), asyncio.CancelledError()]),
+    ],
+)
+def test_the_end_of_a_task_or_of_the_program_is_not_contained(error):
+    with pytest.raises(type(error)) as passed:
+        escape(error)
+    assert passed.value is error
+
+
+def test_the_users_ctrl_c_is_not_contained():
+    with pytest.raises(KeyboardInterrupt), contained():
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_the_users_second_ctrl_c_is_not_contained():
+    """asyncio's handler answers the first one by cancelling the task, and raises at the second."""
+    seen = []
+
+    async def busy():
+        try:
+            with contained():
+                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(signal.SIGINT)
+        except BaseException as error:
+            seen.append(type(error))
+            raise
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(busy())
+    assert seen == [KeyboardInterrupt]
+
+
+def test_a_keyboard_interrupt_in_a_thread_is_contained():
+    """Python raises Ctrl-C in the main thread only."""
+    with ThreadPoolExecutor(1) as pool, pytest.raises(Escaped):
+        pool.submit(escape, KeyboardInterrupt()).result()

@@ -21,20 +21,13 @@ import json, os, signal, sys
 from pathlib import Path
 import numpy, pyarrow.parquet, matplotlib.figure, matplotlib.backends.backend_agg
 import rolltree as rt
-from rolltree.compat.migrate import migrate
 from rolltree.environments.scaffold import scaffold
 from rolltree.records.export import export_run
 from rolltree.reports.curves import Curve, save_curve
 from rolltree.store.settings import write_config
 
 run, root = sys.argv[1], Path(sys.argv[2])
-OLD = "import verifiers as vf\\nprint(vf.Environment)\\n"
 env = rt.SingleTurnEnv(dataset=[{"question": "a", "answer": "b"}], rubric=rt.Rubric([]))
-
-def migrated(target):
-    if not target.exists():
-        target.write_text(OLD)
-    migrate(target).write()
 
 WRITERS = {
     "rollouts.jsonl": lambda target: export_run(run, target),
@@ -46,7 +39,6 @@ WRITERS = {
     "config.json": lambda target: write_config(target, {"a": list(range(9))}),
     "rows.jsonl": lambda target: env.dataset.to_jsonl(target),
     "letters": lambda target: scaffold("letters", folder=target.parent),
-    "some_env.py": migrated,
 }
 
 def content(path):
@@ -93,8 +85,7 @@ for name in sys.argv[3:]:
     if name not in ("letters", "dataset") or not target.exists():
         write(target)
     final, left = content(target), sorted(os.listdir(target.parent))
-    first = OLD.encode() if name == "some_env.py" else None
-    torn = [each for each in seen if each not in (first, None, final)]
+    torn = [each for each in seen if each not in (None, final)]
     if name == "results":  # two files, each of them whole
         torn = [one for one in torn if any(final[f].split(b'"date"')[0] != text.split(b'"date"')[0]
                                            for f, text in one.items())]
@@ -104,7 +95,7 @@ print(json.dumps([failures, number]))
 """
 NAMES = (
     *("rollouts.jsonl", "results", "dataset", "sft.parquet", "sft.csv", "curve.png"),
-    *("config.json", "rows.jsonl", "letters", "some_env.py"),
+    *("config.json", "rows.jsonl", "letters"),
 )
 
 

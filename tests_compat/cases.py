@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-PEERS = Path(os.environ.get("ROLLTREE_PEERS", HERE.parent.parent / "shared" / "peers"))
+PEERS = Path(os.environ.get("ROLLTREE_PEERS") or HERE / "peers").resolve()
+"""Where other projects lie; docs/compat.md says how to make such a folder."""
 PUBLISHED = PEERS / "verifiers-0.1.8.post2" / "environments"
 
 TOKENS = {"logprobs": True, "extra_body": {"return_token_ids": True}}
@@ -207,6 +208,19 @@ own("data_shapes", "completion", script="writer")
 
 for _kind in ("pair", "named", "nested", "wrong_names", "none", "only_eval", "routed"):
     own("mixed", _kind, settings={"num_examples": -1})
+
+
+for _kind in ("code", "gym", "gyms", "examples", "mixture", "remote"):
+    own("libraries", _kind)
+own("libraries", "examples", "math", {"name": "math", "split": "test"})
+own("libraries", "examples", "gpqa", {"name": "gpqa_main"})
+own("libraries", "mixture", "numbered", inputs=(0, 4, 5, 7, 6, 0))
+own("libraries", "continued", "numbered", script="writer", inputs=(0, 1, 2, 0))
+own(
+    *("libraries", "game"),
+    settings={"num_examples": 5, "rollouts_per_example": 1, "max_concurrent": 1},
+    script="wordle",
+)
 
 
 def probe(function: str, module: str = "probes") -> None:

@@ -143,5 +143,8 @@ def real_python() -> Path:
 def published() -> Path:
     """The folder of the published environments."""
     if not PUBLISHED.exists():
-        pytest.skip(f"the published environments are not at {PUBLISHED}")
+        pytest.skip(
+            f"the published environments are not at {PUBLISHED}: docs/compat.md says how to set "
+            "ROLLTREE_PEERS"
+        )
     return PUBLISHED

@@ -68,7 +68,8 @@ DIFFERENCES: tuple[Difference, ...] = (
         "one model call, hook or `score_group` that raises aborts `generate`; what the other "
         "rollouts did is lost",
         'that rollout (or group) has `state["error"]` and the reward None, the others count; '
-        "`generate` raises if all have failed",
+        "a hook that raises after an answer ends its rollout, which is scored; `generate` raises "
+        "if all have failed",
         _outcome("turns_hooked_flaky|turns_raises_once|overrides_pending"),
     ),
     Difference(
@@ -78,7 +79,8 @@ DIFFERENCES: tuple[Difference, ...] = (
     ),
     Difference(
         "a reward function that raises, or returns no number, scores 0.0, and only the log says so",
-        '`state["scoring_errors"]` holds the error and its traceback, too',
+        '`state["scoring_errors"]` holds the error and its traceback, too; a group function '
+        "that returns too few scores, which aborts `generate` there, counts as one that raises",
         Seen(rf"{_STATE}\.scoring_errors", _added),
     ),
     Difference(
@@ -94,7 +96,7 @@ DIFFERENCES: tuple[Difference, ...] = (
             rf"{_STATE}\.advantage|{_STEP}\.(reward|advantage)",
             _numbers,
             "calls_typed.*|scored_rubric_group|scored_replaced|states_by_hand|wiki_search|"
-            "math_python",
+            "math_python|libraries_code",
         ),
         Seen(r"result\.score_group \w+\.steps\[\d\]", _numbers, "scored_by_hand"),
     ),
@@ -243,11 +245,12 @@ DIFFERENCES: tuple[Difference, ...] = (
     ),
     Difference(
         "the modules of `scripts` have their templates, themes and imports as names; there are "
-        "`scripts.setup`, `rl`, `prime_rl` and `train`",
-        "they have `main` and their own functions; the four are the trainer's, and missing",
-        Seen(r"verifiers\.scripts\.(setup|rl|prime_rl|train)", cases="surface"),
+        "`scripts.setup`, `rl`, `prime_rl`, `train` and `tui`",
+        "they have `main` and their own functions; the trainer's four and the terminal browser are "
+        "missing",
+        Seen(r"verifiers\.scripts\.(setup|rl|prime_rl|train|tui)", cases="surface"),
         Seen(
-            r"verifiers\.scripts\.(eval|init|install|tui)\.(\w+|\w+\.members\.[A-Z_]+)",
+            r"verifiers\.scripts\.(eval|init|install)\.(\w+|\w+\.members\.[A-Z_]+)",
             cases="surface",
         ),
     ),

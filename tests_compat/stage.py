@@ -92,6 +92,12 @@ def _set_mcp() -> None:
         Tool.inputSchema = property(lambda self: self.input_schema)
 
 
+_WORKER_FRAME = re.compile(
+    r"""  File \\*"[^"]*python_worker\.py\\*", line \d+, in [^\\\n]*(?:\\n|\n)"""
+    r"""(?:    [^\\\n]*(?:\\n|\n))*"""
+)
+
+
 class LocalSandboxes:
     """Stands in for the hosted sandboxes: a folder and a shell on this machine for each."""
 
@@ -124,7 +130,10 @@ class LocalSandboxes:
             stderr=asyncio.subprocess.PIPE,
         )
         out, err = await process.communicate()
-        return SimpleNamespace(stdout=out.decode(), stderr=err.decode(), exit_code=0)
+        # A frame of the worker names this folder, so the scripted model would answer something else
+        # every time; rolltree leaves such frames out.
+        shown = _WORKER_FRAME.sub("", out.decode())
+        return SimpleNamespace(stdout=shown, stderr=err.decode(), exit_code=0)
 
     async def delete(self, name: str) -> None:
         """End it and remove its folder."""

@@ -8,8 +8,10 @@ and weights are moved away from initialisation so that gates, sinks, caps and ro
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
+import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -370,6 +372,55 @@ def _architectures() -> list[str]:
 
 
 ROWS: list[str] = sorted([*_architectures(), *VARIANTS])
+
+FAMILIES = {
+    "rotary positions": "llama",
+    "tied embeddings": "llama, tied",
+    "positions that depend on the length": "llama, dynamic NTK",
+    "a length beyond what the positions allow": "phi3, longrope, beyond",
+    "learned positions": "gpt2",
+    "biases instead of positions": "bloom",
+    "attention and feed-forward side by side": "gpt_neox",
+    "one key for all heads": "gpt_bigcode",
+    "fused projections": "phi3",
+    "half a head is rotated": "stablelm",
+    "heads that do not fill the width": "qwen3, three heads",
+    "windows": "mistral, windowed",
+    "caps": "gemma2",
+    "windows between full layers": "gemma3_text",
+    "embeddings per layer": "gemma3n_text",
+    "keys of another layer": "gemma4_text, shared keys",
+    "layers without positions": "cohere2",
+    "chunks": "llama4_text",
+    "sinks": "gpt_oss",
+    "differences of attention": "diffllama",
+    "indexed attention": "deepseek_v32",
+    "latent attention, groups of experts": "deepseek_v3",
+    "mixtures": "mixtral",
+    "shared experts": "qwen2_moe",
+    "mixtures of attention": "jetmoe",
+    "delta rule": "qwen3_next",
+    "delta rule with latent attention": "kimi_linear",
+    "linear attention": "minimax",
+    "convolutions": "lfm2",
+    "state spaces": "mamba",
+    "state spaces with heads": "mamba2",
+    "state spaces beside attention": "falcon_h1",
+    "state spaces between attention": "jamba",
+    "state spaces with shared attention": "zamba2",
+    "state spaces with mixtures": "nemotron_h",
+    "recurrent gates": "recurrent_gemma",
+    "time mixing": "rwkv",
+    "matrix memory": "xlstm",
+    "recurrent depth": "hrm_text",
+}
+"""What the code tells apart -> the row that the gate checks; nightly checks every row."""
+
+
+def by_family(rows: Iterable[str]) -> list[Any]:
+    """Return rows as parameters of a test, `long` but for one a family."""
+    first = set(FAMILIES.values())
+    return [pytest.param(row, marks=[] if row in first else pytest.mark.long) for row in rows]
 
 
 @functools.cache

@@ -20,14 +20,13 @@ from rolltree.inference.local.engine import LocalEngine
 from rolltree.inference.local.routing import (
     Router,
     find_routers,
-    is_mixture,
     probe_ids,
     record_routing,
 )
-from rolltree.inference.local.shell import body_of, shell_of
+from rolltree.inference.local.shell import body_of, is_mixture, shell_of
 from rolltree.training.routing import Replay
 from rolltree.types import GenerateRequest, SamplingParams
-from tests_models.architectures import ROWS, VOCAB, make_config, make_model
+from tests_models.architectures import ROWS, VOCAB, by_family, make_config, make_model
 
 REFUSED = {
     "doge": "no router",  # a product of two choices
@@ -71,7 +70,7 @@ def given_experts(router: Router, num_tokens: int, rng: np.random.Generator) -> 
     return np.stack(rows)
 
 
-@pytest.mark.parametrize("row", MIXTURES)
+@pytest.mark.parametrize("row", by_family(MIXTURES))
 def test_given_experts_get_the_routers_own_scores(row: str) -> None:
     model = make_model(row)
     if row in REFUSED:
@@ -115,7 +114,7 @@ def test_given_experts_get_the_routers_own_scores(row: str) -> None:
         assert min(spread.values()) < 1e-4, spread
 
 
-@pytest.mark.parametrize("row", [row for row in MIXTURES if row not in REFUSED])
+@pytest.mark.parametrize("row", by_family(row for row in MIXTURES if row not in REFUSED))
 async def test_the_engine_records_what_a_plain_pass_chooses(row: str) -> None:
     """Of as many conversations as slots, whose prompts begin alike and come in pieces."""
     model = make_model(row)

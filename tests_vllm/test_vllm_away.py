@@ -12,7 +12,7 @@ from rolltree.store import Run
 from rolltree.training import Silent, build_parts, load_train_config, open_run, run_training
 
 pytestmark = pytest.mark.timeout(1500)
-NUM_STEPS = 6
+NUM_STEPS = 4
 FLAGS = ("--no-enable-chunked-prefill", "--max-num-batched-tokens", "8192")
 
 
@@ -100,7 +100,7 @@ async def test_killed_twice_the_rewards_are_those_of_an_undisturbed_run(folder, 
     server = Phoenix(folder, tmp_path)
     try:
         control = await train(folder, tmp_path / "control", server.url, Silent())
-        killer = KillAt(server, (2, 5))
+        killer = KillAt(server, (2, 4))
         report = await train(folder, tmp_path / "run", server.url, killer)
     finally:
         server.close()

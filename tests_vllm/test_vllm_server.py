@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+from functools import partial
 
 import httpx
 import numpy as np
@@ -19,6 +20,7 @@ from vllm_kit import (
 import rolltree as rt
 from rolltree.errors import TrainingError
 from rolltree.inference import ChatRenderer, OpenAIClient, WeightTransfer, as_client
+from rolltree.inference.weights import ways
 from rolltree.inference.weights.publish import publish_weights, served_version
 from rolltree.inference.weights.shared import SharedWeights
 from rolltree.models.made import CHAT_TEMPLATE
@@ -313,10 +315,13 @@ async def test_training_against_a_server(url, folder, tmp_path, way):
         assert f"{url}: weights go by shared memory." in said
 
 
-async def test_a_reload_that_leaves_a_layer_as_it_was_stops_the_run(url, folder, tmp_path):
+async def test_a_reload_that_leaves_a_layer_as_it_was_stops_the_run(
+    url, folder, tmp_path, monkeypatch
+):
     """One layer of 30, at a learning rate of 1e-5."""
     engine = {"kind": "servers", "urls": [f"{url}/v1"], "served_model": "m"}
     engine["publish"] = "disk"
-    engine["reload_method"] = "reload_all_but_one_layer"
+    leaves_one = partial(publish_weights, method="reload_all_but_one_layer")
+    monkeypatch.setattr(ways, "publish_weights", leaves_one)
     with pytest.raises(TrainingError, match=r"version 1 .* it serves other weights"):
         await train_two_steps(folder, tmp_path / "run", engine, ahead=0, optim={"lr": 1e-5})

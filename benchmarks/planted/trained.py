@@ -102,7 +102,7 @@ class TwoTurns(rt.MultiTurnEnv):
     async def env_response(self, messages: rt.Messages, state: rt.State) -> rt.Messages:
         TwoTurns.num_played += 1
         if self.breaks and TwoTurns.num_played > 150:
-            raise RuntimeError("the world is gone")
+            raise ConnectionError("the world is gone")
         return [{"role": "user", "content": "More."}]
 
 

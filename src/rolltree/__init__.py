@@ -13,6 +13,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from rolltree import wings
+
 if TYPE_CHECKING:
     from rolltree.agents import Agent as Agent
     from rolltree.agents import ReActAgent as ReActAgent
@@ -136,13 +138,12 @@ if TYPE_CHECKING:
     gateway = _Gateway  # the room is callable
 
 _ROOMS: dict[str, str] = {
-    "agents": "Agent ReActAgent ToolAgent",
+    **{wing.where: wing.names for wing in wings.rows("rolltree")},
     "environments": "EnvGroup Environment GenerateMetadata GenerateResults GymEnv HarborEnv "
     "MCPEnv MultiTurnEnv OpenEnv PythonEnv ReasoningGymEnv SandboxEnv SingleTurnEnv "
     "StatefulToolEnv TextArenaEnv ToolEnv WorldEnv cleanup load_environment stop teardown",
     "errors": "ConfigError ModelError PromptTooLong RolloutTimeout RolltreeError UnknownName",
     "evaluation": "evaluate evaluate_async",
-    "gateway": "HarborProgramEnv ProgramEnv",
     "inference": "ModelClient OpenAIClient as_client parse_response_messages parse_response_tokens",
     "inference.local": "local_client",
     "launch": "train train_async",
@@ -155,7 +156,6 @@ _ROOMS: dict[str, str] = {
     "samples": "build_samples pack_samples process_trajectories_for_training prune_sample",
     "steps": "AgentStep EnvironmentStep ParseResult Rollout StepOutcome",
     "store": "Run",
-    "testing": "ScriptedClient",
     "tokens": "TokenTree Trajectory",
     "training": "LogprobModel Reporter Silent TrainConfig TrainReport Trainer assign_credit "
     "collate export_model load_train_config open_run supervised_states",

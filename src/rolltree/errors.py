@@ -17,6 +17,7 @@
     ├── StoreError             the run directory cannot be read or written
     ├── ClusterError           a role of a run on several processes cannot be started or kept
     ├── TrainingError          training cannot continue: non-finite loss, no rollout to learn from
+    │   ├── NonFiniteStep      a step's gradient is not finite; the weights are as before
     │   └── RankLost           a process that trains with this one has ended
     ├── SandboxError           a sandbox could not do what was requested
     │   ├── SandboxFileError   a path that leaves the sandbox, is missing or is not a file
@@ -25,14 +26,16 @@
     ├── ProgramError           an agent program could not be started, or never called its model
     ├── BudgetSpent            an agent has used up its model calls or its tokens
     ├── RolloutTimeout         an episode exceeded its time limit                  (TimeoutError)
+    ├── Escaped                an environment's code called exit(), or raised what ends a program
     └── Stopped                the program was stopped by SIGTERM; its progress is saved
 
 Each message says what happened, why it matters and what to do next. `types.ErrorRecord` is the
-stored record of a failure.
+stored record of a failure; an exception's `kind` is stored with it.
 """
 
 from __future__ import annotations
 
+import sys
 import traceback as _traceback
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
@@ -40,7 +43,8 @@ from importlib import import_module
 from inspect import signature
 from typing import Any, Literal, TypeVar
 
-from rolltree.types import ErrorRecord
+from rolltree.lazy import import_problem
+from rolltree.types import ErrorKind, ErrorRecord, kind_of_type
 
 T = TypeVar("T")
 
@@ -48,9 +52,13 @@ T = TypeVar("T")
 class RolltreeError(Exception):
     """The root: catch it to catch everything that rolltree raises on purpose."""
 
+    kind: ErrorKind = "episode"
+
 
 class ConfigError(RolltreeError, ValueError):
     """A configuration key is unknown, or a value is not what the key takes."""
+
+    kind: ErrorKind = "machine"
 
 
 class UnknownArgument(ConfigError, TypeError):
@@ -64,6 +72,8 @@ class UnknownName(RolltreeError, LookupError):
 class ModelError(RolltreeError):
     """A model call gave no usable answer."""
 
+    kind: ErrorKind = "machine"
+
 
 class ServerError(ModelError):
     """The server answered with an error status."""
@@ -72,10 +82,16 @@ class ServerError(ModelError):
         super().__init__(message)
         self.status = status
         self.retryable = retryable
+        # A request that the server refuses may quote what the model wrote, and would be refused
+        # again. A wrong key or a model that is not there is the server's state.
+        is_refused = not retryable and 400 <= status < 500 and status not in (401, 403, 404)
+        self.kind = "episode" if is_refused else "infrastructure"
 
 
 class ConnectionFailed(ModelError):
     """The server could not be reached, or hung up."""
+
+    kind: ErrorKind = "infrastructure"
 
 
 class CallTimeout(ConnectionFailed):
@@ -85,9 +101,13 @@ class CallTimeout(ConnectionFailed):
 class BadResponse(ModelError):
     """The server answered, but not with what the API promises."""
 
+    kind: ErrorKind = "infrastructure"
+
 
 class AnswerTooLarge(BadResponse):
     """An answer is larger than the client reads, as it was sent or unpacked."""
+
+    kind: ErrorKind = "episode"
 
 
 class PublishFailed(ModelError):
@@ -101,17 +121,25 @@ class PublishFailed(ModelError):
 class PromptTooLong(ModelError):
     """The prompt does not fit the context window."""
 
+    kind: ErrorKind = "episode"
+
 
 class UnsupportedSetting(ModelError):
     """The engine in use does not support a requested setting."""
+
+    kind: ErrorKind = "episode"
 
 
 class TokenError(RolltreeError, ValueError):
     """Token data contradicts itself."""
 
+    kind: ErrorKind = "machine"
+
 
 class StoreError(RolltreeError):
     """The run directory cannot be read or written."""
+
+    kind: ErrorKind = "machine"
 
 
 class ClusterError(RolltreeError):
@@ -122,6 +150,10 @@ class TrainingError(RolltreeError):
     """Training cannot continue."""
 
 
+class NonFiniteStep(TrainingError):
+    """A step's loss or gradient is not finite; nothing was written to the weights."""
+
+
 class RankLost(TrainingError):
     """A process that trains with this one has ended, so all of them end."""
 
@@ -129,17 +161,25 @@ class RankLost(TrainingError):
 class SandboxError(RolltreeError):
     """A sandbox could not do what was requested; say, it was closed."""
 
+    kind: ErrorKind = "infrastructure"
+
 
 class SandboxFileError(SandboxError):
     """A path leaves the sandbox or is not a regular file, perhaps because of code inside it."""
+
+    kind: ErrorKind = "episode"
 
 
 class SandboxUnavailable(SandboxError):
     """This machine cannot isolate untrusted code as well as requested."""
 
+    kind: ErrorKind = "machine"
+
 
 class WorldUnavailable(RolltreeError):
     """The server of a world could not be reached, hung up, or broke its protocol."""
+
+    kind: ErrorKind = "infrastructure"
 
 
 class ProgramError(RolltreeError):
@@ -158,17 +198,62 @@ class Stopped(RolltreeError):
     """The program was stopped by SIGTERM; its progress is saved."""
 
 
-INFRASTRUCTURE = frozenset(
-    (
-        *("ConnectionFailed", "CallTimeout", "ServerError", "BadResponse"),
-        *("APIConnectionError", "APITimeoutError", "InternalServerError"),  # the openai package's
-        *("SandboxError", "WorldUnavailable"),
-    )
-)
-"""The types of `ErrorRecord`s that say nothing about the episode: the server of the model, a judge
-or a world, or a sandbox did not work. Such a rollout is lost: it does not count, and is run again
-with its seeds. A machine that cannot isolate code (`SandboxUnavailable`) is not among them, since
-it would fail again."""
+class Escaped(RolltreeError):
+    """What somebody's code raised to get past `except Exception`, as a failure like any other.
+
+    Records show `raised` itself. `rolltree.tasks.contained` makes it.
+    """
+
+    def __init__(self, raised: BaseException) -> None:
+        super().__init__(f"{type(raised).__name__}: {message_of(raised)}")
+        self.raised = raised
+
+
+_OF_OPENAI = ("APIConnectionError", "InternalServerError", "RateLimitError")
+"""The openai package's failures of a server, which code of an environment may raise."""
+
+
+_OF_NETWORK = {
+    "httpx": ("TransportError",),
+    "requests": ("ConnectionError", "Timeout"),
+    "aiohttp": ("ClientConnectionError",),
+    "socket": ("gaierror",),
+}
+"""Failures to reach some server, of packages that code of an environment may use."""
+
+
+def _of_network() -> tuple[type[BaseException], ...]:
+    # Whoever raised one of a package's exceptions has imported the package.
+    loaded = [(sys.modules.get(package), names) for package, names in _OF_NETWORK.items()]
+    found = [getattr(package, name, None) for package, names in loaded for name in names]
+    return (ConnectionError, *(kind for kind in found if isinstance(kind, type)))
+
+
+def error_kind(error: BaseException) -> ErrorKind:
+    """Return what failed when an exception was raised."""
+    if isinstance(error, RolltreeError):
+        return error.kind
+    # A pipe breaks if what reads it has died, say code that a model wrote.
+    if isinstance(error, _of_network()) and not isinstance(error, BrokenPipeError):
+        return "machine"
+    # Whoever raised one of its exceptions has imported the package.
+    openai = sys.modules.get("openai")
+    theirs = tuple(getattr(openai, name, ()) for name in _OF_OPENAI)
+    return "infrastructure" if isinstance(error, theirs) else "episode"
+
+
+def follows_from_answer(error: BaseException) -> bool:
+    """Whether a failure of an environment's own code may follow from what the model wrote.
+
+    Such a rollout is scored; otherwise a model could choose to have no reward.
+    """
+    return error_kind(error) == "episode" and not isinstance(error, RolloutTimeout)
+
+
+def stored_kind(failure: Mapping[str, Any]) -> ErrorKind:
+    """Return the kind of a failure that was stored as a dict, perhaps before there were kinds."""
+    kind: ErrorKind = failure.get("kind") or kind_of_type(str(failure.get("type")))
+    return kind
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -220,15 +305,12 @@ def import_extra(module: str, what: str, extra: str, instead: str = "") -> Any:
     """Return the module of an optional package, which `what` needs and `extra` installs.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: it is not installed, or its release does not fit those beside it.
     """
     try:
         return import_module(module)
     except ImportError as error:
-        raise ConfigError(
-            f"{what} needs the package {module.replace('_', '-')}, which cannot be imported "
-            f"({error}). Install it: pip install '{extra}'{instead}."
-        ) from error
+        raise ConfigError(import_problem(what, module, error, extra, instead)) from error
 
 
 def message_of(error: BaseException) -> str:
@@ -261,6 +343,8 @@ def record_error(
 
     They are cut because every rollout that fails at a dead server stores its own copy.
     """
+    if isinstance(error, Escaped):
+        error = error.raised
     lines = "".join(_traceback.format_exception(error)).splitlines(keepends=True)
     # Without the lines that only underline the previous one.
     traceback = "".join(line for line in lines if line.strip(" ~^\n"))
@@ -272,6 +356,7 @@ def record_error(
         message=_both_ends(message, 10_000),
         traceback=_both_ends(traceback, 4_000),
         phase=phase,
+        kind=error_kind(error),
     )
 
 

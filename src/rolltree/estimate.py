@@ -2,16 +2,14 @@
 
 Rollouts of one example are not independent, so the example is the unit: an example's value is the
 mean of its rollouts, the estimate is the mean of the examples' values, and the interval comes from
-their spread. `Estimate.method` names the interval:
+their spread. `Estimate.method` names the interval (design/0024 has its coverage):
 
-- `"t"`: mean +- t(n - 1) * s / sqrt(n), over the n example means with standard deviation s; cut at
-  0 and 1 when all values lie between them.
-- `"wilson"`: for shares (every value 0 or 1, or declared so), Wilson's score interval (Wilson 1927)
-  at the effective sample size p(1 - p) / SE^2 with SE = s / sqrt(n), at most the number of values
-  (Korn and Graubard 1998), or n if all example means are equal. It stays inside [0, 1], and
-  20 of 20 is not "exactly 1".
+- `"bounded"`: for values between two bounds, such as rewards of 0 to 1. A t interval over the
+  example means and one more example at each bound (for shares: Agresti and Caffo 2000), cut at the
+  bounds. So 20 of 20 is not "exactly 1", and neither is 0.99 of 20.
+- `"t"`: mean +- t(n - 1) * s / sqrt(n), over the n example means with standard deviation s.
 - `"bootstrap"`: for paired differences, see `evaluation.paired`.
-- `"none"`: a single example whose values are not shares; `low` and `high` are None.
+- `"none"`: a single example without bounds; `low` and `high` are None.
 """
 
 from __future__ import annotations
@@ -19,29 +17,65 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from statistics import NormalDist
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, Self
 
 CONFIDENCE = 0.95
+
+
+class Bounds(NamedTuple):
+    """The least and the largest value that a measure can have.
+
+    `weight` is how much an example at each bound counts in an interval: 0 if there is no bound.
+    """
+
+    least: float
+    most: float
+    weight: float = 1.0
+    cut: float = 0.0
+    """How far beyond the bounds an interval may reach."""
+
+    @classmethod
+    def seen(cls, clusters: Iterable[Iterable[float]]) -> Self:
+        """Return the bounds of a measure of which only values are known: 0 and 1, or none.
+
+        Both lose their effect gradually as values leave [0, 1], and have none from a distance of 1
+        on, so that the interval does not jump with a value that is 1.01.
+        """
+        values = [value for each in clusters for value in each]
+        beyond = max(0.0, -min(values, default=0.0), max(values, default=1.0) - 1.0)
+        weight = max(0.0, 1.0 - beyond)
+        return cls(0.0, 1.0, weight, beyond / weight if weight else math.inf)
+
+    def within(self, found: Estimate) -> Estimate:
+        """Return an estimate of a mean with its interval cut at the bounds."""
+        return found.within(self.least - self.cut, self.most + self.cut)
+
+
+SHARE = Bounds(0.0, 1.0)
+COUNT = Bounds(0.0, math.inf, weight=0.0)
+"""The bounds of counts, tokens and times."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
     """A mean over examples with an interval that contains it.
 
-    Example: `Estimate(0.8, 0.49, 0.94, "wilson", num_examples=10, num_values=10)`.
+    Example: `Estimate(0.8, 0.46, 0.95, "bounded", num_examples=10, num_values=10)`.
     """
 
     mean: float
     low: float | None
     high: float | None
-    method: Literal["t", "wilson", "bootstrap", "none"]
+    method: Literal["t", "bounded", "bootstrap", "none"]
     num_examples: int
     num_values: int
 
     def __post_init__(self) -> None:
         # By rounding, a bound can lie 1e-17 beyond the mean, which would give an error bar of
-        # negative length, and plotting libraries refuse that.
+        # negative length, and plotting libraries refuse that. The interval of 0 of 2 begins above
+        # the mean, too, since its examples at the bounds pull it to the middle.
         if self.low is not None and self.high is not None:
             object.__setattr__(self, "low", min(self.low, self.mean))
             object.__setattr__(self, "high", max(self.high, self.mean))
@@ -62,23 +96,28 @@ class Estimate:
         return asdict(self)
 
 
-def mean(values: Sequence[float]) -> float:
-    """Return the mean, computed from an exactly rounded sum."""
-    return values[0] if len(values) == 1 else math.fsum(values) / len(values)
+def mean(values: Iterable[float]) -> float:
+    """Return the mean, computed from an exactly rounded sum; finite if the values are."""
+    values = list(values)
+    if len(values) == 1:
+        return values[0]
+    try:
+        return math.fsum(values) / len(values)
+    # No float holds the sum.
+    except OverflowError:
+        return math.fsum(value / len(values) for value in values)
 
 
 def estimate(
     clusters: Mapping[Hashable, Sequence[float]],
     *,
     confidence: float = CONFIDENCE,
-    are_shares: bool | None = None,
+    bounds: Bounds | None = None,
 ) -> Estimate | None:
     """Estimate a mean from values per example; None if there are no values.
 
     `clusters` maps an example to the values of its rollouts. Examples without values are left
-    out. `are_shares` says whether values are shares of a whole, in [0, 1] (True: pass@k), or not
-    (False: differences). None decides by the values: if each is 0 or 1, the interval is Wilson's;
-    if all lie between, as for partial credit, the interval is cut at 0 and 1.
+    out. `bounds` are those of the measure, None: `Bounds.seen` of the values.
 
     >>> str(estimate({0: [1.0], 1: [2.0], 2: [3.0]}))
     '2.000 [-0.484, 4.484]'
@@ -86,25 +125,8 @@ def estimate(
     filled = [values for values in clusters.values() if values]
     if not filled:
         return None
-    means = list(map(mean, filled))
-    center, num = mean(means), len(means)
-    squares = math.fsum((value - center) ** 2 for value in means)
-    spread = math.sqrt(squares / (num - 1)) if num > 1 else 0.0
-    num_values = sum(map(len, filled))
-    in_unit = are_shares is None and all_in_unit(filled)
-    if are_shares is None:
-        are_shares = in_unit and all(value in (0.0, 1.0) for values in filled for value in values)
-    if are_shares:
-        error = spread / math.sqrt(num)
-        size = center * (1.0 - center) / error**2 if error > 0.0 else float(num)
-        size = min(size, float(num_values))
-        low, high = wilson(center, size, confidence)
-        return Estimate(center, low, high, "wilson", num, num_values)
-    if num < 2:
-        return Estimate(center, None, None, "none", num, num_values)
-    half = student_t(num - 1, confidence) * spread / math.sqrt(num)
-    found = Estimate(center, center - half, center + half, "t", num, num_values)
-    return found.within(0.0, 1.0) if in_unit else found
+    bounds = Bounds.seen(filled) if bounds is None else bounds
+    return _over_examples(list(map(mean, filled)), bounds, confidence, sum(map(len, filled)))
 
 
 def episodes_estimate(clusters: Mapping[Hashable, Sequence[float]]) -> Estimate | None:
@@ -114,45 +136,59 @@ def episodes_estimate(clusters: Mapping[Hashable, Sequence[float]]) -> Estimate 
     clusters' means: a cluster counts by its size (the linearized ratio estimator; Cochran, Sampling
     Techniques, chapter 2.11). Clusters of equal size count equally.
     """
-    filled = {name: values for name, values in clusters.items() if values}
-    num = sum(map(len, filled.values()))
-    if not num:
+    filled = [values for values in clusters.values() if values]
+    if not filled:
         return None
-    center, share = math.fsum(map(math.fsum, filled.values())) / num, len(filled) / num
-    # The average of [center + share * n_g * (mean_g - center)] over groups is `center`, the mean
-    # over episodes, and the spread of these values gives the standard error of that mean.
-    weighed = {
-        name: [center + share * len(values) * (mean(values) - center)] * len(values)
-        for name, values in filled.items()
-    }
-    are_shares = all(value in (0.0, 1.0) for values in filled.values() for value in values)
-    found = estimate(weighed, are_shares=are_shares)
-    return found.within(0.0, 1.0) if found and all_in_unit(filled.values()) else found
+    num_values, own = sum(map(len, filled)), cluster_values(filled)
+    if not all(map(math.isfinite, own)):
+        return Estimate(mean(chain(*filled)), None, None, "none", len(filled), num_values)
+    return _over_examples(own, Bounds.seen(filled), CONFIDENCE, num_values)
 
 
-def all_in_unit(clusters: Iterable[Iterable[float]]) -> bool:
-    """Whether no value lies outside [0, 1], so that they may be shares."""
-    return all(0.0 <= value <= 1.0 for values in clusters for value in values)
+def cluster_values(clusters: Sequence[Sequence[float]]) -> list[float]:
+    """Return a value per cluster: their mean is that of all values, their spread gives its error.
 
-
-def wilson(mean: float, size: float, confidence: float = CONFIDENCE) -> tuple[float, float]:
-    """Return Wilson's score interval for a share `mean` seen in `size` trials (may be fractional).
-
-    With z the normal quantile: (p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n).
+    They are center + n_g * (mean_g - center) * G / N for G clusters of N values.
     """
-    z = NormalDist().inv_cdf(0.5 + confidence / 2)
-    scale = 1.0 + z * z / size
-    center = (mean + z * z / (2 * size)) / scale
-    half = z * math.sqrt(mean * (1 - mean) / size + z * z / (4 * size * size)) / scale
-    return max(0.0, min(mean, center - half)), min(1.0, max(mean, center + half))
+    num = sum(map(len, clusters))
+    center, share = mean(chain(*clusters)), len(clusters) / num
+    return [center + share * len(values) * (mean(values) - center) for values in clusters]
 
 
-def student_t(degrees: int, confidence: float = CONFIDENCE) -> float:
-    """Return the two-sided t quantile, exact for 1 and 2 degrees of freedom.
+def _over_examples(
+    means: Sequence[float], bounds: Bounds, confidence: float, num_values: int
+) -> Estimate:
+    """Return the estimate of a mean from the examples' means."""
+    center, num, weight = mean(means), len(means), bounds.weight
+    if num - 1 + 2 * weight < 1:
+        return Estimate(center, None, None, "none", num, num_values)
+    ends = (bounds.least, bounds.most) if weight else ()
+    size = num + weight * len(ends)
+    try:
+        middle = (math.fsum(means) + weight * math.fsum(ends)) / size
+        squares = math.fsum((value - middle) ** 2 for value in means)
+        squares += weight * math.fsum((end - middle) ** 2 for end in ends)
+    # No float holds the sum, or a square.
+    except OverflowError:
+        return Estimate(center, None, None, "none", num, num_values)
+    half = student_t(size - 1, confidence) * math.sqrt(squares / (size - 1) / size)
+    method: Literal["bounded", "t"] = "bounded" if weight else "t"
+    found = Estimate(center, middle - half, middle + half, method, num, num_values)
+    return bounds.within(found)
+
+
+def student_t(degrees: float, confidence: float = CONFIDENCE) -> float:
+    """Return the two-sided t quantile for 1 degree of freedom or more, exact for 1 and 2.
 
     From 3 degrees on, it is the expansion in 1/degrees of Abramowitz and Stegun 26.7.5, within
-    0.2 % of the exact value for confidences up to 0.95 (0.9 % at 0.99 and 3 degrees).
+    0.2 % of the exact value for confidences up to 0.95 (0.9 % at 0.99 and 3 degrees). Between
+    whole numbers it is interpolated in 1/degrees.
     """
+    below = math.floor(degrees)
+    if degrees != below:
+        left, right = student_t(below, confidence), student_t(below + 1, confidence)
+        share = (1 / below - 1 / degrees) / (1 / below - 1 / (below + 1))
+        return left + share * (right - left)
     upper = 0.5 + confidence / 2
     if degrees == 1:
         return math.tan(math.pi * (upper - 0.5))

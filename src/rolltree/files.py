@@ -12,8 +12,11 @@ import fcntl
 import itertools
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO
+
+from rolltree.errors import ConfigError
 
 MAX_BYTES = 2**26
 _KINDS = {
@@ -73,6 +76,15 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY, *, follow: bool = F
             os.close(fd)
         raise
     return fd
+
+
+def open_to_append(path: str | Path) -> BinaryIO:
+    """Open a regular file, which is created if it does not exist, to write at its end.
+
+    Raises:
+        OSError: as in `open_regular`.
+    """
+    return open(open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab")
 
 
 def read_regular(path: str | Path, max_bytes: int = MAX_BYTES, *, follow: bool = False) -> bytes:
@@ -149,6 +161,22 @@ def whole_folder(target: str | Path) -> Iterator[Path]:
         raise
     finally:
         os.close(fd)
+
+
+def check_replaced(target: str | Path, is_own: Callable[[Path], bool]) -> None:
+    """Check that a file that is to be written is new, empty, or an earlier one of its kind.
+
+    A target that is not a regular file, such as `/dev/stdout`, is not replaced.
+
+    Raises:
+        ConfigError: a file is there that `is_own` does not recognize.
+    """
+    final = Path(os.path.realpath(target))
+    if final.is_file() and final.stat().st_size and not is_own(final):
+        raise ConfigError(
+            f"{target} exists and is not an earlier export of this kind, so it would be lost. "
+            "Choose another name, or move it away first."
+        )
 
 
 def write_whole(target: str | Path, content: str | bytes, *, follow: bool = True) -> None:

@@ -6,6 +6,7 @@ This room is above training, evaluation and environments; `rolltree train` calls
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,26 +21,29 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from rolltree.environments import Environment, changed_code, load_environment, train_config_file
-from rolltree.environments.check import shared_questions
+from rolltree.environments import Environment, changed_code
+from rolltree.environments.leakage import shared_questions
 from rolltree.errors import ConfigError, Stopped, StoreError
 from rolltree.evaluation import EvalProgress, evaluate_async, stored_report
 from rolltree.evaluation.report import keep_report
 from rolltree.inference import ModelClient
-from rolltree.machine import suggested_config
 from rolltree.models import check_loadable
 from rolltree.redact import remember, secrets_in
 from rolltree.reports import SafeConsole, TrainView, print_report, say
 from rolltree.rollouts import RolloutEngine, RolloutSource
 from rolltree.rollouts.requests import check_source
 from rolltree.store import Run
+from rolltree.store.run import make_run_folder
 from rolltree.store.weights import note_weights
 from rolltree.tasks import run_sync
 from rolltree.training import Reporter, Silent, TrainConfig, TrainReport, load_train_config
+from rolltree.training.trackers import check_trackers
 
 if TYPE_CHECKING:
     from rolltree.training import Evaluate, TrainParts, WeightTarget
 
+RENDEZVOUS = "ROLLTREE_RENDEZVOUS"
+"""The variable that says where the ranks of a `[cluster]` find each other."""
 ConfigSource = TrainConfig | Mapping[str, Any] | str | Path
 
 
@@ -178,30 +182,52 @@ async def train_async(
             "the config has a [cluster], whose processes `rolltree train CONFIG` starts; this call "
             "trains in one process. Use the command, or leave the section out."
         )
+    check_trackers(checked)
     if model is None:
         check_loadable(checked.model.name, device=checked.model.device)
+    # Before the environment is loaded: errors and events may quote the config.
+    remember(*secrets_in(checked.as_dict()))
+    # A process that trains alone loads the environment here. One of several ranks does it once they
+    # have met, since the others would wait for a rank that failed before.
+    source: RolloutSource | None = None
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        checked, source = _environment(checked, world)
+    if opened is None:
+        make_run_folder(checked.run.dir)
     # From here on torch is needed. It is slow to import, so the checks above come before it.
     from rolltree.training import TrainParts, build_parts, open_run, run_training
-    from rolltree.training.given import accept_given, begin
+    from rolltree.training.config import ignored_settings
+    from rolltree.training.parts import settings_of_run, started_settings
     from rolltree.training.rank0 import follow
     from rolltree.training.ranks import STOP, is_rank0, start_ranks
 
     if model is not None:
+        from rolltree.training.given import accept_given
+
         checked = accept_given(model, checked)
-    # Before anything is stored: errors and events may quote the config.
-    remember(*secrets_in(checked.as_dict()))
+    # Every rank, before any of them trains.
+    checked = started_settings(checked)
     stopped: BaseException | None = None
-    with start_ranks(checked.model.device) as ranks:
+    with start_ranks(checked.model.device, os.environ.get(RENDEZVOUS, "env://")) as ranks:
         # Only one rank has an environment, a store and an engine; the others train.
         if ranks is not None and not ranks.leads:
             follow(checked, ranks, model)
         else:
             try:
                 async with AsyncExitStack() as stack:
-                    checked, source = await _environment(checked, world, stack)
+                    if source is None:
+                        checked, source = _environment(checked, world)
+                    # A given one stays open.
+                    if source is not world:
+                        await stack.enter_async_context(cast(Environment, source))
+                    began_with = opened.config if opened else settings_of_run(checked)
                     stored: Run = opened or stack.enter_context(open_run(checked))
                     shown = reporter or _default_reporter(quiet, stack)
+                    for message in ignored_settings(began_with):
+                        stored.announce(message, shown.on_notice)
                     if model is not None:
+                        from rolltree.training.given import begin
+
                         notify = partial(stored.announce, show=shown.on_notice)
                         # A model object keeps its weights when a call fails, so they are compared
                         # with those that the run began with.
@@ -265,6 +291,9 @@ def environment_config(name: str) -> dict[str, Any]:
         UnknownName: there is no such environment.
         ConfigError: its `train.toml` cannot be read.
     """
+    from rolltree.environments import train_config_file
+    from rolltree.machine import suggested_config
+
     file = train_config_file(name)
     data = suggested_config() if file is None else load_train_config(file).as_dict()
     env = {**data.get("env", {}), "id": name}
@@ -360,10 +389,10 @@ def _default_reporter(quiet: bool, stack: AsyncExitStack) -> Reporter:
     )
 
 
-async def _environment(
-    config: TrainConfig, given: RolloutSource | str | Path | None, stack: AsyncExitStack
+def _environment(
+    config: TrainConfig, given: RolloutSource | str | Path | None
 ) -> tuple[TrainConfig, RolloutSource]:
-    """Return the environment, and the config with its name; `stack` closes what is loaded here."""
+    """Return the environment, loaded unless it is given, and the config with its name."""
     if given is None or isinstance(given, str | Path):
         env_id = config.env.id if given is None else str(given)
         if not env_id:
@@ -371,8 +400,9 @@ async def _environment(
                 "there is no environment to train on: the config has no env.id. Set it, or pass "
                 "environment= (an object, a name or a path)."
             )
+        from rolltree.environments import load_environment
+
         source = load_environment(env_id, compat=config.env.compat, **config.env.args)
-        await stack.enter_async_context(source)
         return load_train_config(config, env={"id": env_id}), source
     check_source(given)
     if config.env.args:

@@ -14,11 +14,13 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from rolltree.versions import TESTED
 
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 CPU_TORCH_COMMAND = f"pip install torch --index-url {TORCH_CPU_INDEX}"
@@ -39,7 +41,7 @@ PROVIDES = {
     "serve": (("starlette", "uvicorn"), "models over HTTP, the gateway"),
     "view": (("starlette", "tokenizers", "uvicorn"), "the page of runs in a browser"),
     "track": (("tensorboard", "trackio", "wandb", "mlflow"), "experiment trackers"),
-    "compat": (("datasets", "openai", "pydantic", "textual"), "what verifiers 0.1.8 brought along"),
+    "compat": (("datasets", "openai", "pydantic"), "what verifiers 0.1.8 brought along"),
 }
 """Extra to the modules that it installs, and what it is for."""
 
@@ -69,6 +71,7 @@ class Host:
     browser: str | None = None
     # Extra to its missing modules; extras that are complete are left out.
     missing: dict[str, tuple[str, ...]]
+    versions: dict[str, str] = field(default_factory=dict)  # those of `versions.TESTED`
 
     @property
     def uses_gpu(self) -> bool:
@@ -95,6 +98,7 @@ def look(folder: str | Path = ".") -> Host:
             for extra, (modules, _) in PROVIDES.items()
             if (absent := tuple(name for name in modules if not _is_there(name)))
         },
+        versions={name: found for name in TESTED if (found := _version(name)) is not None},
     )
 
 
@@ -153,13 +157,6 @@ def num_cores() -> int:
     with suppress(AttributeError, OSError):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def has_gpu() -> bool:
-    """Whether device files show a GPU of any vendor."""
-    # kfd is AMD's; dxg is the GPU of Windows, inside WSL.
-    names = ("nvidia[0-9]*", "nvhost*", "nvmap", "kfd", "dxg")
-    return any(True for name in names for _ in Path("/dev").glob(name))
 
 
 def _memory_bytes() -> int:

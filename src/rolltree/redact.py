@@ -30,11 +30,15 @@ def _words(text: str) -> frozenset[str]:
 
 _ALWAYS = _words(
     "secret secrets password passwords passwd pwd passphrase passcode authorization credential "
-    "credentials cred creds apikey apikeys cookie cookies jwt bearer otp totp mnemonic"
+    "credentials cred creds apikey apikeys cookie cookies jwt bearer otp totp mnemonic sessionid "
+    "sessid phpsessid jsessionid"
 )
-_AT_THE_END = _words("auth oauth dsn pat pem pass pw webhook")
-# `forward_pass` and the like are not passwords.
-_PLAIN_PASS = _words("first last second forward backward single multi num max min per one two this")
+_AT_THE_END = _words("auth oauth dsn pat pem pass pw webhook session")
+# `forward_pass` is not a password, and $DESKTOP_SESSION names a window manager.
+_PLAIN = {
+    "pass": _words("first last second forward backward single multi num max min per one two this"),
+    "session": _words("desktop per"),
+}
 _SERVICES = _words(
     "openai anthropic claude gemini google vertex azure aws gcp mistral cohere groq together xai "
     "fireworks deepseek openrouter replicate perplexity hf huggingface wandb github gh gitlab git "
@@ -46,7 +50,7 @@ _SERVICES = _words(
 _KEY_KINDS = _SERVICES | _words(
     "api access private secret auth signing account ssh master encryption decryption deploy "
     "service subscription license licence storage admin client server llm judge gateway proxy my "
-    "app root consumer shared priv rsa dsa gpg pgp tls ssl kms aes fernet hmac"
+    "app root consumer shared session priv rsa dsa gpg pgp tls ssl kms aes fernet hmac"
 )
 _TOKEN_KINDS = _SERVICES | _words(
     "auth access api bearer refresh session id security oauth csrf xsrf sas personal service admin "
@@ -118,7 +122,7 @@ def _is_secret_key(key: str) -> bool:
     if any(last.endswith(end) and last[: -len(end)] in before for end, before in _GLUED.items()):
         return True
     if last in _AT_THE_END:
-        return last != "pass" or not kind & _PLAIN_PASS
+        return not kind & _PLAIN.get(last, frozenset())
     if tuple(parts[-2:]) in _PAIRS:
         return True
     if last in ("key", "keys"):

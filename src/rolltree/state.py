@@ -11,13 +11,30 @@ _Messages: TypeAlias = str | list[dict[str, Any]]
 INPUT_FIELDS: tuple[str, ...] = ("prompt", "answer", "task", "info", "example_id")
 _FORWARDED = frozenset(INPUT_FIELDS)
 _MISSING = object()
+OF_ENVIRONMENT = "environment"
+"""The name, among the errors of a scored rollout, of one that the environment's own code raised."""
+RAISED = ("scoring_errors", "environment_errors")
+"""Keys of the errors that are scored: name -> type and message."""
 OWN_KEYS = frozenset(
     [
         *("input", "client", "model", "sampling_args", "oai_tools", "seed", "trajectory", "timing"),
         *("completion", "reward", "advantage", "metrics", "credit", "has_step_rewards"),
         *("is_completed", "stop_condition", "terminated", "truncated", "truncation_reason"),
-        *("error", "scoring_errors", "cleanup_errors", "cleaned_up", "tool_errors"),
-        *("final_env_response", "prompt_too_long", "overlong_prompt", "bootstrap_value"),
+        *(
+            "error",
+            "environment_errors",
+            "scoring_errors",
+            "cleanup_errors",
+            "cleaned_up",
+            "tool_errors",
+        ),
+        *(
+            "final_env_response",
+            "prompt_too_long",
+            "overlong_prompt",
+            "refused_request",
+            "bootstrap_value",
+        ),
         *("agent", "rollout_id", "request_id", "parent_rollout", "parent_step", "depth", "seat"),
         *("subtask", "result", "rollout_meta", "environment_steps", "world_info"),
         *("sandbox_id", "sandbox_level", "judge_response", "math_gave_up", "game_completed"),

@@ -10,6 +10,8 @@ Each reward is in one place. Rewards of a parser or an agent (a bonus for the fo
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
@@ -37,6 +39,42 @@ INCOMPLETE = "incomplete_completion"
 """Key of `AgentStep.info`, True if an answer was rejected because it was cut off."""
 
 
+MAX_REWARD = 1e100
+"""Statistics, advantages and losses add and square rewards, in floats that end at 1.8e308."""
+
+
+def as_number(
+    value: Any, weight: float = 1.0, *, source: str = "a reward function returned"
+) -> float:
+    """Return a reward as a float.
+
+    >>> as_number(True), as_number(2)
+    (1.0, 2.0)
+
+    Raises:
+        ValueError: it is not a finite number, or with its weight too large. A function that returns
+            None has scored nothing.
+    """
+    if isinstance(value, str) or value is None:
+        raise ValueError(f"{source} {value!r}, which is not a number")
+    try:
+        # A bool, a numpy scalar or a one-element tensor is a number, too.
+        number = float(value)
+    except OverflowError:
+        raise ValueError(f"{source} an integer that is too large for a float") from None
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{source} a {type(value).__name__}, not a number ({error})") from error
+    if not math.isfinite(number):
+        raise ValueError(f"{source} {number}; rewards must be finite")
+    if not abs(number * weight) <= MAX_REWARD or abs(number) > MAX_REWARD:
+        with_weight = "" if weight in (0.0, 1.0) else f", with its weight {weight:g}"
+        raise ValueError(
+            f"{source} {number:g}{with_weight}; rewards must not exceed {MAX_REWARD:g}, so that "
+            "their sums and squares are finite"
+        )
+    return number
+
+
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
     """The result of one action in a world; `terminated` and `truncated` as in Gymnasium.
@@ -49,6 +87,11 @@ class StepOutcome:
     terminated: bool = False
     truncated: bool = False
     info: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # A number of numpy's or an integer, as worlds give them; anything else is told later.
+        with contextlib.suppress(Exception):
+            object.__setattr__(self, "reward", as_number(self.reward))
 
     @property
     def done(self) -> bool:

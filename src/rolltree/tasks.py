@@ -3,9 +3,10 @@
 `wait_shielded` and `run_shielded` wait for work that must not be left half done, however often the
 task is cancelled. `being_cancelled` tells a cancellation of this task from a `CancelledError` that
 user code raised itself, for example by awaiting a task that it cancelled; `Terminated` tells
-SIGTERM from an `exit()` of user code. `yield_fairly` keeps thousands of tasks that become ready at
-once from blocking the event loop, and `ShortCollections` keeps the garbage collector from blocking
-it. `allow_open_files` raises the limit on open files.
+SIGTERM from an `exit()` of user code, and `contained` makes that a failure like any other.
+`yield_fairly` keeps thousands of tasks that become ready at once from blocking the event loop, and
+`ShortCollections` keeps the garbage collector from blocking it. `allow_open_files` raises the limit
+on open files.
 """
 
 from __future__ import annotations
@@ -13,13 +14,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import opcode
 import resource
+import signal
 import sys
+import threading
 from collections import deque
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from traceback import walk_tb
 from typing import Any, ClassVar, TypeVar
 from weakref import WeakKeyDictionary
+
+from rolltree.errors import Escaped
 
 T = TypeVar("T")
 ROUND_S = 0.006
@@ -37,6 +45,54 @@ def being_cancelled() -> bool:
 
 class Terminated(SystemExit):
     """SIGTERM ends the process. A plain SystemExit of an environment's code is a failure."""
+
+
+class contained:  # noqa: N801  (a context manager that reads as an adjective)
+    """`with contained():` turns what other people's code raises into an `Exception` (`Escaped`).
+
+    `exit()`, `raise KeyboardInterrupt` and classes of the author's own would end every rollout. The
+    end of this task or of the program passes: a cancellation, SIGTERM and the user's Ctrl-C.
+    """
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and not isinstance(error, Exception) and not _must_pass(error):
+            raise Escaped(error) from error
+
+
+def _must_pass(error: BaseException) -> bool:
+    if isinstance(error, BaseExceptionGroup):
+        return any(
+            not isinstance(part, Exception) and _must_pass(part) for part in error.exceptions
+        )
+    if isinstance(error, KeyboardInterrupt):
+        return _is_of_user(error)
+    return isinstance(error, Terminated | GeneratorExit | asyncio.CancelledError)
+
+
+def _is_of_user(error: KeyboardInterrupt) -> bool:
+    """Whether Ctrl-C raised it, which reaches the main thread only, and not a `raise` of code."""
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    handler: Any = signal.getsignal(signal.SIGINT)
+    while isinstance(handler, partial):
+        handler = handler.func
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    # asyncio's handler raises it with a statement, too.
+    if any(frame.f_code is getattr(handler, "__code__", None) for frame in frames):
+        return True
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    # Python's own handler is written in C: what ran when the signal came looks as if it had raised.
+    return last is None or last.tb_frame.f_code.co_code[last.tb_lasti] != _RAISE
+
+
+_RAISE = opcode.opmap["RAISE_VARARGS"]
 
 
 async def wait_shielded(work: asyncio.Future[Any]) -> asyncio.CancelledError | None:

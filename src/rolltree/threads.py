@@ -65,6 +65,12 @@ class _Work(Generic[T]):
             lost = RuntimeError("the work raised StopIteration: an iterator had no more items")
             lost.__cause__ = error
             self._tell(self.future.set_exception, lost)
+        # Only the main thread gets the user's Ctrl-C, and nobody cancels a thread, so code raised
+        # these itself. In the waiting task they would end the program.
+        except (KeyboardInterrupt, asyncio.CancelledError) as error:
+            lost = RuntimeError(f"the code raised {type(error).__name__} itself")
+            lost.__cause__ = error
+            self._tell(self.future.set_exception, lost)
         except BaseException as error:  # noqa: BLE001  it is raised in the waiting task
             self._tell(self.future.set_exception, error)
         else:

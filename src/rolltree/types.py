@@ -113,17 +113,45 @@ class RolloutTiming(TypedDict):
     total_ms: float
 
 
+ErrorKind: TypeAlias = Literal["episode", "infrastructure", "machine"]
+"""What failed. `"infrastructure"`: the server of the model, of a judge or of a world, or a sandbox.
+It says nothing about the episode, which is run again with its seeds. `"machine"`: this machine
+cannot isolate code, a setting or token data is wrong, or the engine in this process has ended; it
+would fail again. `"episode"`: everything else, a result of the episode."""
+
+
+INFRASTRUCTURE = frozenset(
+    (
+        *("ConnectionFailed", "CallTimeout", "ServerError", "BadResponse"),
+        *("APIConnectionError", "APITimeoutError", "InternalServerError"),  # the openai package's
+        *("SandboxError", "WorldUnavailable"),
+    )
+)
+"""The types of failures of infrastructure, for records without a kind."""
+
+
+def kind_of_type(name: str) -> ErrorKind:
+    """Return the kind of a failure of which only the type is known."""
+    return "infrastructure" if name in INFRASTRUCTURE else "episode"
+
+
 @dataclass(frozen=True, slots=True)
 class ErrorRecord:
     """A failure as data, stored with the rollout that it ended.
 
-    Example: `ErrorRecord("EngineError", "the server answered 500", "Traceback ...", "model")`.
+    Example: `ErrorRecord("ServerError", "it answered 500", "...", "model", "infrastructure")`.
     """
 
     type: str
     message: str
     traceback: str
     phase: Literal["setup", "model", "environment", "scoring", "cleanup", "timeout", "cancelled"]
+    # Without one, the record is older than kinds or made by hand, and its type decides.
+    kind: ErrorKind | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind is None:
+            object.__setattr__(self, "kind", kind_of_type(self.type))
 
     def as_dict(self) -> dict[str, str]:
         """Return the record as JSON-ready strings."""
@@ -266,6 +294,11 @@ class ModelResponse:
         # The ids are the same, so the copy may keep the place.
         place = None if self.call is None else (self.tree, self.call)
         return self.at(place, wait_s=self.wait_s + wait_s, info={**self.info, **info})
+
+    def without_logprobs(self, why: str) -> ModelResponse:
+        """Return a copy without logprobs, in no tree: it counts, and training masks it."""
+        info = {**self.info, "unusable_logprobs": why}
+        return replace(self, logprobs=None, routed_experts=None, info=info)
 
     def timed(self, sent_s: float, time_s: float) -> ModelResponse:
         """Return a copy with the times of the call, at the same place in the tree.

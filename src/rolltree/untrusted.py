@@ -112,6 +112,22 @@ def encode_json(value: Any) -> bytes:
         return msgspec.json.encode(well_formed(msgspec.to_builtins(value)))
 
 
+def read_toml(text: str) -> dict[str, Any]:
+    """Return the table that TOML describes.
+
+    Raises:
+        ValueError: it is not TOML, or nested deeper than 100 levels.
+    """
+    import tomllib
+
+    try:
+        table = tomllib.loads(text)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    _check_depth(table)
+    return table
+
+
 def between(text: str, start: str, end: str) -> Iterator[str]:
     """Yield the text between each `start` and the next `end`, from left to right.
 

@@ -30,6 +30,7 @@ FLAGS = {
         "--control-in-messages",
     },
     "gateway": {
+        *("--device", "--dtype"),
         "model", "-m", "--model-name", "--tokenizer", "-k", "--api-key-var", "--run", "--host",
         "--port", "--allow-remote", "--allowed-host", "--unix-socket", "--admin-key-env",
         "--max-calls", "--max-tokens", "--time-limit", "--seed",
@@ -46,9 +47,7 @@ FLAGS = {
     "audit": {"run", "--recompute", "--tokenizer", "--limit", "--json"},
     "replay": {
         "run", "rollout", "--env", "-a", "--env-args", "--compat", "--phase", "-n",
-        "--num-rollouts", "--ignore", "--no-score", "--until", "--pdb", "--continue", "-m",
-        "--model", "-b", "--base-url", "-k", "--api-key-var", "-r", "--branches", "--into",
-        "--json",
+        "--num-rollouts", "--ignore", "--no-score", "--until", "--json",
     },
     "compare": {
         "arms", "--confidence", "--pass-threshold", "--price", "--examples", "--markdown", "--json",
@@ -70,7 +69,6 @@ FLAGS = {
     "init": {"name", "--kind", "--path"},
     "env list": set(),
     "env install": {"where", "-e", "--editable"},
-    "env migrate": {"path", "--write", "--force", "--env-args", "-a", "--no-check"},
     "env check": {
         "env", "-a", "--env-args", "-n", "--num-examples", "--reward-range", "--allow", "--compat",
         "--json",
@@ -136,6 +134,9 @@ def test_models():
         (["eval", "e", "-a", "[" * 100_000], "-a is not JSON"),
         (["eval", "e", "-a", "9" * 5_000], "-a is not JSON"),
         (["eval", "e", "-S", "[1]"], "-S is JSON, but not an object"),
+        (["eval", "e", "-S", '{"temprature": 3}'], "Did you mean 'temperature'?"),
+        (["eval", "e", "-b", "http://x/v1", "-S", '{"mnp": 1}'], "put it into extra_body"),
+        (["eval", "nope", "-S", '{"min_p": 0, "extra_body": {"any": 1}}'], "no environment 'nope'"),
         (["eval", "e", "-k", "sk-abc123"], "takes the name of an environment variable"),
         (["eval", "e", "-k", "ROLLTREE_UNSET_KEY"], "ROLLTREE_UNSET_KEY, which is not set"),
         (["eval", "e", "--split", "test"], "--split is 'test'"),
@@ -172,7 +173,16 @@ def test_mistakes_are_messages_without_tracebacks(words, said, tmp_path, monkeyp
     assert list(tmp_path.iterdir()) == []  # a refused command leaves nothing behind
 
 
-@pytest.mark.parametrize("words", [["eval", "e", "-r", "0"], ["eval", "e", "--nope"], ["eval"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["eval", "e", "-r", "0"],
+        ["eval", "e", "-n", "-5"],
+        ["eval", "e", "-n", "0"],
+        ["eval", "e", "--nope"],
+        ["eval"],
+    ],
+)
 def test_flags_that_the_parser_refuses(words):
     result = invoke(*words)
     assert result.exit_code == 2
@@ -183,6 +193,8 @@ def test_flags_that_the_parser_refuses(words):
     "words",
     [
         ["eval", "arithmetic", "-m", "no-such-model"],
+        ["eval", "arithmetic", "-m", "./no-such-folder"],
+        ["train", "arithmetic", "model.name=./no-such-folder"],
         ["serve", "no-such-model"],
         ["gateway", "no-such-model"],
         ["serve", "tiny", "--device", "gpu"],
@@ -201,6 +213,35 @@ def test_a_wrong_model_or_device_is_said_before_torch_is_imported(words, tmp_pat
     )
     assert result.stdout == "2 False\n", result.stderr
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("nowhere", "no environment 'nowhere'"),
+        ("./empty", "has no function load_environment"),
+        ("./missing", "no data set at gone.jsonl"),
+    ],
+)
+@pytest.mark.parametrize("command", ["eval", "train"])
+def test_a_wrong_environment_is_said_before_torch_is_imported(command, name, said, tmp_path):
+    for folder, text in {
+        "empty": "",
+        "missing": "import rolltree as rt\n"
+        "def load_environment():\n    return rt.SingleTurnEnv(dataset='gone.jsonl')\n",
+    }.items():
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / f"{folder}.py").write_text(text)
+    words = [command, name, "-m" if command == "eval" else "model.name=tiny"]
+    words += ["tiny"] if command == "eval" else []
+    code = f"import sys, rolltree.cli\nrolltree.cli.app({words}, standalone_mode=False)\n"
+    code += "print('torch' in sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-Bc", code], capture_output=True, text=True, cwd=tmp_path, check=True
+    )
+    assert said in result.stderr
+    assert result.stdout == "False\n"
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch):

@@ -99,7 +99,8 @@ def test_no_start_on_a_run_samples_what_an_earlier_one_did(tmp_path):
 
 def test_a_model_of_this_process(tmp_path):
     pytest.importorskip("torch")
-    with gateway("tiny", "--unix-socket", tmp_path / "s.sock", "--time-limit", 600) as (
+    words = ["tiny", "--device", "cpu", "--dtype", "float32", "--time-limit", 600]
+    with gateway(*words, "--unix-socket", tmp_path / "s.sock") as (
         url,
         process,
     ):
@@ -111,3 +112,27 @@ def test_a_model_of_this_process(tmp_path):
         assert 1 <= shown["num_sampled_tokens"] <= 4
         assert (tmp_path / "s.sock").is_socket()
     assert not (tmp_path / "s.sock").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["http://127.0.0.1:9/v1", "-m", "x", "--device", "cpu"], "--device"),
+        (["http://127.0.0.1:9/v1", "-m", "x", "--dtype", "float32"], "--dtype"),
+        (["tiny", "--dtype", "float33"], "float33"),
+        (["tiny", "--device", "gpu9"], "gpu9"),
+    ],
+)
+def test_an_engines_device_and_dtype_are_checked(words, named):
+    pytest.importorskip("torch")
+    program = "from rolltree.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "gateway", *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert named in done.stderr
+    assert "Traceback" not in done.stderr

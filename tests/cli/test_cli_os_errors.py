@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import shlex
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 import rolltree as rt
+from golden_kit import unpack
 from rolltree.cli import app
 from rolltree.errors import ConfigError
 from rolltree.evaluation import evaluate_async
@@ -293,3 +295,44 @@ def test_a_result_that_cannot_be_printed_is_an_error():
         )
     assert ran.returncode == 1
     assert "free some space" in ran.stderr
+
+
+@pytest.mark.parametrize("words", [("show", "RUN"), ("docs",), ("runs", "RUN"), ("--help",)])
+def test_a_closed_stdout_is_one_message(words, tmp_path):
+    run = unpack("4/train", tmp_path / "run")
+    given = [str(run) if word == "RUN" else word for word in words]
+    command = f"exec {shlex.join([sys.executable, '-m', 'rolltree', *given])} >&-"
+    done = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True, check=False)
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "stdout is closed" in done.stderr or "nothing more is printed" in done.stderr
+
+
+@pytest.mark.parametrize(("closed", "status"), [("", 0), ("2>&-", 0), (">&-", 1), (">&- 2>&-", 1)])
+def test_an_evaluation_that_cannot_show_its_result_stores_it_and_fails(closed, status, tmp_path):
+    with ScriptedServer(lambda _: "4") as server:
+        words = [
+            "eval",
+            "arithmetic",
+            "-n",
+            "1",
+            "-r",
+            "1",
+            "-m",
+            "scripted",
+            "-b",
+            server.base_url,
+        ]
+        given = [sys.executable, "-m", "rolltree", *words, "--run", str(tmp_path / "run")]
+        done = subprocess.run(
+            f"exec {shlex.join(given)} {closed}", shell=True, capture_output=True, check=False
+        )
+    assert done.returncode == status
+    with Run.open(tmp_path / "run", "r") as run:
+        assert run.num_rollouts() == 1
+
+
+def test_a_message_for_a_closed_stderr_is_not_printed_elsewhere(tmp_path):
+    command = f"exec {shlex.join([sys.executable, '-m', 'rolltree', 'show', str(tmp_path)])} 2>&-"
+    done = subprocess.run(command, shell=True, stdout=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")

@@ -8,7 +8,6 @@ from click.testing import CliRunner
 import rolltree as rt
 from rolltree.cli import app
 from rolltree.environments.code import changed_code
-from rolltree.testing import ScriptedServer
 
 ENV = """
 import rolltree as rt
@@ -152,28 +151,11 @@ def test_until(run):
     assert "stopped after 1 calls, as asked" in done.stdout
 
 
-def test_it_goes_on_with_a_model(run):
-    with ScriptedServer(lambda messages: "0", model="other") as server:
-        words = (run, "eval/guess/0/0", "--continue", "--until", "2", "-m", "other", "-r", "2")
-        done = call(*words, "-b", server.base_url)
-    assert done.exit_code == 0, done.output
-    assert "2 of 3 recorded calls, then 1 calls of a model" in done.stdout
-    assert "  rewards 0.000, 0.000; recorded 1.000" in done.stdout.splitlines()
-    with rt.Run.open("run-branches", mode="r") as stored:
-        assert sorted(row.request_id for row in stored.rollouts()) == [
-            "eval/guess/0/0@2/0",
-            "eval/guess/0/0@2/1",
-        ]
-
-
 @pytest.mark.parametrize(
     ("words", "why"),
     [
         (["--until", "1"], "--until is for one rollout"),
         (["eval/guess/0/0", "-n", "1"], "-n selects rollouts"),
-        (["eval/guess/0/0", "-m", "tiny"], "-m needs --continue"),
-        (["--pdb"], "--pdb is for one rollout"),
-        (["eval/guess/0/0", "--pdb", "--continue"], "--pdb cannot be combined"),
         (["eval/guess/00/0"], "Did you mean 'eval/guess/0/0'"),
         (["--phase", "none"], "has no rollouts to replay"),
     ],

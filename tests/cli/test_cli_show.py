@@ -75,14 +75,16 @@ def invoke(*words):
 
 
 def test_runs(path):
-    first, second = invoke("runs", path.parent).splitlines()
+    first, second, health = invoke("runs", path.parent).splitlines()
     assert first == str(path)
     assert second.startswith("  unknown, 0.")
     for text in ("train", "add", "2 steps", "eval_before 0.000", "train 0.750"):
         assert text in second
+    with rt.read_run(path) as data:
+        assert health.lstrip(" !") == data.story()[0]["text"]
     (path.parent / "broken").mkdir()
     (path.parent / "broken" / "run.db").write_text("no database")
-    assert len(invoke("runs", path.parent).splitlines()) == 2  # what is not a run is skipped
+    assert len(invoke("runs", path.parent).splitlines()) == 3  # what is not a run is skipped
 
 
 def test_show_a_training_run(path):
@@ -146,6 +148,7 @@ def test_show_tells_what_happened_and_what_came_out(path):
 def test_runs_json(path):
     (found,) = json.loads(invoke("runs", path.parent, "--json"))
     shown = json.loads(invoke("show", path, "--json"))
+    assert found.pop("health") == shown["story"][0]
     assert found == {name: shown[name] for name in found} | {"age_s": found["age_s"]}
 
 

@@ -97,10 +97,11 @@ def test_train_report_and_going_on(config, tmp_path, monkeypatch):
             < 1e-4
         )
 
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    for module in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, module, None)
     again = invoke("train", config, "optim.lr=1e-4", "train.num_steps=4", "--transcripts", 0)
     assert again.exit_code == 0, again.output
-    assert "curve  matplotlib is not installed" in again.stdout
+    assert "the package matplotlib, which is not installed" in again.stdout
     assert "continued at step 4" in again.stderr
     assert "step 3/4" not in again.stderr
     with Run.open(tmp_path / "run", mode="r") as run:
@@ -205,6 +206,23 @@ def test_mistakes(config, tmp_path, override, said):
     assert result.exit_code == 2
     assert said in result.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("processes", [[], ["cluster.rollout_workers=1"]])
+def test_a_run_directory_that_cannot_be_made_is_said_before_slow_work(tmp_path, processes):
+    (tmp_path / "file").touch()
+    program = (
+        "import sys; from rolltree.cli import main\n"
+        "try: main()\n"
+        "except SystemExit as ended: print('STATUS', ended.code)\n"
+        "print('TORCH', 'torch' in sys.modules)"
+    )
+    words = ["train", "arithmetic", "model.name=tiny", f"run.dir={tmp_path / 'file' / 'run'}"]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words, *processes], capture_output=True, text=True
+    )
+    assert done.stdout.split() == ["STATUS", "1", "TORCH", "False"]
+    assert "cannot be written (Not a directory)" in done.stderr
 
 
 def test_a_typo_does_not_bind_the_run_directory(config, tmp_path):

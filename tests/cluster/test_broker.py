@@ -271,6 +271,45 @@ async def test_results_that_would_not_fit_are_kept_by_the_worker(at):
         assert answer.status == 413
 
 
+async def half_sent(at, length, data=b"x"):
+    """Send the head of a delivery and a part of its body; return the connection."""
+    host, _, port = at.url.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    head = f"POST /results HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n"
+    writer.write(f"{head}Content-Length: {length}\r\n\r\n".encode() + data)
+    await writer.drain()
+    return reader, writer
+
+
+@pytest.mark.parametrize("length", [2**16, 2**29])
+async def test_a_delivery_that_stops_half_way_does_not_keep_others_waiting(at, monkeypatch, length):
+    monkeypatch.setattr("rolltree.cluster.broker._PROMPT_S", 0.05)
+    found = []
+    task = asyncio.create_task(collect(at.rollouts, requests(1), found))
+    (item,) = (await at.poll()).items
+    _, writer = await half_sent(at, length)
+    await until(lambda: at.broker.counts.waiting_bytes == 1)
+    await at.send(item.item_id, played(request_from_bytes(item.requests[0])))
+    await asyncio.wait_for(task, 30)
+    assert len(found) == 1
+    writer.close()
+    await until(lambda: at.broker.counts.waiting_bytes == 0)
+
+
+async def test_a_body_that_does_not_arrive_is_not_waited_for(at, monkeypatch):
+    monkeypatch.setattr("rolltree.cluster.control._BODY_S", 0.2)
+    reader, writer = await half_sent(at, 100)
+    assert b"408" in await asyncio.wait_for(reader.readline(), 30)
+    writer.close()
+    await until(lambda: at.broker.counts.waiting_bytes == 0)
+
+
+async def test_a_delivery_that_cannot_be_stored_is_refused_by_its_size(at):
+    reader, writer = await half_sent(at, 2**30 + 1)
+    assert b"413" in await asyncio.wait_for(reader.readline(), 30)
+    writer.close()
+
+
 async def test_a_worker_that_begins_again_gets_its_requests_again(at):
     found = []
     task = asyncio.create_task(collect(at.rollouts, requests(2), found))

@@ -67,7 +67,7 @@ def test_a_notice_whose_answer_is_lost_comes_with_the_next_one():
                 raise ConnectionResetError
             return answer
 
-    beats = Beats(Link(), "trainer", None, orphan_s=60.0, on_notice=told.append)
+    beats = Beats(Link(), "trainer", None, on_notice=told.append)
     with pytest.raises(SystemExit):
         beats._run()
     assert told == [f"notice {number}" for number in range(4)]

@@ -7,11 +7,13 @@ import signal
 import time
 from pathlib import Path
 
+import aiohttp
 import pytest
+from sockets_kit import listeners
 
 from rolltree.cluster.driver import run_cluster
 from rolltree.cluster.report import ask_driver
-from rolltree.errors import StoreError
+from rolltree.errors import ClusterError, StoreError
 from rolltree.launch import train
 from rolltree.models import TinyConfig, make_tiny
 from rolltree.rollouts.decode import decode_results
@@ -62,6 +64,12 @@ async def run_all(config, during=None):
 class Roles:
     def __init__(self, config):
         self.dir = Path(config.run.dir)
+
+    async def role(self, name):
+        """Return what the driver says of a role; None if it does not answer, or has none."""
+        with contextlib.suppress(ClusterError):
+            status = await asyncio.to_thread(ask_driver, self.dir, "/status")
+            return next((role for role in status["roles"] if role["name"] == name), None)
 
     async def kill(self, *names):
         status = await asyncio.to_thread(ask_driver, self.dir, "/status")
@@ -126,6 +134,42 @@ async def test_two_ranks_and_two_workers_take_the_steps_of_one_process(folder, u
         assert step == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
+async def test_every_port_of_a_run_is_on_loopback_and_asks_for_the_token(folder):
+    config = make_config(
+        folder,
+        folder / "ports",
+        env={"args": {"pause_s": 0.3}},
+        cluster={"trainer": {"ranks": 2}, "engines": {"count": 1}},
+    )
+    kept, found, before = {}, set(), {each.port for each in listeners(os.getpid())}
+
+    async def look(roles):
+        await roles.until_stored(3)
+        status = await asyncio.to_thread(ask_driver, roles.dir, "/status")
+        kept.update({each["name"]: each["url"] for each in status["roles"] if each["url"]})
+        found.update(each for each in listeners(os.getpid()) if each.port not in before)
+        async with aiohttp.ClientSession() as session:
+            for each in found:
+                if "rolltree.cluster.trainer" not in each.command or each.port == port("trainer"):
+                    async with session.get(f"http://127.0.0.1:{each.port}/status") as answer:
+                        assert answer.status == 401, each
+                        guarded.add(each.port)
+
+    def port(name):
+        return int(kept[name].rpartition(":")[2])
+
+    guarded = set()
+    await run_all(config, look)
+    assert [each for each in found if not each.is_loopback] == []
+    # The driver's control server, the head's broker and the engine; nothing else has one.
+    assert len(guarded) == 3
+    assert {port("trainer"), port("engine-0")} < guarded
+    # Only the ranks' gloo has sockets without a token; nothing that comes there is unpickled.
+    others = [each for each in found if each.port not in guarded]
+    assert others
+    assert all("rolltree.cluster.trainer" in each.command for each in others)
+
+
 async def test_killed_roles_lose_nothing_and_repeat_nothing(folder, undisturbed):
     config = make_config(folder, folder / "killed", env={"args": {"pause_s": 0.3}})
 
@@ -143,6 +187,29 @@ async def test_killed_roles_lose_nothing_and_repeat_nothing(folder, undisturbed)
     assert rollouts == undisturbed[0]
     for step, expected in zip(steps, undisturbed[1], strict=True):
         assert step == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+async def test_an_engine_that_is_killed_before_its_first_weights_is_waited_for(folder, undisturbed):
+    config = make_config(folder, folder / "early")
+    killed = []
+
+    async def kill(roles):
+        # While it starts, and as soon as the trainer knows its address.
+        for is_known in (False, True):
+            while True:
+                engine = await roles.role("engine-0")
+                is_new = engine is not None and engine["pid"] not in (None, *killed)
+                if is_new and is_known is (engine["url"] is not None):
+                    break
+                await asyncio.sleep(0.02)
+            assert roles.num_stored() == 0
+            killed.append(engine["pid"])
+            os.kill(engine["pid"], signal.SIGKILL)
+
+    rollouts, steps = await run_all(config, kill)
+    assert len(killed) == 2
+    assert rollouts == undisturbed[0]
+    assert len(steps) == len(undisturbed[1])
 
 
 async def test_evaluation_is_played_by_workers_while_training_runs_ahead(folder):

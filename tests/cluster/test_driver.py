@@ -13,7 +13,9 @@ from click.testing import CliRunner
 from driver_kit import driving, is_alive
 
 from rolltree.cli import app
-from rolltree.cluster.driver import TOKEN_FILE, read_state
+from rolltree.cluster import driver
+from rolltree.cluster.beat import run_role
+from rolltree.cluster.state import TOKEN_FILE, read_state
 from rolltree.errors import ClusterError
 from wait_kit import until, wait_until
 
@@ -78,9 +80,10 @@ async def test_a_role_that_is_killed_is_started_again(tmp_path, name):
         await d.task
 
 
-async def test_a_role_that_never_works_ends_the_run_with_its_log(tmp_path):
+async def test_a_role_that_never_works_ends_the_run_with_its_log(tmp_path, monkeypatch):
+    monkeypatch.setattr(driver, "MAX_RESTARTS", 1)
     (tmp_path / "worker-0.do").write_text("early 3")
-    async with driving(tmp_path, max_restarts=1) as d:
+    async with driving(tmp_path) as d:
         with pytest.raises(
             ClusterError,
             match=r"(?s)worker-0 ended with status 3 2 times in a row.*this role never works",
@@ -97,6 +100,84 @@ async def test_a_role_that_says_it_cannot_work_ends_the_run_at_once(tmp_path):
             ClusterError, match=r"trainer cannot go on .ConfigError.: optim.lr is -1"
         ):
             await d.task
+
+
+async def test_a_worker_started_by_hand_that_cannot_work_is_named_and_the_run_goes_on(tmp_path):
+    async with driving(tmp_path) as d:
+        await d.until_all()
+        body = {"name": "worker-90", "error": "ConfigError", "message": "no package pandas."}
+        # It may be told of before it has registered, and after.
+        assert (await d.request("/fail", body | {"pid": 1}))[0] == 200
+        by_hand = {"name": "worker-90", "kind": "worker", "url": None, "pid": 1, "host": "there"}
+        await d.request("/register", by_hand)
+        assert d.role("worker-90")
+        assert (await d.request("/fail", body | {"pid": 1}))[0] == 200
+        assert d.role("worker-90") is None
+        # A name of the driver's is not taken from the process that has it.
+        assert (await d.request("/fail", body | {"name": "worker-0", "pid": 1}))[0] == 200
+        said = [notice for notice in d.heard.notices if "started by hand" in notice]
+        assert [notice.split()[0] for notice in said] == ["worker-90", "worker-90", "worker-0"]
+        assert all("no package pandas" in notice for notice in said)
+        assert d.beats("worker-0")
+        d.do("trainer", "0")
+        await d.task
+
+
+async def test_a_run_ends_when_nobody_is_left_who_can_work(tmp_path):
+    async with driving(tmp_path) as d:
+        await d.until_all()
+        for name in ("worker-0", "worker-1"):
+            pid = d.pid(name)
+            body = {"name": name, "error": "ConfigError", "message": "no pandas.", "pid": pid}
+            assert (await d.request("/fail", body))[0] == 200
+            d.do(name, "1")
+            if name == "worker-0":
+                await d.said("worker-0 cannot go on", "the run goes on with worker-1")
+                await until(lambda: d.role("worker-0") is None)
+                assert len(d.lives("worker-0")) == 1
+                assert not d.task.done()
+        with pytest.raises(ClusterError, match=r"worker-1 cannot go on .ConfigError.: no pandas"):
+            await d.task
+
+
+class Told:
+    """A link to a driver that keeps what it is told; `config` is the config of a cluster."""
+
+    name = "worker-0"
+
+    def __init__(self):
+        self.failures = []
+
+    def config(self):
+        return {"env": {"id": "arithmetic"}, "cluster": {}}
+
+    def fail(self, error):
+        self.failures.append(f"{type(error).__name__}: {error}")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ModuleNotFoundError("No module named 'nowhere'", name="nowhere.deep"), "package nowhere"),
+        (ImportError("cannot import name 'x' from 'json'", name="json"), "package json"),
+        (ImportError("x.so: undefined symbol"), "undefined symbol"),
+    ],
+)
+def test_a_role_that_lacks_a_package_is_not_started_again(error, said, capfd):
+    def work(*_):
+        raise error
+
+    link = Told()
+    assert run_role(link, work) == 1
+    (failure,) = link.failures
+    assert failure.startswith("ConfigError: ")
+    assert said in failure
+    assert sys.executable in failure
+    assert "Traceback" in capfd.readouterr().err  # in the role's log
+    # Ranks other than the head follow it.
+    follower = Told()
+    assert run_role(follower, work, ()) == 1
+    assert follower.failures == []
 
 
 @pytest.mark.parametrize("name", ["worker-0", "engine-0", "trainer"])
@@ -250,6 +331,9 @@ class TestTheServer:
             status, answer = await d.request("/beat", beat)
             assert status == 409
             assert "POST /register first" in answer["error"]
+            note = {"name": "worker-0", "message": "3 rollouts wait."}
+            assert (await d.request("/note", note))[0] == 200
+            assert d.heard.notices[-1] == "worker-0: 3 rollouts wait."
             assert (await d.request("/progress", {"call": "__init__", "values": {}}))[0] == 400
             assert (await d.request("/progress", {"call": "on_step", "values": {"a": 1}}))[0] == 400
 

@@ -1,16 +1,20 @@
 """The driver with fake roles on real Ray: a cluster of this machine, and one of several nodes."""
 
+import asyncio
+import contextlib
+import os
 import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from driver_kit import driving, is_alive
 
-from rolltree.cluster.driver import read_state
 from rolltree.cluster.ray_launcher import RayLauncher
 from rolltree.cluster.roles import LOST
+from rolltree.cluster.state import read_state
 from rolltree.errors import ClusterError
 from wait_kit import until
 
@@ -95,6 +99,24 @@ async def test_a_lost_node_is_replaced_by_another(tmp_path, nodes):
         await until(lambda: not is_alive(pid))
         d.do("trainer", "0")
         await d.task
+
+
+def child(name):
+    """Return the id of the child process of this name."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            pid, command, _, parent = (folder / "stat").read_text().split()[:4]
+            if command == f"({name})" and int(parent) == os.getpid():
+                return int(pid)
+    raise LookupError(name)
+
+
+async def test_a_run_ends_when_the_last_machine_of_its_cluster_is_gone(tmp_path):
+    async with driving(tmp_path, RayLauncher(), stall_s=SLOW_S) as d:
+        await d.until_all()
+        os.kill(child("raylet"), signal.SIGKILL)
+        with pytest.raises(ClusterError, match="no machine of the Ray cluster is alive"):
+            await asyncio.wait_for(d.task, 120)
 
 
 @pytest.mark.parametrize("kind", ["RayActorError", "OutOfMemoryError", "NodeDiedError"])

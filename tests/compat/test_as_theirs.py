@@ -10,7 +10,7 @@ import pytest
 from rolltree.compat import verifiers as vf
 from rolltree.compat.helpers import parse_response_messages, parse_response_tokens
 from rolltree.environments import Environment
-from rolltree.errors import INFRASTRUCTURE, record_error
+from rolltree.errors import record_error
 from rolltree.testing import ScriptedClient
 from rolltree.types import FinishReason, ModelResponse
 
@@ -150,7 +150,7 @@ async def test_a_step_of_what_is_no_response_is_an_assertion_error(response):
     state = vf.State(prompt=STEP["prompt"], trajectory=[])
     with pytest.raises(AssertionError) as raised:
         await single().add_model_response(state, STEP["prompt"], response)
-    assert record_error(raised.value, "model").type == "BadResponse"
+    assert record_error(raised.value, "model").kind == "infrastructure"
     assert state["trajectory"] == []
 
 
@@ -161,7 +161,7 @@ async def test_a_server_that_sends_no_answer_fails_the_rollout_as_a_server():
 
     env = Empty(dataset=ROWS, rubric=vf.Rubric())
     results = await Environment.generate(env, env.dataset, ScriptedClient("x"))
-    assert results.state[0]["error"].type in INFRASTRUCTURE
+    assert results.state[0]["error"].kind == "infrastructure"
 
 
 async def test_a_response_without_choices_says_nothing():

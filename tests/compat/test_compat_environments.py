@@ -392,6 +392,14 @@ def test_environments_of_one_name_keep_their_rows():
     assert (len(group.dataset), len(group.get_eval_dataset())) == (4, 4)
 
 
+def test_only_rolltrees_own_evaluation_takes_rows_of_every_environment():
+    envs = [vf.SingleTurnEnv(dataset=ROWS), vf.SingleTurnEnv(dataset=ROWS)]
+    group = vf.EnvGroup(envs)
+    assert play(group, Client("1"), num_examples=2).task == ["env_0", "env_0"]
+    found = rt.evaluate(group, ScriptedClient(["1"]), num_examples=2)
+    assert sorted(found.tasks) == ["env_0", "env_1"]
+
+
 def test_a_group_names_tasks_as_it_did():
     def other(completion):
         return 0.5

@@ -30,9 +30,14 @@ from rolltree.compat.helpers import (
 from rolltree.compat.names import MODULES, REMOVED, SOURCE_OF
 from rolltree.errors import ConfigError
 
+# It needs a C compiler if there is no wheel, so it may be missing beside everything else.
+OF_REASONING_GYM = {"envs.reasoninggym_env", "DEFAULT_SYSTEM_PROMPT", "ReasoningGymEnv"}
+
 
 @pytest.mark.parametrize("path", MODULES)
 def test_every_module_has_its_names(path):
+    if path in OF_REASONING_GYM:
+        pytest.importorskip("reasoning_gym")
     module = importlib.import_module(f"rolltree.compat.verifiers.{path}")
     for name in MODULES[path]:
         assert getattr(module, name) is getattr(vf, name)
@@ -49,6 +54,8 @@ def test_names_are_listed_as_by_dir_of_the_real_modules():
 
 @pytest.mark.parametrize("name", SOURCE_OF)
 def test_every_name_can_be_fetched(name):
+    if name in OF_REASONING_GYM:
+        pytest.importorskip("reasoning_gym")
     if not SOURCE_OF[name].startswith("rolltree"):
         pytest.importorskip(SOURCE_OF[name], exc_type=ImportError)
     assert getattr(vf, name) is getattr(vf, name)

@@ -74,13 +74,16 @@ def test_a_failing_function_scores_zero_and_leaves_a_trace():
     def unknown(completion, nobody_has_this):
         return 1.0
 
+    async def leaves(completion):
+        raise SystemExit(1)
+
     def text():
         return "0.5"
 
-    (state,) = scored(vf.Rubric([none, unknown, text]))
-    assert state["metrics"] == {"none": 0.0, "unknown": 0.0, "text": 0.5}
+    (state,) = scored(vf.Rubric([none, unknown, leaves, text]))
+    assert state["metrics"] == {"none": 0.0, "unknown": 0.0, "leaves": 0.0, "text": 0.5}
     assert state["reward"] == 0.5
-    assert sorted(state["scoring_errors"]) == ["none", "unknown"]
+    assert sorted(state["scoring_errors"]) == ["leaves", "none", "unknown"]
     assert "nobody_has_this" in state["scoring_errors"]["unknown"]["message"]
     assert state.get("error") is None
 
@@ -128,9 +131,6 @@ def test_group_functions_get_plurals_and_their_values_stay_as_they_are():
     def fails(completions) -> list:
         raise RuntimeError("no")
 
-    def too_few(prompts):
-        return [1.0]
-
     first, second = scored(vf.Rubric([ranks, fails]), state_of(), state_of())
     assert (first["metrics"], second["metrics"]) == (
         {"ranks": 0, "fails": 0.0},
@@ -138,8 +138,24 @@ def test_group_functions_get_plurals_and_their_values_stay_as_they_are():
     )
     assert (first["advantage"], second["advantage"]) == (-0.5, 0.5)
     assert "fails" in second["scoring_errors"]
-    with pytest.raises(ConfigError, match="no score for rollout 1"):
-        scored(vf.Rubric([too_few]), state_of(), state_of())
+
+
+def test_a_group_function_without_one_number_each_counts_as_one_that_raises():
+    def too_few(prompts):
+        return [1.0]
+
+    def nothing(states):
+        return None
+
+    def half(states):
+        return [1.0, "one"]
+
+    first, second = scored(vf.Rubric([too_few, nothing, half]), state_of(), state_of())
+    assert first["metrics"] == {"too_few": 0.0, "nothing": 0.0, "half": 1.0}
+    assert second["metrics"] == {"too_few": 0.0, "nothing": 0.0, "half": 0.0}
+    assert sorted(first["scoring_errors"]) == ["nothing", "too_few"]
+    assert sorted(second["scoring_errors"]) == ["half", "nothing", "too_few"]
+    assert "each of 2 rollouts" in first["scoring_errors"]["too_few"]["message"]
 
 
 def test_score_rollout_with_and_without_a_semaphore():

@@ -1,4 +1,4 @@
-"""`vf-eval`, `vf-init`, `vf-install` and `vf-tui`, and what `rolltree env install` installs."""
+"""`vf-eval`, `vf-init` and `vf-install`, and what `rolltree env install` installs."""
 
 import importlib.metadata
 import json
@@ -12,7 +12,7 @@ from rolltree.compat import packages, uninstall
 from rolltree.compat.scripts import eval as vf_eval
 from rolltree.compat.scripts import init as vf_init
 from rolltree.compat.scripts import install as vf_install
-from rolltree.compat.scripts import tui, vf_tui
+from rolltree.compat.scripts import vf_init as init_command
 from rolltree.errors import ConfigError
 from rolltree.testing import ScriptedServer
 
@@ -45,18 +45,20 @@ def test_an_environment_whose_import_fails_is_said_in_sentences(monkeypatch):
 
 
 def test_commands_have_the_names_of_the_real_package():
-    names = {"vf-eval", "vf-init", "vf-install", "vf-tui"}
+    names = {"vf-eval", "vf-init", "vf-install"}
     assert names <= set(PROJECT["scripts"])
 
 
 def test_a_command_is_the_real_package_s_where_that_is_installed(monkeypatch):
     called = []
-    point = importlib.metadata.EntryPoint("vf-tui", "verifiers.scripts.tui:main", "console_scripts")
+    point = importlib.metadata.EntryPoint(
+        "vf-init", "verifiers.scripts.init:main", "console_scripts"
+    )
     monkeypatch.setattr(
         importlib.metadata.EntryPoint, "load", lambda self: lambda: called.append(1)
     )
     monkeypatch.setattr("rolltree.compat.scripts.entry_points", lambda **which: [point])
-    vf_tui()
+    init_command()
     assert called == [1]
 
 
@@ -112,7 +114,7 @@ def test_what_cannot_be_installed_is_said(where, said, tmp_path, monkeypatch):
 ENDPOINTS = 'ENDPOINTS = {{"small": {{"model": "m", "url": "{url}", "key": "SOME_KEY"}}}}\n'
 
 
-def test_eval_writes_what_the_terminal_program_reads(tmp_path, monkeypatch, capsys):
+def test_eval_writes_the_results(tmp_path, monkeypatch, capsys):
     pytest.importorskip("datasets")
     pytest.importorskip("openai")
     write_module(tmp_path / "environments", "my-env-of-scripts")
@@ -128,11 +130,11 @@ def test_eval_writes_what_the_terminal_program_reads(tmp_path, monkeypatch, caps
     assert "a-secret-key" not in out
     assert headers["x-mine"] == "yes"
     assert headers["authorization"] == "Bearer a-secret-key"
-    (runs,) = tui.discover_results()["my-env-of-scripts"].values()
-    assert runs[0].metadata["num_examples"] == 2
-    rows = tui.load_run_results(runs[0])
+    (saved,) = tmp_path.glob("**/evals/my-env-of-scripts--*/*/results.jsonl")
+    assert json.loads(saved.with_name("metadata.json").read_text())["num_examples"] == 2
+    rows = [json.loads(line) for line in saved.read_text().splitlines()]
     assert [row["reward"] for row in rows] == pytest.approx([0.01, 0.01, 1.01, 1.01])
-    assert "boxed" in str(tui.format_prompt_or_completion(rows[0]["completion"]))
+    assert "boxed" in rows[0]["completion"][0]["content"]
 
 
 def test_sampling_arguments_win_over_flags():
@@ -140,25 +142,3 @@ def test_sampling_arguments_win_over_flags():
     assert vf_eval._sampling(None, None, None) == {"max_tokens": None}
     with pytest.raises(ConfigError, match="Name: Value"):
         vf_eval._headers(["nothing"])
-
-
-async def test_the_screens_page_through_rollouts(tmp_path):
-    pytest.importorskip("textual")
-    run_dir = tmp_path / "outputs" / "evals" / "e--org--m" / "12345678"
-    run_dir.mkdir(parents=True)
-    (run_dir / "metadata.json").write_text('{"avg_reward": 0.5, "date": "today"}')
-    call = json.dumps({"function": {"name": "add", "arguments": "{}"}})
-    message = {"role": "assistant", "content": "hi [bold]", "tool_calls": [call]}
-    row = {"prompt": "p", "completion": [message], "reward": 1.0}
-    (run_dir / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for _ in range(3)))
-    app = tui.VerifiersTUI(str(tmp_path / "environments"), str(tmp_path / "outputs"))
-    async with app.run_test() as pilot:
-        for _ in range(3):
-            await pilot.press("enter")
-            await pilot.pause()
-        assert type(app.screen).__name__ == "ViewRunScreen"
-        assert app.screen.run.model == "org/m"
-        await pilot.press("right", "right")
-        assert app.screen.position == 2
-        await pilot.press("b", "d", "q")
-    assert "add" in str(tui.format_prompt_or_completion([message]))

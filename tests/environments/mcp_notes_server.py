@@ -1,5 +1,6 @@
 """A real MCP server for tests: `python mcp_notes_server.py stdio` or `... http PORT`."""
 
+import asyncio
 import os
 import sys
 
@@ -28,6 +29,13 @@ def fail(reason: str) -> str:
 def stumble(text: str) -> str:
     """Fail in the protocol, as servers do whose tool raises."""
     raise MCPError(-32603, f"internal error at {text}")
+
+
+@server.tool()
+async def doze(seconds: float) -> str:
+    """Take a while."""
+    await asyncio.sleep(seconds)
+    return "awake"
 
 
 @server.tool()

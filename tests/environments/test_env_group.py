@@ -1,6 +1,7 @@
 import pytest
 from env_scripts import Echo, ScriptedModel, exact, single, user
 
+import rolltree as rt
 from rolltree.environments import EnvGroup, MultiTurnEnv, SingleTurnEnv, cleanup, teardown
 from rolltree.errors import ConfigError, UnknownName
 from rolltree.rollouts import RolloutEngine, build_requests
@@ -80,8 +81,8 @@ async def test_lifecycle_and_failures_stay_with_their_environment():
     broken = Closing(dataset=SAY, max_turns=3, env_id="broken")
     async with EnvGroup([add_env(), broken]) as group:
         results = await group.evaluate(ScriptedModel(lambda messages: "2"), "m")
-        assert [state["error"] is None for state in results.state] == [True, True, False]
-        assert results.state[2]["error"].message == "broken world"
+        assert ["environment_errors" in state for state in results.state] == [False, False, True]
+        assert results.state[2]["environment_errors"]["environment"]["message"] == "broken world"
         assert results.state[2]["task"] == "broken"
     assert log == [("cleanup", "broken"), ("teardown",)]
 
@@ -160,3 +161,14 @@ def test_names():
         EnvGroup([])
     with pytest.raises(ConfigError, match="own environments' rubrics"):
         EnvGroup([add_env()]).rubric.add_metric(lambda: 1.0)
+
+
+def test_an_evaluation_of_few_examples_plays_every_environment():
+    many = [{"question": f"{n}+0", "answer": str(n)} for n in range(40)]
+    group = EnvGroup([add_env(dataset=many), say_env(), single(env_id="third")])
+    found = rt.evaluate(group, ScriptedModel("1"), num_examples=8)
+    assert {name: each.num_examples for name, each in found.tasks.items()} == {
+        "add": 4,
+        "say": 1,
+        "third": 3,
+    }

@@ -48,3 +48,42 @@ def test_shuffled_rows_keep_their_environment(seed):
     assert sorted(row["example_id"] for row in rows) == list(range(6))
     for row in rows:
         assert row["prompt"][0]["content"].startswith(row["task"])
+
+
+def sized(name, num, **settings):
+    rows = [{"question": f"{name}{n}"} for n in range(num)]
+    return rt.SingleTurnEnv(dataset=rows, env_id=name, **settings)
+
+
+@given(
+    st.lists(st.integers(1, 6), min_size=1, max_size=4),
+    st.integers(0, 30),
+    st.one_of(st.none(), st.integers(0, 3)),
+)
+def test_some_rows_of_a_group_are_equally_many_of_each_environment(sizes, num, seed):
+    group = rt.EnvGroup([sized(f"e{number}", size) for number, size in enumerate(sizes)])
+    for take in (group.get_dataset, group.get_eval_dataset):
+        found, order = take(num, seed), [row["prompt"] for row in take(seed=seed)]
+        assert len(found) == min(num, sum(sizes))
+        tasks = [row["task"] for row in found]
+        counted = [tasks.count(name) for name in group.env_names]
+        # Those with fewer rows than the others are played whole.
+        assert all(
+            count >= max(counted) - 1 or count == size
+            for count, size in zip(counted, sizes, strict=True)
+        )
+        # The first rows of each, in the order of the rows.
+        asked = [row["prompt"] for row in found]
+        assert asked == [prompt for prompt in order if prompt in asked]
+    fewer = {row["example_id"] for row in group.get_eval_dataset(num // 2, seed)}
+    assert fewer <= {row["example_id"] for row in group.get_eval_dataset(num, seed)}
+
+
+def test_environments_of_groups_in_a_group_count_alike_and_rows_put_in_later_do():
+    inner = rt.EnvGroup([sized("a", 9), sized("b", 2)], env_id="inner")
+    outer = rt.EnvGroup([inner, sized("c", 9)])
+    tasks = [outer.example("eval", at)["task"] for at in outer.first_examples("eval", 8)]
+    assert tasks == ["inner/a"] * 3 + ["inner/b"] * 2 + ["c"] * 3
+    before = outer.get_eval_dataset(8).to_list()
+    outer.eval_dataset = outer.rows(outer.get_eval_dataset().to_list())
+    assert outer.get_eval_dataset(8).to_list() == before

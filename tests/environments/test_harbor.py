@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -10,10 +11,11 @@ from harbor_kit import TASKS, write_tasks
 
 import rolltree as rt
 from rolltree.environments.check import check_environment
+from rolltree.environments.harbor_env import harbor_verdict
 from rolltree.environments.harbor_tasks import read_task, read_tasks
 from rolltree.environments.harbor_worlds import verdict_on
 from rolltree.errors import ConfigError, SandboxUnavailable
-from rolltree.sandbox import LocalBackend, RunResult
+from rolltree.sandbox import Limits, LocalBackend, RunResult
 from rolltree.testing import ScriptedClient
 
 
@@ -177,6 +179,21 @@ async def test_a_spoiled_reward_is_worth_nothing_and_no_failure(name, tasks):
     assert len(verdict.problem) < 300
 
 
+async def test_a_reward_json_without_the_reward_is_worth_nothing_and_no_failure(tasks):
+    left = Left(b'{"speed": 1, "size": 2}')
+    verdict = await verdict_on(left, read_task(tasks / "hello"))
+    found = harbor_verdict(verdict, only(tasks, "hello").harbor)
+    assert found["reward"] == 0.0
+    assert "Pass reward_key" in found["problem"]
+
+
+def test_an_agent_that_leaves_no_space_for_the_tests_is_worth_nothing(tasks, sandboxed):
+    limits = Limits(disk_bytes=4 * 2**20)
+    state = play(only(tasks, "hello", limits=limits), "echo hello > hello.txt; cat /dev/zero > all")
+    assert (state["error"], state["reward"], state["metrics"]["judged"]) == (None, 0.0, 0.0)
+    assert "does not fit" in state["harbor"]["problem"]
+
+
 def test_the_task_bounds_the_agents_time(tasks, tmp_path, sandboxed):
     task = tmp_path / "slow"
     shutil.copytree(tasks / "hello", task)
@@ -263,6 +280,18 @@ def test_a_text_that_is_not_utf8_is_refused_by_name(part, tasks, tmp_path):
     task = shutil.copytree(tasks / "hello", tmp_path / "asks")
     (task / part).write_bytes(b"FROM python:3.12\nRUN echo \xff\n")
     with pytest.raises(ConfigError, match=rf"(?s){part} cannot be read .*UTF-8"):
+        read_task(task)
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [("task.toml", "cannot be read .*a named pipe"), ("instruction.md", "has no instruction.md")],
+)
+def test_a_pipe_in_a_task_is_refused(part, said, tasks, tmp_path):
+    task = shutil.copytree(tasks / "hello", tmp_path / "waits")
+    (task / part).unlink()
+    os.mkfifo(task / part)
+    with pytest.raises(ConfigError, match=f"(?s){said}"):
         read_task(task)
 
 

@@ -7,7 +7,6 @@ import types
 
 import pytest
 
-import rolltree.environments.dataset as module
 import rolltree.hub
 from rolltree.environments import Rows, SingleTurnEnv
 from rolltree.environments.dataset import RowFormat, benchmark_rows, hub_rows
@@ -44,7 +43,7 @@ def hub(monkeypatch):
 
     fake.load_dataset = load_dataset
     monkeypatch.setitem(sys.modules, "datasets", fake)
-    monkeypatch.setattr(module, "answers", lambda: True)
+    monkeypatch.setattr("rolltree.hub.answers", lambda: True)
     return fake
 
 

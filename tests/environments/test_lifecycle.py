@@ -172,7 +172,7 @@ async def test_cleanup_after_success():
 async def test_cleanup_after_failure(answer, reply):
     env = Tracked()
     state = await env.rollout(row(answer), ScriptedModel(reply), "m")
-    assert state["error"] is not None
+    assert state["error"] is not None or state["environment_errors"]
     assert env.log == BOTH
 
 
@@ -234,7 +234,7 @@ async def test_cleanup_runs_once_each_for_many_rollouts():
     env = Tracked()
     rows = [row(answer, index) for index, answer in enumerate(["one", "raise", "two"] * 7)]
     results = await env.generate(rows, ScriptedModel("two", "one"), "m", max_concurrent=4)
-    assert results.metadata.num_failed == 7
+    assert results.metadata.num_truncated == 7
     assert sorted(env.log) == sorted((name, i) for i in range(21) for name in ("first", "second"))
 
 

@@ -7,14 +7,17 @@ import socket
 import subprocess
 import sys
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from env_scripts import ScriptedModel
+from env_scripts import ScriptedModel, a_request
 
 from rolltree.environments import MCPEnv, MCPServer, mcp_env
 from rolltree.environments.mcp_env import MCPConnection
 from rolltree.errors import ConfigError
+from rolltree.rollouts import RolloutEngine
+from rolltree.rubrics import Rubric
 from rolltree.tools import ToolUnavailable
 from wait_kit import wait_until
 
@@ -63,7 +66,7 @@ async def test_stdio_schemas_calls_and_errors(monkeypatch):
     monkeypatch.setenv("SECRET_API_KEY", "sk-never")
     async with MCPEnv([STDIO], dataset=ROWS) as env:
         schemas = {tool["function"]["name"]: tool["function"] for tool in env.oai_tools}
-        assert set(schemas) == {"add_note", "fail", "stumble", "die", "variables"}
+        assert set(schemas) == {"add_note", "fail", "stumble", "doze", "die", "variables"}
         assert schemas["add_note"]["description"] == "Write a note down."
         assert schemas["add_note"]["parameters"]["required"] == ["text"]
         assert schemas["add_note"]["parameters"]["properties"]["times"]["type"] == "integer"
@@ -97,12 +100,76 @@ async def test_no_arguments_of_a_model_fail_a_rollout():
     assert "internal error at x" in answers(state)[1]
 
 
-async def test_a_dead_server_fails_the_rollout_and_is_no_answer_to_the_model():
+@pytest.mark.parametrize("isolated", [False, True])
+async def test_a_server_that_a_call_ends_ends_a_rollout_which_counts(isolated):
+    """A model could learn to end the server instead of being wrong."""
+    async with MCPEnv(
+        [{**STDIO, "timeout_s": 60.0}],
+        isolated=isolated,
+        dataset=ROWS,
+        rubric=Rubric([lambda: 0.5]),
+    ) as env:
+        model = ScriptedModel(calling(("die", {})), "x")
+        state = (await env.evaluate(model, "m")).state[0]
+        assert (state["error"], state["reward"], state["truncation_reason"]) == (None, 0.5, "env")
+        raised = state["environment_errors"]["environment"]
+        assert raised["type"] == "ToolUnavailable"
+        assert "'notes'" in raised["message"]
+        # Later rollouts have a server again.
+        model = ScriptedModel(calling(("add_note", {"text": "a"})), "done")
+        assert answers((await env.evaluate(model, "m")).state[0]) == ["1 notes"]
+
+
+async def test_a_shared_server_that_dies_between_calls_is_started_again():
+    """The next call is not the cause; without a server again, the rollout has no reward."""
+    async with MCPEnv([STDIO], dataset=ROWS, rubric=Rubric([lambda: 0.5])) as env:
+        for _ in range(2):
+            with pytest.raises(ToolUnavailable):
+                await env._shared["notes"].call("die", {})
+            env._shared["notes"].is_lost = False  # nobody has noticed
+            model = ScriptedModel(calling(("add_note", {"text": "a"})), "done")
+            state = (await env.evaluate(model, "m")).state[0]
+            assert (answers(state), state["reward"]) == (["1 notes"], 0.5)
+            assert state.get("environment_errors") is None
+        with pytest.raises(ToolUnavailable):
+            await env._shared["notes"].call("die", {})
+        env._shared["notes"].is_lost = False
+        env._shared["notes"].server = MCPServer("notes", "no-such-program")
+        requests = [a_request(env)]
+        (result,) = await RolloutEngine(env, model).run_all(requests)
+        assert (result.error.type, result.error.kind) == ("ToolUnavailable", "machine")
+
+
+async def test_a_busy_server_is_not_taken_for_dead():
+    server = MCPServer("notes", sys.executable, args=(SCRIPT, "stdio"))
+    connection = await asyncio.to_thread(MCPConnection(server).open)
+    try:
+        calls = [connection.call("add_note", {"text": "a"}) for _ in range(3)]
+        found = await asyncio.gather(connection.is_gone(), *calls, connection.is_gone())
+        assert (found[0], found[-1]) == (False, False)
+    finally:
+        await asyncio.to_thread(connection.close)
+
+
+async def test_a_server_that_cannot_be_reached_again_fails_the_rollout():
     async with MCPEnv([{**STDIO, "timeout_s": 60.0}], dataset=ROWS) as env:
-        state = await env.rollout(env.example("train", 0), ScriptedModel(calling(("die", {})), "x"))
-        assert state["error"].type == "ToolUnavailable"
-        assert "'notes'" in state["error"].message
-        assert state["reward"] is None
+        connection = env._shared["notes"]
+        connection.is_lost, connection.server = True, MCPServer("notes", "no-such-program")
+        model = ScriptedModel(calling(("add_note", {"text": "a"})), "done")
+        state = await env.rollout(env.example("train", 0), model)
+        assert (state["error"].type, state["reward"]) == ("ToolUnavailable", None)
+
+
+async def test_a_call_that_takes_too_long_is_an_answer_if_the_server_is_well():
+    server = MCPServer("notes", sys.executable, args=(SCRIPT, "stdio"))
+    connection = await asyncio.to_thread(MCPConnection(server).open)
+    try:
+        connection.server = replace(server, timeout_s=0.2)
+        said, is_error = await connection.call("doze", {"seconds": 600})
+    finally:
+        await asyncio.to_thread(connection.close)
+    assert is_error
+    assert "more than 0.2 s" in said
 
 
 async def test_isolated_rollouts_share_no_state_and_close_their_servers():
@@ -247,6 +314,6 @@ def test_a_program_that_forgets_to_close_ends_and_takes_its_server_with_it():
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
     )
-    assert (done.returncode, done.stdout.strip()) == (0, "5")
+    assert (done.returncode, done.stdout.strip()) == (0, "6")
     assert "Traceback" not in done.stderr
     assert not [words for words in running() if words[-2:] == [SCRIPT, "stdio"]]

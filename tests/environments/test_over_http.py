@@ -136,8 +136,10 @@ async def test_every_rollout_ends_as_a_result_or_a_typed_error():
     kinds = collections.Counter()
     for state in results.state:
         if state["error"] is None:
-            assert state["reward"] == 1.0
-            assert state["terminated"]
+            # A request that is refused after an answer may quote it, so the rollout is scored.
+            is_cut = state.get("refused_request") is not None
+            assert state["reward"] == float(not is_cut)
+            assert state["terminated"] != is_cut
         else:
             kinds[state["error"].type] += 1
             assert state["error"].phase == "model"

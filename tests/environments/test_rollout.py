@@ -11,11 +11,13 @@ import pytest
 from env_scripts import ROWS, Echo, ScriptedModel, a_request, assistant, single, user
 
 from rolltree.environments import MultiTurnEnv, SingleTurnEnv, stop
-from rolltree.errors import ConfigError, PromptTooLong, ServerError
+from rolltree.errors import ConfigError, PromptTooLong, ServerError, UnsupportedSetting
+from rolltree.inference import OpenAIClient, RetryPolicy, as_client
 from rolltree.rollouts import RolloutEngine, RolloutSource, derive_seed
 from rolltree.rubrics import Rubric
+from rolltree.testing import ScriptedClient, ScriptedServer
 from rolltree.tokens import Trajectory
-from rolltree.types import ModelResponse, SamplingParams, State, TruncationReason
+from rolltree.types import ErrorRecord, ModelResponse, SamplingParams, State, TruncationReason
 
 INPUT = {"prompt": user("say one"), "answer": "one", "example_id": 0, "task": "t"}
 
@@ -328,8 +330,6 @@ async def test_env_response_may_be_a_plain_function():
     [
         ((user("hint"), {"over": True}), "a tuple (list, dict)"),
         (None, "None"),
-        ("hint", "a str"),
-        ({"role": "user", "content": "hint"}, "a dict"),
         ([{"role": "user", "content": "hint"}, "hint"], "a list (dict, str)"),
         (7.5, "a float"),
     ],
@@ -341,7 +341,9 @@ async def test_an_env_response_that_is_no_messages_is_told(answer, returned):
 
     riddle = Riddle(dataset=ROWS, env_id="riddles")
     state = await play(riddle, ScriptedModel("one", "two"))
-    error = state["error"]
+    # It may have no branch for what the model wrote, or return a part of it: that counts.
+    assert state["error"] is None
+    error = ErrorRecord(**state["environment_errors"]["environment"])
     assert error.type == "ConfigError"
     assert error.message.startswith(f"Riddle.env_response of 'riddles' returned {returned}, ")
     assert "Return a list of messages" in error.message
@@ -357,8 +359,54 @@ async def test_an_env_response_after_a_text_is_a_text():
     riddle = Riddle(dataset=ROWS, message_type="completion")
     text = {**INPUT, "prompt": "say one"}
     state = await riddle.rollout(text, ScriptedModel("one"), "m")
-    assert "returned a list (dict), " in state["error"].message
-    assert "Return a string" in state["error"].message
+    message = state["environment_errors"]["environment"]["message"]
+    assert "returned a list (dict), " in message
+    assert "Return a string" in message
+
+
+@pytest.mark.parametrize("answer", ["hint", {"role": "user", "content": "hint"}])
+async def test_a_text_is_a_users_message_and_one_message_a_list(answer):
+    class Riddle(Countdown):
+        async def env_response(self, messages, state):
+            return answer
+
+    state = await play(Riddle(dataset=ROWS, max_turns=2), ScriptedModel("one", "two"))
+    assert state["trajectory"][1]["prompt"][-1] == {"role": "user", "content": "hint"}
+
+
+ODD_MESSAGES = {
+    "no role": {"content": "x"},
+    "a number": {"role": "user", "content": 5},
+    "nan": {"role": "user", "content": float("nan")},
+    "bytes": {"role": "user", "content": b"x"},
+    "an object": {"role": "user", "content": "x", "extra": object()},
+    "digits": {"role": "user", "content": 10**5000},
+    "a role of a number": {"role": 5, "content": "x"},
+    "calls of a text": {"role": "user", "content": "x", "tool_calls": "bad"},
+    "calls of a number": {"role": "user", "content": "x", "tool_calls": 5},
+    "bad arguments": {"role": "assistant", "tool_calls": [{"function": {"arguments": b"x"}}]},
+}
+
+
+@pytest.mark.parametrize("message", ODD_MESSAGES.values(), ids=ODD_MESSAGES)
+@pytest.mark.parametrize("kind", ["rendered", "http", "sdk"])
+async def test_messages_that_cannot_be_sent_after_an_answer_end_a_scored_rollout(kind, message):
+    class Riddle(Echo):
+        async def env_response(self, messages, state):
+            return [message]
+
+    env = Riddle(max_turns=2)
+    with ScriptedServer(["one more", "two"]) as server:
+        client = ScriptedClient(["one more", "two"])
+        if kind == "http":
+            client = OpenAIClient(server.base_url, "scripted", retry=RetryPolicy(max_retries=0))
+        if kind == "sdk":
+            openai = pytest.importorskip("openai")
+            raw = openai.AsyncOpenAI(base_url=server.base_url, api_key="x", max_retries=0)
+            client = as_client(raw, "scripted")
+        (state,) = await env.run_request(a_request(env), client)
+        await client.aclose()
+    assert (state["error"], state["reward"]) == (None, 0.0)
 
 
 async def test_a_tuple_of_messages_is_as_good_as_a_list():
@@ -592,19 +640,16 @@ async def test_a_failed_model_call_keeps_the_steps():
     assert (state["terminated"], state["truncated"]) == (False, False)
 
 
-@pytest.mark.parametrize(
-    ("method", "phase"), [("setup_state", "setup"), ("env_response", "environment")]
-)
-async def test_a_world_that_raises_is_recorded(method, phase):
-    async def broken(self, *args):
-        raise KeyError("board")
+async def test_a_setup_that_raises_is_recorded():
+    class Broken(Echo):
+        async def setup_state(self, state):
+            raise KeyError("board")
 
-    env = type("Broken", (Echo,), {method: broken})()
-    state = await play(env, ScriptedModel("two"))
-    assert (state["error"].type, state["error"].phase) == ("KeyError", phase)
+    state = await play(Broken(), ScriptedModel("two"))
+    assert (state["error"].type, state["error"].phase) == ("KeyError", "setup")
 
 
-async def test_a_stop_condition_that_raises_is_recorded():
+async def test_a_stop_condition_that_raises_without_an_answer_is_recorded():
     class Broken(Echo):
         @stop
         async def odd(self, state):
@@ -614,9 +659,78 @@ async def test_a_stop_condition_that_raises_is_recorded():
     assert state["error"].type == "IndexError"
 
 
+async def raises(self, *args):
+    raise KeyError("board")
+
+
+async def raises_after_an_answer(self, state):
+    if state["trajectory"]:
+        raise KeyError("board")
+    return await Echo.get_prompt_messages(self, state)
+
+
+@pytest.mark.parametrize(
+    ("method", "code"),
+    [
+        ("env_response", raises),
+        ("get_prompt_messages", raises_after_an_answer),
+        ("add_model_response", None),
+        ("is_wrong", stop(lambda self, state: bool(state["trajectory"]) and {}["board"])),
+    ],
+)
+async def test_code_that_raises_on_an_answer_ends_a_rollout_which_counts(method, code):
+    """The answer may be the cause, and a model must not be able to choose to have no reward."""
+
+    async def recorded(self, *args):
+        await Echo.add_model_response(self, *args)
+        raise KeyError("board")
+
+    env = type("Broken", (Echo,), {method: code or recorded})()
+    state = await play(env, ScriptedModel("two"))
+    assert (state["error"], state["is_completed"], len(state["trajectory"])) == (None, True, 1)
+    assert (state["truncated"], state["truncation_reason"]) == (True, "env")
+    assert state["stop_condition"] == "environment_raised"
+    assert state["completion"] == assistant("two")
+    assert state["environment_errors"]["environment"]["type"] == "KeyError"
+
+
+async def test_code_whose_network_is_away_fails_the_rollout():
+    class Remote(Echo):
+        async def env_response(self, messages, state):
+            raise ConnectionRefusedError("no service")
+
+    state = await play(Remote(), ScriptedModel("two"))
+    assert (state["error"].type, state["reward"]) == ("ConnectionRefusedError", None)
+
+
 async def test_something_that_is_no_client_is_recorded():
     state = await play(single(), object())
     assert (state["error"].type, state["error"].phase) == ("ConfigError", "setup")
+
+
+@pytest.mark.parametrize(
+    ("refused", "error"),
+    [
+        ({2}, None),
+        ({1}, "ServerError"),  # no answer can be the cause
+    ],
+)
+async def test_a_request_that_is_refused_after_an_answer_ends_a_scored_rollout(refused, error):
+    class Refusing(ScriptedClient):
+        async def respond(self, call, memory):
+            if len(self.calls) + 1 in refused:
+                raise ServerError("content_filter", status=400, retryable=False)
+            return await super().respond(call, memory)
+
+    env = Echo()
+    (state,) = await env.run_request(a_request(env), Refusing(["two", "three"]))
+    assert getattr(state["error"], "type", None) == error
+    assert (state["reward"] is None) is (error is not None)
+    if error is None:
+        assert state["refused_request"] == "content_filter"
+        assert (state["stop_condition"], state["truncation_reason"]) == ("refused_request", "env")
+        assert len(state["trajectory"]) == 1
+        assert [m["role"] for m in state["completion"]] == ["assistant", "user"]
 
 
 async def test_run_request_never_raises_for_an_overridden_rollout():
@@ -832,3 +946,59 @@ async def test_is_completed_as_spec_1_writes_it():
     for key in ("stop_condition", "truncated", "truncation_reason", "completion", "terminated"):
         assert written[key] == plain[key]
     assert written["truncation_reason"] == "max_steps"
+
+
+class Budget(Echo):
+    """Computes a setting of the next call from what the model wrote."""
+
+    def __init__(self, setting):
+        super().__init__()
+        self.setting = setting
+
+    async def get_model_response(self, client, model, prompt, *, sampling_args=None, **more):
+        said = "".join(m["content"] for m in prompt if m["role"] == "assistant")
+        args = {**(sampling_args or {}), **self.setting(said)}
+        return await super().get_model_response(client, model, prompt, sampling_args=args, **more)
+
+
+SETTINGS = {
+    "max_tokens": lambda said: {"max_tokens": 3 - len(said)},
+    "stop": lambda said: {"stop": [said[3:] if said else "x"]},
+    "n": lambda said: {"n": 1 + len(said)},
+    "extra_body": lambda said: {"extra_body": said or {}},
+    "temperature": lambda said: {"temperature": float(said or 1)},
+    "unsupported": lambda said: {"logit_bias": {"1": 5}} if said else {},
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+async def test_a_setting_that_follows_from_an_answer_and_cannot_be_used_is_scored(setting):
+    env = Budget(setting)
+
+    class Strict(ScriptedClient):
+        async def respond(self, call, memory):
+            if "logit_bias" in call.sampling.extra:
+                raise UnsupportedSetting("no logit_bias here")
+            return await super().respond(call, memory)
+
+    (state,) = await env.run_request(a_request(env), Strict(["two"]))
+    assert (state["error"], len(state["trajectory"])) == (None, 1)
+    assert (state["reward"], state["stop_condition"]) == (0.0, "environment_raised")
+    assert state["environment_errors"]["environment"]["phase"] in ("environment", "model")
+
+
+async def test_a_setting_of_the_first_call_that_cannot_be_used_is_a_failure():
+    env = Budget(lambda said: {"max_tokens": 0})
+    (state,) = await env.run_request(a_request(env), ScriptedClient(["two"]))
+    assert (state["error"].type, state["reward"]) == ("ConfigError", None)
+
+
+async def test_a_simulated_user_whose_prompt_is_too_long_ends_a_scored_rollout():
+    class Asking(Echo):
+        async def env_response(self, messages, state):
+            raise PromptTooLong("5,000 tokens do not fit")
+
+    env = Asking()
+    (state,) = await env.run_request(a_request(env), ScriptedClient(["two"]))
+    assert (state["error"], state["reward"]) == (None, 0.0)
+    assert state["environment_errors"]["environment"]["type"] == "PromptTooLong"

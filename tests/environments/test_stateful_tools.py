@@ -80,7 +80,6 @@ async def test_an_asynchronous_hook():
     [
         (lambda *_: {"text": "a"}, "did not fill it in"),
         (lambda *_: None, "returned a NoneType"),
-        (lambda *_: {}["x"], "'x'"),
     ],
 )
 async def test_a_wrong_hook_fails_the_rollout_and_is_not_told_to_the_model(hook, message):
@@ -90,6 +89,14 @@ async def test_a_wrong_hook_fails_the_rollout_and_is_not_told_to_the_model(hook,
     assert message in state["error"].message
     assert state["reward"] is None
     assert len(state["trajectory"]) == 1
+
+
+async def test_a_hook_that_raises_on_a_call_ends_a_rollout_which_counts():
+    env = Notes()
+    env.update_tool_args = lambda name, arguments, *_: {"text": arguments["absent"]}
+    state = await play(env, call("write", text="a"), "done")
+    assert (state["error"], len(state["trajectory"])) == (None, 1)
+    assert state["environment_errors"]["environment"]["message"] == "'absent'"
 
 
 def test_an_argument_to_skip_must_exist():

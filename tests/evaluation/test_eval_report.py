@@ -55,6 +55,10 @@ class TestCounting:
         assert report.reward is None
         assert (report.num_failed, report.num_unscored) == (1, 1)
 
+    def test_rewards_whose_sum_no_float_holds_have_a_mean(self):
+        report = build_report([row(index, reward=1.5e308) for index in range(3)])
+        assert report.reward.mean == pytest.approx(1.5e308)
+
     def test_episodes_not_trajectories(self):
         """Two agents in one episode: one outcome with their mean, their tokens summed."""
         rows = [

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -149,6 +150,37 @@ class TestRetries:
             assert {row.num_attempts for row in run.rollouts()} == {2}
         assert report.num_failed == 0
         assert report.results["usage"]["num_retried"] == 4
+
+
+class TestResuming:
+    @pytest.mark.parametrize(
+        ("error", "is_stored_without_kind", "num_failed"),
+        [
+            (ServerError("away", status=503, retryable=True), False, 0),
+            (ServerError("away", status=503, retryable=True), True, 0),
+            (type("ServerError", (Exception,), {})("the author's"), False, 4),
+        ],
+    )
+    async def test_what_a_server_failed_is_played_again(
+        self, error, is_stored_without_kind, num_failed, tmp_path
+    ):
+        class Broken(Source):
+            async def run_request(self, request, client):
+                raise error
+
+        with Run.create(tmp_path / "first") as run:
+            await evaluate_async(Broken(), client(), run=run)
+            rows = list(run.rollouts())
+        if is_stored_without_kind:  # as before failures had kinds
+            rows = [replace(row, errors=(_without_kind(row.errors[0]),)) for row in rows]
+        with Run.create(tmp_path / "second") as run:
+            run.add_rollouts(rows)
+            report = await evaluate_async(Source(), client(), run=run)
+        assert report.num_failed == num_failed
+
+
+def _without_kind(error):
+    return {name: value for name, value in error.items() if name != "kind"}
 
 
 class TestCallbacks:

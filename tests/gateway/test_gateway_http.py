@@ -7,20 +7,28 @@ import io
 import json
 import socket
 import threading
+import time
+from contextlib import aclosing
 from unittest.mock import Mock
 
 import aiohttp
+import httpx
 import openai
 import pytest
 from gateway_kit import Lingering, is_one_path, openai_agent
 
 import rolltree as rt
 from rolltree.errors import ConfigError, ConnectionFailed, ServerError, StoreError
+from rolltree.gateway.app import GatewayApp
+from rolltree.gateway.journal import JournalFile
 from rolltree.gateway.session import SessionLimits
 from rolltree.rollouts.decode import decode_results
 from rolltree.testing import FaultyClient, ScriptedClient
 
 ASKED = {"model": "m", "messages": [{"role": "user", "content": "hello there"}]}
+
+
+CHUNK = b"200000\r\n" + b"x" * 2**21 + b"\r\n"
 
 
 def echo(messages):
@@ -122,6 +130,19 @@ async def test_a_unix_socket_serves_programs_without_a_network(tmp_path):
 # -- bodies ----------------------------------------------------------------------------------------
 
 
+async def test_a_unix_socket_whose_server_names_no_address_is_served():
+    # As releases of uvicorn before 0.44 describe it.
+    scope = {"type": "http", "server": None, "path": "/health", "method": "GET", "headers": []}
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    async with rt.gateway(ScriptedClient(echo)) as g:
+        await GatewayApp(g, ())({**scope, "query_string": b""}, Mock(), send)
+    assert sent[0]["status"] == 200
+
+
 async def test_a_unix_socket_replaces_a_stale_socket_and_no_other_file(tmp_path):
     path, notes = tmp_path / "gateway.sock", tmp_path / "notes.txt"
     with socket.socket(socket.AF_UNIX) as stale:
@@ -141,6 +162,30 @@ async def test_a_body_of_50_mb_is_refused_and_the_gateway_goes_on():
         status, body = await post(url, long, s.api_key)
         assert (status, body["error"]["code"]) == (413, "request_too_large")
         assert (await post(url, ASKED, s.api_key))[0] == 200
+
+
+LENGTHS = {
+    "ten gigabytes that do not come": (b"Content-Length: 10000000000\r\n\r\n", 413),
+    "more than a number holds": (b"Content-Length: 18446744073709551615\r\n\r\n", 413),
+    "chunks without an end": (b"Transfer-Encoding: chunked\r\n\r\n" + CHUNK * 9, 413),
+    "half of a body": (b"Content-Length: 100\r\n\r\n{", 408),
+    "half of a chunk": (b"Transfer-Encoding: chunked\r\n\r\n64\r\n{", 408),
+}
+
+
+@pytest.mark.parametrize("body", LENGTHS)
+async def test_a_body_that_is_too_large_or_does_not_come_is_answered(body):
+    content, status = LENGTHS[body]
+    read_timeout_s = 0.3 if status == 408 else 60.0
+    gateway = rt.gateway(ScriptedClient(echo), read_timeout_s=read_timeout_s)
+    async with gateway as g, g.session() as s:
+        host, _, port = g.url.removeprefix("http://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        head = f"POST /s/{s.id}/v1/chat/completions HTTP/1.1\r\nHost: {host}:{port}\r\n"
+        writer.write(f"{head}Authorization: Bearer {s.api_key}\r\n".encode() + content)
+        answer = await asyncio.wait_for(reader.read(), 20)  # to the end of the connection
+        assert f" {status} ".encode() in answer.splitlines()[0]
+        writer.close()
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b'{"a":' * 5000, b"null"])
@@ -281,6 +326,55 @@ async def test_a_client_that_gives_up_and_repeats_is_answered_once():
         assert (num_asked, len(s.trajectory), s.num_cancelled) == (2, 1, 1)
 
 
+BODIES = {
+    "chat/completions": ASKED,
+    "completions": {"model": "m", "prompt": "hi"},
+    "responses": {"model": "m", "input": "hi"},
+    "messages": {"model": "m", "max_tokens": 9, "messages": ASKED["messages"]},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", BODIES)
+async def test_parallel_equal_requests_without_a_retry_header_are_samples_of_their_own(
+    path, stream
+):
+    body = BODIES[path] | ({"stream": True} if stream else {})
+    async with (
+        rt.gateway(ScriptedClient(lambda prompt: "yes", delay_s=0.02)) as g,
+        g.session() as s,
+    ):
+        async with httpx.AsyncClient(headers={"x-api-key": s.api_key}, timeout=60) as http:
+            sent = [http.post(f"{s.base_url}/{path}", json=body) for _ in range(5)]
+            texts = [answer.text for answer in await asyncio.gather(*sent)]
+        assert len(s.trajectory) == len(set(texts)) == 5  # each has an id of its own
+
+
+def num_waiting(session):
+    return sum(flight.num_waiting for flight in session._flights.values())
+
+
+async def test_a_request_is_answered_again_when_its_connection_was_lost(tmp_path, monkeypatch):
+    on_disk, append = asyncio.Event(), JournalFile.append
+
+    async def slow(*args):
+        await on_disk.wait()  # sampled, so that it is no longer cancelled
+        await append(*args)
+
+    monkeypatch.setattr(JournalFile, "append", slow)
+    client = ScriptedClient(["one", "two"])
+    async with rt.gateway(client, directory=tmp_path) as g, g.session() as s:
+        async with Raw(s, ASKED) as raw:
+            await until(lambda: len(s.trajectory) == 1)
+            raw.reset()
+            await until(lambda: num_waiting(s) == 0)
+        async with Raw(s, ASKED) as again:
+            await until(lambda: num_waiting(s) == 1)
+            on_disk.set()
+            assert b"one" in await asyncio.wait_for(again.reader.read(4000), 20)
+        assert len(s.trajectory) == 1
+
+
 async def test_an_idempotency_key_is_answered_once():
     async with rt.gateway(ScriptedClient(["one", "two"])) as g, g.session() as s:
         url, key = f"{s.base_url}/chat/completions", {"Idempotency-Key": "k"}
@@ -336,6 +430,9 @@ async def test_an_upstream_that_dies_and_returns():
     ("error", "status"),
     [
         (ServerError("401: bad key", status=401, retryable=False), 502),
+        (ServerError("307: elsewhere", status=307, retryable=False), 502),
+        (ServerError("404: no such model", status=404, retryable=False), 502),
+        (ServerError("422: odd tools", status=422, retryable=False), 400),
         (ServerError("400: no such field", status=400, retryable=False), 400),
         (ServerError("500: boom", status=500, retryable=True), 502),
         (rt.PromptTooLong("9 tokens"), 400),
@@ -349,6 +446,34 @@ async def test_what_an_agent_hears_of_the_upstreams_errors(error, status):
                 f"{s.base_url}/chat/completions", {**ASKED, "stream": stream}, s.api_key
             )
             assert got[0] == status
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_agent_hears_soon_that_the_upstream_is_dead_and_not_where_it_was(stream, caplog):
+    with socket.socket() as taken:  # bound and not listening: every connection is refused
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        client = rt.OpenAIClient(f"http://127.0.0.1:{port}/v1", "m")
+        began = time.monotonic()
+        async with aclosing(client), rt.gateway(client) as g, g.session() as s:
+            status, body = await post(
+                f"{s.base_url}/chat/completions", {**ASKED, "stream": stream}, s.api_key
+            )
+    # Seven attempts with growing waits take 15 s on average; these at most two seconds of waits.
+    assert time.monotonic() - began < 10
+    assert (status, body["error"]["code"]) == (503, "upstream_unavailable")
+    assert str(port) not in str(body)
+    assert "127.0.0.1" not in str(body)
+    assert f"127.0.0.1:{port}" in caplog.text  # the operator's
+
+
+async def test_what_the_upstream_refuses_is_told_without_its_address():
+    said = "http://10.0.0.1:8000/v1/x answered 400: no field top_a. Change the request."
+    client = FaultyClient(ScriptedClient(echo), [ServerError(said, status=400, retryable=False)])
+    async with rt.gateway(client) as g, g.session() as s:
+        _, body = await post(f"{s.base_url}/chat/completions", ASKED, s.api_key)
+    assert "no field top_a" in body["error"]["message"]
+    assert "10.0.0.1" not in str(body)
 
 
 async def test_a_stream_that_fails_midway_says_so_and_is_no_call():
@@ -524,6 +649,7 @@ async def end(g, session_id, how, body):
         ({"max_call": 3}, "max_call"),
         ({"max_calls": 0}, "max_calls"),
         ({"sampling": {"temperature": -1}}, "temperature"),
+        ({"sampling": {"temprature": 1}}, "Did you mean 'temperature'?"),
     ],
 )
 async def test_settings_of_a_session_are_checked(body, named):

@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -20,11 +21,12 @@ from gateway_kit import openai_agent, paths
 import rolltree as rt
 from rolltree.errors import ConfigError, ConnectionFailed, StoreError
 from rolltree.gateway import journal
-from rolltree.gateway.calls import AgentCall, AnswerHead, CallOrigin
+from rolltree.gateway.calls import AgentCall, AnswerHead, CallOrigin, Connection
 from rolltree.gateway.journal import Journal, KeptCall, read_session
 from rolltree.gateway.session import SessionLimits, new_state
 from rolltree.inference.server.requests import RequestError
 from rolltree.inference.session import TokenSession
+from rolltree.records import audit
 from rolltree.seeds import derive_seed
 from rolltree.testing import FaultyClient, ScriptedClient
 from rolltree.tokens import Trajectory, recorded_routing
@@ -75,6 +77,25 @@ async def test_a_gateway_that_is_started_again_serves_the_same_sessions(tmp_path
             await turns(agent, messages, 2)
             with pytest.raises(openai.PermissionDeniedError):
                 await turns(agent, messages, 1)
+
+
+async def test_a_session_that_outlived_a_gateway_is_stored_with_the_time_of_its_opening(
+    tmp_path, monkeypatch
+):
+    call = AgentCall([{"role": "user", "content": "hi"}])
+    now = time.time()
+    with rt.Run.open_or_create(tmp_path / "run", config={}, kind="gateway") as run:
+        monkeypatch.setattr(time, "time", lambda: now - 3600)
+        async with rt.gateway(ScriptedClient(echo), run=run) as g:
+            await g.session("one").complete(call)
+        monkeypatch.undo()
+        async with rt.gateway(ScriptedClient(echo), run=run) as g:
+            s = g.sessions["one"]
+            await s.complete(call)
+            await g.close_session(s, {"reward": 1.0})
+    assert s.state.timing["start_time"] == s.opened_s == now - 3600
+    report = audit(tmp_path / "run")
+    assert report.ok, report.findings
 
 
 async def test_no_call_after_a_restart_has_the_seed_of_one_before(tmp_path):
@@ -162,6 +183,21 @@ async def test_an_answer_that_was_lost_with_the_gateway_is_given_again(tmp_path)
         assert again.num_completion_tokens == first.num_completion_tokens
         await s.complete(call, CallOrigin(key="k", digest=b"2"))
         assert len(s.trajectory) == 2
+
+
+async def test_equal_answers_that_were_lost_with_the_gateway_are_given_once_each(tmp_path):
+    call = AgentCall([{"role": "user", "content": "hi"}])
+    client = ScriptedClient(["one", "two", "three"])
+    async with rt.gateway(client, directory=tmp_path) as g:
+        s = g.session("one")
+        alive = [CallOrigin(digest=b"1", connection=Connection()) for _ in range(3)]
+        answers = [await s.complete(call, each) for each in alive]
+        s.delivered(answers[1])
+    async with rt.gateway(ScriptedClient(lambda messages: "four"), directory=tmp_path) as g:
+        s = g.sessions["one"]
+        again = [CallOrigin(digest=b"1", connection=Connection()) for _ in range(3)]
+        texts = [(await s.complete(call, each)).text for each in again]
+    assert texts == ["one", "three", "four"]
 
 
 async def test_a_closed_session_leaves_nothing(tmp_path):
@@ -322,6 +358,18 @@ async def test_what_was_delivered_is_known_after_a_restart_and_a_kill(tmp_path):
     async with rt.gateway(ScriptedClient(echo), directory=tmp_path):
         # As a kill would leave it: `aclose` writes what is known about deliveries.
         assert read_session(tmp_path / "one.calls").delivered == {0, 1}
+
+
+async def test_what_was_delivered_is_known_soon_without_another_call(tmp_path):
+    """Else an agent that asks the same again after a kill was given the answer that it has."""
+    async with (
+        rt.gateway(ScriptedClient(echo), directory=tmp_path) as g,
+        openai_agent(g.session("one")) as agent,
+    ):
+        await turns(agent, [], 1)
+        async with asyncio.timeout(20):
+            while read_session(tmp_path / "one.calls").delivered != {0}:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
 
 
 def test_a_disk_that_is_full_at_a_restart_is_an_error_that_names_it(tmp_path):

@@ -195,6 +195,15 @@ async def test_what_cannot_be_obeyed_is_refused_by_name(fields, named):
         assert len(s.trajectory) == 0
 
 
+@pytest.mark.parametrize("part", [{}, {"type": "text"}, {"type": "text", "text": 5}])
+async def test_a_text_without_text_is_not_called_a_picture(part):
+    async with rt.gateway(ScriptedClient(["x"])) as g, g.session() as s, openai_agent(s) as agent:
+        with pytest.raises(openai.BadRequestError, match=r"content\[0\] has no text in 'text'"):
+            await agent.chat.completions.create(
+                model="m", messages=[{"role": "user", "content": [part]}]
+            )
+
+
 @pytest.mark.parametrize(
     ("field", "value"), [("best_of", True), ("echo", 0), ("presence_penalty", False)]
 )

@@ -680,9 +680,47 @@ def test_every_field_of_the_official_request_is_in_the_table():
         response_create_params.ResponseCreateParamsNonStreaming,
         response_create_params.ResponseCreateParamsStreaming,
     )
-    assert RESPONSE_FIELDS.keys() == set().union(*(kind.__annotations__ for kind in kinds)) | set(
+    official = set().union(*(kind.__annotations__ for kind in kinds)) | set(
         response_create_params.ResponseCreateParamsBase.__annotations__
     )
+    # Clients of release 3.57 send it; older ones do not know it.
+    assert RESPONSE_FIELDS.keys() == official | {"background_options"}
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        (None, None),
+        ({}, None),
+        ({"completion_window": "soonest", "continuation_id": "mine"}, None),
+        ({"completion_window": "2h"}, "background_options.completion_window"),
+        ({"priority": 1}, "background_options.priority"),
+        ("soon", "background_options"),
+    ],
+)
+async def test_options_of_the_background_are_taken_if_they_ask_for_none(options, param):
+    async with rt.gateway(thinking(adder)) as g, g.session() as s, openai_agent(s) as agent:
+        asking = whole(agent, input="1+2", extra_body={"background_options": options})
+        if param is None:
+            assert (await asking).status == "completed"
+        else:
+            with pytest.raises(openai.BadRequestError) as caught:
+                await asking
+            assert caught.value.param == param
+
+
+async def test_a_response_repeats_the_settings_that_were_obeyed():
+    sampling = {"temperature": 0.25, "top_p": 0.75, "max_tokens": 40}
+    asked = {"temperature": 0.5, "top_p": 1.0}
+    async with (
+        rt.gateway(thinking(adder)) as g,
+        openai_agent(g.session("a", sampling=sampling)) as a,
+    ):
+        response = await whole(a, input="1+2", max_output_tokens=500, **asked)
+        less = await whole(a, input="1+2", max_output_tokens=30)
+    obeyed = (response.temperature, response.top_p, response.max_output_tokens)
+    assert obeyed == (0.25, 0.75, 40)
+    assert less.max_output_tokens == 30
 
 
 IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AA", "detail": "auto"}

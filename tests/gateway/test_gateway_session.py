@@ -11,7 +11,14 @@ from gateway_kit import ADD, Lingering, calling
 
 import rolltree as rt
 from rolltree.errors import ConfigError, ConnectionFailed
-from rolltree.gateway.calls import AgentAnswer, AgentCall, AnswerDelta, AnswerHead, CallOrigin
+from rolltree.gateway.calls import (
+    AgentAnswer,
+    AgentCall,
+    AnswerDelta,
+    AnswerHead,
+    CallOrigin,
+    Connection,
+)
 from rolltree.gateway.session import GatewaySession, SessionLimits
 from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.client_base import DelegatingClient
@@ -113,6 +120,22 @@ async def test_compaction_and_rollback_are_breaks_and_every_token_trains_once():
         tree = s.trajectory.tree
         num_sampled = sum(tree.num_sampled(n) for n in range(4))
         assert sum(len(sample.records.target) for sample in batch.samples) == num_sampled
+
+
+async def test_votes_and_sub_agents_break_nothing():
+    title = {"role": "system", "content": "You give titles."}
+    async with session(ScriptedClient(echo)) as s:
+        history = [{"role": "system", "content": "You are an engineer."}, user("first question")]
+        for _ in range(3):
+            await s.complete(call(*history))
+        history += [said("FIRST QUESTION"), user("second question")]
+        await s.complete(call(*history))
+        await s.complete(call(title, user("first question")))
+        await s.complete(call(*history, said("SECOND QUESTION"), user("third question")))
+        assert (s.breaks, s.summary()["breaks"]) == ((), [])
+        report = build_samples([s.state]).report
+    assert (report["begun/sampled_again"], report["begun/another_conversation"]) == (2, 1)
+    assert report["break_rate"] == report["num_breaks"] == 0
 
 
 async def test_agents_that_are_named_are_agents_of_the_trajectory():
@@ -220,10 +243,10 @@ async def both(s, first, second):
     ("first", "second"),
     [
         (CallOrigin(key="k", digest=b"1"), CallOrigin(key="k", digest=b"1")),
-        (CallOrigin(digest=b"1"), CallOrigin(digest=b"1")),
+        (CallOrigin(digest=b"1"), CallOrigin(digest=b"1", attempt=1)),
         (CallOrigin(digest=b"1", attempt=0), CallOrigin(digest=b"1", attempt=1)),
     ],
-    ids=["by key", "by content", "by content and attempt"],
+    ids=["by key", "by content and attempt", "by a second attempt"],
 )
 async def test_a_repeated_request_is_answered_once(first, second):
     model = Asked()
@@ -240,10 +263,11 @@ async def test_a_repeated_request_is_answered_once(first, second):
         assert again.message == answer.message == {"role": "assistant", "content": "answer 1"}
 
 
-async def test_equal_first_attempts_are_two_samples():
+@pytest.mark.parametrize("attempt", [0, None])
+async def test_equal_requests_whose_clients_still_wait_are_two_samples(attempt):
     model = Asked()
     async with session(ScriptedClient(model)) as s:
-        origin = CallOrigin(digest=b"1", attempt=0)
+        origin = CallOrigin(digest=b"1", attempt=attempt)
         one, two = await both(s, origin, origin)
         model.go.set()
         assert {(await one).text, (await two).text} == {"answer 1", "answer 2"}
@@ -261,6 +285,36 @@ async def test_an_answer_that_was_delivered_is_not_given_again():
         # It was lost on its way after all: the client says that it tries again.
         third = await s.complete(call(user("a")), CallOrigin(digest=b"1", attempt=1))
     assert [first.text, second.text, third.text] == ["answer 1", "answer 2", "answer 2"]
+
+
+async def test_an_equal_request_gets_the_answer_only_of_a_connection_that_was_lost():
+    model = Asked()
+    model.go.set()
+    origins = [CallOrigin(digest=b"1", connection=Connection()) for _ in range(4)]
+    async with session(ScriptedClient(model)) as s:
+        # Both are being sent: the third is a sample of its own.
+        texts = [(await s.complete(call(user("a")), each)).text for each in origins[:2]]
+        origins[0].connection.is_open = False
+        texts += [(await s.complete(call(user("a")), each)).text for each in origins[2:]]
+    assert texts == ["answer 1", "answer 2", "answer 1", "answer 3"]
+
+
+async def test_retries_of_equal_requests_find_an_answer_each():
+    model = Asked()
+    client = FaultyClient(ScriptedClient(model), [None, None, ConnectionFailed("gone"), None])
+    first, again = (CallOrigin(digest=b"1", attempt=number) for number in range(2))
+    async with session(client) as s:
+        running = [asyncio.ensure_future(s.complete(call(user("a")), first)) for _ in range(3)]
+        await settle()
+        with pytest.raises(ConnectionFailed):
+            await running[2]
+        # The third was refused, so its retry is a new call; those of the others join them.
+        retries = [asyncio.ensure_future(s.complete(call(user("a")), again)) for _ in range(3)]
+        await settle()
+        model.go.set()
+        texts = sorted([(await each).text for each in retries])
+        assert texts == ["answer 1", "answer 2", "answer 3"]
+        assert len(s.trajectory) == 3
 
 
 async def test_a_key_with_another_request_is_refused():

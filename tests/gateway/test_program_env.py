@@ -9,6 +9,7 @@ import pytest
 from program_kit import (
     ASK,
     PYTHON,
+    is_alive,
     one,
     play,
     play_hurried,
@@ -20,8 +21,11 @@ from program_kit import (
 
 import rolltree as rt
 from rolltree.errors import (
+    AnswerTooLarge,
+    BadResponse,
     ConfigError,
     ConnectionFailed,
+    ModelError,
     PromptTooLong,
     ServerError,
     TokenError,
@@ -222,6 +226,39 @@ ask("q")
     wait_for_death(pids.read_text().split())
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="it needs /proc")
+@pytest.mark.parametrize("num_killed", [1, 2])
+def test_nothing_is_left_of_a_program_that_kills_its_supervisors(tmp_path, num_killed):
+    """A daemon in a session of its own, whose parents are dead."""
+    pids = tmp_path / "pids"
+    code = f"""
+ask("q")
+above, pid = [], os.getpid()
+for _ in range({num_killed}):
+    stat = open(f"/proc/{{pid}}/stat").read()
+    pid = int(stat.rpartition(")")[2].split()[1])
+    assert b"supervisor.py" in open(f"/proc/{{pid}}/cmdline", "rb").read()
+    above.append(pid)
+if os.fork() == 0:
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    os.chdir("/")
+    for fd in range(3):
+        os.close(fd)
+    open({str(pids)!r}, "a").write(f"{{os.getpid()}} {{os.getppid()}}")
+    time.sleep(1000)
+while not os.path.exists({str(pids)!r}) or not open({str(pids)!r}).read():
+    time.sleep(0.01)
+for pid in reversed(above):
+    os.kill(pid, 9)
+time.sleep(1000)
+"""
+    (state,) = play(script(code))
+    assert state["program"]["ended"] == "lost"
+    assert not is_alive(pids.read_text().split()[0])
+
+
 def test_a_program_that_ignores_sigterm_is_ended_with_its_rollout(tmp_path):
     pid = tmp_path / "pid"
     code = f"""
@@ -320,6 +357,11 @@ REFUSED = ServerError("the template has no such role", status=400, retryable=Fal
         (ServerError("overloaded", status=503, retryable=True), {3}, True),
         (TokenError("no logprobs"), {3}, True),
         (UnsupportedSetting("no logit_bias"), {1, 2, 3}, True),
+        # Only an answer that cannot be parsed makes the agent ask for JSON.
+        (UnsupportedSetting("no response_format"), {3}, False),
+        (AnswerTooLarge("1 GB"), {3}, False),
+        (BadResponse("no choices"), {3}, True),
+        (ModelError("the engine is closed"), {3}, True),
         (PromptTooLong("too long"), {3}, False),
         (ValueError("a message of no known kind"), {3}, False),
     ],
@@ -333,6 +375,34 @@ def test_whose_failure_it_is(error, failing, failed):
         assert state["error"] is None
     if isinstance(error, PromptTooLong):
         assert (state["truncation_reason"], state["prompt_too_long"]) == ("max_seq_len", True)
+
+
+def test_a_refusal_does_not_hide_that_the_server_failed_before_it():
+    class Worse(Failing):
+        async def respond(self, call, memory):
+            if self.num == 2:
+                self.error = UnsupportedSetting("no response_format")
+            return await super().respond(call, memory)
+
+    (state,) = play(script(ASK_ALWAYS), Worse({2, 3}))
+    assert (state["error"].type, state["reward"]) == ("ConnectionFailed", None)
+
+
+@pytest.mark.parametrize("failing", [set(), {2}])
+def test_an_agent_whose_library_gives_up_on_an_answer_is_scored(failing):
+    async def agent(session, state):
+        import openai
+
+        async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
+            for text in ("question 1", "in JSON, please"):
+                messages = [{"role": "user", "content": text}]
+                await client.chat.completions.create(model="m", messages=messages)
+        raise SystemExit("cannot be parsed")
+
+    (state,) = play(agent, Failing(failing, UnsupportedSetting("no response_format")))
+    assert (state["error"], state["reward"]) == (None, 1.0)
+    ended = state["program"]["error"]
+    assert ended["type"] == ("BadRequestError" if failing else "SystemExit")
 
 
 def test_limits_of_calls_and_tokens_end_the_rollout():
@@ -376,6 +446,28 @@ print(history[-1]["content"])
 
 
 # Functions
+
+
+async def test_what_a_function_returns_may_be_nested_deeply():
+    """It may be what the model wrote, parsed."""
+
+    async def agent(session, state):
+        await ask(session)
+        found = []
+        for _ in range(5000):
+            found = [found]
+        return found
+
+    async def ask(session):
+        import openai
+
+        async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
+            messages = [{"role": "user", "content": "q"}]
+            await client.chat.completions.create(model="m", messages=messages)
+
+    async with rt.ProgramEnv(agent, dataset=rows(1), rubric=rt.Rubric([one])) as env:
+        (state,) = (await env.evaluate(ScriptedClient(["[[[["]))).state
+    assert (state["error"], state["reward"]) == (None, 1.0)
 
 
 async def test_a_function_is_played():

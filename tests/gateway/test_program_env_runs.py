@@ -117,7 +117,7 @@ def test_the_commands_take_it_like_any_environment(tmp_path):
     assert "answer 0" in invoke("show", run, "--transcripts", 8).stdout
 
 
-def test_a_replay_says_where_a_program_differs_and_ends_it(tmp_path):
+def test_a_replay_says_where_a_program_differs_and_ends_it(tmp_path, capfd, caplog):
     env = an_environment(tmp_path / "asking", "print(ask(sys.argv[1]))")
     run = tmp_path / "run"
     with Run.open_or_create(run, config={}) as stored:
@@ -134,6 +134,7 @@ def test_a_replay_says_where_a_program_differs_and_ends_it(tmp_path):
         "something else",
     )
     wait_for_death([pid.read_text()])
+    assert "Traceback" not in capfd.readouterr().err + caplog.text
 
 
 @pytest.mark.slow

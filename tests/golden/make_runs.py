@@ -47,7 +47,7 @@ class Letters(rt.MultiTurnEnv):
 
     async def env_response(self, messages: rt.Messages, state: rt.State) -> rt.Messages:
         if state["example_id"] % 5 == 3:
-            raise RuntimeError("the letter box is stuck: läuft nicht \x1b[31m")
+            raise ConnectionError("the letter box is stuck: läuft nicht \x1b[31m")
         return [{"role": "user", "content": f"more {state['answer']}, please ✓"}]
 
 

@@ -14,6 +14,7 @@ fails. The clock stands at one day after the runs were made, and stderr is not s
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shlex
@@ -30,6 +31,8 @@ from click.testing import CliRunner
 from golden_kit import REAL_RUNS, unpack
 from rolltree.cli import app
 from rolltree.models import resolve_model
+from rolltree.records.columns import SFT, TABLES
+from rolltree.store.metric_table import metric_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(
@@ -37,6 +40,11 @@ BLOCK = re.compile(
     r".*?^```$",
     re.MULTILINE | re.DOTALL,
 )
+TABLE = re.compile(
+    r"(?P<head><!-- (?P<kind>columns|metrics): (?P<name>[^\n]+) -->\n).*?(?=<!-- end -->)",
+    re.DOTALL,
+)
+"""A table of the code: the columns of a table of records, or the metrics of a section."""
 MARK = "<!-- output"
 NOW = 1795485600.0  # 2026-11-24, 02:00 UTC
 WIDTH = 100
@@ -48,8 +56,34 @@ def pages() -> list[Path]:
     return [page for page in found if MARK in page.read_text(encoding="utf-8")]
 
 
+def with_tables(text: str) -> str:
+    """Return a page with the tables that the code has today."""
+    return TABLE.sub(lambda block: block["head"] + _TABLES[block["kind"]](block["name"]), text)
+
+
+def _columns(name: str) -> str:
+    lines = ["| column | type | what it holds |", "|---|---|---|"]
+    lines += [f"| `{c.name}` | {c.kind} | {c.description} |" for c in COLUMNS[name]]
+    return "\n".join(lines) + "\n"
+
+
+def _metrics(section: str) -> str:
+    lines = ["| metric | unit | meaning | elsewhere |", "|---|---|---|---|"]
+    rows = [metric for metric in metric_rows().values() if metric.section == section]
+    said = itertools.groupby(rows, lambda each: (each.unit, each.meaning, each.elsewhere))
+    for (unit, meaning, elsewhere), names in said:
+        shown = ", ".join(f"`{each.name}`" for each in names)
+        lines.append(f"| {shown} | {unit} | {meaning} | {elsewhere} |")
+    return "\n".join(lines) + "\n"
+
+
+COLUMNS = {**TABLES, "sft": SFT}
+_TABLES = {"columns": _columns, "metrics": _metrics}
+
+
 def rewritten(text: str, folder: Path) -> str:
     """Return a page with the outputs that its commands have today, run in a folder for it."""
+    text = with_tables(text)
     for name in REAL_RUNS:
         if re.search(rf"runs/{name}\b", text):
             unpack(name, folder / "runs" / name)

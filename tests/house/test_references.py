@@ -172,8 +172,12 @@ FOREIGN = {
     "hierarchical_grpo": "prime-rl",
     "max_async_level": "prime-rl",
     "max_rl": "prime-rl",
-    "ratio_high": "prime-rl",
-    "ratio_low": "prime-rl",
+    "dppo_mask_high": "prime-rl",
+    "dppo_mask_low": "prime-rl",
+    "import_path": "prime-rl",
+    "ipo_threshold": "prime-rl",
+    "kl_tau": "prime-rl",
+    "token_batch_size": "prime-rl",
     "resume_from_checkpoint": "trl",
     "reward_std": "trl",
     "rollout_func": "trl",
@@ -219,7 +223,7 @@ def test_every_identifier_exists():
 
 
 def commands():
-    """Return the options of each command, by its words: `("env", "migrate")`."""
+    """Return the options of each command, by its words: `("env", "check")`."""
     found = {}
 
     def walk(command, words):

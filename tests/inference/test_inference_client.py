@@ -108,6 +108,7 @@ def test_newer_name_of_max_tokens_and_vllms_off_value() -> None:
         {"temperature": "hot"},
         {"temperature": float("nan")},
         {"top_p": 0.0},
+        {"top_k": -2},
         {"top_p": 1.5},
         {"max_tokens": 0},
         {"max_tokens": 2.5},

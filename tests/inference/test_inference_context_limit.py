@@ -6,8 +6,9 @@ import json
 import numpy as np
 import pytest
 
-from rolltree.inference import OpenAIClient, RetryPolicy
-from rolltree.testing import DirectTransport, Reply
+from rolltree.errors import PromptTooLong
+from rolltree.inference import ChatRenderer, OpenAIClient, RetryPolicy
+from rolltree.testing import ByteTokenizer, DirectTransport, Reply
 from rolltree.types import GenerateRequest, SamplingParams
 
 
@@ -36,9 +37,9 @@ class Server:
             await self.gate.wait()
             size = self.default if body["max_tokens"] is None else 1
             choice = {
-                "text": "a",
+                "text": "a" * size,
                 "finish_reason": "length" if body["max_tokens"] is None else "stop",
-                "token_ids": [5] * size,
+                "token_ids": [ord("a")] * size,
                 "logprobs": {"token_logprobs": [-0.5] * size},
                 "prompt_token_ids": [0, 1, 2],
             }
@@ -57,10 +58,10 @@ class Server:
 MODELS = {"data": [{"id": "other", "max_model_len": 7}, {"id": "m", "max_model_len": 100}]}
 
 
-def client_of(server):
+def client_of(server, **options):
     transport = DirectTransport(server)
     retry = RetryPolicy(max_retries=0)
-    return OpenAIClient("http://test/v1", "m", transport=transport, retry=retry)
+    return OpenAIClient("http://test/v1", "m", transport=transport, retry=retry, **options)
 
 
 def request(size, **sampling):
@@ -108,6 +109,31 @@ async def test_a_server_that_fills_the_context_is_asked_nothing():
     got = await client_of(server).generate(request(3))
     assert len(got.completion_ids) == 40
     assert server.paths() == ["/v1/completions"]
+
+
+@pytest.mark.parametrize("kind", ["chat", "completion"])
+async def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(kind, monkeypatch):
+    server = Server(models=MODELS)
+    client = client_of(server, renderer=ChatRenderer(ByteTokenizer()))
+
+    def tokenize(text):
+        raise AssertionError(f"{len(text)} characters are tokenized")
+
+    monkeypatch.setattr(client.renderer.vocabulary, "_encode", tokenize)
+    text = "word " * 1_000_000
+    prompt = text if kind == "completion" else [{"role": "user", "content": text}]
+    for _ in range(2):
+        with pytest.raises(PromptTooLong, match=r"5,000,000 characters.*max_context is 100 "):
+            await client.chat(prompt, message_type=kind)
+    assert server.paths() == ["/v1/models"]
+
+
+@pytest.mark.parametrize("models", [None, {"data": [{"id": "m", "max_model_len": 10**9}]}])
+async def test_a_large_prompt_that_may_fit_is_sent(models):
+    server = Server(models=models)
+    client = client_of(server, renderer=ChatRenderer(ByteTokenizer()))
+    await client.chat("word " * 50_000, message_type="completion", sampling={"max_tokens": 4})
+    assert server.limits() == [4]
 
 
 async def test_a_given_limit_asks_nothing():

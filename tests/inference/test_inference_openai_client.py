@@ -28,6 +28,7 @@ from rolltree.testing import (
     HttpFault,
     Reply,
     Request,
+    ScriptedAnswer,
     ScriptedServer,
     scripted_logprobs,
 )
@@ -239,8 +240,48 @@ async def test_a_server_without_ids_is_named_once_and_evaluated(
         assert got.versions is None
     assert len(caplog.records) == 1
     assert "cannot be trained" in caplog.text
-    assert not TOKEN_FIELDS & bodies[-1].keys()
+    # A server that rejects the fields is not sent them again; one that ignores them may not always.
+    assert bool(TOKEN_FIELDS & bodies[-1].keys()) is (manner == "ignore")
     assert len(bodies) == (3 if manner == "ignore" else 4)
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+async def test_one_answer_without_ids_does_not_cost_the_ids_of_later_ones(by_token: bool) -> None:
+    def drop_ids(answer: Any) -> Any:
+        answer.pop("prompt_token_ids", None)
+        for name in ("token_ids", "prompt_token_ids", "logprobs"):
+            answer["choices"][0].pop(name, None)
+        return answer
+
+    with ScriptedServer(lambda _: "12", faults=[HttpFault(spoil=drop_ids)]) as server:
+        client = client_of(server, renderer=RENDERER if by_token else None)
+        first, second = [await client.chat([user("a")]) for _ in range(2)]
+        await client.aclose()
+    assert (first.text, first.completion_ids) == ("12", None)
+    assert second.completion_ids is not None
+    assert second.completion_ids.tolist() == [49, 50, 258]
+    assert second.logprobs is not None
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+@pytest.mark.parametrize("endpoint", ["generate", "completions"])
+async def test_an_empty_completion_is_an_answer_and_the_conversation_goes_on(
+    endpoint: Any, by_token: bool
+) -> None:
+    empty = ScriptedAnswer("", ids=[])
+    with ScriptedServer([empty, "12"], token_in=True) as server:
+        renderer = RENDERER if by_token else None
+        client = client_of(server, renderer=renderer, token_endpoint=endpoint)
+        session = client.session()
+        asked = [user("a")]
+        first = await session.chat(asked)
+        second = await session.chat([*asked, first.message, user("again")])
+        await client.aclose()
+    assert first.message == {"role": "assistant", "content": ""}
+    assert first.completion_ids is not None
+    assert (len(first.completion_ids), first.num_completion_tokens) == (0, 0)
+    assert second.text == "12"
+    assert second.extends == first.call_id
 
 
 @pytest.mark.parametrize("manner", ["ignore", "reject"])
@@ -602,8 +643,6 @@ async def test_ids_without_logprobs_are_kept_and_not_invented() -> None:
     ("changes", "what"),
     [
         ({"token_ids": [49]}, "1 sampled tokens came with 2 logprobs"),
-        ({"logprobs": {"tokens": ["1", ""], "token_logprobs": [-0.5, 1.0]}}, "placeholder"),
-        ({"logprobs": {"tokens": ["1", ""], "token_logprobs": [-0.5, None]}}, "placeholder"),
         ({"prompt_token_ids": [1, 2]}, "did not sample from the recorded prompt"),
     ],
 )
@@ -617,12 +656,37 @@ async def test_contradicting_answers_are_refused_and_not_retried(
     assert len(client.sent) == 1  # type: ignore[attr-defined]
 
 
-async def test_nan_is_no_json_and_is_asked_for_again() -> None:
-    nan = json.dumps(text_answer()).replace("-0.25", "NaN")
-    client = mock_client([(200, nan), text_answer()], renderer=RENDERER)
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "null", "1.0", "-9999.0"])
+@pytest.mark.parametrize("kind", ["ids", "messages", "given ids"])
+async def test_an_answer_with_unusable_logprobs_is_kept_without_them(value: str, kind: str) -> None:
+    whole = text_answer()
+    (choice,) = whole["choices"]
+    prompt = choice["prompt_token_ids"]
+    if kind == "messages":
+        choice["message"] = {"role": "assistant", "content": "1"}
+        entries = [{"token": "1", "logprob": -0.5}, {"token": "", "logprob": -0.25}]
+        choice["logprobs"] = {"content": entries}
+    body = json.dumps(whole).replace("-0.25", value)
+    client = mock_client([(200, body)], renderer=RENDERER if kind == "ids" else None)
+    if kind == "given ids":
+        sampling = SamplingParams(max_tokens=2)
+        got = await client.generate(GenerateRequest(np.array(prompt, np.int32), sampling))
+    else:
+        got = await client.chat([user("a")])
+    await client.aclose()
+    assert got.logprobs is None
+    assert got.completion_ids is not None
+    assert "placeholder" in got.info["unusable_logprobs"]
+    assert "num_retries" not in got.info
+
+
+@pytest.mark.parametrize("value", ["not base64", [[1]], "AAAA"])
+async def test_an_answer_with_unusable_routed_experts_is_kept_and_not_trained(value: Any) -> None:
+    client = mock_client([text_answer(routed_experts=value)], renderer=RENDERER)
     got = await client.chat([user("a")])
     await client.aclose()
-    assert got.info == {"num_retries": 1}
+    assert (got.text, got.logprobs, got.routed_experts) == ("1", None, None)
+    assert "routed_experts" in got.info["unusable_logprobs"]
 
 
 async def test_why_a_prompt_was_rendered_anew_is_in_the_answer() -> None:

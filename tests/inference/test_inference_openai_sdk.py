@@ -27,6 +27,8 @@ from rolltree.testing import HttpFault, ScriptedServer
 from rolltree.types import FinishReason, GenerateRequest, SamplingParams
 
 openai = pytest.importorskip("openai")
+# Newer releases of openai use httpx2.
+httpx = pytest.importorskip(openai.DefaultAsyncHttpxClient.__mro__[1].__module__.partition(".")[0])
 
 
 def mock_openai(content: str = "12", **choice: Any) -> Any:
@@ -62,9 +64,9 @@ async def test_a_mock_is_asked_as_the_openai_client_would_be() -> None:
     assert sent["extra_body"]["top_k"] == 3
     assert sent["extra_body"]["return_token_ids"] is True
     assert mock.chat.completions.create.await_count == 1
-    # It gave no ids, so it is not asked for them again.
+    # It gave no ids; the next answer may have them.
     await client.chat([user("a")])
-    assert "logprobs" not in mock.chat.completions.create.call_args.kwargs
+    assert mock.chat.completions.create.call_args.kwargs["logprobs"] is True
 
 
 async def test_a_mock_with_vllms_fields_gives_tokens() -> None:
@@ -267,6 +269,42 @@ async def test_other_errors_of_the_package_are_bad_responses() -> None:
     mock.chat.completions.create.side_effect = openai.OpenAIError("odd")
     with pytest.raises(BadResponse, match="odd"):
         await as_client(mock, "m").chat([user("a")])
+
+
+@pytest.mark.parametrize("own", ["default", "http_client", "wrapped"])
+def test_each_event_loop_has_its_own_connections(own: str) -> None:
+    class Wrapper(httpx.AsyncBaseTransport):
+        def __init__(self, inner: httpx.AsyncBaseTransport) -> None:
+            self.inner = inner
+
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            request.headers["X-Seen"] = "yes"
+            return await self.inner.handle_async_request(request)
+
+        async def aclose(self) -> None:
+            await self.inner.aclose()
+
+    http = None
+    if own != "default":
+        inner = httpx.AsyncHTTPTransport(limits=httpx.Limits(max_connections=2))
+        http = httpx.AsyncClient(transport=Wrapper(inner) if own == "wrapped" else inner)
+    with ScriptedServer(lambda _: "12") as server:
+        given = openai.AsyncOpenAI(base_url=server.base_url, api_key="x", http_client=http)
+
+        async def ask() -> list[str]:
+            # Every rollout wraps the user's client anew; their connections are the same.
+            asked = [as_client(given, "scripted").chat([user("7 + 5 =")]) for _ in range(3)]
+            return [answer.text for answer in await asyncio.gather(*asked)]
+
+        async def inside() -> list[str]:
+            await ask()
+            # As in a notebook: its loop still runs and has idle connections.
+            return await asyncio.to_thread(asyncio.run, ask())
+
+        for work in (ask, ask, inside):
+            assert asyncio.run(work()) == ["12"] * 3
+        if own == "wrapped":
+            assert all(r.headers.get("x-seen") == "yes" for r in server.requests)
 
 
 async def test_openais_own_server_is_not_asked_for_ids() -> None:

@@ -185,6 +185,10 @@ def test_a_mock_gives_its_content_and_no_tokens() -> None:
         ("tool_calls", FinishReason.TOOL_CALLS),
         ("function_call", FinishReason.TOOL_CALLS),
         ("content_filter", FinishReason.CONTENT_FILTER),
+        ("STOP", FinishReason.STOP),
+        ("eos", FinishReason.STOP),
+        ("end_turn", FinishReason.STOP),
+        ("repetition", FinishReason.LENGTH),
     ],
 )
 def test_finish_reasons(given_reason: str, reason: FinishReason) -> None:
@@ -221,9 +225,26 @@ def test_more_ids_than_were_asked_for_are_refused(form: Any) -> None:
 
 
 @in_every_form
-def test_no_ids_are_no_answer(form: Any) -> None:
-    with pytest.raises(TokenError, match="completion has no ids"):
-        extract_tokens(form(chat_response(token_ids=[], logprobs={"content": []})), "chat")
+@pytest.mark.parametrize("logprobs", [None, {"content": []}])
+def test_an_empty_completion_has_no_tokens(form: Any, logprobs: Any) -> None:
+    empty = {"role": "assistant", "content": "", "tool_calls": []}
+    response = form(chat_response(token_ids=[], logprobs=logprobs, message=empty))
+    prompt, completion, values = extract_tokens(response, "chat", max_tokens=8) or ((), (), None)
+    assert (list(prompt), list(completion)) == ([7, 8], [])
+    assert values is not None
+    assert list(values) == []
+    answer = read_answer(response, "chat")
+    assert (answer.text, answer.num_completion_tokens) == ("", 0)
+
+
+@in_every_form
+def test_a_text_whose_list_of_ids_is_empty_has_no_ids(form: Any) -> None:
+    response = form(chat_response(token_ids=[], logprobs={"content": []}))
+    assert extract_tokens(response, "chat") is None
+
+
+@in_every_form
+def test_no_prompt_ids_are_refused(form: Any) -> None:
     empty_prompt = {**chat_response(), "prompt_token_ids": []}
     with pytest.raises(TokenError, match="no prompt ids"):
         extract_tokens(form(empty_prompt), "chat")
@@ -240,23 +261,27 @@ def test_ids_beyond_every_integer_type_are_refused(token: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "message",
+    ("message", "part"),
     [
-        {"content": "half \ud83d"},
-        {"content": "", "reasoning_content": "\udc00"},
-        {"content": "", "tool_calls": [{"function": {"name": "\ud800", "arguments": "{}"}}]},
-        {"content": "", "tool_calls": [{"function": {"name": "f", "arguments": '"\ud800"'}}]},
-        {"content": "", "tool_calls": ["[" * 100_000]},
-        {"content": "", "tool_calls": ["{"]},
+        ({"content": "half \ud83d"}, "half \ufffd"),
+        ({"content": "", "reasoning_content": "\udc00"}, "\ufffd"),
+        ({"content": "", "tool_calls": [{"function": {"name": "\ud800"}}]}, "\ufffd"),
+        ({"content": "", "tool_calls": [{"function": {"arguments": '"\ud800"'}}]}, '"\ufffd"'),
     ],
 )
-def test_text_that_is_no_unicode_is_a_bad_response(message: Any) -> None:
-    """Python's JSON reader, which the openai package uses, lets half characters pass."""
-    with pytest.raises(BadResponse, match=r"not valid Unicode|not JSON|no JSON"):
-        extract_message(chat_response(message=message), "chat")
+def test_a_lone_surrogate_that_a_model_wrote_is_replaced(message: Any, part: str) -> None:
+    """Python's JSON reader, which the openai package uses, lets them pass."""
+    found, _ = extract_message(chat_response(message=message), "chat")
+    (call,) = found.get("tool_calls") or [{"function": {}}]
+    assert part in (found["content"], found.get("reasoning_content"), *call["function"].values())
     for name in ("id", "model"):
-        with pytest.raises(BadResponse, match="not valid Unicode"):
-            begin_answer({**chat_response(), name: "\ud800"})
+        begin_answer({**chat_response(), name: "\ud800"})
+
+
+@pytest.mark.parametrize("call", ["[" * 100_000, "{"])
+def test_a_stored_call_that_is_no_json_is_a_bad_response(call: str) -> None:
+    with pytest.raises(BadResponse, match="not JSON"):
+        extract_message(chat_response(message={"content": "", "tool_calls": [call]}), "chat")
 
 
 @pytest.mark.parametrize("count", [-1, 2**31, 2**700])

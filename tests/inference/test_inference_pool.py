@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -160,6 +161,24 @@ async def test_a_server_comes_back_after_a_health_check() -> None:
     bad.health = None
     pool.endpoints[0].down_until_s = 0.0
     assert {(await pool.chat([user(f"{n}")])).text for n in range(12)} == {"a", "b"}
+
+
+async def test_calls_that_fail_together_are_one_failure_of_the_server() -> None:
+    """A server that drops many connections at once gets a pause of 30 s, not of a minute."""
+    faults = [ConnectionFailed("it was restarted")] * 100
+    bad = Recording("a", faults)
+    pool = pool_of(bad, Recording("b"), spread=100.0)
+    began = monotonic()
+    answers = await asyncio.gather(*(pool.session().chat([user(f"{n}")]) for n in range(40)))
+    assert {answer.text for answer in answers} <= {"a", "b"}
+    assert len(bad.asked) > 1
+    endpoint = pool.endpoints[0]
+    assert (endpoint.num_failures, endpoint.is_up) == (1, False)
+    assert endpoint.down_until_s - began < 45.0
+    # It is used again, and fails again within its old pause: it is down, as after any failure.
+    endpoint.num_failures = 0
+    pool.note_failure(endpoint)
+    assert not endpoint.is_up
 
 
 async def test_the_callers_mistakes_are_not_tried_elsewhere() -> None:

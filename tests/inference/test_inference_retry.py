@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rolltree.errors import ConfigError, ConnectionFailed, ServerError
 from rolltree.inference import RetryPolicy
-from rolltree.inference.retry import Retry, parse_retry_after, with_retries
+from rolltree.inference.retry import PATIENCE_S, Retry, parse_retry_after, with_retries
 
 FAST = RetryPolicy(max_retries=3, first_wait_s=0.001)
 
@@ -104,3 +104,33 @@ def test_retry_after_in_both_forms() -> None:
     seconds = parse_retry_after(format_datetime(later, usegmt=True))
     assert seconds is not None
     assert 25 < seconds <= 30
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "num_attempts"),
+    [
+        (500, ["no such layer (request 7f3a, 1 s)", "no such layer (request 9b21, 2 s)"], 2),
+        (500, ["no such layer", "out of memory"], 5),
+        (502, ["bad gateway"], 5),
+        (503, ["loading"], 5),
+        (504, ["no answer"], 5),
+    ],
+)
+async def test_the_same_answer_500_again_is_lasting_where_agents_retry_by_themselves(
+    status: int, said: list[str], num_attempts: int
+) -> None:
+    """A server that restarts gives no answer, or 502 to 504, and keeps its time."""
+    asked = []
+
+    async def attempt() -> None:
+        asked.append(said[len(asked) % len(said)])
+        raise Retry(ServerError(asked[-1], status=status, retryable=True))
+
+    policy = RetryPolicy(max_retries=4, first_wait_s=0.0)
+    for patience_s, wanted in ((None, 5), (-1.0, num_attempts)):
+        asked.clear()
+        token = PATIENCE_S.set(patience_s)
+        with pytest.raises(ServerError):
+            await with_retries(policy, attempt)
+        PATIENCE_S.reset(token)
+        assert len(asked) == wanted

@@ -19,7 +19,9 @@ from inference_templates import (
 
 from rolltree.errors import ConfigError, TokenError
 from rolltree.inference import ChatRenderer, Prompt, TokenSession
+from rolltree.inference.call import CallTree
 from rolltree.testing import ByteTokenizer
+from rolltree.tokens import Trajectory
 from rolltree.types import FinishReason, ModelResponse
 
 RENDERER = ChatRenderer(ByteTokenizer())
@@ -254,9 +256,6 @@ def test_an_answer_without_ids_is_an_answer() -> None:
     ("ids", "logprobs", "versions", "what"),
     [
         ([1, 2], [-0.1], 0, "2 sampled tokens came with 1 logprobs"),
-        ([1], [float("nan")], 0, "placeholder"),
-        ([1], [0.5], 0, "placeholder"),
-        ([1], [float("-inf")], 0, "placeholder"),
         ([-1], [-0.1], 0, "ids from -1"),
         ([1, 2], None, [0], r"versions has shape \(1,\) for 2 tokens"),
     ],
@@ -268,6 +267,38 @@ def test_contradicting_tokens_are_refused(
     prompt = session.prepare([user("a")])
     with pytest.raises(TokenError, match=what):
         complete(session, prompt, ids, logprobs, STOP, temperature=1.0, versions=versions)
+
+
+@pytest.mark.parametrize("value", [float("nan"), 0.5, float("-inf")])
+def test_placeholders_are_dropped_and_the_call_is_kept(value: float) -> None:
+    session = TokenSession(RENDERER)
+    prompt = session.prepare([user("a")])
+    got = complete(session, prompt, [1], [value], STOP, temperature=1.0)
+    assert got.logprobs is None
+    assert "placeholder" in got.info["unusable_logprobs"]
+    # The conversation goes on after the same ids.
+    assert session.prepare([user("a"), got.message, user("c")]).extends == got.call_id
+
+
+@pytest.mark.parametrize("value", [-9999.0, float("nan"), float("inf"), 0.5])
+def test_placeholders_of_a_client_of_ones_own_are_dropped_and_the_call_is_kept(
+    value: float,
+) -> None:
+    made = ModelResponse(
+        assistant("b"),
+        "b",
+        FinishReason.STOP,
+        prompt_ids=np.array([1, 2], np.int32),
+        completion_ids=np.array([3], np.int32),
+        logprobs=np.array([value], np.float32),
+    )
+    adopted = CallTree().adopt(made, None)
+    step = Trajectory().append_call(prompt=[user("a")], completion=[made.message], response=made)
+    for response in (adopted, step["response"]):
+        assert response.logprobs is None
+        assert "placeholder" in response.info["unusable_logprobs"]
+    assert not step["tokens"]["completion_logprobs"]
+    assert step["tokens"]["completion_ids"] == [3]
 
 
 def test_rounding_above_zero_is_forgiven() -> None:

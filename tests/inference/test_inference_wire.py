@@ -110,6 +110,36 @@ def test_json_that_is_nested_too_deeply_is_a_bad_response(opening: bytes, closed
             decode(data)
 
 
+@pytest.mark.parametrize(
+    ("message", "content", "arguments"),
+    [
+        (rb'{"content": "half \ud83d"}', "half \ufffd", None),
+        (b'{"content": "half \xed\xa0\xbd"}', "half \ufffd\ufffd\ufffd", None),
+        (b'{"content": "cut \xf0\x9f"}', "cut \ufffd", None),
+        (
+            b'{"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}',
+            "ab",
+            None,
+        ),
+        (
+            b'{"tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]}',
+            None,
+            '{"a": 1}',
+        ),
+    ],
+)
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+def test_what_servers_write_for_a_text_is_read(
+    message: bytes, content: str | None, arguments: str | None, mark: bytes
+) -> None:
+    (choice,) = decode_response(mark + b'{"choices": [{"message": %b}]}' % message).choices
+    assert choice.message is not None
+    assert choice.message.content == content
+    calls = choice.message.tool_calls or []
+    assert [call.function.arguments for call in calls if call.function] == [arguments] * len(calls)
+    assert len(calls) == (arguments is not None)
+
+
 def test_null_and_missing_ids_and_spaces() -> None:
     reader = PromptReader()
     assert reader.decode(body(None)).prompt_token_ids is None

@@ -9,7 +9,8 @@ import pytest
 import torch
 from local_models import ask, greedy, new_model, shared_model, teacher_forced, tokenizer
 
-from rolltree.errors import ModelError, UnsupportedSetting
+import rolltree as rt
+from rolltree.errors import ModelError, PromptTooLong, UnsupportedSetting
 from rolltree.inference import ModelClient, as_client
 from rolltree.inference.local import LocalClient, LocalEngine, local_client
 from rolltree.types import FinishReason, SamplingParams
@@ -169,3 +170,34 @@ async def test_a_client_can_be_put_on_an_engine() -> None:
     assert client.model == "mine"
     assert (await client.chat([USER], sampling=SHORT)).num_completion_tokens == 5
     await client.aclose()
+
+
+@pytest.mark.parametrize("form", ["text", "string", "parts", "messages"])
+async def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(
+    client: LocalClient, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tokenize(text: str) -> None:
+        raise AssertionError(f"{len(text)} characters are tokenized")
+
+    monkeypatch.setattr(client.renderer.vocabulary, "_encode", tokenize)
+    limit = client.engine.max_context * client.renderer.vocabulary.longest_token
+    text = "a" * (limit + 1)
+    prompts: dict[str, Any] = {
+        "text": [{"role": "user", "content": text}],
+        "parts": [{"role": "user", "content": [{"type": "text", "text": text}]}],
+        "messages": [{"role": "user", "content": half} for half in (text[:9], text[9:])],
+        "string": text,
+    }
+    kind: Any = "completion" if form == "string" else "chat"
+    with pytest.raises(PromptTooLong, match=rf"{limit + 1:,} characters.*max_context is 512 "):
+        await client.chat(prompts[form], message_type=kind, sampling=SHORT)
+
+
+async def test_a_rollout_ends_truncated_where_its_prompt_cannot_fit(client: LocalClient) -> None:
+    rows = [{"question": "word " * 1_000_000, "answer": "12"}]
+    environment = rt.SingleTurnEnv(dataset=rows, rubric=rt.Rubric([lambda completion: 0.5]))
+    report = await rt.evaluate_async(environment, client, num_examples=1, split="train")
+    assert report.num_failed == 0
+    (outcome,) = report.outcomes
+    assert outcome.reward == 0.5
+    assert report.num_truncated == 1

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from rolltree.errors import ConfigError, UnsupportedSetting
 from rolltree.inference.local import LocalEngine
 from rolltree.inference.local.probe import choose_route
 from rolltree.inference.local.rows import RowMode
+from rolltree.inference.local.shell import cache_argument, cache_of
 
 torch.set_num_threads(1)
 QWEN3_NEXT: dict[str, Any] = {
@@ -56,7 +59,7 @@ async def test_rows_of_different_lengths_are_the_models_own(kind: str) -> None:
     model = moved(kind, **changes)
     route = choose_route(model, 64)
     assert route.row_mode is mode
-    assert route.reason
+    assert ("every token computes its whole row again" in route.reason) == (mode is RowMode.WHOLE)
     engine = LocalEngine(model, max_context=64, max_batch=3, prefill_chunk=23)
     prompts = [random_prompt(seed, length) % 98 + 2 for seed, length in enumerate((1, 9, 30))]
     requests = [ask(prompt, temperature=1.0, max_tokens=7) for prompt in prompts]
@@ -71,6 +74,39 @@ async def test_rows_of_different_lengths_are_the_models_own(kind: str) -> None:
     cached = [out.num_cached_tokens for out in outputs[3:]]
     assert cached == [len(prompt) - 3 for prompt in longer]  # all but the last sampled and the new
     check(model, outputs, prompts + longer)
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values", "cache_params", "state", "mems"])
+def test_a_cache_is_found_by_the_name_that_the_model_gives_it(name: str) -> None:
+    made: dict[str, Any] = {}
+    exec(f"def forward(input_ids, {name}=None, use_cache=None): pass", made)
+    assert cache_argument(SimpleNamespace(**made)) == name
+    assert cache_of(SimpleNamespace(logits=1, **{name: "found"})) == "found"
+
+
+def test_names_that_transformers_warns_of_are_not_asked_for_where_there_is_another() -> None:
+    class Output:
+        cache = "found"
+
+        @property
+        def past_key_values(self) -> Any:
+            raise AssertionError("deprecated")
+
+    assert cache_of(Output()) == "found"
+    with pytest.raises(ValueError, match="returned no cache"):
+        cache_of(SimpleNamespace(logits=1, cache=None))
+    with pytest.raises(ValueError, match="takes no cache"):
+        cache_argument(SimpleNamespace(forward=lambda input_ids: None))
+
+
+def test_transformers_warns_of_nothing_that_the_engine_calls(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    for kind in ("llama", "mamba"):
+        route = choose_route(moved(kind, **ROWS.get(kind, (None, {}))[1]), 64)
+        assert route.row_mode in (None, RowMode.TOKENS)
+    assert "deprecated" not in caplog.text
 
 
 async def test_a_group_computes_its_prompt_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -6,6 +6,7 @@ import pytest
 from protocol_kit import a_call, a_delegator, an_agent
 
 from rolltree.agents import Agent
+from rolltree.environments import ProtocolEnvironment
 from rolltree.protocols import (
     EpisodeContext,
     MultiAgentProtocol,
@@ -15,9 +16,13 @@ from rolltree.protocols import (
     SingleAgentSyncProtocol,
     TurnProtocol,
 )
+from rolltree.rollouts import RolloutEngine, build_requests
 from rolltree.seeds import derive_seed
 from rolltree.steps import StepOutcome
+from rolltree.tasks import being_cancelled
 from rolltree.testing import ScriptedClient
+from rolltree.tools import side_by_side
+from rolltree.worlds.interface import bad_action
 
 
 class Together:
@@ -51,6 +56,19 @@ class Together:
 
     def close(self):
         pass
+
+
+class Strict(Together):
+    """Needs an action of everybody, and takes numbers only."""
+
+    needs_all = True
+
+    def step(self, actions):
+        assert set(actions) == set(self.agents)
+        bad = {name: f"{a} is not a number" for name, a in actions.items() if not a.isdecimal()}
+        if bad:
+            return {name: bad_action(ValueError(why)) for name, why in bad.items()}
+        return super().step(actions)
 
 
 class Pick:
@@ -131,6 +149,58 @@ class TestAtOnce:
         assert found["b"].terminated
         assert [set(actions) for actions in world.rounds] == [{"a", "b"}, {"b"}, {"b"}]
         assert found["a"].reward == pytest.approx(0.25 + 1 + 2 + 3)  # what it still earned
+
+    async def test_if_nobody_acts_the_world_is_not_stepped(self):
+        world = Together("a", "b", leave={"a": (1, "terminated"), "b": (1, "terminated")})
+        agents = {"a": an_agent(["hm", "move 2"]), "b": an_agent(["well", "move 1"])}
+        found = by_seat(await MultiAgentSyncProtocol(agents).run(world))
+        assert world.rounds == [{"a": "2", "b": "1"}]
+        assert found["a"].agent_steps[1].prompt[-1]["content"] == "Say: move N"
+        assert [step.reward for step in found["a"].steps] == [-0.5, 0.25, 1.0]
+
+    @pytest.mark.parametrize("bad", ["hm", "move no"])
+    async def test_a_world_that_needs_everybody_waits_for_an_action(self, bad):
+        world = Strict("a", "b", leave={"a": (2, "terminated"), "b": (2, "terminated")})
+        agents = {
+            "a": an_agent([bad, bad, "move 2", "move 3"]),
+            "b": an_agent(["move 1", "move 4"]),
+        }
+        found = by_seat(await MultiAgentSyncProtocol(agents).run(world))
+        assert world.rounds == [{"a": "2", "b": "1"}, {"a": "3", "b": "4"}]
+        assert [len(found[name].agent_steps) for name in "ab"] == [4, 2]
+        told = found["a"].agent_steps[1].prompt[-1]["content"]
+        assert told.startswith("Say: move N" if bad == "hm" else "Invalid action: no")
+        assert all(rollout.error is None and rollout.terminated for rollout in found.values())
+        assert found["b"].environment_steps[0].action == "1"
+        assert found["b"].environment_steps[0].reward == 1.0
+
+    async def test_a_world_that_needs_everybody_ends_without_an_action(self):
+        agents = {"a": an_agent(lambda messages: "hm"), "b": an_agent(["move 1"])}
+        world = Strict("a", "b")
+        found = by_seat(await MultiAgentSyncProtocol(agents, max_steps=3).run(world))
+        assert world.rounds == []
+        assert {rollout.truncation_reason for rollout in found.values()} == {"max_steps"}
+        assert (found["a"].reward, found["b"].reward) == (-1.5, 0.25)
+
+    async def test_a_world_that_needs_everybody_ends_when_one_is_out(self):
+        agents = {"a": an_agent(["hm"]), "b": an_agent(["move 1"])}
+        protocol = MultiAgentSyncProtocol(agents, stop_on_parse_error=True)
+        found = by_seat(await protocol.run(Strict("a", "b")))
+        assert (found["a"].terminated, found["b"].truncation_reason) == (True, "env")
+
+    async def test_an_opponent_without_a_model(self):
+        made = []
+
+        def make(seed):
+            made.append(seed)
+            return lambda obs: f"saw {obs}"
+
+        world = Together("a", "b", leave={"a": (2, "terminated"), "b": (2, "terminated")})
+        agents = {"a": an_agent(["move 1"] * 2), "b": Opponent(make)}
+        (rollout,) = await MultiAgentSyncProtocol(agents).run(world, EpisodeContext(seed=4))
+        assert made == [derive_seed(4, "opponent", "b")]
+        assert world.rounds == [{"a": "1", "b": "saw hello b"}, {"a": "1", "b": "saw round 1"}]
+        assert (rollout.error, rollout.terminated) == (None, True)
 
     async def test_external_tools(self):
         world = Together("a", "b", leave={"a": (1, "terminated"), "b": (1, "terminated")})
@@ -248,3 +318,33 @@ class TestInTurns:
         assert made == [derive_seed(4, "opponent", "y")]
         assert rollout.reward == -0.5  # twice 0.25 for the form, and the loss
         assert rollout.agent_steps[1].prompt[-1]["content"] == "x:a y:saw[x:a]"
+
+
+async def test_agents_that_fail_together_end_their_rollout_and_not_the_run():
+    """One worker plays all: a failed episode leaves it as it was."""
+
+    def fail(messages):
+        raise ValueError("no answer today")
+
+    protocol = MultiAgentSyncProtocol({"a": Agent, "b": Agent}, max_steps=2)
+    env = ProtocolEnvironment(protocol, lambda row: Together("a", "b"), dataset=[{"question": "?"}])
+    requests = build_requests(env, "eval", num_examples=1, group_size=3)
+    results = await RolloutEngine(env, ScriptedClient(fail), max_concurrent=1).run_all(requests)
+    assert [result.error.type for result in results] == ["ValueError"] * 3
+
+
+@pytest.mark.parametrize("num_failing", [1, 2])
+async def test_a_failure_beside_others_leaves_no_cancellation_behind(num_failing):
+    ended = []
+
+    async def job(number):
+        try:
+            await asyncio.sleep(0 if number < num_failing else 1000)
+            raise ValueError(number)
+        finally:
+            ended.append(number)
+
+    with pytest.raises(ValueError, match="0"):
+        await side_by_side([job(number) for number in range(3)])
+    assert sorted(ended) == [0, 1, 2]
+    assert not being_cancelled()

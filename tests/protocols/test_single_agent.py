@@ -6,9 +6,10 @@ import pytest
 from protocol_kit import CountWorld, a_call, a_delegator, an_agent, move
 
 from rolltree.agents import Agent, ToolAgent
-from rolltree.errors import ConfigError
+from rolltree.errors import ConfigError, ServerError
 from rolltree.inference.deadline import Clock
 from rolltree.protocols import EpisodeContext, Recording, SingleAgentProtocol
+from rolltree.protocols.episode import open_world
 from rolltree.samples import build_samples
 from rolltree.seeds import derive_seed
 from rolltree.steps import AgentStep, EnvironmentStep, ToolAnswer
@@ -280,6 +281,32 @@ class TestExternalTools:
         assert answer.error.type == "OSError"
         assert rollout.error is None
 
+    async def test_a_refusal_after_an_answer_ends_the_episode_without_an_error(self):
+        def answer(messages):
+            if len(messages) > 2:
+                raise ServerError("content_filter", status=400, retryable=False)
+            return "move 1"
+
+        rollout = await play([], CountWorld(end=3), agent=an_agent(answer))
+        assert (rollout.error, rollout.truncation_reason) == (None, "env")
+        assert rollout.meta["refused_request"] == "content_filter"
+        assert rollout.reward == 1.25
+
+    @pytest.mark.parametrize("is_async", [False, True])
+    async def test_a_handler_that_calls_exit_ends_nothing(self, is_async):
+        def handler(request):
+            raise SystemExit(3)
+
+        async def later(request):
+            raise SystemExit(3)
+
+        agent = a_delegator([a_call("x"), "move 1"])
+        chosen = later if is_async else handler
+        rollout = await play([], CountWorld(end=1), agent=agent, external_tool_handler=chosen)
+        answer = rollout.agent_steps[0].tool_answers[0]
+        assert answer.text == "delegate failed: ToolQuit: delegate called exit()."
+        assert (rollout.error, rollout.terminated) == (None, True)
+
     async def test_without_a_handler_the_agent_is_told(self):
         agent = a_delegator([a_call("x"), "move 1"])
         rollout = await play([], CountWorld(end=1), agent=agent)
@@ -324,13 +351,41 @@ class TestFailures:
 
     async def test_a_world_that_fails(self):
         class Broken(CountWorld):
-            def step(self, action):
-                raise RuntimeError("out of order")
+            def reset(self, *, seed=None):
+                raise RuntimeError("no board")
 
         rollout = await play(["move 1"], Broken())
         assert (rollout.error.type, rollout.error.phase) == ("RuntimeError", "environment")
-        assert "out of order" in rollout.error.traceback
+        assert "no board" in rollout.error.traceback
+        assert kinds(rollout) == []
+
+    async def test_a_world_that_raises_on_a_move_ends_the_rollout_which_counts(self):
+        """It may be an illegal move, and no move may decide whether a rollout has a reward."""
+
+        class Strict(CountWorld):
+            def step(self, action):
+                raise AssertionError("played illegal move")
+
+        rollout = await play(["move 1"], Strict())
+        assert (rollout.error, rollout.truncation_reason) == (None, "env")
         assert kinds(rollout) == ["agent"]
+
+    async def test_a_world_whose_network_is_away_fails(self):
+        class Remote(CountWorld):
+            def step(self, action):
+                raise ConnectionResetError("hung up")
+
+        rollout = await play(["move 1"], Remote())
+        assert rollout.error.type == "ConnectionResetError"
+
+    async def test_a_world_that_cannot_be_closed_keeps_what_was_played(self):
+        class Stuck(CountWorld):
+            def close(self):
+                raise RuntimeError("stuck")
+
+        async with open_world(Stuck) as world:
+            rollout = await play(["move 1", "move 1", "move 1"], world, max_steps=2)
+        assert (rollout.error, len(kinds(rollout))) == (None, 4)
 
     async def test_a_cancelled_episode_keeps_what_it_had_and_leaves_no_task(self):
         started = asyncio.Event()

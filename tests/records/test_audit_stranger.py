@@ -69,6 +69,13 @@ def metric(step=2, **edit):
     return lambda c, victim: c.step(step, {k.replace("__", "/"): v for k, v in edit.items()})
 
 
+def first_answer(**values):
+    """The corruption that changes what is stored of the first call's answer."""
+    return lambda c, victim: c.record(
+        victim, lambda record: record["state"]["steps"][0]["answer"].update(values)
+    )
+
+
 def of_evaluation(plant):
     """The corruption of a rollout of the evaluation before training."""
 
@@ -320,6 +327,12 @@ STRANGER = {
     "another run's rollout in a test": (of_evaluation(other_run), "sampler", "seed"),
     # times and versions
     "a negative time": (timing(generation_ms=-5.0), "times", "negative_time"),
+    "a negative wait": (first_answer(wait_s=-3.0), "times", "negative_time"),
+    "an endless call": (first_answer(time_s=float("inf")), "times", "negative_time"),
+    "more cached than prompt tokens": (
+        *(first_answer(info={"num_cached_tokens": 9999}), "alignment"),
+        "more_cached_than_prompt",
+    ),
     "a start after the end": (timing(start_time=4e9), "times", "backward_time"),
     "a time in its column": (lambda c, v: c.edit(v, total_ms=1.0), "columns", "column_differs"),
     "a step before its rollouts": (lambda c, v: c.step_time(3, -9e5), "times", "backward_step"),
@@ -350,12 +363,18 @@ STRANGER = {
     ),
     # what an evaluation reported beside its means
     "an evaluation's interval": (reported("reward", low=0.29), "rewards", "evaluation_differs"),
+    "the interval of pass@1": (
+        lambda c, v: c.event(
+            "evaluation", 2, lambda data: data["metrics"]["pass_at"]["1"].update(high=0.29)
+        ),
+        *("rewards", "evaluation_differs"),
+    ),
     "an evaluation's tokens": (
         *(reported("usage", num_completion_tokens=1), "rewards"),
         "evaluation_differs",
     ),
     "an evaluation's kinds of failure": (
-        *(reported("failures", Other=1, RuntimeError=0), "rewards"),
+        *(reported("failures", Other=1, ConnectionError=0), "rewards"),
         "evaluation_differs",
     ),
     "a metric of a test gone": (of_evaluation(no_length), "rewards", "evaluation_differs"),
@@ -385,6 +404,12 @@ STRANGER = {
     ),
     # metrics that no rollouts give, and those that nothing had compared
     "a negative duration": (metric(time__step=-4.0), "steps", "impossible_metric"),
+    "a step shorter than its parts": (metric(time__step=1e-9), "steps", "impossible_metric"),
+    "a metric that nothing stores": (metric(reward__median=0.5), "steps", "impossible_metric"),
+    "a negative count of groups": (
+        *(metric(credit__num_dropped_groups=-1.0), "steps"),
+        "impossible_metric",
+    ),
     "a share above 1": (
         *(metric(train__clip_ratio__region_mean=1.7), "steps"),
         "impossible_metric",

@@ -1,6 +1,7 @@
 """`rt.compare` and `rolltree compare` on stored runs: arms, phases, seeds, flips, Markdown."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -305,3 +306,18 @@ class TestCommand:
         assert "| reward | 0.100 | 0.950 | +0.850 |" in out
         (row,) = [line for line in out.splitlines() if line.startswith("| `19`")]
         assert row == "| `19` | 1.000 → 0.000 | `19 + 5 =` | `no` | `yes ¦ 'x'` |"
+
+
+def test_a_setting_that_was_removed_differs_only_if_its_value_does(runs, tmp_path):
+    newer = shutil.copytree(runs[0], tmp_path / "newer")
+    other = shutil.copytree(runs[0], tmp_path / "other")
+    for path, share in ((newer, None), (other, 0.5)):
+        with Run.open(path) as run:
+            config = run.config
+            del config["engine"]["away_limit_s"], config["optim"]["final_lr_share"]
+            if share is not None:
+                config["optim"]["final_lr_share"] = share
+            run.set_meta("config", config)
+    assert rt.compare(runs[0], newer).pairs[0].settings == {}
+    differs = {"optim.final_lr_share": (None, 0.5)}
+    assert rt.compare(newer, other).pairs[0].settings == differs

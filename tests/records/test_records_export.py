@@ -16,7 +16,7 @@ import rolltree as rt
 from rolltree.cli import app
 from rolltree.errors import ConfigError, UnknownName
 from rolltree.rollouts.record import encode_result
-from rolltree.store import Run
+from rolltree.store import Run, StoredRollout
 from step_kit import answer
 
 
@@ -258,6 +258,19 @@ class TestCommands:
         assert "more rows" in invoke("data", path, "tokens", "-n", 3)
         assert "no rows" in invoke("data", path, "steps")
 
+    def test_a_pipe_gets_whole_keys_and_a_terminal_too(self, tmp_path, monkeypatch):
+        name = "train/000012/" + "g" * 90 + "/7"
+        with Run.create(tmp_path / "run") as run:
+            run.add_rollouts([StoredRollout(request_id=name, group_id=name[:-2], task="t" * 60)])
+        words = ("data", tmp_path / "run", "rollouts", "-c", "request_id,group_id,task,reward")
+        monkeypatch.setenv("COLUMNS", "60")
+        row = invoke(*words).splitlines()[1]
+        assert row.split() == [name, name[:-2], "t" * 60, "-"]
+        monkeypatch.setattr("rolltree.reports.data.SafeConsole.is_terminal", True)
+        lines = [line.split() for line in invoke(*words).splitlines()[1:]]
+        assert "".join(line[0] for line in lines if line[0] not in "t-").startswith(name[:60])
+        assert max(map(len, invoke(*words).splitlines()[1:])) <= 60
+
     def test_every_format_says_the_same(self, path, tmp_path):
         words = ("data", path, "tokens", "--where", "reward = 1")
         rows = [json.loads(line) for line in invoke(*words, "--format", "jsonl").splitlines()]
@@ -283,6 +296,35 @@ class TestCommands:
         told = invoke("export", path, tmp_path / "c", "--as", "results", "--json")
         assert json.loads(told)["num_rows"] == 6
         invoke("export", path, tmp_path / "d.parquet", "--as", "dataset", "--where", "reward > 0")
+
+    @pytest.mark.parametrize(
+        ("words", "name"),
+        [
+            (("export", "--as", "rollouts"), "a.jsonl"),
+            (("export", "--as", "rollouts"), "a.py"),
+            (("export", "--as", "results"), "results.jsonl"),
+            (("export", "--as", "results"), "metadata.json"),
+            (("export", "--as", "dataset"), "a.csv"),
+            (("export", "--as", "sft"), "a.jsonl"),
+            (("export", "--as", "sft"), "a.parquet"),
+            (("data", "rollouts", "-o"), "a.arrow"),
+            (("view", "--export"), "a.html"),
+        ],
+    )
+    def test_only_an_earlier_export_is_replaced(self, path, tmp_path, words, name):
+        target = tmp_path / "out" / name
+        target.parent.mkdir()
+        given = target.parent if "results" in words else target
+        command, *flags = words
+        ask = [command, path, *flags, given] if command != "export" else [*words, path, given]
+        for foreign in ("print('mine')\n", '{"prompt": "mine"}\n', "\x80"):
+            target.write_bytes(foreign.encode("latin-1"))
+            assert "not an earlier export" in invoke(*ask, status=2)
+            assert target.read_bytes() == foreign.encode("latin-1")
+        target.write_bytes(b"")
+        for _ in range(2):
+            invoke(*ask)
+        assert target.stat().st_size
 
     @pytest.mark.parametrize(
         ("words", "said"),

@@ -250,7 +250,8 @@ class TestOneSchema:
 
     def test_rollouts_have_every_light_column_of_the_store(self):
         light = {*StoredRollout.__dataclass_fields__} - {"record", "tokens", "metrics"}
-        assert {column.name for column in TABLES["rollouts"]} == light | {"error_message"}
+        made = {"error_message", "trained_step"}
+        assert {column.name for column in TABLES["rollouts"]} == light | made
 
     @pytest.mark.parametrize("name", TABLES)
     def test_rows_arrow_and_pandas_say_the_same(self, data, name):

@@ -51,6 +51,10 @@ def brave(completion, answer):
     return 1.0
 
 
+def away(completion):
+    raise ConnectionError("the service does not answer")
+
+
 def first_step(step, step_index):
     return 0.25 if step_index == 0 else float(len(step["completion"]))
 
@@ -522,10 +526,10 @@ def test_a_command_that_scores_nothing_fails_and_says_why(tmp_path, monkeypatch)
     rows = [{"question": "0 + 1 =", "answer": "none"}]
     env = SingleTurnEnv(dataset=rows, rubric=Rubric([short]), env_id="sums")
     asyncio.run(stored(env, tmp_path / "run"))
-    failed = command("run", "--rubric", f"{__file__}:brave")
+    failed = command("run", "--rubric", f"{__file__}:away")
     assert failed.exit_code == 1
     assert "2 could not be scored" in failed.stdout
-    assert "I only like right answers" in failed.stdout
+    assert "the service does not answer" in failed.stdout
     wrong = command("run")
     assert wrong.exit_code == 2
     assert "--rubric module:name" in wrong.stderr

@@ -310,6 +310,22 @@ def test_a_held_out_reward_that_falls_alarms():
     assert found["severity"] == "info"
 
 
+def test_a_rise_of_the_mean_does_not_hide_an_environment_that_falls():
+    def at(step, **means):
+        found = {
+            name: {"reward": {"mean": mean, "low": mean - 0.1, "high": mean + 0.1}}
+            for name, mean in means.items()
+        }
+        return StoredEvaluation(step, f"eval/{step}", {**found.pop("whole"), "env": found})
+
+    ends = [at(0, whole=0.3, a=0.0, b=0.6), at(20, whole=0.6, a=1.0, b=0.2)]
+    fallen, whole = told("held_out", evaluations=ends)
+    assert (whole["severity"], whole["evidence"]["series"]) == ("good", "eval/reward")
+    said = "Held out, the reward of b fell: 0.6 [0.5, 0.7] after 0 steps, 0.2 [0.1, 0.3] after 20."
+    assert (fallen["text"], fallen["severity"]) == (said, "error")
+    assert fallen["evidence"]["series"] == "eval/env/b/reward"
+
+
 def test_staleness_and_the_error_at_the_end_are_told():
     steps = {s: {"train/lag_mean": 1.5, "async/lag_max": 4.0} for s in range(1, 4)}
     (found,) = told("staleness", steps=steps)

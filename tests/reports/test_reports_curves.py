@@ -1,5 +1,6 @@
 """Curves of known values, dot by dot in the terminal and pixel by pixel in the PNG."""
 
+import io
 import struct
 import subprocess
 import sys
@@ -9,9 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 from rolltree.evaluation import Estimate
-from rolltree.reports import Curve, save_curve, terminal_curve
+from rolltree.reports import Curve, CurveView, save_curve, terminal_curve
 from rolltree.reports.curves import smooth
 
 
@@ -38,6 +40,17 @@ def estimate(mean, low=None, high=None):
 
 
 class TestTerminal:
+    @pytest.mark.parametrize(("columns", "width"), [(60, 51), (140, 131), (400, 160), (12, 10)])
+    def test_it_is_as_wide_as_the_terminal(self, columns, width):
+        console = Console(width=columns, file=io.StringIO())
+        console.print(CurveView(Curve("t", [1, 2], [0.5, 1.0])))
+        lines = console.file.getvalue().splitlines()
+        # A terminal that is too narrow for any curve cuts it.
+        assert (
+            lines[-2].strip()
+            == ("\N{BOX DRAWINGS LIGHT UP AND RIGHT}" + "─" * width)[: columns - 8]
+        )
+
     def test_a_constant_line_is_one_row_of_dots(self):
         found = grid(Curve("t", [0, 5, 10], [1.0, 1.0, 1.0]))
         assert found[0].all()

@@ -10,6 +10,7 @@ from rich.console import Console
 from rolltree.evaluation import EvalProgress, build_report, compare_reports
 from rolltree.reports import (
     EvalView,
+    SafeConsole,
     comparison_table,
     evaluation_facts,
     evaluation_table,
@@ -21,6 +22,14 @@ from rolltree.reports import (
 from rolltree.reports.formatting import duration, meter, safe_text
 from rolltree.store import Run, StoredRollout, summarize
 from rolltree.types import ErrorRecord, RolloutRequest, RolloutResult, State
+
+
+def test_no_columns_are_the_usual_ones(monkeypatch):
+    """Some programs set COLUMNS=0, where rich prints nothing."""
+    monkeypatch.setenv("COLUMNS", "0")
+    file = io.StringIO()
+    SafeConsole(file=file).print("something to read")
+    assert file.getvalue() == "something to read\n"
 
 
 def shown(*parts, width=100, terminal=False):
@@ -78,7 +87,7 @@ class TestEvaluation:
         lines = {line.split()[0]: line for line in out.splitlines() if line.strip()}
         assert "add · m" in out
         assert "0.750" in lines["reward"]
-        assert "[0.389, 0.934]" in lines["reward"]
+        assert "[0.354, 1.000]" in lines["reward"]
         assert "0.750" in lines["pass@2"]
         assert "0.750" in lines["a"]
         assert "3.500" in lines["len"]
@@ -228,9 +237,12 @@ def test_runs(tmp_path):
         summary = summarize(run)
     path, facts = run_lines(summary)
     assert path == str(tmp_path / "run")
+    # The first ones and the last ones: before and after training.
+    assert "eval/0 0.500  eval/1 0.500  3 more phases  eval/5 0.500  train -" in facts
+    health = {"severity": "warning", "text": "Look \x1b[31mhere."}
+    assert run_lines(summary, health)[2] == "  ! Look ␛[31mhere."
     assert facts.startswith("  running, ")
     assert "train  add  1 steps  eval/0 0.500" in facts
-    assert "3 more phases" in facts
     out = shown(phases_table(summary))
     assert "1,234" in out
     assert out.splitlines()[-1].split() == ["train", "1", "-", "1", "0", "0", "1,234"]

@@ -93,7 +93,7 @@ class TestCurves:
 
     def test_matplotlib_is_optional(self, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-        with pytest.raises(ValueError, match="pip install 'rolltree"):
+        with pytest.raises(ValueError, match="as a PNG needs the package matplotlib"):
             save_curve(Curve("t", [1], [0.5]), tmp_path / "c.png")
 
 
@@ -247,7 +247,8 @@ class TestNothingShownFailsARun:
             raise error
 
         formatting._warn.cache_clear()
-        monkeypatch.setattr(f"rolltree.reports.training.{where}", fail)
+        module = "curves" if where == "terminal_curve" else "training"
+        monkeypatch.setattr(f"rolltree.reports.{module}.{where}", fail)
         console = Console(file=io.StringIO(), width=100)
         print_report(run, console)
         said = console.file.getvalue()
@@ -395,6 +396,16 @@ class TestTrainView:
         assert "0.500 [0.42, 0.58]" in last
         assert ("grad norm" in last) == (width >= 80)
         assert ("reuse" in last) == (width >= 120)
+
+    @pytest.mark.parametrize("width", [12, 16, 20])
+    def test_a_step_has_one_line_also_where_nothing_fits(self, width):
+        console = terminal(width)
+        with TrainView(console) as view:
+            view.on_start(Start(first_step=1, num_steps=9, history=()))
+            for step in (1, 2):
+                view.on_step(step, METRICS)
+        table = console.file.getvalue().rpartition("reward")[2].splitlines()[1:-1]
+        assert [line.split()[0][:5] for line in table] == ["0.500", "0.500"]
 
     def test_a_column_that_no_step_has_is_left_out(self):
         console = terminal()

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_source import Model, Source, a_request, failed
 
-from rolltree.errors import ConfigError, ConnectionFailed
+from rolltree.errors import ConfigError, ConnectionFailed, ServerError
 from rolltree.inference.deadline import Clock
 from rolltree.rollouts import GroupScorer, RolloutEngine, RolloutSource, current_episode
 from rolltree.rollouts.engine import MAX_READY
@@ -469,7 +469,7 @@ async def test_failed_model_calls_are_tried_again_and_counted():
     def play(request, client, state):
         tries.append(request.sampling_seed)
         if len(tries) < 3:
-            state["error"] = failed("ConnectionFailed")
+            raise ConnectionFailed("gone")
 
     result = (await engine(play, retries=5).run_all(requests(1)))[0]
     assert result.error is None
@@ -477,13 +477,26 @@ async def test_failed_model_calls_are_tried_again_and_counted():
     assert tries == [0, 0, 0]  # the same seeds: a retry is not a second draw
 
 
-@pytest.mark.parametrize(("kind", "attempts"), [("ServerError", 3), ("ValueError", 1)])
-async def test_only_failures_of_the_server_are_tried_again(kind, attempts):
+class Backend:
+    class ServerError(Exception):
+        """An environment's own exception, which only has the name of rolltree's."""
+
+
+@pytest.mark.parametrize(
+    ("error", "attempts"),
+    [
+        (ServerError("it broke", status=500, retryable=True), 3),
+        (ServerError("no such field", status=400, retryable=False), 1),
+        (ValueError("no number"), 1),
+        (Backend.ServerError("the game's server"), 1),
+    ],
+)
+async def test_only_failures_of_the_server_are_tried_again(error, attempts):
     def play(request, client, state):
-        state["error"] = failed(kind)
+        raise error
 
     result = (await engine(play, retries=2).run_all(requests(1)))[0]
-    assert result.error.type == kind
+    assert result.error.type == type(error).__name__
     assert result.num_attempts == attempts
 
 

@@ -16,6 +16,7 @@ from scripted_source import Model, Source, a_request
 
 import rolltree as rt
 from rolltree.errors import StoreError, TokenError
+from rolltree.gateway.program import ProgramOutcome
 from rolltree.rollouts import RolloutEngine
 from rolltree.rollouts.decode import decode_results, decode_rollout, export_line
 from rolltree.rollouts.message_table import MessageTable
@@ -432,6 +433,18 @@ class TestWhatIsLeftOut:
         for row in encode_result(result):
             assert key.encode() not in row.record
         assert back.error.type == "ServerError"
+
+    def test_secrets_in_the_errors_of_tools_and_rewards(self):
+        error = ErrorRecord(
+            "ValueError", "no http://TOKEN@host/", "see http://TOKEN@host/", "model"
+        )
+        state = state_of(Trajectory())
+        state["tool_errors"] = [{"tool": "get", **error.as_dict()}]
+        state["scoring_errors"] = {"right": error.as_dict()}
+        state["program"] = ProgramOutcome(error=error).as_dict()
+        (row,) = encode_result(RolloutResult(request(), (state,), None))
+        assert row.record.count(b"http://[redacted]@host/") == 6
+        assert b"TOKEN" not in row.record
 
 
 class TestReading:

@@ -3,7 +3,7 @@ import asyncio
 import pytest
 from rubric_states import a_state as any_state
 
-from rolltree.errors import ConfigError, ConnectionFailed, PromptTooLong
+from rolltree.errors import ConfigError, ConnectionFailed, PromptTooLong, ServerError
 from rolltree.parsers import XMLParser
 from rolltree.rubrics import JudgeRubric
 from rolltree.testing import FaultyClient, ScriptedClient
@@ -78,6 +78,23 @@ async def test_a_judge_that_fails_is_no_zero():
     assert first["error"].phase == "scoring"
     await rubric.score_rollout(second)
     assert second["reward"] == 1.0
+
+
+async def test_a_response_that_the_judge_refuses_counts_as_no_answer():
+    def reply(messages):
+        if "filtered" in messages[0]["content"]:
+            raise ServerError("content_filter", status=400, retryable=False)
+        return "yes" if "four" in messages[0]["content"] else "no"
+
+    rubric = JudgeRubric([correct], judge_client=ScriptedClient(reply))
+    refused, right = a_state("filtered four"), a_state("four")
+    for state in (refused, right):
+        await rubric.score_rollout(state)
+    assert (refused["reward"], refused["error"], right["reward"]) == (0.0, None, 1.0)
+    # What is wrong with every prompt is not the response's fault.
+    rubric = JudgeRubric([correct], judge_client=ScriptedClient(reply), judge_prompt="filtered")
+    await rubric.score_rollout(right)
+    assert (right["reward"], right["error"].type) == (None, "ServerError")
 
 
 def test_wrong_settings():

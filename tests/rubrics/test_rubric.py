@@ -1,11 +1,12 @@
 import asyncio
+from socket import gaierror
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rubric_states import a_state, a_step
 
-from rolltree.errors import ConfigError
+from rolltree.errors import ConfigError, RolltreeError
 from rolltree.parsers import Parser, XMLParser
 from rolltree.rubrics import Rubric, run_inline, write_advantages
 from rolltree.tasks import Terminated
@@ -97,15 +98,50 @@ def test_scoring_time_is_written():
     assert state["timing"]["total_ms"] == pytest.approx(5.0 + state["timing"]["scoring_ms"])
 
 
-def test_a_failed_reward_function_is_none_and_says_so():
+def test_a_function_that_raises_on_an_answer_earns_nothing_and_says_so():
+    """Without a reward the answer would count nowhere, which a model could learn to choose."""
     state = score(Rubric([correct, broken]), a_state())
-    assert state["reward"] is None
-    assert state["metrics"] == {"correct": 1.0, "broken": None}
-    assert state["error"].phase == "scoring"
-    assert "no judge" in state["error"].message
+    assert (state["reward"], state["error"]) == (1.0, None)
+    assert state["metrics"] == {"correct": 1.0, "broken": 0.0}
     assert state["scoring_errors"]["broken"]["type"] == "RuntimeError"
+    assert "no judge" in state["scoring_errors"]["broken"]["message"]
     assert "in broken" in state["scoring_errors"]["broken"]["traceback"]
+    assert state["trajectory"][0]["reward"] == 1.0
+
+
+class Away(RolltreeError):
+    """A service that the author's function asks."""
+
+    kind = "infrastructure"
+
+
+@pytest.mark.parametrize(
+    "error", [ConnectionError("refused"), gaierror("no such host"), ConfigError("no key"), Away()]
+)
+def test_what_cannot_follow_from_an_answer_gives_no_reward(error):
+    def ask(completion):
+        raise error
+
+    state = score(Rubric([correct, ask]), a_state())
+    assert (state["reward"], state["metrics"]) == (None, {"correct": 1.0, "ask": None})
+    assert (state["error"].type, state["error"].phase) == (type(error).__name__, "scoring")
     assert state["trajectory"][0]["reward"] is None
+
+
+def test_an_error_without_an_answer_gives_no_reward():
+    state = score(Rubric([broken]), a_state(steps=[]))
+    assert (state["reward"], state["error"].type) == (None, "RuntimeError")
+
+
+def test_a_keyboard_interrupt_of_code_in_a_thread_is_an_error_like_any_other():
+    """The user's Ctrl-C reaches only the main thread."""
+
+    def runs_code(completion):
+        raise KeyboardInterrupt
+
+    state = score(Rubric([runs_code]), a_state())
+    assert state["reward"] == 0.0
+    assert state["scoring_errors"]["runs_code"]["type"] == "KeyboardInterrupt"
 
 
 def test_a_failed_metric_leaves_the_reward():
@@ -120,16 +156,22 @@ def test_a_failed_metric_leaves_the_reward():
     assert said.endswith(": no judge")
 
 
-@pytest.mark.parametrize("value", [None, float("nan"), "1.0", [1.0]])
+@pytest.mark.parametrize("value", [None, float("nan"), "1.0", [1.0], 1e308, -(10**200)])
 def test_a_score_that_is_no_number_is_a_failure(value):
     @run_inline
     def odd(completion):
         return value
 
     state = score(Rubric([odd]), a_state())
-    assert state["reward"] is None
-    assert state["metrics"] == {"odd": None}
-    assert state["error"] is not None
+    assert (state["reward"], state["error"]) == (0.0, None)
+    assert state["metrics"] == {"odd": 0.0}
+    assert "odd" in state["scoring_errors"]
+
+
+def test_a_weight_that_makes_a_score_too_large_is_a_failure_of_the_function():
+    state = score(Rubric([length, correct], [1e300, 1.0]), a_state("4"))
+    assert (state["reward"], state["metrics"]) == (1.0, {"length": 0.0, "correct": 1.0})
+    assert "with its weight 1e+300" in state["scoring_errors"]["length"]["message"]
 
 
 def test_an_earlier_error_is_kept():
@@ -252,7 +294,7 @@ def test_step_rewards_always_add_up_to_the_reward(values, weight):
     assert sum(s["reward"] for s in state["trajectory"]) == pytest.approx(state["reward"])
 
 
-def test_a_failed_step_function_fails_the_reward():
+def test_a_step_on_which_a_function_raises_earns_nothing():
     @run_inline
     def sometimes(step_index):
         return 1.0 if step_index == 0 else 1 / 0
@@ -260,10 +302,10 @@ def test_a_failed_step_function_fails_the_reward():
     rubric = Rubric()
     rubric.add_step_reward_func(sometimes)
     state = score(rubric, a_state(steps=[a_step(), a_step()]))
-    assert state["reward"] is None
-    assert state["metrics"] == {"sometimes": None}
-    assert state["error"].type == "ZeroDivisionError"
-    assert [step["reward"] for step in state["trajectory"]] == [None, None]
+    assert (state["reward"], state["error"]) == (1.0, None)
+    assert state["metrics"] == {"sometimes": 1.0}
+    assert state["scoring_errors"]["sometimes"]["type"] == "ZeroDivisionError"
+    assert [step["reward"] for step in state["trajectory"]] == [1.0, 0.0]
 
 
 def test_step_functions_of_a_rollout_without_steps():
@@ -305,36 +347,60 @@ def test_a_group_function_on_one_rollout_scores_a_group_of_one():
     assert score(Rubric([longest]), a_state("4"))["reward"] == 1.0
 
 
-@pytest.mark.parametrize("value", [[1.0], [1.0, 2.0, 3.0], 1.0, None])
-def test_a_group_function_must_return_one_score_each(value):
+def broken_midway(states):
+    yield 1.0
+    raise RuntimeError("no second score")
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        *(([1.0] * num, f"{num} scores for 2 rollouts") for num in (0, 1, 3)),
+        (1.0, "a float"),
+        (None, "a NoneType"),
+        ({0: 1.0, 1: 2.0}, "a dict"),
+        ({1.0, 2.0}, "a set"),
+        ("10", "a str"),
+    ],
+)
+def test_a_group_function_without_one_score_each_counts_as_one_that_raises(value, said):
     @run_inline
     def odd(states):
         return value
 
+    states = [a_state("4"), a_state("44")]
+    assert score_group(Rubric([odd, correct]), states) == [1.0, 0.0]
+    for state in states:
+        assert state["error"] is None
+        assert said in state["scoring_errors"]["odd"]["message"]
+        assert "one number per rollout" in state["scoring_errors"]["odd"]["message"]
+    assert states[0]["advantage"] == 0.5
+
+
+def test_a_group_function_that_fails_while_its_scores_are_read_earns_its_group_nothing():
     states = [a_state(), a_state()]
-    assert score_group(Rubric([odd]), states) == [None, None]
-    assert "one number per rollout" in states[0]["error"].message
-    assert states[0]["advantage"] is None
+    assert score_group(Rubric([broken_midway]), states) == [0.0, 0.0]
+    assert "no second score" in states[1]["scoring_errors"]["broken_midway"]["message"]
 
 
-def test_one_bad_score_in_a_group_fails_that_rollout_alone():
+def test_one_bad_score_in_a_group_is_that_rollouts_alone():
     @run_inline
     def odd(states):
         return [1.0, None, 3.0]
 
     states = [a_state(), a_state(), a_state()]
-    assert score_group(Rubric([odd]), states) == [1.0, None, 3.0]
-    assert [state["advantage"] for state in states] == [-1.0, None, 1.0]
+    assert score_group(Rubric([odd]), states) == [1.0, 0.0, 3.0]
+    assert ["scoring_errors" in state for state in states] == [False, True, False]
 
 
-def test_a_failing_group_function_fails_the_group():
+def test_a_group_function_that_raises_earns_its_group_nothing():
     @run_inline
     def odd(states):
         raise KeyError("gone")
 
     states = [a_state(), a_state()]
-    assert score_group(Rubric([odd]), states) == [None, None]
-    assert [state["error"].type for state in states] == ["KeyError", "KeyError"]
+    assert score_group(Rubric([odd]), states) == [0.0, 0.0]
+    assert [s["scoring_errors"]["odd"]["type"] for s in states] == ["KeyError", "KeyError"]
 
 
 def test_advantages_keep_what_a_step_already_has():
@@ -367,10 +433,10 @@ def test_the_advantage_of_a_group_is_credits_dr_grpo():
 
 
 @pytest.mark.parametrize(("func", "said"), [(quits, "exit(3)"), (quits_later, "exit()")])
-def test_a_function_that_calls_exit_fails_its_rollout_and_not_the_program(func, said):
+def test_a_function_that_calls_exit_does_not_end_the_program(func, said):
     state = score(Rubric([func, length]), a_state("4"))
-    assert (state["reward"], state["metrics"]) == (None, {func.__name__: None, "length": 1.0})
-    assert said in state["error"].message
+    assert (state["reward"], state["metrics"]) == (1.0, {func.__name__: 0.0, "length": 1.0})
+    assert said in state["scoring_errors"][func.__name__]["message"]
 
 
 def test_sigterm_ends_the_program_while_a_function_runs():
@@ -382,10 +448,10 @@ def test_sigterm_ends_the_program_while_a_function_runs():
         score(Rubric([stopped]), a_state("4"))
 
 
-def test_a_value_that_cannot_become_a_float_is_a_failure_with_the_name_of_its_function():
+def test_a_value_that_cannot_become_a_float_is_an_error_with_the_name_of_its_function():
     state = score(Rubric([no_float]), a_state("4"))
-    assert state["metrics"] == {"no_float": None}
-    assert "no_float" in state["error"].message
+    assert state["metrics"] == {"no_float": 0.0}
+    assert "no_float" in state["scoring_errors"]["no_float"]["message"]
 
 
 @pytest.mark.parametrize("weight", ["1", None, 10**400])

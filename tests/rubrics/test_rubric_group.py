@@ -71,13 +71,13 @@ def test_advantages_come_from_the_total():
 def test_a_failure_in_one_rubric_fails_the_total():
     @run_inline
     def broken(completion):
-        raise OSError("down")
+        raise ConnectionError("down")
 
     group = RubricGroup([Rubric([constant("a", 1.0)]), Rubric([broken])])
     state = score(group, a_state())
     assert state["reward"] is None
     assert state["metrics"] == {"a": 1.0, "broken": None}
-    assert state["error"].type == "OSError"
+    assert state["error"].type == "ConnectionError"
     assert "broken" in state["scoring_errors"]
 
 

@@ -11,6 +11,8 @@ from samples_kit import SCOPES, flat_of, state, trained
 from rolltree.errors import ConfigError, TokenError
 from rolltree.rollouts import RolloutEngine
 from rolltree.samples import DEFAULT_SCOPE, build_samples
+from rolltree.samples.report import SkipReason
+from rolltree.samples.resolve import changed_sampling
 from rolltree.tokens import Trajectory
 from rolltree.training import load_train_config
 from rolltree.types import FinishReason, State
@@ -178,3 +180,23 @@ def test_the_report_by_hand() -> None:
     }
     assert {key: report[key] for key in expected} == expected
     assert all(isinstance(value, int | float) for value in report.values())
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("temperature", "hot"), ("temperature", None), ("sampling", "x")], ids=str
+)
+def test_a_call_whose_sampling_is_unreadable_counts_as_sampled_differently(
+    key: str, value: Any
+) -> None:
+    changed = changed_sampling({"extras": {"temperature": 1.0, key: value}})
+    assert changed == f"{key} = {value!r}"
+
+
+@pytest.mark.parametrize(
+    "tokens", ["x", 5, {"prompt_ids": [1], "completion_ids": [2], "completion_mask": 5}], ids=str
+)
+def test_tokens_that_are_no_lists_are_masked_as_invalid(tokens: Any) -> None:
+    call = {"prompt": [], "completion": [], "tokens": tokens, "extras": {}}
+    batch = build_samples([State(trajectory=[call], reward=1.0)], "step", skip_invalid=True)
+    assert batch.samples == []
+    assert batch.report[f"skipped/{SkipReason.INVALID_TOKENS}"] == 1

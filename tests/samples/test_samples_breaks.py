@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from samples_kit import state
 
@@ -87,3 +89,121 @@ def test_texts_need_a_decoder_and_get_python_ints() -> None:
     (silent,) = build_samples([steps], "step").breaks
     assert (silent.previous_text, silent.current_text) == (None, None)
     assert "was [65, 66, 67], is [65, 68]" in str(silent)
+
+
+# -- what the messages tell ------------------------------------------------------------------------
+
+
+def system(text: str) -> dict[str, Any]:
+    return {"role": "system", "content": text}
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def said(text: str | None, *calls: str, **more: Any) -> dict[str, Any]:
+    made = [{"id": "c", "function": {"name": name, "arguments": "{}"}} for name in calls]
+    return {"role": "assistant", "content": text, **({"tool_calls": made} if made else {}), **more}
+
+
+class Told:
+    """Calls of one agent, whose messages are spelled as ids, character by character."""
+
+    def __init__(self, *, strips: bool = False) -> None:
+        self.steps: list[Any] = []
+        self._spoken: dict[str, list[int]] = {}
+        self._strips = strips
+
+    def call(self, messages: list[dict[str, Any]], answer: dict[str, Any]) -> dict[str, Any]:
+        prompt = [id_ for message in messages for id_ in self._ids(message, self._strips)]
+        head, completion = [1, ord("a")], self._ids(answer, False)
+        made = step(prompt + head, completion[2:], prompt=messages, completion=[answer])
+        self.steps.append(made)
+        return answer
+
+    def _ids(self, message: dict[str, Any], strips: bool) -> list[int]:
+        thought = "" if strips else message.get("reasoning_content", "")
+        names = "".join(f"({call['function']['name']})" for call in message.get("tool_calls", ()))
+        text = f"{thought and f'<think>{thought}</think>'}{message['content'] or ''}{names}"
+        return [1, ord(message["role"][0]), *map(ord, text), 2]
+
+    def causes(self) -> tuple[list[str], list[tuple[int, int | None, str]]]:
+        """Return the breaks by cause, and all that began a sample: call, compared with, cause."""
+        batch = build_samples([self.steps], "interleave", decode=lambda ids: "".join(map(chr, ids)))
+        begun = [sample.info["break"] for sample in batch.samples[1:]]
+        rates = {key for key, rate in batch.report.items() if key.startswith("breaks/") and rate}
+        assert rates == {f"breaks/{each.cause}" for each in batch.breaks}
+        assert batch.report["num_breaks"] == len(batch.breaks)
+        return [str(each.cause) for each in batch.breaks], [
+            (each.call, each.previous, str(each.cause)) for each in begun
+        ]
+
+
+def test_a_sub_agent_of_its_own_system_message_breaks_nothing() -> None:
+    told = Told()
+    main = [system("You plan the work."), user("Write a sort, and tests for it.")]
+    main += [told.call(main, said("first the sort")), user("go on")]
+    main += [told.call(main, said("then the tests")), user("go on")]
+    sub = [system("Title?"), user("Write a sort, and tests for it.")]
+    told.call(sub, said("a sort"))
+    main += [told.call(main, said("all is done")), user("thanks")]
+    sub += [said("a sort"), user("shorter")]
+    told.call(sub, said("sort"))
+    breaks, begun = told.causes()
+    assert (breaks, begun) == ([], [(2, 1, "another_conversation")])
+
+
+def test_a_break_after_a_sub_agent_is_explained_by_its_own_conversation() -> None:
+    told = Told(strips=True)
+    main = [system("You plan the work."), user("Write a sort.")]
+    main += [told.call(main, said("first", reasoning_content="hmm, a sort")), user("go on")]
+    told.call([system("Title?"), user("Write a sort.")], said("a sort"))
+    told.call(main, said("done", reasoning_content="so"))
+    breaks, begun = told.causes()
+    assert breaks == ["reasoning_stripped"]
+    assert begun == [(1, 0, "another_conversation"), (2, 0, "reasoning_stripped")]
+
+
+def test_samples_of_one_prompt_break_nothing_in_any_order() -> None:
+    told = Told()
+    one, two = [user("one")], [user("another question")]
+    for messages in (one, two, one, two, one):
+        told.call(messages, said(f"answer {len(told.steps)}"))
+    breaks, begun = told.causes()
+    assert breaks == []
+    assert begun == [
+        (1, 0, "another_conversation"),
+        *((call, call - 2, "sampled_again") for call in (2, 3, 4)),
+    ]
+
+
+def test_a_summary_is_compaction_and_a_changed_system_message_is_named() -> None:
+    told = Told()
+    main = [system("Work."), user("a long question")]
+    main += [told.call(main, said("a long answer")), user("and a second question")]
+    told.call(main, said("another long answer"))
+    told.call([main[0], user("so far: all")], said("well"))
+    assert told.causes()[0] == ["compaction"]
+    told = Told()
+    told.call([system("Work."), user("question")], said("answer"))
+    now = [system("Work. It is 5."), user("question"), said("answer"), user("more")]
+    told.call(now, said("well"))
+    assert told.causes()[0] == ["system_or_tools_changed"]
+    told = Told()
+    told.call([system("It is 4."), user("question")], said("answer"))
+    told.call([system("It is 5."), *now[1:]], said("well"))
+    assert told.causes()[0] == ["system_or_tools_changed"]
+
+
+def test_text_beside_a_call_that_is_not_sent_back_is_no_stripped_reasoning() -> None:
+    for thought in ({}, {"reasoning_content": "hmm"}):
+        told = Told(strips=True)
+        asked = [user("look it up")]
+        told.call(asked, said("Let me look.", "search", **thought))
+        told.call([*asked, said(None, "search"), user("found")], said("well"))
+        assert told.causes()[0] == ["history_rewritten"]
+    told = Told(strips=True)
+    told.call(asked, said("Let me look.", "search", reasoning_content="hmm"))
+    told.call([*asked, said("Let me look.", "search"), user("found")], said("well"))
+    assert told.causes()[0] == ["reasoning_stripped"]

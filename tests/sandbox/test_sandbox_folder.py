@@ -172,6 +172,35 @@ def test_folders_of_the_dead_are_swept(tmp_path):
     alive.remove()
 
 
+@pytest.mark.parametrize("holds", [False, True])
+def test_a_process_that_starts_takes_no_folder_that_is_being_made(tmp_path, monkeypatch, holds):
+    """Another process sweeps between the lock's creation and its locking, or is at it."""
+    flock, begun, held = fcntl.flock, [], []
+
+    def late(fd, how):
+        if not begun:
+            begun.append(fd)
+            if holds:
+                (lock,) = tmp_path.glob(f"{PREFIX}*/lock")
+                held.append(os.open(lock, os.O_RDWR))
+                flock(held[0], how)
+            else:
+                assert sweep(tmp_path) == 1
+        return flock(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    folder = PrivateFolder(tmp_path)
+    folder.write("x", b"1")
+    assert folder.names() == ["x"]
+    assert begun
+    assert sweep(tmp_path) == 0
+    folder.remove()
+    for fd in held:
+        os.close(fd)
+    sweep(tmp_path)
+    assert list(tmp_path.glob(f"{PREFIX}*")) == []
+
+
 def test_the_folder_is_removed_with_its_owner(tmp_path):
     made = PrivateFolder(tmp_path)
     outer = made.outer

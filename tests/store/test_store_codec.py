@@ -130,6 +130,15 @@ def test_what_would_break_json_becomes_opaque():
     assert isinstance(loads(dumps(np.array(["a"]))), Opaque)
 
 
+def test_to_plain_ends_where_a_value_contains_itself():
+    """An agent may return what a model wrote, parsed."""
+    endless = []
+    endless.append(endless)
+    found = to_plain({"a": endless})
+    assert loads(dumps(found)) == found
+    assert "<list>" in str(found)
+
+
 def test_to_plain_says_null_where_json_has_no_word():
     value = {1: (math.nan, np.float32(0.5)), "a": np.arange(2), "o": Opaque("x.Y"), "s": {3}}
     assert to_plain(value) == {"1": [None, 0.5], "a": [0, 1], "o": "<x.Y>", "s": [3]}

@@ -34,6 +34,18 @@ def evaluated(path, num, *, planned=4, error=None):
     return found(path)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [{"train": {"num_steps": "many"}}, {"train": {"num_steps": -5}}, {"train": 5, "eval": "x"}],
+)
+def test_settings_of_wrong_types_plan_nothing(tmp_path, config):
+    with Run.create(tmp_path / "run", config=config, kind="train") as run:
+        run.add_step(1, {})
+    assert (found(tmp_path / "run").num_planned_steps, found(tmp_path / "run").state) == (
+        *(None, "unknown"),
+    )
+
+
 class TestState:
     def test_a_run_that_is_written_is_running(self, tmp_path):
         with Run.create(tmp_path / "run", kind="eval") as run:

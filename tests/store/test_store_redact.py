@@ -14,7 +14,7 @@ from rolltree.store import Run
         "api_key", "apiKey", "API_KEY", "OPENAI_API_KEY", "api-key", "apikey", "x-api-key",
         "hf_token", "HF_TOKEN", "access_token", "token", "secret", "client_secret", "password",
         "db_passwd", "Authorization", "aws_secret_access_key", "private_key", "session_token",
-        "Cookie", "credentials",
+        "Cookie", "credentials", "session", "aws_session", "session_key", "PHPSESSID",
     ],
 )  # fmt: skip
 def test_secret_keys(key):
@@ -26,7 +26,8 @@ def test_secret_keys(key):
     [
         "max_tokens", "num_tokens", "tokenizer", "token_ids", "eos_token", "pad_token",
         "key", "keys", "monkey", "api_key_var", "api_key_env", "base_url", "author", "keyword",
-        "num_keys", "token_budget", "", "stop_token_ids", "secret_name", "stop_token",
+        "num_keys", "token_budget", "", "stop_token_ids", "secret_name", "stop_token", "session_id",
+        "num_sessions", "DESKTOP_SESSION", "calls_per_session",
     ],
 )  # fmt: skip
 def test_ordinary_keys(key):

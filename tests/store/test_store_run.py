@@ -371,6 +371,20 @@ class TestDirectory:
             assert (run.config, run.meta["kind"]) == ({"model": "tiny"}, "train")
         assert json.loads((tmp_path / "r" / "config.json").read_text()) == {"model": "tiny"}
 
+    @pytest.mark.parametrize("levels", [101, 150, 5000])
+    def test_settings_that_would_not_come_back_equal_are_refused(self, tmp_path, levels):
+        config = {}
+        for _ in range(levels - 1):
+            config = {"a": config}
+        with pytest.raises(ConfigError, match="deeper than 100 levels"):
+            Run.open_or_create(tmp_path / "r", config={"b": config})
+        assert not (tmp_path / "r").exists()
+        for _ in range(levels - 99):
+            config = config["a"]
+        for _ in range(2):
+            with Run.open_or_create(tmp_path / "r", config={"b": config}) as run:
+                assert run.config == {"b": config}
+
     def test_config_is_redacted_everywhere(self, tmp_path):
         config = {"client": {"api_key": "hunter2hunter2"}}
         Run.open_or_create(tmp_path / "r", config=config).close()

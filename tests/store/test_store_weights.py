@@ -58,6 +58,10 @@ def test_agents_and_tasks_have_their_own(tmp_path):
         assert found(run, task="x/b") == {"right": 2.0}
         assert found(run, task="y") == {"right": 2.0}
         assert found(run, task="z") == {}
+    with Run.create(tmp_path / "c") as run:
+        note_weights(rt.EnvGroup([one, two], env_names=["a", "a/b"], env_id="sums"), run)
+        assert found(run, task="a/b/own") == {"right": 2.0}
+        assert found(run, task="a/c") == {"right": 1.0}
 
 
 def test_other_weights_hold_from_then_on(tmp_path):

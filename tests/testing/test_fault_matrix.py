@@ -56,25 +56,29 @@ MENDED: dict[str, frozenset[str]] = {
     **dict.fromkeys(("wrong types", "no choices", "an error with status 200"), BAD),
     **dict.fromkeys((name for name in HOSTILE if "finish_reason" in name), BAD),
 }
+UNKNOWN_LOGPROBS = ("no logprobs", "logprobs of NaN", "placeholder logprobs")
 REFUSED: dict[str, frozenset[str]] = {
     "gone": LOST,
-    **dict.fromkeys(("redirects", "status 400", "status 413"), STATUS),
+    "redirects": STATUS,
+    # A request that is refused after an answer may quote it, so the rollout is scored.
+    **dict.fromkeys(("status 400", "status 413"), STATUS | {"cut"}),
     "status 503 for an hour": STATUS,
     "gzip bomb": BAD | {"AnswerTooLarge"},
-    **dict.fromkeys(("lone surrogate", "no message"), BAD | {"UnsupportedSetting"}),
+    "no message": BAD | {"UnsupportedSetting"},
+    # It is read as U+FFFD; who knows the ids sees that this text is another one.
+    "lone surrogate": TOKENS | {"another text"},
     "counts that no model has": BAD,
     **dict.fromkeys(("id of no vocabulary", "id of 2^31", "id of 2^63", "negative id"), TOKENS),
-    **dict.fromkeys(("no sampled ids", "5,000 sampled ids", "one id too few"), TOKENS),
+    "no sampled ids": TOKENS | {"empty"},
+    **dict.fromkeys(("5,000 sampled ids", "one id too few"), TOKENS),
     **dict.fromkeys(("no prompt ids", "prompt id of 2^63", "another prompt"), TOKENS),
     **dict.fromkeys(("one logprob too few", "one logprob too many"), TOKENS),
-    "logprobs of NaN": BAD | TOKENS,
-    "placeholder logprobs": TOKENS,
     "version of 2^63": TOKENS,
     **dict.fromkeys(("another prompt of the same length", "swapped ids"), TOKENS),
     "id of 5,000 digits": BAD,
     "choice 1 of 1": BAD,
     "no ids": BAD | {"UnsupportedSetting"},
-    "no logprobs": frozenset(),
+    **dict.fromkeys(UNKNOWN_LOGPROBS, frozenset()),
 }
 NEEDS_TOKENIZER = {"another prompt of the same length", "swapped ids"}
 TWICE = {"answers twice", "answers twice, later"}
@@ -276,7 +280,8 @@ async def test_a_fault(run: Run, caplog: Any, fault: str, place: Any) -> None:
     outcomes = [assert_right_or_failed(result) for result in results]
     allowed = {"right"} | (MENDED | REFUSED)[fault]
     assert set(outcomes) <= allowed
-    is_final = place is at_one_of_a_pool and (MENDED | REFUSED)[fault] == STATUS  # not tried again
+    # Not tried again.
+    is_final = place is at_one_of_a_pool and STATUS <= (MENDED | REFUSED)[fault] <= STATUS | {"cut"}
     if place is not at_every_call and fault != "gone" and not is_final:
         assert outcomes.count("right") >= len(outcomes) - 1  # it strikes once
     must_be_right = place not in (at_every_call, at_the_openai_package) and fault in MENDED
@@ -284,14 +289,23 @@ async def test_a_fault(run: Run, caplog: Any, fault: str, place: Any) -> None:
         assert set(outcomes) == {"right"}
     if place is at_every_call and fault in MENDED and not TWICE & {fault} and fault != "late":
         assert "right" not in outcomes
-    assert_samples_are_right(results, may_lack_logprobs=fault == "no logprobs")
+    assert_samples_are_right(results, may_lack_logprobs=fault in UNKNOWN_LOGPROBS)
 
 
 def assert_right_or_failed(result: RolloutResult) -> str:
-    """Check what a rollout says, and return "right" or the type of its error."""
+    """Check what a rollout says, and return "right" or what became of it.
+
+    That is "cut" after a refused request, "empty" with an answer without tokens, "another text"
+    with a lone surrogate, or the type of its error.
+    """
     (state,) = result.states
     for step in state["trajectory"]:
         expected = say(int(step["prompt"][-1]["content"]))
+        if step["tokens"] is not None and not step["tokens"]["completion_ids"]:
+            assert state["reward"] == 0.0
+            return "empty"
+        if "\ufffd" in step["completion"][0]["content"]:
+            return "another text"
         assert [each["content"] for each in step["completion"]] == [expected]
         tokens = step["tokens"]
         if tokens is not None:
@@ -299,6 +313,9 @@ def assert_right_or_failed(result: RolloutResult) -> str:
             assert tokens["completion_ids"] == ids
             asked = RENDERER.decode(RENDERER.render(step["prompt"]))
             assert RENDERER.decode(tokens["prompt_ids"]) == asked
+    if state["truncation_reason"] == "env":
+        assert state["reward"] == 0.0
+        return "cut"
     if result.error is None:
         assert state["reward"] == 1.0
         assert len(state["trajectory"]) == NUM_TURNS

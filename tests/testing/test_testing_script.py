@@ -43,6 +43,13 @@ def test_tool_calls_are_spelled_in_hermes_style(arguments: object) -> None:
     assert parsed == [{"name": name, "arguments": {"a": 1}} for name in ("f", "g")]
 
 
+@pytest.mark.parametrize("arguments", ['{"a": ', "", "nonsense", "[" * 100_000])
+def test_arguments_that_are_not_json_are_spelled_as_they_are(arguments: str) -> None:
+    calls = [{"function": {"name": "f", "arguments": arguments}}]
+    text = as_answer({"role": "assistant", "content": "so", "tool_calls": calls}).text
+    assert text == f'so<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
+
+
 def test_an_end_token_is_sampled_unless_the_answer_was_cut() -> None:
     whole = tokens_of(ScriptedAnswer("ab"), RENDERER, SamplingParams())
     cut = tokens_of(ScriptedAnswer("ab", FinishReason.LENGTH), RENDERER, SamplingParams())

@@ -137,11 +137,20 @@ def test_compaction_that_keeps_the_last_messages() -> None:
     assert broken(calls, history=1).cause is BreakCause.COMPACTION
 
 
+def test_the_same_prompt_sampled_again_breaks_nothing() -> None:
+    prompt = HEAD + ASK
+    found = broken([(prompt, ANSWER), (prompt, [65, 66, 9])])
+    assert (found.cause, found.position) == (BreakCause.SAMPLED_AGAIN, len(prompt))
+    assert not found.is_break
+    shorter = broken([(prompt, ANSWER), (HEAD, [65, 66, 9])])
+    assert (shorter.cause, shorter.is_break) == (BreakCause.HISTORY_REWRITTEN, True)
+
+
 def test_rollback_and_edited_answers_are_rewritten_history() -> None:
     prompt = HEAD + ASK
-    rollback = [(prompt, ANSWER), (prompt, [65, 66, 9])]
+    rollback = [(prompt, ANSWER), (prompt + ANSWER[:2], [65, 66, 9])]
     found = broken(rollback)
-    assert (found.cause, found.position) == (BreakCause.HISTORY_REWRITTEN, len(prompt))
+    assert (found.cause, found.position) == (BreakCause.HISTORY_REWRITTEN, len(prompt) + 2)
     edited = [(prompt, ANSWER), ([*prompt, 80, 81, 82, 83, 84, 9, *MORE], [7])]
     assert broken(edited).cause is BreakCause.HISTORY_REWRITTEN
 
@@ -156,7 +165,7 @@ def test_handoff_is_named_before_anything_else() -> None:
 
 def test_empty_prompt_breaks_at_zero() -> None:
     found = broken([([], [1, 2]), ([], [3])])
-    assert (found.cause, found.position) == (BreakCause.HISTORY_REWRITTEN, 0)
+    assert (found.cause, found.position) == (BreakCause.SAMPLED_AGAIN, 0)
     assert found.current_ids.tolist() == []
 
 

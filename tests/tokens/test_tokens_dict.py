@@ -155,12 +155,14 @@ def test_none_under_a_key_of_ones_own_is_a_value() -> None:
     assert twin.call_of(0) == 0
 
 
-def test_none_under_a_token_key_is_what_was_recorded() -> None:
+@pytest.mark.parametrize("key", KEYS)
+def test_none_under_a_token_key_is_a_value_too(key: str) -> None:
     view = made()
-    view["prompt_ids"] = [1]
-    view["prompt_ids"] = None
-    assert view["prompt_ids"] == [5, 6]
-    assert view.assigned == ()
+    view[key] = None
+    assert view[key] is None
+    assert view == {**PLAIN, key: None}
+    assert view.assigned == (key,)
+    assert copy.deepcopy(view) == view
 
 
 @pytest.mark.parametrize("key", KEYS)

@@ -17,6 +17,7 @@ class TreeMachine(RuleBasedStateMachine):
         self.naive = NaiveTree()
         self.saved: list[bytes] = []
         self.num_saved = 0
+        self.has_merged = False
 
     def _call(self, prompt: list[int], completion: list[int], draw: int) -> NaiveCall:
         call = NaiveCall(
@@ -77,6 +78,7 @@ class TreeMachine(RuleBasedStateMachine):
             labels = self._labels(self._call(prompt, completion, draw))
             other.insert(prompt, completion, **labels)  # type: ignore[arg-type]
         first = self.tree.merge(other)
+        self.has_merged = True
         assert first == len(self.naive.calls) - len(calls)
 
     @rule()
@@ -106,6 +108,9 @@ class TreeMachine(RuleBasedStateMachine):
             assert tree.mask(handle).tolist() == call.mask
             assert set(tree.versions(handle).tolist()) <= {call.version}
             assert (tree.agent(handle), tree.turn(handle)) == (call.agent, call.turn)
+            known = NaiveTree(self.naive.calls[:handle]).find(call.prompt)
+            bound = tree.known_prompt_len(handle)
+            assert bound >= known if self.has_merged else bound == known
 
     @invariant()
     def runs_tile_the_arena(self) -> None:

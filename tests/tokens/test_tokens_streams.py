@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from rolltree.errors import TokenError
-from rolltree.tokens import PlacedStream, TokenStream, TokenTree
+from rolltree.tokens import PlacedStream, TokenStream, TokenTree, Trajectory
 from rolltree.tokens.streams import CONSTANT, SampledStream
+from rolltree.types import FinishReason, ModelResponse
 
 
 def test_constants_take_no_buffer() -> None:
@@ -106,3 +107,24 @@ def test_one_name_is_one_kind_of_value(second: object) -> None:
     placed.insert([1], [2], streams={"x": PlacedStream([np.zeros(1)], [0])})
     with pytest.raises(TokenError, match="one kind of value"):
         placed.insert([1], [2], streams={"x": np.zeros(1)})
+
+
+def test_routed_experts_of_another_shape_are_dropped_with_the_logprobs_of_their_call() -> None:
+    """They come from a server with another model; the rollout goes on, and the call is masked."""
+    trajectory = Trajectory()
+    for call, layers in enumerate((2, 3)):
+        response = ModelResponse(
+            message={"role": "assistant", "content": "a"},
+            text="a",
+            finish_reason=FinishReason.STOP,
+            prompt_ids=np.array([1, 2]),
+            completion_ids=np.array([3 + call]),
+            logprobs=np.array([-0.5], np.float32),
+            call_id=call,
+            routed_experts=np.zeros((2, layers, 1), np.uint8),
+        )
+        trajectory.append_call(prompt="q", completion="a", response=response)
+    first, second = trajectory
+    assert first["tokens"]["completion_logprobs"] == [-0.5]
+    assert second["tokens"]["completion_logprobs"] == []
+    assert "of several models" in second["response"].info["unusable_logprobs"]

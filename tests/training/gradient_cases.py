@@ -18,7 +18,8 @@ from rolltree.training import Trainer, load_train_config
 from rolltree.training.batches import build_batch
 from rolltree.training.checkpoint_formats import trained_tensors
 from rolltree.training.layout import collate
-from rolltree.training.lora import add_adapter, copy_weights, plain_tensors
+from rolltree.training.lora import add_adapter
+from rolltree.training.plain_weights import copy_weights, plain_tensors
 from rolltree.training.ranks import whole
 
 QUIET = {"max_mismatch": 1e37, "max_tokens": 64, "skip_zero_advantage": False}
@@ -217,6 +218,18 @@ def failures(ranks, folder):
     }
 
 
+def masked(ranks, folder):
+    """A step of which one rank has only calls that cannot be trained, with and without ranks."""
+    nothing_known = [np.nan] * 3
+    lost = [flat(Call([1, 2, 3], [4, 5, 6], rollout=n, logprob=nothing_known)) for n in range(4)]
+    data = [flat(Call([*range(3, 20)], [*range(20, 30)], rollout=7, advantage=0.5)), *lost]
+    alone, together = made({}, None), made({}, ranks)
+    wanted, found = alone.step(data, 1), together.step(data, 1)
+    weights = [flatten(each.model.parameters()) for each in (together, alone)]
+    names = ("masked/num_calls", "train/num_records", "train/grad_norm")
+    return {"away": away(*weights), "found": [[each[n] for n in names] for each in (found, wanted)]}
+
+
 def looked(ranks, folder):
     """Weights as a checkpoint and as a publish see them, after a pass without a backward one."""
     trainer = made({}, ranks)
@@ -274,6 +287,7 @@ WORLDS = [
     (1, nothing),
     (2, commands),
     (2, looked),
+    (2, masked),
     (2, merged),
     (2, gradients),
     (3, gradients),

@@ -11,6 +11,8 @@ from loop_kit import make_config, start
 from training_kit import LetterSource
 
 from rolltree.errors import ConfigError, TrainingError
+from rolltree.records import read_run
+from rolltree.records.pages import group_page, rollout_page
 from rolltree.rollouts import RolloutEngine
 from rolltree.store import Run
 from rolltree.testing import ScriptedClient
@@ -160,6 +162,24 @@ class TestBounds:
             3 * 4, abs=11
         )  # the first turns: up to 4 tokens each
         assert 0 < step["async/stale_share"] < 1
+        # `reward/mean` of a step is over what it trained, not over what was played for it.
+        means = {"trained_step": [], "train_step": []}
+        with read_run(tmp_path / "run") as data:
+            rows = list(data.rollouts(phase="train").rows())
+        for name, found in means.items():
+            for number in range(1, 9):
+                rewards = [row["reward"] for row in rows if row[name] == number]
+                found.append(np.mean(rewards))
+        wanted = [step["reward/mean"] for step in report.metrics]
+        assert means["trained_step"] == pytest.approx(wanted)
+        assert means["train_step"] != pytest.approx(wanted)
+        with Run.open(tmp_path / "run", "r") as run:
+            page = rollout_page(run, phase="train", trained=at)
+            assert {row["group_id"] for row in page["rows"]} == set(ledger(run)[at]["groups"])
+            assert page["total"] == len(page["rows"]) == 6
+            groups = group_page(run, phase="train", trained=at)["rows"]
+            assert {row["group_id"] for row in groups} == set(ledger(run)[at]["groups"])
+            assert rollout_page(run, trained=99)["total"] == 0
 
 
 class TestWeights:

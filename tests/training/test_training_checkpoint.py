@@ -9,7 +9,13 @@ from safetensors.torch import load_file
 from training_kit import tiny_model
 
 from rolltree.errors import TrainingError
-from rolltree.training import Checkpoints, TrainState, export_model, load_train_config
+from rolltree.training import (
+    Checkpoints,
+    TrainState,
+    checkpoint_formats,
+    export_model,
+    load_train_config,
+)
 from rolltree.training.checkpoint import check_complete
 from rolltree.training.checkpoint_formats import put_in_place
 from rolltree.training.lora import add_adapter
@@ -42,9 +48,10 @@ def made(kind="qwen3", steps=2):
 
 @pytest.mark.parametrize("content", ["full", "sharded"])
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])  # tied and untied embeddings
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, kind, content):
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, kind, content, monkeypatch):
+    monkeypatch.setattr(checkpoint_formats, "MAX_SHARD_SIZE", "20KB")
     model, optimizer = made(kind)
-    saved = Checkpoints(tmp_path, content=content, max_shard_size="20KB")
+    saved = Checkpoints(tmp_path, content=content)
     path = saved.save(model, optimizer, TrainState(2, 2))
     other = tiny_model(kind, seed=5)
     fresh = Optimizer(other, OPTIM)
@@ -198,11 +205,12 @@ def test_everything_in_the_state_comes_back(tmp_path):
     assert saved.load(saved.save(*parts, state), *parts) == state
 
 
-def test_a_full_checkpoint_is_a_model_folder(tmp_path):
+def test_a_full_checkpoint_is_a_model_folder(tmp_path, monkeypatch):
     from transformers import AutoModelForCausalLM
 
+    monkeypatch.setattr(checkpoint_formats, "MAX_SHARD_SIZE", "20KB")
     model, optimizer = made()
-    saved = Checkpoints(tmp_path, max_shard_size="20KB")
+    saved = Checkpoints(tmp_path)
     path = saved.save(model, optimizer, TrainState(1, 1))
     assert len(list(path.glob("model-*-of-*.safetensors"))) > 2
     assert (path / "model.safetensors.index.json").is_file()
@@ -213,12 +221,13 @@ def test_a_full_checkpoint_is_a_model_folder(tmp_path):
         saved.latest()
 
 
-def test_adapters_larger_than_a_shard_are_one_file(tmp_path):
+def test_adapters_larger_than_a_shard_are_one_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint_formats, "MAX_SHARD_SIZE", "1KB")
     config = load_train_config({"model": {"lora_rank": 8}})
     model, other = tiny_model(), tiny_model()
     for each, seed in ((model, 0), (other, 1)):
         add_adapter(each, config.model, seed)
-    saved = Checkpoints(tmp_path, max_shard_size="1KB")
+    saved = Checkpoints(tmp_path)
     path = saved.save(model, Optimizer(model, OPTIM), TrainState(1, 1))
     saved.load(path, other, Optimizer(other, OPTIM))
     assert same(model, other)

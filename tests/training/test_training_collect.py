@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from training_kit import LetterSource
 
-from rolltree.errors import INFRASTRUCTURE, TrainingError
+from rolltree.errors import TrainingError
 from rolltree.inference.retry import RetryPolicy
 from rolltree.rollouts import RolloutEngine
 from rolltree.store import Run
@@ -47,15 +47,15 @@ class Compared(Source):
 class Dying(Source):
     """Model calls fail: those of rollout `name` as often as `calls[name]` says."""
 
-    def __init__(self, calls, kind="ConnectionFailed"):
+    def __init__(self, calls, name="ConnectionFailed", kind="infrastructure"):
         super().__init__()
-        self.calls, self.kind = dict(calls), kind
+        self.calls, self.name, self.kind = dict(calls), name, kind
 
     async def run_request(self, request, client):
         (state,) = await super().run_request(request, client)
         if self.calls.get(request.request_id, 0) > 0:
             self.calls[request.request_id] -= 1
-            state["error"] = ErrorRecord(self.kind, "gone", "trace", "model")
+            state["error"] = ErrorRecord(self.name, "gone", "trace", "model", self.kind)
             state["reward"] = None
         return [state]
 
@@ -160,16 +160,24 @@ async def test_a_step_of_failures_stops_and_is_run_again_with_a_trace(run):
     assert sum(each.data["times"] for each in run.events("retried")) == 6
 
 
-@pytest.mark.parametrize("kind", sorted(INFRASTRUCTURE))
-async def test_what_servers_and_sandboxes_failed_is_run_again_in_the_same_start(run, kind):
+async def test_what_servers_and_sandboxes_failed_is_run_again_in_the_same_start(run):
     names = [r.request_id for r in requests()]
-    source = Dying({names[1]: 1, names[3]: 2, names[4]: 3}, kind)
+    source = Dying({names[1]: 1, names[3]: 2, names[4]: 3})
     collected = await collect(requests(), engine(source), run)
     assert [r.error for r in collected.results] == [None] * 6
     assert [r.request for r in collected.results] == requests()  # with the same seeds
     assert sorted(source.played) == sorted(names + names[1:2] + names[3:4] * 2 + names[4:5] * 3)
     assert run.num_rollouts() == run.num_rollouts(status="ok") == 6
     assert sum(each.data["times"] for each in run.events("retried")) == 6
+    assert NOTICES == []
+
+
+async def test_a_failure_that_only_has_the_name_of_a_servers_ends_the_step_at_once(run):
+    names = [r.request_id for r in requests()]
+    source = Dying(dict.fromkeys(names, 99), "ServerError", "episode")
+    with pytest.raises(TrainingError, match="all 6 rollouts of step 1 failed"):
+        await collect(requests(), engine(source), run)
+    assert sorted(source.played) == names
     assert NOTICES == []
 
 

@@ -1,5 +1,6 @@
 import ast
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,9 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rolltree.training as room
+from rolltree.cluster import beat, broker, driver
 from rolltree.errors import ConfigError, RolltreeError, UnknownName
+from rolltree.inference.weights import publish
 from rolltree.samples import TruncationPolicy
-from rolltree.training import MAY_CHANGE, TrainConfig, config, load_train_config
+from rolltree.training import (
+    MAY_CHANGE,
+    TrainConfig,
+    advantages,
+    checkpoint_formats,
+    config,
+    load_train_config,
+    optim,
+    plan,
+    trackers,
+)
 
 SECTIONS = config._SECTIONS
 
@@ -31,7 +44,6 @@ def test_the_defaults_are_a_valid_config_and_round_trip():
         ({"optim": {"lr": 0.0}}, "optim.lr is 0.0: expected `float` > 0"),
         ({"optim": {"lr": float("nan")}}, "optim.lr is nan"),
         ({"optim": {"beta2": 1.0}}, "optim.beta2"),
-        ({"optim": {"final_lr_share": 0.5}}, "the constant schedule never falls"),
         ({"optim": {"schedule": "cubic"}}, "optim.schedule is 'cubic': invalid enum value"),
         ({"train": 3}, "train is 3: expected `object`"),
         ({"sampling": {"stop": ["a", 7]}}, "sampling.stop[1] is 7: expected `str`"),
@@ -130,6 +142,35 @@ def test_the_number_of_steps_may_change_where_the_learning_rate_does_not_fall_un
         assert kept == {"train.num_steps"}
 
 
+@pytest.mark.parametrize("place", config.REMOVED)
+def test_a_setting_that_was_removed_says_what_holds_now(place):
+    value, now = config.REMOVED[place]
+    section, _, key = place.partition(".")
+    said = f"It was removed: {re.escape(now)}. Leave it out."
+    with pytest.raises(ConfigError, match=f"the config has no key {place}. {said}"):
+        load_train_config({section: {key: value}})
+    with pytest.raises(ConfigError, match=said):
+        load_train_config(overrides=[f"{place}={value}"])
+    for name in (key, f"{section}_{key}"):
+        with pytest.raises(ConfigError, match=f"there is no setting '{name}'. {said}"):
+            load_train_config(**{name: value})
+
+
+def test_what_is_said_of_removed_settings_is_what_holds():
+    now = {
+        "engine.reload_method": publish.RELOAD_METHOD,
+        "engine.away_limit_s": plan.AWAY_LIMIT_S,
+        "checkpoint.max_shard_size": checkpoint_formats.MAX_SHARD_SIZE,
+        "track.transcripts_every": trackers.TRANSCRIPTS_EVERY,
+        "optim.final_lr_share": optim.SCHEDULES["cosine"](1.0),
+        "algorithm.baseline_decay": advantages.BASELINE_DECAY,
+        "cluster.orphan_s": beat.ORPHAN_S,
+        "cluster.max_restarts": driver.MAX_RESTARTS,
+        "cluster.queue_bytes": broker.QUEUE_BYTES,
+    }
+    assert {place: value for place, (value, _) in config.REMOVED.items()} == now
+
+
 class TestCreditSettings:
     def load(self, **algorithm):
         return load_train_config({"algorithm": algorithm}).algorithm.policy(None)
@@ -140,11 +181,10 @@ class TestCreditSettings:
             flow="discounted",
             edge_discount=0.25,
             baseline="ema",
-            baseline_decay=0.5,
             on_error="drop_group",
         )
         assert (policy.flow.down, policy.flow.up) == (0.25, 0.0)
-        assert (policy.baseline, policy.baseline_decay) == ("ema", 0.5)
+        assert (policy.baseline, policy.baseline_decay) == ("ema", 0.9)
         assert policy.on_error == "drop_group"
 
     @pytest.mark.parametrize(
@@ -152,8 +192,6 @@ class TestCreditSettings:
         [
             ({"edge_discount": 0.5}, "does not read it"),
             ({"baseline": "ema"}, "leave the baseline out"),
-            ({"baseline_decay": 0.5}, "no moving average"),
-            ({"name": "reinforce", "baseline": "ema", "baseline_decay": 1.0}, "baseline_decay"),
             ({"flow": "teem"}, "flow"),
         ],
     )

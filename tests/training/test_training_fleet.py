@@ -130,7 +130,7 @@ class TestMembers:
         assert new not in fleet._pool.clients
         assert "http://a:5 is no longer used" in fleet.said[-1]
         assert "it serves other weights. The run goes on with http://a:1" in fleet.said[-1]
-        assert await fleet.or_lost(asyncio.sleep(0, "goes on")) == "goes on"
+        assert await fleet.guard(asyncio.sleep(0, "goes on")) == "goes on"
         with pytest.raises(ConnectionFailed, match="was removed"):
             await fleet.ready(new)
 

@@ -8,8 +8,8 @@ from rolltree.errors import TrainingError
 from rolltree.training.forward import LogprobModel
 from rolltree.training.layout import collate
 from rolltree.training.recompute import recomputation
+from rolltree.training.recurrent_layers import recurrent_layers
 from rolltree.training.tree_attention import tree_attention
-from rolltree.training.tree_recurrence import recurrent_layers
 from rolltree.training.tree_support import why_not_tree
 
 one_per_kernel = pytest.mark.parametrize("kind", ONE_PER_KERNEL)

@@ -240,7 +240,7 @@ def test_the_flag_for_environments_of_verifiers_is_passed_on(monkeypatch):
         seen.update(args, id=env_id)
         raise KeyError("far enough")
 
-    monkeypatch.setattr("rolltree.launch.load_environment", load)
+    monkeypatch.setattr("rolltree.environments.load_environment", load)
     settings = {"id": "my-env", "args": {"num": 2}, "compat": True}
     with pytest.raises(KeyError, match="far enough"):
         rt.train(env=settings)

@@ -53,14 +53,14 @@ CASES = [
     *({"name": name} for name in sorted(ALGORITHMS) if name not in ("dr_grpo", "zero")),
     {"name": "dr_grpo", "fixed_length": 7},
     {"name": "grpo", "aggregation": "token", "dual_clip": 1.5},
-    {"name": "gspo", "aggregation": "sequence", **WIDE},
+    {"name": "gspo", "aggregation": "call", **WIDE},
     {"name": "gmpo", "aggregation": "token", **WIDE},
     {"name": "cispo", "aggregation": "rollout"},
     *({"name": "grpo", "kl_coef": 0.3, "kl": name} for name in sorted(KLS)),
     *({"name": "grpo"} | correction_case(name) for name in sorted(CORRECTIONS)),
     {"name": "gspo", **WIDE, **correction_case("sequence_tis"), "kl_coef": 0.2, "kl": "reward"},
     {"name": "reinforce", "entropy_coef": 0.2},
-    {"name": "sft", "aggregation": "sequence", "kl_coef": 0.2, "kl": "full"},
+    {"name": "sft", "aggregation": "call", "kl_coef": 0.2, "kl": "full"},
 ]
 
 

@@ -1,7 +1,10 @@
 import asyncio
+import contextlib
+import math
 from collections import Counter
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from loop_kit import curve, make_config, start
@@ -10,8 +13,10 @@ from training_kit import LetterSource
 from rolltree.errors import ConfigError, TokenError, TrainingError
 from rolltree.models import load_model
 from rolltree.records import audit
-from rolltree.store import Run
+from rolltree.store import Run, to_plain
+from rolltree.tokens import Trajectory
 from rolltree.training import Silent, build_parts, run_training, step_requests
+from rolltree.types import FinishReason, ModelResponse, State
 
 
 class Recorder(Silent):
@@ -86,6 +91,48 @@ class TestLearning:
         section = {"forward": "rows", "scope": "interleave"}
         rows = start(make_config(model, tmp_path / "rows", train=section))
         assert close(curve(rows), curve(tree))
+
+
+class TestEmptyCompletions:
+    def test_they_are_rewarded_and_train_no_token(self, model, tmp_path):
+        class Silenced(LetterSource):
+            """The first member of each group says nothing."""
+
+            async def run_request(self, request, client):
+                (state,) = await super().run_request(request, client)
+                if request.index_in_group == 0:
+                    said, state["trajectory"] = state["trajectory"], Trajectory()
+                    for step in said:
+                        state["trajectory"].append_call(
+                            prompt=step["prompt"],
+                            completion=[{"role": "assistant", "content": ""}],
+                            response=empty_response(step["tokens"]["prompt_ids"]),
+                        )
+                    state["reward"] = 0.0
+                return [state]
+
+        report = start(make_config(model, tmp_path / "run", train={"num_steps": 2}), Silenced())
+        with Run.open(tmp_path / "run", "r") as run:
+            rows = list(run.rollouts(phase="train", blobs=False))
+            trained = {row.request_id: int(row.num_sampled.sum()) for row in run.trained(step=2)}
+        silent = [row for row in rows if row.index_in_group == 0]
+        assert {(row.status, row.reward, row.num_completion_tokens) for row in silent} == {
+            ("ok", 0.0, 0)
+        }
+        assert not any(trained.get(row.request_id) for row in silent)
+        assert all(math.isfinite(step["train/loss"]) for step in report.metrics)
+
+
+def empty_response(prompt_ids):
+    return ModelResponse(
+        message={"role": "assistant", "content": ""},
+        text="",
+        finish_reason=FinishReason.STOP,
+        prompt_ids=np.array(prompt_ids, np.int32),
+        completion_ids=np.zeros(0, np.int32),
+        logprobs=np.zeros(0, np.float32),
+        versions=np.zeros(0, np.int32),
+    )
 
 
 class TestVersions:
@@ -330,6 +377,43 @@ def test_the_export_is_the_trained_model(model, tmp_path):
     assert not torch.equal(trained.model.norm.weight, first.model.norm.weight)
 
 
+class Uneven(LetterSource):
+    """Some rollouts have one turn, the others two."""
+
+    async def run_request(self, request, client):
+        num_turns = 1 if request.request_id.endswith("/0") else 2
+        return await LetterSource(num_turns=num_turns).run_request(request, client)
+
+
+class TestOlderRuns:
+    """Runs from when the default of `grpo` was the mean over calls."""
+
+    def aged(self, model, path):
+        """Start a run, and let its settings say what an older version would have written."""
+        by_call = {"algorithm": {"aggregation": "call"}, "train": {"num_steps": 2}}
+        start(make_config(model, path, **by_call), Uneven())
+        with Run.open(path, "w") as run:
+            old = to_plain(make_config(model, path, train={"num_steps": 2}).as_dict())
+            del old["train"]["changed_sampling"]
+            run._rebind(old, "train")
+
+    def test_the_same_command_continues_them_as_they_were(self, model, tmp_path):
+        self.aged(model, tmp_path / "old")
+        for num_steps in (3, 4):
+            config = make_config(model, tmp_path / "old", train={"num_steps": num_steps})
+            report = start(config, Uneven())
+        by_call = make_config(model, tmp_path / "new", algorithm={"aggregation": "call"})
+        wanted = start(by_call, Uneven())
+        assert all(map(close, curve(report), curve(wanted)))
+        other = start(make_config(model, tmp_path / "other"), Uneven())
+        assert not all(map(close, curve(other), curve(wanted)))
+        assert audit(tmp_path / "old").findings == ()
+
+    def test_they_are_audited_as_they_were_trained(self, model, tmp_path):
+        self.aged(model, tmp_path / "old")
+        assert audit(tmp_path / "old").findings == ()
+
+
 class Cut(LetterSource):
     """Rollouts of some steps are truncated."""
 
@@ -387,13 +471,33 @@ class TestNothingToTrain:
         found = audit(tmp_path / "run").findings
         assert [each for each in found if each.check != "sampler"] == []  # the reasons are made up
 
-    def test_rollouts_without_token_ids_are_an_error(self, model, tmp_path):
+    @pytest.mark.parametrize("async_steps", [0, 1])
+    def test_a_server_without_token_ids_is_an_error_until_it_is_mended(
+        self, model, tmp_path, async_steps
+    ):
         class Forgets(LetterSource):
             async def run_request(self, request, client):
                 states = await super().run_request(request, client)
-                for state in states:
-                    state["trajectory"] = []
+                for step in states[0]["trajectory"]:
+                    step["tokens"] = None
                 return states
 
+        config = make_config(model, tmp_path / "run", train={"async_steps": async_steps})
         with pytest.raises(TokenError, match="no loss record"):
-            start(make_config(model, tmp_path / "run"), Forgets())
+            start(config, Forgets())
+        # Sampling may have been ahead: each step that it stored whole ends one more start.
+        for _ in range(async_steps):
+            with contextlib.suppress(TokenError):
+                start(config)
+        report = start(config)
+        assert report.metrics[0]["train/num_records"] == 0
+        assert report.metrics[-1]["train/num_records"] > 0
+
+    def test_agents_that_never_call_the_model_stop_nothing(self, model, tmp_path):
+        class Silent(LetterSource):
+            async def run_request(self, request, client):
+                (state,) = await super().run_request(request, client)
+                return [State(state) | {"trajectory": []}]
+
+        report = start(make_config(model, tmp_path / "run"), Silent())
+        assert [step["train/num_records"] for step in report.metrics] == [0.0] * 4

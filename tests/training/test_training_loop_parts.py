@@ -167,15 +167,19 @@ class TestPolicies:
         assert source.played == []
         assert report.metrics[0]["credit/untrained_share"] == 0.0
 
-    def test_a_reward_that_is_missing_stops_the_run(self, model, tmp_path):
+    def test_a_reward_that_is_missing_is_counted_and_teaches_nothing(self, model, tmp_path):
         class Unscored(LetterSource):
             async def run_request(self, request, client):
                 (state,) = await super().run_request(request, client)
                 state["reward"] = None
                 return [state]
 
-        with pytest.raises(TrainingError, match="has the reward None"):
-            start(make_config(model, tmp_path / "run"), Unscored())
+        config = make_config(model, tmp_path / "run", train={"num_steps": 1})
+        (row,) = start(config, Unscored()).metrics
+        assert row["credit/unusable_share"] == 1
+        with Run.open(tmp_path / "run", "r") as run:
+            notices = [event.data["message"] for event in run.events("notice")]
+        assert any("has the reward None" in notice for notice in notices)
 
     def test_a_source_that_samples_greedily_is_refused(self, model, tmp_path):
         source = LetterSource()

@@ -11,7 +11,10 @@ from rolltree.errors import TokenError, TrainingError
 from rolltree.samples import build_samples, concat_records
 from rolltree.samples.transform import blank_records, take_records
 from rolltree.tokens import StepTokens, TokenStream, TokenTree
+from rolltree.training import load_train_config
+from rolltree.training.feeds import credit_of
 from rolltree.training.losses import LOSSES, Loss, LossTerms
+from rolltree.types import RolloutRequest, RolloutResult, State
 
 SCOPES = ("step", "turn", "interleave", "tree")
 
@@ -51,6 +54,34 @@ def test_the_values_reach_the_loss_the_same_in_every_scope():
     assert difference(gradient_of(worker, twice), 2 * gradients["step"]) < FLOAT32
 
 
+def test_tokens_without_an_advantage_train_unless_the_row_says_that_they_cannot(monkeypatch):
+    """The loss reads the advice only, so rollouts whose rewards are all equal teach as well."""
+    rollouts = states(streams=advice)
+    for state in rollouts[1:]:
+        for step in state["trajectory"]:
+            step["advantage"] = 0.0
+    samples = build_samples(rollouts, inputs=("advice",)).samples
+    metrics = trainer(tiny_model("llama"), algorithm=CASE).step(samples, 1)
+    assert metrics["train/num_skipped_records"] == 0
+    assert metrics["train/num_records"] == sum(len(sample.records) for sample in samples)
+    says_so = Loss(LOSSES["advised"].fn, {}, inputs=("advice",), only_advantage=True)
+    monkeypatch.setitem(LOSSES, "advised", says_so)
+    assert trainer(tiny_model(), algorithm=CASE).step(samples, 1)["train/num_skipped_records"] > 0
+
+
+@pytest.mark.parametrize("loss", [None, "advised"])
+def test_dynamic_sampling_asks_the_loss_what_teaches(loss):
+    config = load_train_config({"algorithm": {"dynamic_sampling_max": 4, "loss": loss}})
+    flat = [result(0.1 + 0.2, index=0), result(0.3, index=1)]
+    assert credit_of(flat, config).has_signal is (loss == "advised")
+
+
+def result(reward, index):
+    state = State(reward=reward, trajectory=[{"reward": None, "extras": {}}], error=None)
+    request = RolloutRequest(f"g/{index}", "env", {"prompt": "p"}, 0, 0, "g", index)
+    return RolloutResult(request, (state,), None)
+
+
 def test_each_record_has_the_value_of_its_own_token():
     (state,) = states(num_rollouts=1, streams=advice)
     tree = state["trajectory"].tree
@@ -62,14 +93,14 @@ def test_each_record_has_the_value_of_its_own_token():
         assert np.array_equal(records.extra["advice"][order], wanted), scope
 
 
-def test_a_token_without_a_value_is_refused_by_name():
+def test_a_step_without_the_values_is_refused_by_name():
     worker = trainer(tiny_model("llama"), algorithm=CASE)
     for samples in (
         build_samples(states(), inputs=("advice",)).samples,
         build_samples(states(streams=advice)).samples,
     ):
-        with pytest.raises(TrainingError, match=r"'advised' reads 'advice'.*rollout r0 has none"):
-            gradient_of(worker, samples)
+        with pytest.raises(TrainingError, match=r"call 0 of rollout r0 .* without 'advice'"):
+            worker.step(samples, 1)
 
 
 def test_values_of_prompt_tokens_only_give_sampled_tokens_none():

@@ -201,7 +201,7 @@ class TestAggregation:
         ("name", "expected"),
         [
             ("token", [1 / 7] * 7 + [0] * 3),
-            ("sequence", [1 / 6] * 2 + [1 / 12] * 4 + [1 / 3] + [0] * 3),
+            ("call", [1 / 6] * 2 + [1 / 12] * 4 + [1 / 3] + [0] * 3),
             ("rollout", [1 / 12] * 6 + [1 / 2] + [0] * 3),
             ("fixed_length", [1 / 20] * 7 + [0] * 3),
         ],
@@ -239,15 +239,24 @@ class TestAggregation:
 
 
 class TestAlgorithms:
+    @pytest.mark.parametrize("name", ["grpo", "rloo", "reinforce", "zero"])
+    def test_a_rollout_of_many_calls_weighs_as_much_as_one_of_few(self, name):
+        """As in TRL and verl, whose sequence is the whole rollout."""
+        row = resolve_algorithm(name)
+        weight = coefficients(TWO_ROLLOUTS, row.aggregation, row.fixed_length)
+        assert rollout_sums(TWO_ROLLOUTS, weight).tolist() == pytest.approx([0.5] * 10)
+
     def test_all_rows_resolve(self):
         for name, row in ALGORITHMS.items():
             length = 8 if row.aggregation == "fixed_length" else None
             assert resolve_algorithm(name, fixed_length=length).loss == row.loss
 
     def test_parts_and_parameters_can_be_replaced(self):
-        got = resolve_algorithm("dapo", aggregation="sequence", parameters={"clip_low": 0.1})
-        assert (got.credit, got.loss, got.aggregation) == ("grpo", "ppo_clip", "sequence")
+        got = resolve_algorithm("dapo", aggregation="call", parameters={"clip_low": 0.1})
+        assert (got.credit, got.loss, got.aggregation) == ("grpo", "ppo_clip", "call")
         assert got.parameters == {"clip_low": 0.1, "clip_high": 0.28, "dual_clip": math.inf}
+        # As older settings spell it.
+        assert resolve_algorithm("grpo", aggregation="sequence").aggregation == "call"
 
     def test_another_loss_drops_the_rows_parameters(self):
         got = resolve_algorithm("dapo", loss="reinforce")

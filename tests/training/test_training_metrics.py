@@ -119,9 +119,9 @@ def step(sampled, prompt, finish="stop"):
     }
 
 
-def result(index, reward, steps, error=None, group="g", **state):
+def result(index, reward, steps, error=None, group="g", task="t", **state):
     request = RolloutRequest(
-        f"r{index}", "env", {"prompt": "p", "example_id": 0, "task": "t"}, 0, 0, group, index
+        f"r{index}", "env", {"prompt": "p", "example_id": 0, "task": task}, 0, 0, group, index
     )
     made = State(reward=reward, trajectory=steps, error=error, **state)
     return RolloutResult(request, (made,), error)
@@ -162,13 +162,31 @@ class TestRolloutMetrics:
         assert metrics["error/mean"] == 0.25
         assert metrics["error/ServerError"] == 1.0
 
+    def test_each_environment_of_a_group_has_its_own(self):
+        played = [
+            result(0, 1.0, [], group="g", metrics={"found": 1.0}, task="a"),
+            result(1, 0.0, [], group="h", metrics={"found": 0.0}, task="a/hard/7"),
+            result(2, 0.5, [], group="i", task="a/b"),
+            result(3, None, [], group="i", error=ERROR, task="a/b/own"),
+        ]
+        assert not [name for name in rollout_metrics(played) if name.startswith("env/")]
+        metrics = rollout_metrics(played, ["a", "a/b", "never"])
+        found = {name: value for name, value in metrics.items() if name.startswith("env/")}
+        assert metrics["reward/mean"] == found["env/a/reward/mean"] == 0.5
+        assert found["env/a/metrics/found"] == 0.5
+        assert found["env/a/reward/low"] < 0.5 < found["env/a/reward/high"]
+        assert (found["env/a/num_rollouts"], found["env/a/b/num_rollouts"]) == (2.0, 2.0)
+        assert (found["env/a/error/mean"], found["env/a/b/error/mean"]) == (0.0, 0.5)
+        assert not [name for name in found if "never" in name]
+
     def test_the_rewards_interval_takes_the_group_as_the_unit(self):
         """Groups of means 1, 2, 3 (the example of `estimate`)."""
         metrics = rollout_metrics(grouped({"a": [0.5, 1.5], "b": [2.0, 2.0], "c": [3.0, 3.0]}))
         assert metrics["reward/low"] == pytest.approx(-0.484, abs=1e-3)
         assert metrics["reward/high"] == pytest.approx(4.484, abs=1e-3)
         alone = rollout_metrics([result(0, 0.25, [])])
-        assert "reward/low" not in alone  # one group, no shares: there is no interval
+        assert (alone["reward/low"], alone["reward/high"]) == (0.0, 1.0)  # one group says nothing
+        assert "reward/low" not in rollout_metrics([result(0, 7.0, [])])  # which has no bounds
 
     def test_the_interval_is_that_of_the_mean_when_groups_lost_episodes(self):
         """With mean c = 13/6 of N = 6 in G = 3 groups, a group's value is c + G n (m - c) / N.

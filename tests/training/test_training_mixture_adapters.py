@@ -5,8 +5,10 @@ import copy
 from functools import partial
 
 import numpy as np
+import peft
 import pytest
 import torch
+import transformers
 from loop_kit import make_config, make_model
 from tests_models.architectures import make_model as make_row
 from training_kit import FLOAT32, LetterSource
@@ -23,14 +25,9 @@ from rolltree.training import (
     open_run,
     run_training,
 )
-from rolltree.training.checkpoint_formats import trained_tensors
-from rolltree.training.lora import (
-    adapters_off,
-    add_adapter,
-    check_copy,
-    copy_weights,
-    plain_tensors,
-)
+from rolltree.training.checkpoint_formats import read_weights, trained_tensors, write_full
+from rolltree.training.lora import adapters_off, add_adapter, check_copy
+from rolltree.training.plain_weights import ADAPTER_FILE, copy_weights, plain_tensors
 from rolltree.types import GenerateRequest, SamplingParams
 
 VOCAB = 99
@@ -298,3 +295,36 @@ def test_after_a_run_the_exported_model_says_what_the_engine_says(kind, tmp_path
         logprobs = exported(input_ids=ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
     wanted = logprobs.gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
     assert np.abs(wanted - answer.logprobs).max() < 1e-5
+
+
+def test_adapters_do_not_depend_on_which_peft_transformers_likes(tmp_path, monkeypatch):
+    """transformers 5.24 asks for peft 0.22, which is not released."""
+
+    def refuse(*_, **__):
+        raise ValueError("the version of PEFT is not compatible")
+
+    monkeypatch.setattr("transformers.integrations.peft.check_peft_version", refuse)
+    model, other = adapted("gpt2")[0], adapted("gpt2")[0]
+    with torch.no_grad():
+        for tensor in trained_tensors(model).values():
+            tensor.add_(0.1)
+    optimizer = Trainer(model, load_train_config({"model": {"lora_rank": 2}})).optimizer
+    write_full(tmp_path, model, optimizer, None)
+    assert {file.name for file in tmp_path.iterdir()} >= {"adapter_config.json", ADAPTER_FILE}
+    read_weights(tmp_path, other)
+    for name, tensor in trained_tensors(model).items():
+        assert torch.equal(trained_tensors(other)[name], tensor)
+    export_model(model, None, tmp_path / "final" / "model")
+    assert (tmp_path / "final" / "adapter" / ADAPTER_FILE).is_file()
+
+
+def test_what_peft_cannot_do_names_both_versions(monkeypatch):
+    def fail(*_, **__):
+        raise ValueError("no such layer")
+
+    monkeypatch.setattr("peft.inject_adapter_in_model", fail)
+    both = (
+        rf"peft {peft.__version__} with transformers {transformers.__version__} could not .*layer\."
+    )
+    with pytest.raises(ConfigError, match=both):
+        adapted("gpt2")

@@ -3,9 +3,14 @@ import asyncio
 import pytest
 import torch
 from loop_kit import make_config
+from server_away_kit import At
+from training_kit import LetterSource
 
+import rolltree as rt
 from rolltree.errors import ConfigError, UnknownName
-from rolltree.training import build_parts, open_run
+from rolltree.store import Run
+from rolltree.training import build_parts, fork_run, load_train_config, open_run
+from rolltree.training.config import REMOVED
 from rolltree.types import SamplingParams
 
 
@@ -56,3 +61,43 @@ def test_the_same_directory_continues_and_another_config_is_refused(model, tmp_p
         run.add_step(1, {})  # settings bind with the first rollout or step
     with pytest.raises(ConfigError, match=r"algorithm.name was 'grpo' and is now 'dapo'"):
         open_run(make_config(model, tmp_path / "run", algorithm={"name": "dapo"}))
+
+
+OLD = {
+    "engine.away_limit_s": 60.0,
+    "optim.final_lr_share": 0.5,
+    "checkpoint.max_shard_size": "5GB",
+    "algorithm.baseline_decay": None,
+}
+
+
+def test_a_run_with_settings_that_were_removed_continues_and_says_so(model, tmp_path):
+    """Those that mean what holds now are not mentioned."""
+    config = make_config(model, tmp_path / "run", train={"num_steps": 2}, checkpoint={"every": 1})
+    rt.train(config, environment=LetterSource(), reporter=rt.Silent())
+    with Run.open(tmp_path / "run") as run:
+        stored = run.config
+        for name, value in OLD.items():
+            section, _, key = name.partition(".")
+            stored[section][key] = value
+        run.set_meta("config", stored)
+    longer = load_train_config(config, num_steps=3)
+    made = fork_run(tmp_path / "run", num_steps=3)
+    assert (made.engine, made.optim, made.train) == (longer.engine, longer.optim, longer.train)
+    assert fork_run(tmp_path / "run", num_steps=3) == made
+    heard = At({}, lambda: None)
+    assert len(rt.train(longer, environment=LetterSource(), reporter=heard).metrics) == 3
+    expected = [
+        f"the run was started with {name} = {OLD[name]}, a setting that was removed: "
+        f"{REMOVED[name][1]}."
+        for name in ("engine.away_limit_s", "optim.final_lr_share")
+    ]
+    assert heard.notices[:2] == expected
+    for path in (tmp_path / "run", made.run.dir):
+        with Run.open(path, "r") as run:
+            assert [event.data["message"] for event in run.events("notice")][:2] == expected
+            assert load_train_config(run.config)
+    # Once: the run has the settings of this version now.
+    heard = At({}, lambda: None)
+    rt.train(load_train_config(longer, num_steps=4), environment=LetterSource(), reporter=heard)
+    assert not [notice for notice in heard.notices if "was removed" in notice]

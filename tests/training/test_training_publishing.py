@@ -14,10 +14,11 @@ from training_kit import LetterSource, flat, group, tiny_model
 
 from rolltree.errors import ConfigError, TrainingError
 from rolltree.inference.local import local_client
-from rolltree.inference.weights.publish import call
+from rolltree.inference.reachable import call
 from rolltree.models import load_model
 from rolltree.training import Trainer, build_parts, load_train_config, open_run, run_training
-from rolltree.training.lora import add_adapter, plain_tensors
+from rolltree.training.lora import add_adapter
+from rolltree.training.plain_weights import plain_tensors
 from rolltree.training.publishing import Publisher, next_logprobs
 from rolltree.training.servers import weight_way
 
@@ -217,7 +218,6 @@ class TestServers:
             ({"kind": "servers"}, "Servers need URLs"),
             ({"urls": ["http://a"]}, "Servers need URLs"),
             ({"kind": "servers", "urls": ["http://a"], "max_batch": 8}, "engine.max_batch is set"),
-            ({"reload_method": "x"}, "engine.reload_method is set"),
             ({"publish": "transfer"}, "engine.publish is set, and engine.kind = 'local'"),
             ({"publish": "fax"}, "engine.publish"),
             ({"transfer_address": "10.0.0.1"}, "engine.transfer_address is set"),
@@ -229,15 +229,6 @@ class TestServers:
                     "transfer_address": "10.0.0.1",
                 },
                 "engine.transfer_address is set, and engine.publish = 'disk'",
-            ),
-            (
-                {
-                    "kind": "servers",
-                    "urls": ["http://a"],
-                    "publish": "transfer",
-                    "reload_method": "x",
-                },
-                "engine.reload_method is set, and engine.publish = 'transfer'",
             ),
             ({"probe_tolerance": 0}, "engine.probe_tolerance"),
         ],

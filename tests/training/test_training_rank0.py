@@ -19,8 +19,9 @@ from rolltree.models import load_model
 from rolltree.store import Run
 from rolltree.training import Checkpoints, Silent, Trainer, load_train_config
 from rolltree.training.checkpoint_formats import trained_tensors
-from rolltree.training.lora import adapters_off, add_adapter, copy_weights, peft_name, plain_tensors
+from rolltree.training.lora import adapters_off, add_adapter, peft_name
 from rolltree.training.optim import Optimizer
+from rolltree.training.plain_weights import copy_weights, plain_tensors
 from rolltree.training.rank0 import COMMANDS
 
 pytestmark = [

@@ -89,6 +89,13 @@ class TestRanks:
         away, moved = results["merged/2"]
         assert away < FLOAT32 < 0.05 < moved
 
+    def test_a_rank_with_masked_calls_only_takes_part_in_the_step(self, results):
+        found = results["masked/2"]
+        assert found["away"] < FLOAT32
+        together, alone = found["found"]
+        assert together == pytest.approx(alone, rel=1e-4)
+        assert together[:2] == [4.0, 10.0]
+
     def test_a_non_finite_step_stops_every_rank_and_changes_nothing(self, results):
         found = results["failures/2"]
         assert found["raised"] == found["unchanged"] == 2

@@ -140,7 +140,7 @@ def reference_gradient(rollouts, loss, aggregation, length, correction=None):
     every = torch.cat([part for losses in per_rollout for part in losses])
     total = {
         "token": lambda: every.mean(),
-        "sequence": lambda: torch.stack([p.mean() for ls in per_rollout for p in ls]).mean(),
+        "call": lambda: torch.stack([p.mean() for ls in per_rollout for p in ls]).mean(),
         "rollout": lambda: torch.stack([torch.cat(ls).mean() for ls in per_rollout]).mean(),
         "fixed_length": lambda: every.sum() / (length * len(rollouts)),
     }[aggregation]()
@@ -153,7 +153,7 @@ def reference_gradient(rollouts, loss, aggregation, length, correction=None):
 @given(
     groups(),
     st.sampled_from([None, *CORRECTIONS]),
-    st.sampled_from(["token", "sequence", "rollout", "fixed_length"]),
+    st.sampled_from(["token", "call", "rollout", "fixed_length"]),
     st.sampled_from(["step", "turn", "interleave", "tree", "group tree"]),
     st.sampled_from([40, 8192]),
 )

@@ -155,6 +155,44 @@ def test_experts_that_are_not_the_models_are_refused(change, message):
         worker.step(spoiled(change), 1)
 
 
+@pytest.mark.parametrize("scope", ["step", "turn"])
+@pytest.mark.parametrize("of", ["mixture", "dense"])
+def test_a_call_with_experts_of_another_model_is_masked_and_the_others_train(scope, of):
+    """One of several servers may serve another model, or write its field wrongly."""
+    samples = in_scope(routed_states()[0], scope)
+    first, *others = samples
+    stream = first.info["streams"][ROUTED_EXPERTS]
+    first.info["streams"][ROUTED_EXPERTS] = replace(stream, values=stream.values[:, :2])
+    model = mixture() if of == "mixture" else tiny_model()
+    if of == "dense":
+        others = in_scope(states(model=model), scope)[1:]
+    worker = trainer(model, algorithm=CROSS_ENTROPY)
+    kept, masked = worker.trainable([first, *others])
+    assert len(kept) == len(others)
+    assert masked.metrics()["masked/routing"] == masked.metrics()["masked/num_calls"] > 0
+    said = "has 2 layers" if of == "mixture" else "is not a mixture"
+    assert said in masked.sentences["routing"]
+    assert difference(gradient_of(worker, kept), gradient_of(worker, others)) < FLOAT32
+
+
+def test_what_attends_to_a_token_with_another_models_experts_is_masked_too():
+    (sample,) = in_scope(routed_states()[0], "tree")
+    stream = sample.info["streams"][ROUTED_EXPERTS]
+    at = int(sample.records.source[len(sample.records) // 2])
+    wrong = stream.values.copy()
+    wrong[stream.positions == at] = 99
+    sample.info["streams"][ROUTED_EXPERTS] = replace(stream, values=wrong)
+    worker = trainer(mixture(), algorithm=CROSS_ENTROPY)
+    (kept,), masked = worker.trainable([sample])
+    records = sample.records
+    attends = (records.source >= at) & (records.source < sample.subtree_end[at])
+    calls = {*zip(records.rollout[attends].tolist(), records.call[attends].tolist(), strict=True)}
+    assert masked.num_calls["routing"] == len(calls)
+    kept_calls = {*zip(kept.records.rollout.tolist(), kept.records.call.tolist(), strict=True)}
+    assert kept_calls
+    assert not kept_calls & calls
+
+
 def test_a_layer_without_a_router_may_name_any_expert():
     """vLLM has zeros there."""
 

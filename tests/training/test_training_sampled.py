@@ -1,4 +1,4 @@
-"""Calls sampled from another distribution than the trainer computes are refused, wherever set."""
+"""Calls sampled from another distribution than the trainer computes are found, wherever set."""
 
 import pytest
 
@@ -9,10 +9,13 @@ from rolltree.inference.client import sampling_from_args
 from rolltree.inference.request_fields import distribution_changes
 from rolltree.inference.vocabulary import Vocabulary
 from rolltree.rollouts import RolloutEngine
+from rolltree.samples import build_samples
 from rolltree.testing import HOSTILE, ByteTokenizer, ScriptedClient, ScriptedServer
 from rolltree.training import assign_credit, load_train_config
+from rolltree.training.algorithms import resolve_algorithm
 from rolltree.training.plan import step_requests
-from rolltree.training.sampled import check_spelled
+from rolltree.training.sampled import misspelled
+from rolltree.training.untrainable import TrainableLimits, mask_untrainable, note_misspelled
 
 CONFIG = load_train_config({"algorithm": {"group_size": 2, "groups_per_step": 1}})
 CHANGES = [
@@ -73,17 +76,29 @@ async def played(kind, args):
     return results
 
 
+def masked_calls(results):
+    """Return how many calls a trainer masks, with what is said about them."""
+    report = assign_credit(results)
+    samples = build_samples(report.trained, advantages=report.advantages).samples
+    algorithm = resolve_algorithm("grpo")
+    return mask_untrainable(samples, algorithm, TrainableLimits(vocab_size=1000, max_length=1000))[
+        1
+    ]
+
+
 @pytest.mark.parametrize("args", CHANGES)
 @pytest.mark.parametrize("kind", [PerCall, OwnRequest])
-async def test_what_an_environment_sets_for_one_call_is_refused(kind, args):
+async def test_what_an_environment_sets_for_one_call_masks_it(kind, args):
     name = next(iter(args.get("extra_body", args)))
-    with pytest.raises(TrainingError, match=rf"call 0 of train/.* was sampled with .*{name} = "):
-        assign_credit(await played(kind, args))
+    found = masked_calls(await played(kind, args))
+    assert found.num_calls == {"changed_sampling": 2}
+    with pytest.raises(TrainingError, match=rf"call 0 of rollout 0 was sampled with .*{name} = "):
+        found.check()
 
 
 @pytest.mark.parametrize("args", NEUTRAL)
 async def test_what_changes_no_distribution_is_trained(args):
-    assert len(assign_credit(await played(PerCall, args)).trained) == 2
+    assert not masked_calls(await played(PerCall, args)).num_calls
 
 
 async def test_a_call_that_is_masked_out_may_be_anything():
@@ -91,10 +106,10 @@ async def test_a_call_that_is_masked_out_may_be_anything():
     for result in results:
         for step in result.states[0]["trajectory"]:
             step["tokens"]["completion_mask"] = [0] * len(step["tokens"]["completion_ids"])
-    assert len(assign_credit(results).trained) == 2
+    assert not masked_calls(results).num_calls
 
 
-async def test_it_is_refused_when_it_comes_back_from_the_store(tmp_path):
+async def test_it_is_masked_when_it_comes_back_from_the_store(tmp_path):
     from rolltree.rollouts.decode import decode_results
     from rolltree.rollouts.record import run_stored
     from rolltree.store import Run
@@ -110,8 +125,9 @@ async def test_it_is_refused_when_it_comes_back_from_the_store(tmp_path):
             async for _ in run_stored(engine, step_requests(CONFIG, environment, 1), run):
                 pass
             stored = list(decode_results(run.rollouts()))
-    with pytest.raises(TrainingError, match=r"top_p = 0\.5"):
-        assign_credit(stored)
+    found = masked_calls(stored)
+    assert found.num_calls == {"changed_sampling": 2}
+    assert "top_p = 0.5" in found.sentences["changed_sampling"]
 
 
 @pytest.mark.parametrize("args", NEUTRAL)
@@ -134,7 +150,17 @@ async def test_ids_that_a_server_renders_must_spell_the_messages(fault):
     calls = [(each.request.request_id, each.states[0]) for each in results]
     vocabulary = Vocabulary(ByteTokenizer())
     if fault is None:
-        check_spelled(calls, vocabulary)
+        assert misspelled(calls, vocabulary) == {}
         return
-    with pytest.raises(TrainingError, match=r"call 0 of train/.* has the message"):
-        check_spelled(calls, vocabulary)
+    wrong = misspelled(calls, vocabulary)
+    assert wrong
+    assert all(
+        "call 0 of train/" in text and " has the message " in text for text in wrong.values()
+    )
+    report = assign_credit(results)
+    samples = build_samples(report.trained, advantages=report.advantages).samples
+    samples = note_misspelled(samples, report.trained, wrong)
+    limits = TrainableLimits(vocab_size=1000, max_length=1000)
+    kept, masked = mask_untrainable(samples, resolve_algorithm("grpo"), limits)
+    assert masked.num_calls == {"misspelled": len(wrong)}
+    assert sum(len(sample.records) > 0 for sample in kept) == 2 - len(wrong)

@@ -67,7 +67,7 @@ def test_what_conversations_share_is_computed_once():
 
 def test_data_without_a_policy_is_refused_by_policy_losses():
     worker = trainer(tiny_model(), algorithm={"name": "reinforce"})
-    with pytest.raises(TrainingError, match=r"logprob of a token is nan.*rollout data/0"):
+    with pytest.raises(TrainingError, match=r"call 0 of rollout data/0 .* is nan"):
         worker.step(samples(), 1)
 
 

@@ -1,5 +1,6 @@
 """Trackers: what arrives in each package's own files, read back from there."""
 
+import asyncio
 import importlib
 import importlib.util
 import json
@@ -14,12 +15,14 @@ import numpy as np
 import pytest
 from loop_kit import make_config, start
 
+import rolltree as rt
+from rolltree.cluster.driver import run_cluster
 from rolltree.errors import ConfigError, UnknownName
 from rolltree.redact import redact
 from rolltree.rollouts.decode import decode_results
 from rolltree.store import Run
 from rolltree.store.metric_names import numbers
-from rolltree.training import Silent
+from rolltree.training import Silent, trackers
 from rolltree.training.advantages import CreditReport
 from rolltree.training.config import TrainConfig, load_train_config
 from rolltree.training.trackers import TRACKERS, Sink, TrackedRun, Trackers
@@ -73,9 +76,12 @@ HARD = Transcript(
 
 
 class TestTensorBoard:
-    def test_a_run_arrives_whole_also_after_a_stop_between_checkpoints(self, model, tmp_path):
+    def test_a_run_arrives_whole_also_after_a_stop_between_checkpoints(
+        self, model, tmp_path, monkeypatch
+    ):
         """Steps 3 and 4 are trained again; the event files hold each step once, as stored."""
-        track = {"to": ["tensorboard"], "transcripts": 2, "transcripts_every": 2}
+        monkeypatch.setattr(trackers, "TRANSCRIPTS_EVERY", 2)
+        track = {"to": ["tensorboard"], "transcripts": 2}
         options = {"track": track, "checkpoint": {"every": 2}}
 
         class Stop(Silent):
@@ -207,8 +213,8 @@ def test_a_missing_package_is_an_error_that_names_the_extra(name, tmp_path, monk
             raise ImportError(f"No module named {module!r}")
         return original(module, *args)
 
-    monkeypatch.setattr(importlib, "import_module", missing)
-    with pytest.raises(ConfigError, match=rf"asks for '{name}', .*pip install 'rolltree\[track\]'"):
+    monkeypatch.setattr("rolltree.errors.import_module", missing)
+    with pytest.raises(ConfigError, match=rf"track.to = '{name}' needs .*'rolltree\[track\]'"):
         TRACKERS[name](tracked(tmp_path))
 
 
@@ -216,6 +222,13 @@ def test_names_are_checked_before_anything_starts(model, tmp_path):
     config = make_config(model, tmp_path / "run", track={"to": ["tensorbord"]})
     with pytest.raises(UnknownName, match="tensorboard"):
         Trackers(config, print)
+    # Before the model and the environment are looked for, which takes longer.
+    data = {"model": {"name": "nowhere"}, "env": {"id": "nowhere"}, "track": {"to": ["wandbb"]}}
+    with pytest.raises(UnknownName, match="wandbb"):
+        rt.train(data, quiet=True)
+    clustered = load_train_config({**data, "cluster": {}})
+    with pytest.raises(UnknownName, match="wandbb"):
+        asyncio.run(run_cluster(clustered, reporter=Silent()))
     with pytest.raises(ConfigError, match="Name each tracker once"):
         make_config(model, tmp_path / "run", track={"to": ["wandb", "wandb"]})
 

@@ -7,7 +7,7 @@ from test_training_layout import forests, seen_by_definition
 from training_kit import difference
 
 from rolltree.training.recurrence_layout import RecurrenceLayout, parents
-from rolltree.training.tree_recurrence import _convolution, linear_attention
+from rolltree.training.tree_recurrence import convolution, linear_attention
 
 
 @given(forests())
@@ -83,7 +83,7 @@ def test_convolutions_read_the_last_tokens_of_the_path(end, width, activation, b
         columns.append(total)
     expected = torch.stack(columns, -1)[None]
     expected = torch.nn.functional.silu(expected) if activation else expected
-    got = _convolution(layout, x, weight, bias, activation)
+    got = convolution(layout, x, weight, bias, activation)
     assert torch.allclose(got, expected, atol=1e-12)
     inputs = [x, weight] + [bias] * biased
     graded = torch.randn_like(got)

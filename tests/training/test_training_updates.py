@@ -247,6 +247,33 @@ class TestReference:
         assert worker.reference.model is not model
         assert not any(p.requires_grad for p in worker.reference.model.parameters())
 
+    @pytest.mark.parametrize("kl", ["k2", "k3", "reward", "full"])
+    def test_padding_of_the_teachers_vocabulary_changes_nothing(self, kl):
+        samples = [tree(group(3))]
+        algorithm = {"name": "grpo", "kl": kl, "kl_coef": 0.5}
+
+        def found(teacher):
+            worker = trainer(tiny_model("llama", 0), teacher, algorithm=algorithm)
+            return gradient_of(worker, samples)
+
+        exact, padded = tiny_model("llama", 1), tiny_model("llama", 1)
+        padded.resize_token_embeddings(64, mean_resizing=False)
+        with torch.no_grad():  # whatever the padding says
+            padded.get_output_embeddings().weight[61:] = 3.0
+        assert difference(found(padded), found(exact)) < FLOAT32
+
+    @pytest.mark.parametrize("kl", ["k3", "full"])
+    def test_a_call_with_an_id_that_only_the_student_has_is_masked(self, kl):
+        student = tiny_model("llama", 0)
+        student.resize_token_embeddings(64, mean_resizing=False)
+        algorithm = {"name": "grpo", "kl": kl, "kl_coef": 0.5}
+        worker = trainer(student, tiny_model("llama", 1), algorithm=algorithm)
+        calls = group(3, turns=1)
+        calls[1].completion[0] = 62
+        metrics = worker.step([tree(calls)], 1)
+        assert metrics["masked/vocabulary"] == 1
+        assert metrics["train/kl"] > 0
+
     @pytest.mark.parametrize(
         ("reference", "algorithm", "message"),
         [

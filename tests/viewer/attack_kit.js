@@ -3,7 +3,7 @@ async (base) => {
   const got = [];
   const tries = ["/", "/api/runs", "/api/token", "/static/main.js"];
   for (const path of tries) {
-    for (const options of [{}, { mode: "no-cors" }, { credentials: "include" }, { headers: { "X-Code": "a" } }]) {
+    for (const options of [{}, { mode: "no-cors" }, { credentials: "include" }, { headers: { Authorization: "Bearer a" } }]) {
       try {
         const answer = await fetch(base + path, options);
         if (answer.type !== "opaque") got.push(`fetch ${path} ${answer.status}`);

@@ -1,6 +1,10 @@
 """A real server process over a folder of runs, and a client that has its token."""
 
+import contextlib
+import os
 import subprocess
+import sys
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -53,6 +57,38 @@ def start():
 @pytest.fixture(scope="session")
 def page(start, runs):
     return start(runs)
+
+
+@pytest.fixture
+def opening(tmp_path):
+    """Return a function that starts `rolltree view` with a browser that notes its arguments."""
+    program, note = tmp_path / "browser", tmp_path / "given"
+    program.write_text(
+        f"#!{sys.executable}\nimport os, pathlib, sys\n"
+        f"pathlib.Path({str(note)!r} + '~').write_text(' '.join(sys.argv[1:]))\n"
+        f"os.rename({str(note)!r} + '~', {str(note)!r})\n"
+    )
+    program.chmod(0o755)
+    (tmp_path / "runs").mkdir()
+
+    @contextlib.contextmanager
+    def start(**variables):
+        command = [sys.executable, "-m", "rolltree", "view", str(tmp_path / "runs")]
+        environment = {**os.environ, "BROWSER": f"{program} %s", **variables}
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+        ) as process:
+            try:
+                link = process.stdout.readline().strip()
+                deadline = time.monotonic() + 60
+                while not note.is_file():
+                    assert time.monotonic() < deadline
+                    time.sleep(0.02)
+                yield process, link, note.read_text()
+            finally:
+                process.terminate()
+
+    return start
 
 
 @pytest.fixture(scope="module")

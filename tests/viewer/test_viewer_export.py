@@ -323,11 +323,13 @@ def full_disk(room_bytes):
 
 def test_a_file_is_written_whole_or_not_at_all(runs, tmp_path):
     file = tmp_path / "run.html"
-    file.write_text("the one before")
+    export_page(runs / "tools", file)
+    before = file.read_text(encoding="utf-8") + "<!-- the one before -->"
+    file.write_text(before, encoding="utf-8")
     with full_disk(100_000), pytest.raises(StoreError, match=r"run\.html cannot be written"):
         export_page(runs / "tools", file)
     assert [each.name for each in tmp_path.iterdir()] == ["run.html"]
-    assert file.read_text() == "the one before"
+    assert file.read_text(encoding="utf-8") == before
     export_page(runs / "tools", file)
     assert [each.name for each in tmp_path.iterdir()] == ["run.html"]
     assert "the one before" not in file.read_text(encoding="utf-8")

@@ -50,12 +50,27 @@ def test_a_page_of_another_origin_gets_nothing_and_takes_nothing_away(browser, p
 
 def test_a_wrong_link_in_an_open_tab_leaves_it_open(browser, page):
     tab = Tab(browser, page.link)
-    for wrong in ("token=wrong", "code=wrong"):
+    for wrong in ("token=wrong", "file=wrong"):
         with tab.page.expect_navigation():
             tab.page.evaluate("(to) => { location.hash = to; }", wrong)
         tab.ready("#/")
         assert tab.texts("h1") == ["Runs"]
     tab.page.context.close()
+
+
+def test_a_browser_that_is_opened_with_the_file_is_logged_in_and_the_file_is_gone(
+    browser, opening, tmp_path
+):
+    with opening(XDG_RUNTIME_DIR=str(tmp_path)) as (_, _, given):
+        tab = Tab(browser, given)
+        assert tab.texts("h1") == ["Runs"]
+        assert tab.page.evaluate("() => location.hash") == "#/"
+        assert list(tmp_path.glob("*.html")) == []
+        tab.page.reload()
+        tab.ready("#/")
+        assert tab.texts(".error") == []
+        tab.page.context.close()
+    assert tab.said == []
 
 
 NO_STORAGE = """Object.defineProperty(window, "localStorage", {

@@ -3,15 +3,16 @@
 import contextlib
 import os
 import re
+import signal
 import socket
-import subprocess
-import sys
-import time
+import stat
+from pathlib import Path
+from urllib.request import url2pathname
 
 import httpx
 import pytest
 
-from rolltree.viewer.app import HEADERS, create_viewer_app, user_of
+from rolltree.viewer.app import HEADERS, create_viewer_app
 
 
 def raw(page, request):
@@ -220,81 +221,69 @@ def test_the_store_is_not_written(page, runs):
     assert {file: file.stat().st_mtime_ns for file in runs.rglob("run.db")} == before
 
 
-async def asked(app, code, **headers):
-    given = {"Host": "127.0.0.1:1", "X-Code": code, **headers}
+async def asked(app, given, query="", **headers):
+    named = {"Host": "127.0.0.1:1", **headers}
+    if given:
+        named["Authorization"] = f"Bearer {given}"
     async with httpx.AsyncClient(
         transport=httpx.ASGITransport(app), base_url="http://127.0.0.1:1"
     ) as client:
-        return await client.get("/api/token", headers=given)
+        return (await client.get(f"/api/token{query}", headers=named)).status_code
 
 
-async def test_a_code_gives_the_token_once_and_to_the_page_only(tmp_path):
-    app = create_viewer_app(tmp_path, "the token", ["127.0.0.1:1"], code="the code")
-    assert (await asked(app, "")).status_code == 401
-    assert (await asked(app, "another")).status_code == 401
-    assert (await asked(app, "the code", Origin="http://evil.example")).status_code == 403
-    assert (await asked(app, "the code", Host="evil.example")).status_code == 421
-    assert (await asked(app, "the code")).json() == {"token": "the token"}
-    assert (await asked(app, "the code")).status_code == 401
+async def test_the_file_is_removed_when_the_page_that_it_leads_to_has_the_token(tmp_path):
+    file = tmp_path / "redirect.html"
+    file.touch()
+    app = create_viewer_app(tmp_path, "the token", ["127.0.0.1:1"], redirect=file)
+    used = "?from=file"
+    assert await asked(app, "", used) == 401
+    assert await asked(app, "another", used) == 401
+    assert await asked(app, "the token", used, Origin="http://evil.example") == 403
+    assert await asked(app, "the token", used, Host="evil.example") == 421
+    assert await asked(app, "the token", used, **{"Sec-Fetch-Site": "cross-site"}) == 403
+    assert file.is_file()
+    # The printed link, in a browser that was faster.
+    assert await asked(app, "the token", "?from=token") == 200
+    assert file.is_file()
+    assert await asked(app, "the token", used) == 200
+    assert not file.exists()
+    assert await asked(app, "the token", used) == 200  # the tab was reloaded meanwhile
 
 
-async def test_another_users_program_does_not_get_the_token_for_the_code(tmp_path, monkeypatch):
-    app = create_viewer_app(tmp_path, "the token", ["127.0.0.1:1"], code="the code")
-    monkeypatch.setattr("rolltree.viewer.app.user_of", lambda *_: os.getuid() + 1)
-    assert (await asked(app, "the code")).status_code == 401
-    monkeypatch.setattr("rolltree.viewer.app.user_of", lambda *_: os.getuid())
-    assert (await asked(app, "the code")).json() == {"token": "the token"}
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says whose a connection is")
-@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
-def test_a_connection_is_known_to_be_its_users(family):
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(family) as client:
-        port = server.getsockname()[1]
-        client.connect(("127.0.0.1" if family == socket.AF_INET else "::ffff:127.0.0.1", port))
-        assert user_of("127.0.0.1", client.getsockname()[1], port) == os.getuid()
-        assert user_of("127.0.0.2", client.getsockname()[1], port) is None
-        assert user_of("127.0.0.1", 1, port) is None
-
-
-async def test_who_has_the_token_is_told_so_and_keeps_the_code(tmp_path):
-    app = create_viewer_app(tmp_path, "the token", ["127.0.0.1:1"], code="the code")
-    for given, status in (("the token", 200), ("another", 401), ("", 401)):
-        assert (await asked(app, "", Authorization=f"Bearer {given}")).status_code == status
-    assert (await asked(app, "the code")).status_code == 200
-
-
-async def test_without_a_browser_there_is_no_code(page, tmp_path):
-    assert page.get("/api/token", token="").status_code == 401
+async def test_a_token_is_checked_without_a_file_too(tmp_path):
     app = create_viewer_app(tmp_path, "the token", ["127.0.0.1:1"])
-    assert (await asked(app, "")).status_code == 401
-    assert (await asked(app, "None")).status_code == 401
+    for given, status in (("the token", 200), ("another", 401), ("", 401), ("None", 401)):
+        assert await asked(app, given, "?from=file") == status
 
 
-def test_the_browser_that_is_opened_gets_a_code_and_not_the_token(tmp_path):
-    """A browser that asks for the token with what it was given, then for the runs."""
-    program = tmp_path / "browser"
-    program.write_text(
-        f"#!{sys.executable}\nimport sys, pathlib\n"
-        f"pathlib.Path({str(tmp_path / 'given')!r}).write_text(sys.argv[1])\n"
-    )
-    program.chmod(0o755)
-    command = [sys.executable, "-m", "rolltree", "view", str(tmp_path)]
-    environment = {**os.environ, "BROWSER": f"{program} %s"}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
-    ) as process:
-        try:
-            link = process.stdout.readline().strip()
-            deadline = time.monotonic() + 60
-            while not (tmp_path / "given").is_file() or not (tmp_path / "given").read_text():
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
-            base, _, code = (tmp_path / "given").read_text().partition("#code=")
-            token = link.partition("#token=")[2]
-            assert code
-            assert token not in base + code
-            answer = httpx.get(f"{base}api/token", headers={"X-Code": code})
-            assert answer.json() == {"token": token}
-        finally:
-            process.terminate()
+@pytest.mark.parametrize("runtime", ["runtime", "missing", ""])
+def test_the_browser_that_is_opened_gets_a_private_file_and_not_the_token(
+    opening, tmp_path, runtime
+):
+    folders = [tmp_path / "runtime", tmp_path / "temporary"]
+    for folder in folders:
+        folder.mkdir()
+    variables = {"XDG_RUNTIME_DIR": runtime and str(tmp_path / runtime), "TMPDIR": str(folders[1])}
+    with opening(**variables) as (_, link, given):
+        base, _, token = link.partition("#token=")
+        assert token not in given
+        file = Path(url2pathname(given.removeprefix("file://")))
+        assert file.parent == folders[0 if runtime == "runtime" else 1]
+        status = file.lstat()
+        assert stat.S_ISREG(status.st_mode)
+        assert stat.S_IMODE(status.st_mode) == 0o600
+        assert status.st_uid == os.getuid()
+        assert f"url={base}#file={token}" in file.read_text()
+        headers = {"Authorization": f"Bearer {token}"}
+        assert httpx.get(f"{base}api/token?from=file", headers=headers).status_code == 200
+        assert not file.exists()
+        assert httpx.get(f"{base}api/runs", headers=headers).status_code == 200  # the link, later
+
+
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
+def test_the_file_that_no_browser_used_is_removed_when_the_server_ends(opening, tmp_path, by):
+    with opening(XDG_RUNTIME_DIR=str(tmp_path / "runs")) as (process, _, _):
+        assert len(list((tmp_path / "runs").iterdir())) == 1
+        process.send_signal(by)
+        process.wait(timeout=60)
+        assert list((tmp_path / "runs").iterdir()) == []

@@ -25,7 +25,7 @@ SCHEMA = {
 
 
 class Countdown:
-    """The model has to say 3, 2, 1; "boom" makes the environment raise, "die" ends the process."""
+    """The model has to say 3, 2, 1; "boom" makes it raise, "hang" never answer, "die" hang up."""
 
     def __init__(self, max_sessions=8, schema=None, first=3):
         self.max_sessions, self.schema, self.first = max_sessions, schema or SCHEMA, first
@@ -67,6 +67,8 @@ class Countdown:
                 elif data["message"] == "die":
                     request.transport.abort()
                     break
+                elif data["message"] == "hang":
+                    continue
                 elif data["message"] == "lie":
                     answer = {"type": "observation", "data": {"reward": 1}}
                 else:

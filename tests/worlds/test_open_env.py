@@ -104,6 +104,13 @@ def test_a_server_that_does_not_answer_is_a_typed_failure():
     assert "0.2 s" in state["error"].message
 
 
+def test_an_action_that_never_ends_is_scored_if_the_server_is_well():
+    with serving(Countdown()) as url:
+        (state,) = play(open_env(url, message_limit_s=0.5), "3", "hang")
+    assert (state["error"], state["reward"], state["truncation_reason"]) == (None, 1.0, "env")
+    assert "0.5 s" in state["completion"][-1]["content"]
+
+
 def test_sessions_are_limited_and_given_back():
     game = Countdown(max_sessions=2)
     with serving(game) as url:

@@ -6,7 +6,12 @@ import numpy as np
 import pettingzoo
 import pytest
 
+from rolltree.agents import Agent
+from rolltree.environments.protocol_env import ProtocolEnvironment
 from rolltree.errors import ConfigError
+from rolltree.protocols import MultiAgentSyncProtocol
+from rolltree.steps import ParseResult
+from rolltree.testing import ScriptedClient
 from rolltree.worlds import (
     BAD_ACTION,
     ParallelGame,
@@ -59,10 +64,49 @@ def test_an_agent_without_an_action_does_the_idle_action():
     outcomes = game.step({"player_1": "lizard"})
     assert outcomes["player_0"] == StepOutcome("player_0 saw rock")
     assert outcomes["player_1"].info == {BAD_ACTION: "say one of: rock, paper, scissors"}
-    strict = hands()
-    strict.reset(seed=1)
-    with pytest.raises(ConfigError, match="Pass idle_action"):
-        strict.step({"player_0": "rock"})
+
+
+def test_without_an_idle_action_the_game_waits_for_everybody():
+    game = hands()
+    game.reset(seed=1)
+    (told,) = game.step({"player_0": "rock", "player_1": "lizard"}).items()
+    assert told[0] == "player_1"
+    assert told[1].info == {BAD_ACTION: "say one of: rock, paper, scissors"}
+    (told,) = game.step({"player_0": "rock"}).items()
+    assert told[1].info == {BAD_ACTION: "the game needs an action from every agent"}
+    # Nothing has changed.
+    outcomes = game.step({"player_0": "rock", "player_1": "paper"})
+    assert outcomes["player_0"] == StepOutcome("player_0 saw paper", -1.0)
+
+
+@pytest.mark.parametrize("idle", ["lizard", 3, 1.5])
+def test_an_idle_action_that_the_game_cannot_take_is_refused_when_it_is_made(idle):
+    with pytest.raises(ConfigError, match="idle_action"):
+        hands(idle_action=idle)
+
+
+def test_an_idle_action_may_be_given_as_text():
+    game = hands(idle_action="rock")
+    game.reset(seed=1)
+    assert game.step({"player_1": "paper"})["player_0"] == StepOutcome("player_0 saw paper", -1.0)
+
+
+def test_a_malformed_answer_has_a_reward():
+    def answer(messages):
+        return "hm" if len(messages) % 4 == 1 else "I take rock"
+
+    agents = {name: lambda: Agent(parser=as_hand) for name in ("player_0", "player_1")}
+    env = ProtocolEnvironment(
+        MultiAgentSyncProtocol(agents, max_steps=8), lambda row: hands(), num_train=0, num_eval=4
+    )
+    states = env.evaluate_sync(ScriptedClient(answer)).state
+    assert [state["error"] for state in states] == [None] * 8
+    assert None not in [state["reward"] for state in states]
+
+
+def as_hand(text):
+    hand = text.rpartition(" ")[2]
+    return ParseResult(hand) if hand in HANDS else ParseResult(None, -0.5, "Say a hand.")
 
 
 # One after another
@@ -193,6 +237,16 @@ def test_a_text_arena_game_is_saved_with_its_random_numbers():
     first = guess(game, ["[2]", "[3]"])
     game.restore(saved)
     assert guess(game, ["[2]", "[3]"]) == first
+
+
+def test_a_text_that_makes_a_game_raise_is_an_empty_move():
+    game, other = TextArenaWorld("GuessTheNumber-v0"), TextArenaWorld("GuessTheNumber-v0")
+    game.reset(seed=3)
+    other.reset(seed=3)
+    outcome = game.step(f"[{'9' * 5000}]")  # more digits than `int` reads
+    assert outcome.obs.endswith(other.step("").obs[-40:])
+    assert not outcome.done
+    assert "number" in game.step("[5]").obs
 
 
 def test_a_game_that_is_over_before_it_begins():

@@ -59,7 +59,6 @@ async def test_weights_on_the_gpu_are_sent_to_a_server_on_the_same_gpu(url, fold
 
 async def test_training_beside_the_server(url, folder, tmp_path, device):
     engine = {"kind": "servers", "urls": [f"{url}/v1"], "served_model": "m", "publish": "disk"}
-    engine["reload_method"] = "reload_all_weights"
     run = tmp_path / "run"
     report = await train_two_steps(folder, run, engine, ahead=1, model={"device": device})
     assert len(report.metrics) == 2

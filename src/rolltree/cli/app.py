@@ -20,28 +20,13 @@ from typing import Any
 import click
 
 from rolltree import __version__
-from rolltree.cli import (
-    audit,
-    cluster,
-    compare,
-    data,
-    docs,
-    doctor,
-    env,
-    eval,
-    gateway,
-    replay,
-    rescore,
-    runs,
-    serve,
-    show,
-    train,
-    view,
-)
+from rolltree.cli import docs, doctor, env, eval, show, train
 from rolltree.cli.arguments import echo
+from rolltree.cli.commands import WingGroup
 from rolltree.errors import ConfigError, RolltreeError, Stopped, UnknownName
-from rolltree.lazy import EXTRAS
+from rolltree.lazy import EXTRAS, import_problem
 from rolltree.redact import shown
+from rolltree.wings import absence
 
 STOPPED_STATUS = 75
 
@@ -50,6 +35,8 @@ def os_error_message(error: OSError) -> str:
     """Return the message for an error of the operating system that ended a command."""
     where = f"{error.filename}: " if error.filename else ""
     what = f"{where}{error.strerror or error}, so the command stopped"
+    if error.errno == errno.EBADF and not error.filename:
+        return "stdout is closed, so nothing can be shown. Use > /dev/null to drop the output."
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"{what}. What was stored is safe; free some space and run the command again."
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
@@ -69,18 +56,20 @@ def messages() -> Iterator[None]:
         echo(f"error: {error}", error=True)
         status = 2 if isinstance(error, ConfigError | UnknownName) else 1
         raise click.exceptions.Exit(status) from None
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         extra = EXTRAS.get((error.name or "").partition(".")[0])
+        if (absent := absence(error)) is not None:
+            echo(f"error: {absent}", error=True)
+            raise click.exceptions.Exit(2) from None
         # A failed import in rolltree itself is a bug and keeps its traceback. One in an environment
         # means that a package is to be installed.
-        if extra is None and _is_ours(error):
+        if extra is None and (_is_ours(error) or not isinstance(error, ModuleNotFoundError)):
             raise
         if (error.name or "").startswith("verifiers.v1"):
             echo(f"error: {_VERIFIERS_V1}", error=True)
             raise click.exceptions.Exit(2) from None
         message = (
-            f"this command needs the package {error.name}, which is not installed. Install "
-            f"rolltree with its extra: pip install '{extra}'."
+            import_problem("this command", error.name or "", error, extra)
             if extra is not None
             else f"the environment imports the package {error.name}, which is not installed. "
             "Install it, or everything that the environment's project lists: rolltree env install "
@@ -106,24 +95,20 @@ _VERIFIERS_V1 = (
 )
 
 
-def _is_ours(error: ModuleNotFoundError) -> bool:
+def _is_ours(error: ImportError) -> bool:
     """Whether the import that failed is in one of rolltree's own files."""
     frames = traceback.extract_tb(error.__traceback__)
     files = [frame.filename for frame in frames if not frame.filename.startswith("<frozen")]
     return bool(files) and Path(__file__).parents[1] in Path(files[-1]).parents
 
 
-class Program(click.Group):
-    """Commands whose errors are printed as messages, listed in the order of definition."""
+class Program(WingGroup):
+    """Commands whose errors are printed as messages."""
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command, and turn its errors into messages."""
         with messages():
             return super().invoke(ctx)
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names of the commands."""
-        return list(self.commands)
 
 
 app = Program(
@@ -131,11 +116,7 @@ app = Program(
     commands=[
         *(doctor.examine, docs.show_page, train.run_demo, env.new_environment, env.environments),
         *(eval.evaluate_environment, train.train_model, train.fork_stored_run),
-        *(runs.list_stored_runs, show.show_run, view.view_runs),
-        *(data.show_data, data.export_rollouts),
-        *(audit.audit_run, compare.compare_stored_runs, replay.replay_rollouts),
-        *(rescore.rescore_run, serve.list_models),
-        *(serve.serve_model, gateway.serve_sessions, cluster.cluster),
+        *(show.show_run, train.list_models),
     ],
     help="Reinforcement learning of LLM agents on the exact tokens the engine saw and sampled.",
     context_settings={"show_default": True},
@@ -153,18 +134,39 @@ class SafeFormatter(logging.Formatter):
 
 def main() -> None:
     """Run the program; the entry point of the console script."""
+    _fill_closed()
     # Warnings may quote text of models and environments, so they are made safe like all output.
     handler = logging.StreamHandler()
     handler.setFormatter(SafeFormatter())
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.captureWarnings(True)
     try:
-        app(prog_name="rolltree")
+        with messages():  # click prints help outside of `Program.invoke`
+            app(prog_name="rolltree")
+    except click.exceptions.Exit as done:
+        sys.exit(done.exit_code)
     except Exception:  # noqa: BLE001  a bug in rolltree or in an environment's code
         echo(traceback.format_exc().rstrip("\n"), error=True)
         sys.exit(1)
     finally:
         _drop_unwritten()
+
+
+def _fill_closed() -> None:
+    """Put something in the place of standard streams that are closed, as after `>&-`.
+
+    Otherwise a file, such as a run's database, would get the number of a stream, and whatever is
+    printed there. Output to a closed stdout is an error, and to a closed stderr is dropped.
+    """
+    for fd, flags in ((0, os.O_RDONLY), (1, os.O_RDONLY), (2, os.O_WRONLY)):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, flags)  # gets the lowest free number, which is `fd`
+    if sys.stdout is None:
+        sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
 
 
 def _drop_unwritten() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import sys
@@ -22,6 +23,36 @@ compat_option = click.option(
     is_flag=True,
     help="Let `import verifiers` give rolltree's classes, even if that package is installed.",
 )
+run_argument = click.argument("run", type=click.Path(path_type=Path), help="A run directory.")
+phase_option = click.option("--phase", help="Only this phase.")
+where_option = click.option(
+    "--where",
+    multiple=True,
+    help="Conditions on rollouts: 'reward < 0.5 and metrics/tries >= 2'. Repeatable.",
+)
+
+
+class FiniteRange(click.FloatRange):
+    """A number in a range; NaN, which is in every range of click's, and infinity are none."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the number."""
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
+
+
+class ModelName(click.types.StringParamType):
+    """A model's name, which is not empty: a folder `""` would be the working directory."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the name."""
+        if not str(value).strip():
+            self.fail("it is empty. Name a model, as in smollm2-135m.", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 Name = TypeVar("Name", bound=str)
 
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import click
 
-from rolltree.cli.arguments import echo_json
-from rolltree.cli.runs import run_argument
+from rolltree.cli.arguments import echo_json, run_argument
 
 
 @click.command("audit")

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import click
 
-from rolltree.cli.arguments import echo, echo_json
+from rolltree.cli.arguments import FiniteRange, echo, echo_json
 
 
 @click.command("compare")
 @click.argument("arms", nargs=-1, required=True, help="Arms: [NAME=]RUN[:PHASE][,RUN...].")
 @click.option(
     "--confidence",
-    type=click.FloatRange(0.5, 0.9999),
+    type=FiniteRange(0.5, 0.9999),
     default=0.95,
     help="Joint confidence of all intervals.",
 )
 @click.option(
-    "--pass-threshold", default=1.0, help="Lowest reward that counts as a pass in pass@k and flips."
+    "--pass-threshold",
+    type=FiniteRange(),
+    default=1.0,
+    help="Lowest reward that counts as a pass in pass@k and flips.",
 )
 @click.option(
     "--price",
-    type=float,
+    type=FiniteRange(),
     nargs=2,
     help="Dollars per million prompt tokens, and per million sampled tokens.",
 )

@@ -7,15 +7,18 @@ from typing import Any
 
 import click
 
-from rolltree.cli.arguments import echo, echo_json, known_name, until_reader_leaves
-from rolltree.cli.runs import phase_option, run_argument
+from rolltree.cli.arguments import (
+    FiniteRange,
+    echo,
+    echo_json,
+    known_name,
+    phase_option,
+    run_argument,
+    until_reader_leaves,
+    where_option,
+)
 from rolltree.errors import ConfigError
 
-where_option = click.option(
-    "--where",
-    multiple=True,
-    help="Conditions on rollouts: 'reward < 0.5 and metrics/tries >= 2'. Repeatable.",
-)
 FORMATS = ("table", "jsonl", "csv", "json")
 
 
@@ -91,7 +94,9 @@ def show_data(
 )
 @phase_option
 @where_option
-@click.option("--min-reward", type=float, help="With --as sft: leave out rollouts below this.")
+@click.option(
+    "--min-reward", type=FiniteRange(), help="With --as sft: leave out rollouts below this."
+)
 @click.option("--best-of-group", is_flag=True, help="With --as sft: keep the best of each group.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
 def export_rollouts(

@@ -99,6 +99,7 @@ def _echo_extras(machine: Host) -> None:
 def _advice(machine: Host) -> list[str]:
     """Return what to do first; nothing for a machine that is ready."""
     from rolltree.machine import CPU_TORCH_COMMAND, GIB
+    from rolltree.versions import version_problems
 
     found = []
     if machine.torch is None:
@@ -116,7 +117,7 @@ def _advice(machine: Host) -> list[str]:
         )
     if machine.free_disk_bytes < 5 * GIB:
         found.append("less than 5 GiB are free here: checkpoints of a 135M model take 1.6 GB each")
-    return found
+    return [*found, *version_problems(machine.versions)]
 
 
 def _measured(machine: Host) -> dict[str, Any]:

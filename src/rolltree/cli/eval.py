@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
 
 from rolltree.cli.arguments import (
+    FiniteRange,
+    ModelName,
     compat_option,
     default_run_dir,
     echo_json,
@@ -21,6 +23,7 @@ from rolltree.cli.arguments import (
     known_name,
     secret,
 )
+from rolltree.wings import load_wing
 
 if TYPE_CHECKING:
     from rolltree.inference import ModelClient
@@ -28,23 +31,27 @@ if TYPE_CHECKING:
 PHASE = "eval"
 MAY_CHANGE = ("num_examples", "rollouts_per_example", "max_concurrent", "base_url")
 """Settings in which a continued evaluation may differ from its first start."""
-DEFAULTS: dict[str, Any] = {
-    "env_args": {},
-    "base_url": None,
-    "sampling": {},
-    "seed": 0,
-    "split": "eval",
-}
-"""Values of settings that are missing in older runs."""
 NUM_EXAMPLES, ROLLOUTS_PER_EXAMPLE = 5, 3
 MAX_TOKENS = 512
 """Limit of an answer from the engine in this process, since some answers never end."""
 SPLITS: tuple[Literal["train", "eval"], ...] = ("train", "eval")
 
 
+def _all_or_some(num_examples: int | None) -> int | None:
+    if num_examples is not None and num_examples != -1 and num_examples < 1:
+        raise click.BadParameter(f"{num_examples} is not a number of examples. -1 means all.")
+    return num_examples
+
+
 @click.command("eval")
 @click.argument("env", help="Environment: a name, or a path to its folder.")
-@click.option("-m", "--model", default="smollm2-135m", help="Model name; without -b a local one.")
+@click.option(
+    "-m",
+    "--model",
+    type=ModelName(),
+    default="smollm2-135m",
+    help="Model name; without -b a local one.",
+)
 @click.option(
     "-b",
     "--base-url",
@@ -56,6 +63,7 @@ SPLITS: tuple[Literal["train", "eval"], ...] = ("train", "eval")
     "-n",
     "--num-examples",
     type=int,
+    callback=lambda context, parameter, value: _all_or_some(value),
     help=f"How many examples; -1 for all. Default: the environment's, or {NUM_EXAMPLES}.",
 )
 @click.option(
@@ -78,7 +86,7 @@ SPLITS: tuple[Literal["train", "eval"], ...] = ("train", "eval")
     help="Maximum tokens of one answer. Default: the server's; of an engine in this process the "
     f"environment's in its train.toml, or {MAX_TOKENS}.",
 )
-@click.option("-T", "--temperature", type=click.FloatRange(min=0.0), help="Sampling temperature.")
+@click.option("-T", "--temperature", type=FiniteRange(min=0.0), help="Sampling temperature.")
 @click.option("-S", "--sampling-args", help="More sampling arguments, a JSON object.")
 @click.option("-a", "--env-args", help="Arguments of the environment, a JSON object.")
 @click.option(
@@ -103,16 +111,19 @@ SPLITS: tuple[Literal["train", "eval"], ...] = ("train", "eval")
 @click.option("--retry-failed", is_flag=True, help="Retry all failed rollouts of --run.")
 @click.option(
     "--time-limit",
-    type=float,
+    type=FiniteRange(min=0.0, min_open=True),
     help="Maximum seconds of an episode, without waiting for the server.",
 )
 @click.option(
     "--deadline",
-    type=float,
+    type=FiniteRange(min=0.0, min_open=True),
     help="Maximum seconds of a rollout in all: waiting, retries and scoring included.",
 )
 @click.option(
-    "--pass-threshold", default=1.0, help="Lowest reward that counts as a pass in pass@k."
+    "--pass-threshold",
+    type=FiniteRange(),
+    default=1.0,
+    help="Lowest reward that counts as a pass in pass@k.",
 )
 def evaluate_environment(
     env: str,
@@ -151,6 +162,7 @@ def evaluate_environment(
         own_max_tokens,
     )
     from rolltree.evaluation import EvalReport, Settings, evaluate_async, write_results
+    from rolltree.inference.client import check_sampling_names, sampling_from_args
     from rolltree.reports import (
         EvalView,
         SafeConsole,
@@ -168,7 +180,10 @@ def evaluate_environment(
     api_key = secret(api_key_var, "-k")
     given = {"max_tokens": max_tokens, "temperature": temperature}
     sampling = json_object(sampling_args, "-S")
+    check_sampling_names(sampling)
     sampling.update({key: value for key, value in given.items() if value is not None})
+    # Before a model is loaded.
+    sampling_from_args(sampling)
     env_arguments = json_object(env_args, "-a")
     chosen_split = known_name(split, SPLITS, "--split")
     if base_url:
@@ -256,7 +271,6 @@ def evaluate_environment(
         config=config,
         kind="eval",
         may_change=MAY_CHANGE,
-        defaults=DEFAULTS,
         secrets=[api_key] if api_key else [],
     ) as stored:
         try:
@@ -291,8 +305,8 @@ def evaluate_environment(
             say(out, f"wrote {written / 'results.jsonl'} and metadata.json")
         if as_json:
             echo_json(report.as_dict())
-    # Scripts must notice that nothing was measured.
-    if report.num_failed == report.num_rollouts:
+    # Scripts must notice that nothing was measured, or that nobody was told: stdout is closed.
+    if report.num_failed == report.num_rollouts or (out.has_failed and not as_json):
         raise click.exceptions.Exit(1)
 
 
@@ -305,19 +319,23 @@ async def open_client(
     max_concurrent: int,
     seed: int,
     tokenizer: str | None = None,
+    dtype: str = "float32",
+    device: str = "cpu",
 ) -> AsyncIterator[ModelClient]:
     """Open the client of OpenAI-compatible servers, or of the engine in this process.
 
-    With the folder of a `tokenizer`, prompts for one server are rendered here.
+    With the folder of a `tokenizer`, prompts for one server are rendered here. `dtype` and
+    `device` are the engine's.
 
     Raises:
         UnknownName: there are no `base_urls` and no local model of this name.
     """
-    from rolltree.inference import ChatRenderer, EndpointPool, OpenAIClient
+    from rolltree.inference import ChatRenderer, OpenAIClient
 
     client: ModelClient
     if len(base_urls) > 1:
-        client = EndpointPool.of(base_urls, model, api_key=api_key, max_connections=max_concurrent)
+        pool = load_wing("inference", "EndpointPool")
+        client = pool.of(base_urls, model, api_key=api_key, max_connections=max_concurrent)
     elif base_urls:
         renderer = None
         if tokenizer is not None:
@@ -335,10 +353,10 @@ async def open_client(
         from rolltree.models import check_loadable, load_model
 
         # Checked before torch is imported.
-        check_loadable(model)
+        check_loadable(model, dtype, device=device)
         from rolltree.inference.local import local_client
 
-        loaded, tokenizer = load_model(model)
+        loaded, tokenizer = load_model(model, dtype, device=device)
         client = local_client(
             loaded,
             tokenizer,

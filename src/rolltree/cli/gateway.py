@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rolltree.cli.arguments import echo, secret
+from rolltree.cli.arguments import FiniteRange, ModelName, echo, secret
 from rolltree.cli.eval import open_client
 from rolltree.seeds import derive_seed
 
@@ -23,13 +23,17 @@ _STARTS = "gateway_starts"
 
 
 @click.command("gateway")
-@click.argument("model", help="Model: a name, a local folder, or an OpenAI-compatible URL.")
-@click.option("-m", "--model-name", help="Model to ask at a URL.")
+@click.argument(
+    "model", type=ModelName(), help="Model: a name, a local folder, or an OpenAI-compatible URL."
+)
+@click.option("-m", "--model-name", type=ModelName(), help="Model to ask at a URL.")
 @click.option(
     "--tokenizer",
     help="Folder of the model behind a URL: prompts are rendered here and sent as tokens.",
 )
 @click.option("-k", "--api-key-var", help="Environment variable with the key of the URL.")
+@click.option("--dtype", help="Of the embedded engine: float32 (the default), bfloat16, float16.")
+@click.option("--device", help="Of the embedded engine: cpu (the default) or cuda.")
 @click.option(
     "--run",
     type=click.Path(path_type=Path),
@@ -47,13 +51,15 @@ _STARTS = "gateway_starts"
 @click.option(
     "--max-tokens", type=click.IntRange(min=1), help="Maximum sampled tokens of a session."
 )
-@click.option("--time-limit", type=click.FloatRange(min=0.1), help="Maximum seconds of a session.")
+@click.option("--time-limit", type=FiniteRange(min=0.1), help="Maximum seconds of a session.")
 @click.option("--seed", default=0, help="Seed of requests without one.")
 def serve_sessions(
     model: str,
     model_name: str | None,
     tokenizer: str | None,
     api_key_var: str | None,
+    dtype: str | None,
+    device: str | None,
     run: Path | None,
     host: str,
     port: int,
@@ -89,6 +95,12 @@ def serve_sessions(
             f"{ignored[0]} is for the server at a URL, but {model} is loaded in this process, so "
             "it would be ignored. Leave it out."
         )
+    if is_url and (dtype or device):
+        raise ConfigError(
+            f"{'--dtype' if dtype else '--device'} is for a model in this process, but {model} is "
+            "a server's URL, so it would be ignored. Give it to the server."
+        )
+    engine = {"dtype": dtype or "float32", "device": device or "cpu"}
     if is_url:
         from rolltree.inference.http import checked_url
 
@@ -96,7 +108,7 @@ def serve_sessions(
     else:
         from rolltree.models import check_loadable
 
-        check_loadable(model)
+        check_loadable(model, **engine)
     from rolltree.gateway import Gateway, SessionLimits
     from rolltree.inference.server import ServerOptions
 
@@ -119,6 +131,7 @@ def serve_sessions(
                 max_concurrent=256,
                 seed=seed,
                 tokenizer=tokenizer,
+                **engine,
             ) as client,
             Gateway(
                 client,

@@ -6,8 +6,14 @@ from pathlib import Path
 
 import click
 
-from rolltree.cli.arguments import compat_option, echo_json, json_object
-from rolltree.cli.runs import phase_option, run_argument
+from rolltree.cli.arguments import (
+    FiniteRange,
+    compat_option,
+    echo_json,
+    json_object,
+    phase_option,
+    run_argument,
+)
 
 
 @click.command("rescore")
@@ -34,7 +40,9 @@ from rolltree.cli.runs import phase_option, run_argument
     help="Maximum rollouts that are scored at once.",
 )
 @click.option(
-    "--deadline", type=float, help="Maximum seconds that scoring a rollout or a group may take."
+    "--deadline",
+    type=FiniteRange(min=0.0, min_open=True),
+    help="Maximum seconds that scoring a rollout or a group may take.",
 )
 @click.option(
     "--retries",

@@ -1,4 +1,4 @@
-"""`rolltree serve`: an OpenAI-compatible server over the embedded engine; `rolltree models`.
+"""`rolltree serve`: an OpenAI-compatible server over the embedded engine.
 
 The tokens are read from the environment variables that `--api-key-env` and `--admin-key-env` name,
 or generated and printed once. Torch and the web server are imported when the command runs.
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rolltree.cli.arguments import echo, known_name, secret
+from rolltree.cli.arguments import FiniteRange, ModelName, echo, known_name, secret
 
 if TYPE_CHECKING:
     from rolltree.inference.server.model_server import ServedLogprobs
@@ -19,7 +19,7 @@ MODES: dict[str, ServedLogprobs] = {"processed_logprobs": "processed", "raw_logp
 
 
 @click.command("serve")
-@click.argument("model", help="Model: a name or a local folder.")
+@click.argument("model", type=ModelName(), help="Model: a name or a local folder.")
 @click.option("--host", default="127.0.0.1", help="Address to listen on.")
 @click.option(
     "--port", type=click.IntRange(min=0, max=65535), default=8000, help="Port; 0 takes a free one."
@@ -27,7 +27,7 @@ MODES: dict[str, ServedLogprobs] = {"processed_logprobs": "processed", "raw_logp
 @click.option("--allow-remote", is_flag=True, help="Accept connections from other machines.")
 @click.option("--api-key-env", help="Environment variable that holds the token.")
 @click.option("--admin-key-env", help="Environment variable that holds the admin token.")
-@click.option("--served-model-name", help="Model name in requests.")
+@click.option("--served-model-name", type=ModelName(), help="Model name in requests.")
 @click.option("--dtype", default="float32", help="float32, bfloat16 or float16.")
 @click.option("--device", default="cpu", help="cpu or cuda.")
 @click.option(
@@ -57,7 +57,7 @@ MODES: dict[str, ServedLogprobs] = {"processed_logprobs": "processed", "raw_logp
 )
 @click.option(
     "--read-timeout",
-    type=click.FloatRange(min=0.1),
+    type=FiniteRange(min=0.1),
     default=30.0,
     help="Maximum seconds for a request to arrive.",
 )
@@ -139,17 +139,3 @@ def serve_model(
         echo("Ctrl-C stops it.", error=True)
 
     serve(served, where, on_ready=announce)
-
-
-@click.command("models")
-@click.argument("prepare", required=False, help="Prepare this model and print its folder.")
-def list_models(prepare: str | None) -> None:
-    """List the built-in models, or prepare one."""
-    from rolltree.models import resolve_model
-    from rolltree.models.load import MADE_MODELS
-
-    if prepare is not None:
-        echo(resolve_model(prepare))
-        return
-    for name in sorted(MADE_MODELS):
-        echo(name)

@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rolltree.cli.arguments import echo_json
-from rolltree.cli.data import where_option
-from rolltree.cli.runs import phase_option, run_argument
+from rolltree.cli.arguments import echo_json, phase_option, run_argument, where_option
 
 if TYPE_CHECKING:
     from rolltree.store import Run
@@ -86,11 +84,9 @@ def show_run(
         console.print(phases_table(summarize(stored)))
         curve = reward_curve(stored)
         if curve is not None:
-            from rich.text import Text
+            from rolltree.reports import CurveView
 
-            from rolltree.reports import terminal_curve
-
-            console.print(Text(terminal_curve(curve), no_wrap=True))
+            console.print(CurveView(curve))
         if phase:
             from rolltree.evaluation import stored_report
             from rolltree.reports import evaluation_facts, evaluation_table

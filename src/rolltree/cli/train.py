@@ -1,4 +1,4 @@
-"""`rolltree train`, `rolltree demo` and `rolltree fork`: train a model on an environment."""
+"""`rolltree train`, `demo` and `fork` train a model on an environment; `rolltree models`."""
 
 from __future__ import annotations
 
@@ -96,12 +96,26 @@ def fork_stored_run(
     _train(checked, [*words, "--run", checked.run.dir], transcripts)
 
 
+@click.command("models")
+@click.argument("prepare", required=False, help="Prepare this model and print its folder.")
+def list_models(prepare: str | None) -> None:
+    """List the built-in models, or prepare one."""
+    from rolltree.models import resolve_model
+    from rolltree.models.load import MADE_MODELS
+
+    if prepare is not None:
+        echo(resolve_model(prepare))
+        return
+    for name in sorted(MADE_MODELS):
+        echo(name)
+
+
 def _train(config: TrainConfig, words: Sequence[str], transcripts: int) -> None:
     """Train, and print the report; `words` are those of the command."""
     if config.cluster is not None:
-        from rolltree.cluster.driver import train_on_cluster
+        from rolltree.wings import load_wing
 
-        train_on_cluster(config, num_transcripts=transcripts, command=words)
+        load_wing("section", "cluster")(config, num_transcripts=transcripts, command=words)
         return
     if os.environ.get("RANK", "0") == "0":
         # Loading torch and the model takes a while, and nothing else is printed meanwhile.

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rolltree.cli.arguments import echo
-from rolltree.cli.data import where_option
+from rolltree.cli.arguments import echo, where_option
 
 if TYPE_CHECKING:
     from rolltree.viewer.export import ExportedPage

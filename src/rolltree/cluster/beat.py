@@ -6,6 +6,7 @@ A separate thread sends the beats, so they continue while the main loop is busy.
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
@@ -20,16 +22,30 @@ from typing import Any
 
 from rolltree.cluster.roles import CLUSTER_TOKEN, CLUSTER_URL, HOST, ROLE
 from rolltree.errors import ClusterError, ConfigError, RolltreeError, Stopped, UnknownName
+from rolltree.files import MAX_BYTES
+from rolltree.lazy import EXTRAS, import_problem
 from rolltree.redact import remember
 from rolltree.training import TrainConfig, load_train_config
 from rolltree.training.sections import ClusterSection
 
 ENDED = 75
 """The exit status of a role that was told to end, or whose driver is gone."""
+ORPHAN_S = 60.0
+"""Seconds without an answer of the driver after which a role ends: longer than a live driver's
+pauses, and no longer, because a driver that follows a killed one waits as long."""
 _BEAT_S = 2.0
 _TIMEOUT_S = 10.0
 _LAST_S = 60.0
 """Seconds that a role which was told to end may take to save its state."""
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *given: Any) -> None:
+        """Follow no redirection, which would carry the token away."""
+
+
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects)
+"""Opens URLs of roles without a proxy of the environment, which would get their token."""
 
 
 class Link:
@@ -67,12 +83,17 @@ class Link:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, self.headers)
         try:
-            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
-                found: dict[str, Any] = json.loads(answer.read())
+            with DIRECT.open(request, timeout=_TIMEOUT_S) as answer:
+                found = json.loads(answer.read(MAX_BYTES))
         except urllib.error.HTTPError as error:
             with error:
                 said = error.read(2000).decode(errors="replace")
             raise ClusterError(f"the driver answered {error.code} to {path}: {said}") from None
+        # An answer that breaks off, or that of another program that now has the driver's port.
+        except (http.client.HTTPException, ValueError, RecursionError) as error:
+            raise ConnectionError(f"{self.url} did not answer as a driver: {error!r}") from error
+        if not isinstance(found, dict):
+            raise ConnectionError(f"{self.url} did not answer as a driver: {str(found)[:100]}")
         return found
 
     def config(self) -> dict[str, Any]:
@@ -89,9 +110,18 @@ class Link:
                     ) from error
                 time.sleep(0.5)
 
+    def note(self, message: str) -> None:
+        """Have the driver report a notice."""
+        self.ask("/note", {"name": self.name, "message": message})
+
     def fail(self, error: Exception) -> None:
         """Tell the driver that it is useless to start this role again."""
-        body = {"name": self.name, "error": type(error).__name__, "message": str(error)}
+        body: dict[str, Any] = {
+            "name": self.name,
+            "error": type(error).__name__,
+            "message": str(error),
+        }
+        body["pid"] = os.getpid()
         try:
             self.ask("/fail", body)
         except (OSError, ClusterError) as unheard:
@@ -105,7 +135,6 @@ class Beats:
         link: the connection to the driver.
         kind: `engine`, `worker`, `trainer` or `rank`.
         url: the role's URL; None if nobody calls it.
-        orphan_s: seconds without an answer to a beat after which the role ends.
         has_loop: whether a loop calls `advance`.
         on_notice: gets the driver's notices, in the head.
 
@@ -118,7 +147,6 @@ class Beats:
         kind: str,
         url: str | None,
         *,
-        orphan_s: float,
         has_loop: bool = True,
         on_notice: Callable[[str], None] = lambda message: None,
     ) -> None:
@@ -128,7 +156,7 @@ class Beats:
         self.answer: dict[str, Any] = {}
         self.is_ending = False
         self._link, self._kind, self._url = link, kind, url
-        self._orphan_s, self._has_loop, self._on_notice = orphan_s, has_loop, on_notice
+        self._has_loop, self._on_notice = has_loop, on_notice
         self._advanced_at = time.monotonic()
         self._who = {"pid": os.getpid(), "host": socket.gethostname()}
         self._wake = threading.Event()
@@ -169,9 +197,9 @@ class Beats:
             except ClusterError:
                 # The driver has forgotten this role, which it took for dead, or is a new one.
                 is_registered = False
-            except (OSError, ValueError):
-                if time.monotonic() - heard_at > self._orphan_s:
-                    self._end(f"no driver has answered for {self._orphan_s:g} s")
+            except OSError:
+                if time.monotonic() - heard_at > ORPHAN_S:
+                    self._end(f"no driver has answered for {ORPHAN_S:g} s")
             self._wake.wait(_BEAT_S)
             self._wake.clear()
 
@@ -205,13 +233,18 @@ def run_role(
 ) -> int:
     """Run a role with the driver's config; return the exit status.
 
-    The driver is told not to start the role again after the errors in `useless`.
+    The driver is told not to start the role again after the errors in `useless`, among which a
+    package that cannot be imported counts as a `ConfigError`.
     """
     try:
         config = load_train_config(link.config())
         if config.cluster is None:
             raise ConfigError("the driver's config has no [cluster].")
-        return work(link, config, config.cluster) or 0
+        try:
+            return work(link, config, config.cluster) or 0
+        except ImportError as error:
+            traceback.print_exc()
+            raise _not_importable(link.name, error) from error
     except (Stopped, KeyboardInterrupt) as error:
         print(error, file=sys.stderr)
         return ENDED
@@ -220,3 +253,13 @@ def run_role(
         if isinstance(error, useless):
             link.fail(error)
         return 1
+
+
+def _not_importable(name: str, error: ImportError) -> ConfigError:
+    package = (error.name or "").partition(".")[0]
+    if not package:
+        problem = f"{name} cannot import what it needs ({error})."
+    else:
+        extra = EXTRAS.get(package, "rolltree[train,serve]")
+        problem = import_problem(name, package, error, extra)
+    return ConfigError(f"{problem} Its interpreter is {sys.executable}.")

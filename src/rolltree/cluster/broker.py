@@ -8,7 +8,6 @@ and a duplicate is answered with "known".
 from __future__ import annotations
 
 import asyncio
-import math
 import secrets
 import threading
 import time
@@ -20,7 +19,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from rolltree.cluster.control import Handler, refusal, serve_at, token_guard
+from rolltree.cluster.control import Handler, in_time, refusal, serve_at, token_guard
 from rolltree.cluster.leases import Leases
 from rolltree.cluster.messages import (
     Delivery,
@@ -45,8 +44,15 @@ from rolltree.types import RolloutRequest, RolloutResult
 
 SILENT_S = 30.0
 """Seconds without a poll after which a worker is taken for dead."""
+QUEUE_BYTES = 2**28
+"""Results that wait to be stored: several steps of most runs, and little beside a model's memory;
+workers keep the others."""
 _MAX_WAIT_S = 10.0
 _MAX_POLL_BYTES = 2**22
+_MAX_DELIVERY_BYTES = 2**30
+"""More than SQLite can store as one value."""
+_PROMPT_S = 2.0
+"""Seconds for which a delivery has all the room that it asks for."""
 _MAX_LATE = 1000
 _TICK_S = 1.0
 
@@ -124,6 +130,18 @@ class BrokerCounts:
     waiting_bytes: int = 0
 
 
+@dataclass(slots=True)
+class _Room:
+    """The part of the queue that a delivery takes."""
+
+    counts: BrokerCounts
+    num_bytes: int = 0
+
+    def take(self, num_bytes: int) -> None:
+        self.counts.waiting_bytes += num_bytes - self.num_bytes
+        self.num_bytes = num_bytes
+
+
 class Broker:
     """Serves rollout workers.
 
@@ -140,7 +158,7 @@ class Broker:
         host: str,
         token: str,
         *,
-        queue_bytes: int = 2**28,
+        queue_bytes: int = QUEUE_BYTES,
         there: Callable[[], Collection[str] | None] = lambda: None,
         silent_s: float = SILENT_S,
     ) -> None:
@@ -379,29 +397,47 @@ class Broker:
         self._there_is.suspect(read_message(Suspect, await self._body(request)).url)
         return _answer(self._there_is.fleet())
 
-    async def _body(self, request: web.Request, most: float = _MAX_POLL_BYTES) -> bytes:
-        size = request.content_length
-        if size is None:
-            raise web.HTTPLengthRequired(text="the request has no Content-Length")
-        if size > most:
-            raise web.HTTPRequestEntityTooLarge(max_size=int(most), actual_size=size)
-        return await request.read()
+    async def _body(self, request: web.Request) -> bytes:
+        _size(request, _MAX_POLL_BYTES)
+        async with in_time(request):
+            return await request.read()
+
+    async def _delivery(self, request: web.Request, room: _Room) -> bytes:
+        """Return the body of a delivery; a slow one takes only the room that it has filled."""
+        parts, num_bytes = list[bytes](), 0
+        reading = asyncio.ensure_future(request.content.readany())
+        async with in_time(request):
+            began_s = time.monotonic()
+            try:
+                while True:
+                    await asyncio.wait([reading], timeout=_PROMPT_S)
+                    if reading.done():
+                        if not (part := reading.result()):
+                            return b"".join(parts)
+                        parts.append(part)
+                        num_bytes += len(part)
+                        reading = asyncio.ensure_future(request.content.readany())
+                    if time.monotonic() - began_s > _PROMPT_S:
+                        room.take(num_bytes)
+            finally:
+                reading.cancel()
 
     async def _results(self, request: web.Request) -> web.Response:
-        size = request.content_length or 0
+        size = _size(request, _MAX_DELIVERY_BYTES)
         # A delivery that is larger than the whole queue is accepted while no other waits.
         if self.counts.waiting_bytes and self.counts.waiting_bytes + size > self._queue_bytes:
             return refusal(503, "too many results wait to be stored; send these again later")
-        self.counts.waiting_bytes += size
+        room = _Room(self.counts)
+        room.take(size)
         try:
-            delivery = read_message(Delivery, await self._body(request, math.inf))
+            delivery = read_message(Delivery, await self._delivery(request, room))
             with self._lock:
                 items = [self._arrived(given) for given in delivery.items]
             arrivals = _Arrivals(items, asyncio.get_running_loop().create_future())
             self._arrivals.put_nowait(arrivals)
             await arrivals.answer
         finally:
-            self.counts.waiting_bytes -= size
+            room.take(0)
         return _answer(Receipt(items=tuple((item.status, item.why) for item in items)))
 
     def _arrived(self, given: tuple[int, bytes]) -> _Arrival:
@@ -532,6 +568,16 @@ class Broker:
         if offer is None or not (is_stored or arrival.error):
             return None
         return offer, ItemOutcome(item_id, arrival.stored, arrival.error)
+
+
+def _size(request: web.Request, most: int) -> int:
+    """Return the size of a request's body, which must be known and at most `most`."""
+    size = request.content_length
+    if size is None:
+        raise web.HTTPLengthRequired(text="the request has no Content-Length")
+    if size > most:
+        raise web.HTTPRequestEntityTooLarge(max_size=most, actual_size=size)
+    return size
 
 
 _NOTHING = WorkDone(item_id="", asked=0, results=())

@@ -6,8 +6,10 @@ a launcher for several machines, on the address of this machine.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -17,6 +19,7 @@ from rolltree.errors import ClusterError, ConfigError
 
 _MAX_BODY_BYTES = 16 * 2**20
 """Large, because the progress of a long run has the metrics of all its steps."""
+_BODY_S = 60.0
 
 Answer = Mapping[str, Any]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -27,6 +30,14 @@ class RoleFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     name: str
     error: str
+    message: str
+    pid: int | None = None
+
+
+class Note(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of `POST /note`: a role's notice for the user."""
+
+    name: str
     message: str
 
 
@@ -108,7 +119,9 @@ def _taking(
 
     async def answer(request: web.Request) -> web.Response:
         try:
-            given = msgspec.json.decode(await request.read(), type=kind)
+            async with in_time(request):
+                body = await request.read()
+            given = msgspec.json.decode(body, type=kind)
             return _json(handle(given) or {"ok": True})
         except (msgspec.DecodeError, UnicodeDecodeError, ConfigError) as error:
             return refusal(400, f"{error}")
@@ -126,6 +139,18 @@ def _json(value: Answer, status: int = 200) -> web.Response:
 def refusal(status: int, message: str) -> web.Response:
     """Return an error response with a message."""
     return _json({"error": message}, status)
+
+
+@asynccontextmanager
+async def in_time(request: web.Request) -> AsyncIterator[None]:
+    """Refuse a request whose body does not arrive within a minute."""
+    try:
+        async with asyncio.timeout(_BODY_S):
+            yield
+    except TimeoutError:
+        raise web.HTTPRequestTimeout(
+            text=f"the body of {request.path} did not arrive within {_BODY_S:g} s"
+        ) from None
 
 
 def token_guard(token: str) -> Any:

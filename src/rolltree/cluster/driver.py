@@ -20,26 +20,31 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rolltree.cluster.control import ControlServer, Progress, RoleFailure, Scale
+from rolltree.cluster.beat import ORPHAN_S
+from rolltree.cluster.control import ControlServer, Note, Progress, RoleFailure, Scale
 from rolltree.cluster.launchers import LocalLauncher, kill_marked
 from rolltree.cluster.relay import relayed
 from rolltree.cluster.roles import CLUSTER_TOKEN, CLUSTER_URL, LOST, RUN_DIR, Launcher, RoleSpec
 from rolltree.cluster.roster import Beat, Registration, Roster
+from rolltree.cluster.state import STATE_FILE, TOKEN_FILE, read_state
 from rolltree.errors import ClusterError, ConfigError
-from rolltree.files import open_regular, write_whole
+from rolltree.files import odd_kind, open_regular, open_to_append, write_whole
 from rolltree.launch import stop_on_sigterm
 from rolltree.models import check_loadable
 from rolltree.redact import remember
 from rolltree.reports import SafeConsole, TrainView, print_report, say
 from rolltree.store import Run
+from rolltree.store.run import make_run_folder
 from rolltree.tasks import run_shielded
 from rolltree.training import Reporter, TrainConfig, TrainReport
+from rolltree.training.trackers import check_trackers
 
 if TYPE_CHECKING:
     from rolltree.training.sections import ClusterSection
 
-STATE_FILE = "cluster.json"
-TOKEN_FILE = "cluster.token"
+MAX_RESTARTS = 5
+"""Starts of a role in a row without progress: with the delays, which double, a cause that passes
+within half a minute is survived, and one that does not is reported soon."""
 _POLL_S = 0.25
 _LONGEST_DELAY_S = 30.0
 _GRACE_S = {"trainer": 40.0}
@@ -85,6 +90,7 @@ class Driver:
                 "/beat": (Beat, self.roster.hear),
                 "/scale": (Scale, self.scale),
                 "/fail": (RoleFailure, self._fail),
+                "/note": (Note, lambda of: self.notice(f"{of.name}: {of.message}")),
                 "/progress": (Progress, lambda at: relayed(self._reporter, at.call, at.values)),
             },
             {"/status": self._status, "/config": lambda: config},
@@ -104,7 +110,7 @@ class Driver:
         self._done = asyncio.get_running_loop().create_future()
         with _alone(self.run_dir):
             here = {socket.gethostname(), self._launcher.host}
-            await end_leftovers(self.run_dir, self._settings.orphan_s, self.notice, here)
+            await end_leftovers(self.run_dir, self.notice, here)
             watching: asyncio.Task[None] | None = None
             try:
                 await self.control.start()
@@ -126,8 +132,8 @@ class Driver:
         """Report a message to the user: on the terminal, in the log, and through the head."""
         self.roster.notice(message)
         self._reporter.on_notice(message)
-        with contextlib.suppress(OSError), open(self._log("driver"), "a", encoding="utf-8") as log:
-            log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n")
+        with contextlib.suppress(OSError), open_to_append(self._log("driver")) as log:
+            log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n".encode())
 
     def scale(self, to: Scale) -> Mapping[str, Any]:
         """Change the numbers of workers and engines.
@@ -209,14 +215,15 @@ class Driver:
             if name == "trainer" and status == 0:
                 self._finish(None)
                 return
-            if self.roster.roles[name].drains or not self._is_wanted(name):
+            role = self.roster.roles[name]
+            if role.drains or role.is_unable or not self._is_wanted(name):
                 break
             how = _how(status)
             if self.roster.steady(name, progress):
                 num_failures = 0
             num_failures, progress = num_failures + 1, self.roster.progress
             self.roster.ended(name)
-            if num_failures > self._settings.max_restarts:
+            if num_failures > MAX_RESTARTS:
                 raise ClusterError(
                     f"{name} {how} {num_failures} times in a row while the run made no progress. "
                     f"Its log is {self._log(name)}:\n{_tail(self._log(name))}\nFix what it says; "
@@ -280,6 +287,15 @@ class Driver:
                 late_s = now - role.started_at
                 if role.registration is not None:
                     warned.pop(role.name, None)
+                    warned.pop(f"{role.name} has no place", None)
+                elif not role.place and late_s > warned.get(
+                    f"{role.name} has no place", self._settings.stall_s
+                ):
+                    warned[f"{role.name} has no place"] = 2 * late_s
+                    self.notice(
+                        f"{role.name} has had no place for {late_s:.0f} s: no machine has room for "
+                        f"it, or {self._settings.launcher} does not answer"
+                    )
                 elif self._keepers.get(role.name) is not None and late_s > limit_s:
                     warned[role.name] = 2 * late_s
                     self.notice(
@@ -311,12 +327,29 @@ class Driver:
         await asyncio.gather(*stops, return_exceptions=True)
 
     def _fail(self, failure: RoleFailure) -> None:
-        self._finish(
-            ClusterError(
-                f"{failure.name} cannot go on ({failure.error}): {failure.message} Its log is "
-                f"{self._log(failure.name)}."
-            )
-        )
+        """Go on without a role that cannot work, unless no other can do its work."""
+        name, role = failure.name, self.roster.roles.get(failure.name)
+        told = f"{name} cannot go on ({failure.error}): {failure.message}"
+        # The trainer's process has ranks, which speak for it.
+        if role is None or not (
+            role.kind == "trainer" or failure.pid in (None, role.place.get("pid"))
+        ):
+            if role is not None and not role.is_kept:
+                self.roster.removed(name)
+            self.notice(f"{told} It was started by hand; the run goes on without it.")
+            return
+        role.is_unable = True
+        told += f" Its log is {self._log(name)}."
+        others = [
+            each.name
+            for each in self.roster.roles.values()
+            if each.kind == role.kind and not (each.is_unable or each.drains)
+        ]
+        if others:
+            them = ", ".join(others) if len(others) < 4 else f"{len(others)} others"
+            self.notice(f"{told} It is not started again; the run goes on with {them}.")
+        else:
+            self._finish(ClusterError(told))
 
     def _status(self) -> Mapping[str, Any]:
         return {
@@ -339,37 +372,19 @@ class Driver:
         write_whole(self.run_dir / STATE_FILE, json.dumps(state, indent=2) + "\n", follow=False)
 
 
-def read_state(run_dir: Path) -> dict[str, Any] | None:
-    """Return the state that a run's driver wrote; None if there was none, or it has ended."""
-    try:
-        state = json.loads((run_dir / STATE_FILE).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except ValueError:
-        state = None
-    if not isinstance(state, dict) or not isinstance(state.get("launch_id"), str):
-        raise ClusterError(
-            f"{run_dir / STATE_FILE} does not have the state of a driver, so it is not known which "
-            "roles run. Remove the file after you have ended all processes of the run."
-        )
-    return state
-
-
-async def end_leftovers(
-    run_dir: Path, orphan_s: float, say: Callable[[str], None], here: Set[str]
-) -> None:
+async def end_leftovers(run_dir: Path, say: Callable[[str], None], here: Set[str]) -> None:
     """End a killed driver's roles on this machine; wait for the end of those not `here`."""
     state = read_state(run_dir)
     if state is None:
         return
-    num_ended = await asyncio.to_thread(kill_marked, state["launch_id"])
+    num_ended = await asyncio.to_thread(kill_marked, state.launch_id)
     if num_ended:
         say(f"ended {num_ended} processes that a killed driver of this run had left")
-    hosts = {str(place.get("host")) for place in state.get("roles", {}).values() if place}
+    hosts = {str(place.get("host")) for place in state.roles.values() if place}
     away = sorted(hosts - here)
     if away:
-        say(f"waiting {orphan_s:.0f} s until roles that a killed driver left on {away} have ended")
-        await asyncio.sleep(orphan_s)
+        say(f"waiting {ORPHAN_S:.0f} s until roles that a killed driver left on {away} have ended")
+        await asyncio.sleep(ORPHAN_S)
 
 
 @contextlib.contextmanager
@@ -379,7 +394,13 @@ def _alone(run_dir: Path) -> Any:
     Raises:
         ClusterError: another driver holds it.
     """
-    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    logs = run_dir / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    if logs.is_symlink():
+        raise ClusterError(
+            f"{logs} is {odd_kind(logs)}, but logs are written only to a folder of the run. "
+            "Remove it."
+        )
     fd = open_regular(run_dir / "cluster.lock", os.O_RDWR | os.O_CREAT)
     try:
         try:
@@ -418,7 +439,7 @@ def _how(status: int) -> str:
 def _tail(log: Path) -> str:
     """Return the last lines of a role's log."""
     try:
-        with open(log, "rb") as file:
+        with open(open_regular(log), "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - 4000))
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:
@@ -429,11 +450,10 @@ def _tail(log: Path) -> str:
 def role_commands(num_ranks: int) -> dict[str, list[str]]:
     """Return the command of each kind of role, which also starts one by hand."""
     python = sys.executable
-    torchrun = f"-m torch.distributed.run --nnodes 1 --nproc-per-node {num_ranks} --standalone"
     return {
         "engine": [python, "-m", "rolltree.cluster.engine"],
         "worker": [python, "-m", "rolltree.cluster.worker"],
-        "trainer": [python, *torchrun.split(), "-m", "rolltree.cluster.trainer"],
+        "trainer": [python, "-m", "rolltree.cluster.gang", str(num_ranks)],
     }
 
 
@@ -457,8 +477,10 @@ async def run_cluster(config: TrainConfig, *, reporter: Reporter) -> TrainReport
     if settings is None:
         raise ConfigError("the config has no [cluster], so there is nothing to start. Add it.")
     # Checked here, before processes are started that would fail with it.
+    check_trackers(config)
     check_loadable(config.model.name, device=config.model.device)
     run_dir = Path(config.run.dir)
+    make_run_folder(run_dir)
     driver = Driver(
         run_dir,
         settings,

@@ -6,17 +6,17 @@ while the server answers. The token is passed in the environment, so process lis
 
 from __future__ import annotations
 
+import http.client
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Callable
 from typing import Any
 
-from rolltree.cluster.beat import ENDED, Beats, Link, run_role
+from rolltree.cluster.beat import DIRECT, ENDED, Beats, Link, run_role
 from rolltree.cluster.roles import CLUSTER_TOKEN
 from rolltree.errors import ClusterError, ConfigError
 from rolltree.training import TrainConfig
@@ -113,7 +113,7 @@ def _run(link: Link, config: TrainConfig, cluster: ClusterSection) -> int:
             process.kill()
             raise ClusterError(f"the engine did not answer at {url} within {_START_S:g} s.")
         time.sleep(0.1)
-    beats = Beats(link, "engine", url, orphan_s=cluster.orphan_s)
+    beats = Beats(link, "engine", url)
     beats.say("serving")
     beats.start()
     while (status := process.poll()) is None:
@@ -132,9 +132,9 @@ def _free_port(host: str) -> int:
 
 def _is_healthy(url: str) -> bool:
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=_HEALTH_S) as answer:
+        with DIRECT.open(f"{url}/health", timeout=_HEALTH_S) as answer:
             return int(answer.status) == 200
-    except OSError:
+    except (OSError, http.client.HTTPException):
         return False
 
 

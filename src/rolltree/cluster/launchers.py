@@ -2,7 +2,8 @@
 
 A role is the leader of its own session, so Ctrl-C in a terminal reaches only the driver. All
 processes that it starts inherit a mark in their environment, by which they are found even if the
-root is gone (torchrun's ranks have sessions of their own, and outlive a killed torchrun).
+root is gone (the trainer's ranks have sessions of their own, and outlive the process that started
+them).
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import subprocess
 import time
 from pathlib import Path
 
-from rolltree.cluster.roles import HOST, LAUNCH, ROLE, Launcher, RolePlace, RoleSpec
+from rolltree.cluster.roles import HOST, LAUNCH, ON_LOOPBACK, ROLE, Launcher, RolePlace, RoleSpec
 from rolltree.errors import ClusterError
+from rolltree.files import open_to_append
 
 _POLL_S = 0.05
 _KILL_LIMIT_S = 10.0
@@ -71,11 +73,13 @@ class RoleProcess:
 
     def __init__(self, spec: RoleSpec, launch_id: str, host: str) -> None:
         self.name, self._launch_id = spec.name, launch_id
-        env = {**os.environ, **spec.env, ROLE: spec.name, LAUNCH: launch_id, HOST: host}
+        libraries = ON_LOOPBACK if host.startswith("127.") else {}
+        named = {ROLE: spec.name, LAUNCH: launch_id, HOST: host}
+        env = {**os.environ, **spec.env, **libraries, **named}
         try:
             spec.log.parent.mkdir(parents=True, exist_ok=True)
             # Appended, so that the log has all starts of a role.
-            with open(spec.log, "ab") as log:
+            with open_to_append(spec.log) as log:
                 self._process = subprocess.Popen(
                     spec.argv,
                     env=env,

@@ -27,6 +27,7 @@ from rolltree.errors import ClusterError
 
 _START_LIMIT_S = 60.0
 _CONNECT_S = 10.0
+_LOOK_S = 5.0
 # Makes the kernel end the process when its actor is gone, and then runs the role in its place.
 _WITH_ACTOR = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execvp(sys.argv[1], sys.argv[1:])"
@@ -118,6 +119,7 @@ class RayLauncher(Launcher):
         """Start an actor on a machine with room, for which it waits, and the process in it."""
         # The last actor of this name is removed first: Ray refuses a second one.
         await self._drop(spec.name)
+        self._places.pop(spec.name, None)
         options: dict[str, Any] = {
             "name": spec.name,
             # On a cluster that was started here, roles share the CPUs, as without Ray.
@@ -130,15 +132,35 @@ class RayLauncher(Launcher):
         self._actors[spec.name] = actor
         host = "" if self._is_joined else self.host
         try:
-            place: RolePlace = await actor.start.remote(spec, self.launch_id, host)
+            place = await self._while_alive(actor.start.remote(spec, self.launch_id, host))
         except self._ray.exceptions.RayTaskError as error:
             raise ClusterError(f"{spec.name} cannot be started: {error.cause}") from None
         except self._ray.exceptions.RayError:
             # Treated like a process that was lost at once: the driver tries again.
-            self._places.pop(spec.name, None)
             return None
         self._places[spec.name] = place
         return place
+
+    async def _while_alive(self, reference: Any) -> RolePlace:
+        """Return the value of a reference, which never comes if no machine is left.
+
+        Raises:
+            ClusterError: no machine of the cluster is alive.
+        """
+        waiting = asyncio.ensure_future(_result(reference))
+        try:
+            while not (await asyncio.wait([waiting], timeout=_LOOK_S))[0]:
+                nodes = await asyncio.to_thread(self._ray.nodes)
+                if not any(node["Alive"] for node in nodes):
+                    raise ClusterError(
+                        "no machine of the Ray cluster is alive: its daemon (raylet) has ended, so "
+                        "no role can be started. Start Ray again if you started it (`ray status` "
+                        "shows its machines); the same command continues the run."
+                    )
+            place: RolePlace = waiting.result()
+            return place
+        finally:
+            waiting.cancel()
 
     def _strategy(self, name: str) -> Any:
         if name not in self._bundles:
@@ -154,9 +176,11 @@ class RayLauncher(Launcher):
         actor = self._actors.get(name)
         if actor is None:
             return
-        with contextlib.suppress(self._ray.exceptions.RayError, asyncio.TimeoutError):
-            # Its machine may have disappeared, so that nothing answers.
-            await asyncio.wait_for(_result(actor.end.remote(grace_s)), grace_s + _START_LIMIT_S)
+        # An actor that waits for a machine would not answer.
+        if name in self._places:
+            with contextlib.suppress(self._ray.exceptions.RayError, asyncio.TimeoutError):
+                # Its machine may have disappeared, so that nothing answers.
+                await asyncio.wait_for(_result(actor.end.remote(grace_s)), grace_s + _START_LIMIT_S)
         await self._drop(name)
 
     async def _drop(self, name: str) -> None:

@@ -11,8 +11,8 @@ import msgspec
 
 from rolltree.cluster.beat import Link
 from rolltree.cluster.control import Scale
-from rolltree.cluster.driver import TOKEN_FILE, read_state
 from rolltree.cluster.roles import CLUSTER_TOKEN, CLUSTER_URL, ROLE
+from rolltree.cluster.state import DriverProcess, control_url, read_state, read_token
 from rolltree.errors import ClusterError, ConfigError, did_you_mean
 
 _SHOWN_NOTICES = 5
@@ -24,18 +24,17 @@ def ask_driver(
     """Return the answer of a run's driver.
 
     Raises:
-        ClusterError: no driver runs, or it refuses.
+        ClusterError: no driver runs on this machine, or it refuses, or the run folder's files are
+            not those of a driver.
     """
     folder = Path(run_dir)
     state = read_state(folder)
     if state is not None:
-        token = ""
+        url = control_url(state)
         with contextlib.suppress(OSError):
-            token = (folder / TOKEN_FILE).read_text(encoding="utf-8")
-        where = {CLUSTER_URL: state["control"], CLUSTER_TOKEN: token or "none", ROLE: "a person"}
-        with contextlib.suppress(OSError):
+            where = {CLUSTER_URL: url, CLUSTER_TOKEN: read_token(folder), ROLE: "a person"}
             return Link(where).ask(path, body)
-    killed = "" if state is None else f" The last one, {_process(state['driver'])}, was killed."
+    killed = "" if state is None else f" The last one, {state.driver}, was killed."
     raise ClusterError(
         f"no driver runs for {folder}, so there is nothing to ask.{killed} `rolltree train` with a "
         "[cluster] in its config starts one, and continues the run."
@@ -67,11 +66,43 @@ def scale(run_dir: str | Path, settings: Sequence[str]) -> dict[str, Any]:
     return ask_driver(run_dir, "/scale", msgspec.to_builtins(numbers))
 
 
-def status_lines(status: Mapping[str, Any]) -> list[str]:
-    """Return the lines that show the answer to `GET /status`."""
-    wanted = ", ".join(f"{number} {name}" for name, number in status["wanted"].items())
+class _RoleStatus(msgspec.Struct, frozen=True):
+    name: str
+    host: str | None
+    pid: int | None
+    up_s: float
+    restarts: int
+    state: str
+    stall: str | None
+    waits_for: str | None
+    metrics: dict[str, Any]
+
+
+class _Status(msgspec.Struct, frozen=True):
+    run: str
+    launcher: str
+    driver: DriverProcess
+    wanted: dict[str, int]
+    roles: list[_RoleStatus]
+    notices: list[str]
+
+
+def status_lines(answer: Mapping[str, Any]) -> list[str]:
+    """Return the lines that show the answer to `GET /status`.
+
+    Raises:
+        ClusterError: it is not the answer of a driver.
+    """
+    try:
+        status = msgspec.convert(answer, _Status)
+    except msgspec.ValidationError as error:
+        raise ClusterError(
+            f"what answers is not a driver of this version of rolltree ({error}), so its status "
+            "cannot be shown. Does another program listen on the port of a driver that was killed?"
+        ) from error
+    wanted = ", ".join(f"{number} {name}" for name, number in status.wanted.items())
     heads = ("role", "where", "up", "restarts", "state", "metrics")
-    rows = [heads, *(_cells(role) for role in status["roles"])]
+    rows = [heads, *(_cells(role) for role in status.roles)]
     # The last column is not padded: it may be long.
     widths = [max(len(row[i]) for row in rows) for i in range(len(heads) - 1)]
     table = [
@@ -80,28 +111,23 @@ def status_lines(status: Mapping[str, Any]) -> list[str]:
         ).rstrip()
         for row in rows
     ]
-    notices = status["notices"][-_SHOWN_NOTICES:]
+    notices = status.notices[-_SHOWN_NOTICES:]
     return [
-        f"{status['run']}: launcher {status['launcher']}, driver {_process(status['driver'])}, "
-        f"{wanted}",
+        f"{status.run}: launcher {status.launcher}, driver {status.driver}, {wanted}",
         *table,
         *(["latest notices:", *(f"  {notice}" for notice in notices)] if notices else []),
     ]
 
 
-def _process(driver: Mapping[str, Any]) -> str:
-    return f"process {driver.get('pid')} on {driver.get('host')}"
-
-
-def _cells(role: Mapping[str, Any]) -> tuple[str, ...]:
-    waits = f", waits for {role['waits_for']}" if role["waits_for"] else ""
+def _cells(role: _RoleStatus) -> tuple[str, ...]:
+    waits = f", waits for {role.waits_for}" if role.waits_for else ""
     return (
-        role["name"],
-        f"{role['host'] or '?'}:{role['pid'] or '?'}",
-        f"{role['up_s']:.0f} s",
-        str(role["restarts"]),
-        (role["stall"] or role["state"]) + waits,
-        " ".join(f"{name}={_short(value)}" for name, value in role["metrics"].items()),
+        role.name,
+        f"{role.host or '?'}:{role.pid or '?'}",
+        f"{role.up_s:.0f} s",
+        str(role.restarts),
+        (role.stall or role.state) + waits,
+        " ".join(f"{name}={_short(value)}" for name, value in role.metrics.items()),
     )
 
 

@@ -27,6 +27,16 @@ HOST = "ROLLTREE_HOST"
 LAUNCH = "ROLLTREE_LAUNCH"
 """The variable that marks the processes that a driver started, and all their children."""
 
+GLOO_ON_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}
+"""Makes gloo, whose sockets have no token, listen on loopback."""
+ON_LOOPBACK = {
+    **GLOO_ON_LOOPBACK,
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_RAS_ENABLE": "0",
+    "VLLM_HOST_IP": "127.0.0.1",
+}
+"""Makes the libraries of a role that is reached on loopback listen nowhere else."""
+
 LOST = 1000
 """The exit status of a role whose machine is gone, and with it the real status."""
 

@@ -64,6 +64,8 @@ class Role:
     beat: Beat | None = None
     restarts: int = 0
     drains: bool = False
+    is_unable: bool = False
+    """Whether it has said that it is useless to start it again."""
     stall: str | None = None
     stalled_at: float = 0.0
     longest_busy_s: float = 0.0

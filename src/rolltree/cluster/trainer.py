@@ -1,4 +1,4 @@
-"""The trainer's processes: `torchrun ... -m rolltree.cluster.trainer`.
+"""The trainer's processes: `gang` starts one `python -m rolltree.cluster.trainer` per rank.
 
 Rank 0 is the head: it runs the training loop, holds the store, publishes weights to the engines and
 serves the rollout workers. The other ranks follow it. When one of them dies, all end, and the
@@ -47,7 +47,6 @@ class HeadProcess:
         self.broker = Broker(
             link.host,
             link.token,
-            queue_bytes=settings.queue_bytes,
             there=lambda: self.beats.answer.get("workers"),
         )
         self.broker.start()
@@ -58,7 +57,6 @@ class HeadProcess:
             link,
             "trainer",
             self.broker.url,
-            orphan_s=settings.orphan_s,
             on_notice=self._note,
         )
         self._early: list[str] = []
@@ -83,6 +81,8 @@ class HeadProcess:
     ) -> AsyncIterator[RolloutEngine]:
         """Serve rollout workers; the yielded engine runs the rollouts of `run`."""
         servers: Any = parts.engine
+        # An engine may have been killed since it registered, and the driver starts it again.
+        servers.are_restarted = True
         pool: EndpointPool = parts.client
         loop = asyncio.get_running_loop()
         first = pool.clients[0]
@@ -202,7 +202,7 @@ async def _lead(link: Link, config: TrainConfig, settings: ClusterSection) -> No
 
 async def _follow(link: Link, config: TrainConfig, settings: ClusterSection) -> None:
     # It waits for commands of rank 0 without a loop of its own.
-    beats = Beats(link, "rank", None, orphan_s=settings.orphan_s, has_loop=False)
+    beats = Beats(link, "rank", None, has_loop=False)
     beats.say("following rank 0", "trainer")
     beats.start()
     await train_async(config, cluster=_NOBODY)

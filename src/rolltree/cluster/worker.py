@@ -55,6 +55,7 @@ from rolltree.rollouts.requests import current_episode
 from rolltree.rollouts.wire import request_from_bytes, result_to_rows
 from rolltree.tasks import yield_fairly
 from rolltree.training import TrainConfig
+from rolltree.training.plan import AWAY_LIMIT_S
 from rolltree.training.sections import ClusterSection
 from rolltree.training.server_client import TrainedServer, server_client
 from rolltree.types import RolloutResult
@@ -71,6 +72,10 @@ _RATE_S = 30.0
 
 class HeadLost(ClusterError):
     """The head does not answer; the driver starts it again."""
+
+
+class TooLarge(ClusterError):
+    """The head does not take a message of this size."""
 
 
 class HeadClient:
@@ -102,6 +107,7 @@ class HeadClient:
 
         Raises:
             HeadLost: it does not answer, or is not ready.
+            TooLarge: the message is too large.
             ClusterError: it runs a different version of rolltree.
         """
         url = self._beats.answer.get("head")
@@ -116,6 +122,8 @@ class HeadClient:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             self._beats.hurry()
             raise HeadLost(f"the head at {url} does not answer ({error!r})") from error
+        if answer.status == 413:
+            raise TooLarge(f"the head takes no more: {content[:200]!r}")
         if answer.status == 400:
             raise ClusterError(f"the head does not understand this worker: {content[:1000]!r}")
         if answer.status != 200:
@@ -246,7 +254,7 @@ class Worker:
 
     def __init__(self, link: Link, config: TrainConfig, beats: Beats, head: HeadClient) -> None:
         assert config.cluster is not None
-        self._name, self._life = link.name, secrets.token_hex(8)
+        self._link, self._name, self._life = link, link.name, secrets.token_hex(8)
         self._config, self._beats, self._head = config, beats, head
         self._slots = config.cluster.slots_per_worker
         self._playing: dict[str, asyncio.Task[_Finished]] = {}
@@ -274,7 +282,7 @@ class Worker:
         self._vocab_size = served.vocab_size
         clients = [self._client(url) for url in self._engines.urls]
         # A call waits for engines for as long as the head does, and needs its own time after that.
-        limit_s = config.engine.away_limit_s + max(c.server.deadline_s for c in clients)
+        limit_s = AWAY_LIMIT_S + max(c.server.deadline_s for c in clients)
         pool = EndpointPool(clients, deadline_s=limit_s)
         self._rollouts = RolloutEngine(
             source,
@@ -283,6 +291,7 @@ class Worker:
             time_limit_s=config.engine.time_limit_s,
             deadline_s=config.engine.deadline_s,
             retries=config.engine.retries,
+            notify=self._link.note,
         )
         ticking = asyncio.create_task(self._tick())
         try:
@@ -454,6 +463,9 @@ class Worker:
             except HeadLost:
                 await asyncio.sleep(_RETRY_S)
                 continue
+            except TooLarge as error:
+                # Only a single result is larger than a batch.
+                receipt = Receipt(items=(("refused", f"{error}"),))
             del waiting[:num]
             for finished, (status, why) in zip(batch, receipt.items, strict=True):
                 if status == "later":
@@ -501,7 +513,7 @@ async def _run(link: Link, config: TrainConfig, cluster: ClusterSection) -> None
     """
     if not config.env.id:
         raise ConfigError("the config has no env.id, so a worker has nothing to play. Set it.")
-    beats = Beats(link, "worker", None, orphan_s=cluster.orphan_s)
+    beats = Beats(link, "worker", None)
     beats.say("loading the environment")
     beats.start()
     source = load_environment(config.env.id, compat=config.env.compat, **config.env.args)

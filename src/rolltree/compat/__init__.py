@@ -1,10 +1,10 @@
 """Environments written for verifiers 0.1.8, run by rolltree as verifiers ran them.
 
-Loading one provides `import verifiers` (`rolltree.compat.install`); `install()` does the same for
-scripts that import it themselves. `rolltree.compat.names` says where each public name is. The
+Loading one provides `import verifiers`; `rolltree.compat.install()` does the same for scripts that
+import it themselves. `rolltree.compat.names` says where each public name is. The
 trainers of verifiers are not covered.
 """
 
-from rolltree.compat.install import install, uninstall
+from rolltree.environments.verifiers_import import install, uninstall
 
 __all__ = ["install", "uninstall"]

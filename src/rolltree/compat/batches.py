@@ -77,6 +77,10 @@ def note_failure(error: Exception) -> None:
         batch.failures.append(error)
 
 
+def _has_raised(result: RolloutResult) -> bool:
+    return any(state.get("environment_errors") for state in result.states)
+
+
 async def run_batch(
     env: BatchRunner,
     inputs: Any,
@@ -149,7 +153,7 @@ async def run_batch(
     ordered.sort(key=lambda result: result.request.input["example_id"])
     # A failed rollout is data here; in verifiers, one failure loses the whole call. If all failed,
     # the cause is most likely a typo or a server that is down, and the caller should see it.
-    if batch.failures and all(result.error is not None for result in ordered):
+    if batch.failures and all(result.error or _has_raised(result) for result in ordered):
         raise batch.failures[0]
     return [state for result in ordered for state in states_of(result)]
 

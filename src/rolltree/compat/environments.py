@@ -13,6 +13,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from contextvars import ContextVar
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
@@ -49,6 +50,7 @@ from rolltree.errors import BadResponse, ConfigError
 from rolltree.inference.parse import read
 from rolltree.rollouts import Split, current_episode
 from rolltree.rubrics import as_rubric
+from rolltree.tasks import contained
 from rolltree.tokens import record_call
 from rolltree.types import (
     OVERLONG_PROMPT,
@@ -105,6 +107,8 @@ def marked_methods(environment: object, role: Role) -> list[Method]:
 
 # The arguments that verifiers adds to every request; a server may refuse others.
 _DEFAULT_ARGS: SamplingArgs = {"n": 1, "extra_body": {}}
+# Whether rolltree plays, and not a caller of `rollout`.
+_IN_AN_EPISODE = ContextVar("_IN_AN_EPISODE", default=False)
 
 
 class Environment(OwnNames, Batches, rooms.Environment):
@@ -438,11 +442,15 @@ class Environment(OwnNames, Batches, rooms.Environment):
         batch = current_batch()
         # If `generate` got the author's own client, that one is passed on, not the engine's view.
         client = batch.client if batch is not None and batch.is_own else client
+        played = _IN_AN_EPISODE.set(True)
         try:
-            state = await self.run_rollout(NullAsyncContext(), input, client, model, args)
+            with contained():
+                state = await self.run_rollout(NullAsyncContext(), input, client, model, args)
         except Exception as error:  # any failure of the author's code is noted
             note_failure(error)
             raise
+        finally:
+            _IN_AN_EPISODE.reset(played)
         state = as_engine_state(state)
         # An author's `rollout` may not set it, and verifiers reads it with `get`.
         state.setdefault("completion", None)
@@ -572,6 +580,13 @@ class MultiTurnEnv(Environment, rooms.MultiTurnEnv):
         state = await super().rollout(input, client, model, own)
         self._note_sent(state)
         return state
+
+    def _end_raised(self, state: State, error: Exception) -> None:
+        super()._end_raised(state, error)
+        # As in `record_failure`: who calls `rollout` gets the exception itself.
+        if not _IN_AN_EPISODE.get():
+            raise error
+        note_failure(error)
 
     def _turn_args(self, sampling_args: SamplingArgs | None) -> SamplingArgs:
         return dict(sampling_args or {})  # `generate` adds the environment's, as in verifiers

@@ -29,11 +29,7 @@ if TYPE_CHECKING:
 
 
 class WrongResponse(BadResponse, AssertionError):
-    """A response fails an assertion of verifiers."""
-
-
-# By this name it counts as the server's failure, and the rollout is played again.
-WrongResponse.__name__ = "BadResponse"
+    """A response fails an assertion of verifiers; the server is to blame."""
 
 
 class NullAsyncContext(nullcontext[None]):

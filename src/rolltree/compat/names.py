@@ -141,7 +141,6 @@ IMPORTED_MODULES: dict[str, str] = {
 SCRIPTS: dict[str, str] = {
     "scripts": f"{_COMPAT}.scripts",
     **{f"scripts.{name}": f"{_COMPAT}.scripts.{name}" for name in ("eval", "init", "install")},
-    "scripts.tui": f"{_COMPAT}.scripts.tui",
 }
 """verifiers' scripts and their package, which are files of their own here."""
 

@@ -12,7 +12,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tomllib
 from collections.abc import Callable, Sequence
 from importlib import invalidate_caches
 from importlib.metadata import PackageNotFoundError, distribution
@@ -23,16 +22,16 @@ from typing import Any
 from rolltree.environments import Environment
 from rolltree.environments import load_environment as load
 from rolltree.errors import ConfigError, RolltreeError, UnknownName, as_sentence
+from rolltree.untrusted import read_toml
 
 BROUGHT = {
     "datasets": "datasets>=3",
     "griffe": "griffelib>=2",
     "nest_asyncio": "nest-asyncio>=1.6",
-    "openai": "openai[aiohttp]>=1.92",
+    "openai": "openai[aiohttp]>=2.14",
     "pydantic": "pydantic>=2.11",
     "requests": "requests>=2.31",
     "tenacity": "tenacity>=8.5",
-    "textual": "textual>=6",
 }
 """Modules that came with verifiers, and what to install for each."""
 _PROVIDED = ("verifiers", "rolltree")
@@ -127,8 +126,8 @@ def _package_name(where: str) -> str:
 def _name_in(folder: Path) -> str:
     file = folder / "pyproject.toml"
     try:
-        return str(tomllib.loads(file.read_text(encoding="utf-8"))["project"]["name"])
-    except (OSError, KeyError, TypeError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        return str(read_toml(file.read_text(encoding="utf-8"))["project"]["name"])
+    except (OSError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{file} does not name a project ({type(error).__name__}: {error}), so {folder} cannot "
             f"be installed. It can be used as it is: rolltree eval {folder}."

@@ -22,6 +22,7 @@ from rolltree.compat.helpers import (
 from rolltree.compat.packages import load_environment
 from rolltree.environments.dataset import datasets_package
 from rolltree.errors import ConfigError, did_you_mean
+from rolltree.estimate import mean
 from rolltree.files import whole_file, write_whole
 from rolltree.types import SamplingArgs, State
 
@@ -340,9 +341,9 @@ def print_results(results: Any, num_samples: int = 1) -> None:
 
 def _print_values(name: str, values: Sequence[float | None], num_trials: int) -> None:
     known = [value for value in values if value is not None]
-    mean = statistics.fmean(known) if known else 0.0
+    average = mean(known) if known else 0.0
     spread = statistics.pstdev(known) if known else 0.0
-    print(f"{name}: avg - {mean:.3f}, std - {spread:.3f}")
+    print(f"{name}: avg - {average:.3f}, std - {spread:.3f}")
     for trial in range(num_trials):
         shown = [None if value is None else round(value, 3) for value in values[trial::num_trials]]
         print(f"r{trial + 1}: {shown}")

@@ -26,6 +26,7 @@ from rolltree.rubrics.functions import (
 )
 from rolltree.rubrics.math_rubric import boxed_answers_are_equal
 from rolltree.rubrics.rubric import Scores, write_advantages, write_scores
+from rolltree.tasks import contained
 from rolltree.threads import run_in_pool
 from rolltree.types import Messages, SamplingArgs, State
 
@@ -172,7 +173,8 @@ class Rubric(rooms.Rubric):
             try:
                 # `float` inside the try: a function that returns None or a text scores 0.0, as in
                 # verifiers.
-                return float(await _called(func, known))
+                with contained():
+                    return float(await _called(func, known))
             except Exception as error:  # noqa: BLE001  as it was
                 self._note(func, error, [state])
                 return 0.0
@@ -191,7 +193,8 @@ class Rubric(rooms.Rubric):
         }
         async with score_sem:
             try:
-                scores: list[float] = await _called(func, known)
+                with contained():
+                    scores: list[float] = await _called(func, known)
             except Exception as error:  # noqa: BLE001  as it was
                 self._note(func, error, states)
                 return [0.0] * len(states)
@@ -204,6 +207,26 @@ class Rubric(rooms.Rubric):
         record = scoring_error(func, name, error).as_dict()
         for state in states:
             state["scoring_errors"] = {**(state.get("scoring_errors") or {}), name: record}
+
+    def _of_each(self, func: RewardFunc, values: Any, states: Sequence[State]) -> list[Any]:
+        """Return a group function's score of each rollout; one that gave none counts as raising."""
+        try:
+            scores = [values[index] for index in range(len(states))]
+        except Exception as error:  # noqa: BLE001  what it returned may follow from an answer
+            wrong = ValueError(
+                f"it returned {values!r}, which has no score for each of {len(states)} rollouts. "
+                "Return a list with one number per rollout, in order."
+            )
+            wrong.__cause__ = error
+            self._note(func, wrong, states)
+            return [0.0] * len(states)
+        for index, state in enumerate(states):
+            try:
+                float(scores[index])
+            except Exception as error:  # noqa: BLE001  a `__float__` may raise anything
+                self._note(func, error, [state])
+                scores[index] = 0.0
+        return scores
 
     async def score_rollout(self, state: State, score_sem: Semaphore) -> None:
         """Score one rollout.
@@ -233,7 +256,8 @@ class Rubric(rooms.Rubric):
         found = [Scores(scored=True) for _ in states]
         for func, weight in zip(self.funcs, self.weights):  # noqa: B905  as they may differ
             if self._is_group_func(func):
-                values = await self._call_group_reward_func(func, states, score_sem)
+                found_here = await self._call_group_reward_func(func, states, score_sem)
+                values = self._of_each(func, found_here, states)
             else:
                 # Function by function over the whole group: a later one may read what an earlier
                 # one wrote.
@@ -241,7 +265,7 @@ class Rubric(rooms.Rubric):
                     *(self._call_individual_reward_func(func, s, score_sem) for s in states)
                 )
             for index, scores in enumerate(found):
-                _add(scores, func, weight, _score_of(func, values, index))
+                _add(scores, func, weight, values[index])
         for state, scores in zip(states, found, strict=True):
             _write(state, scores, started)
         # As in verifiers, values of a step are filled only if they are None.
@@ -263,21 +287,6 @@ def _add(scores: Scores, func: RewardFunc, weight: float, value: Any) -> None:
     plain = value if type(value) in (bool, int, float) else float(value)
     scores.metrics[function_name(func)] = plain
     scores.reward = (scores.reward or 0.0) + float(value) * weight
-
-
-def _score_of(func: RewardFunc, values: Any, index: int) -> Any:
-    """Return the score that a function gave one member of a group.
-
-    Raises:
-        ConfigError: there is none; verifiers' `generate` fails then, too.
-    """
-    try:
-        return values[index]
-    except (IndexError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"group function {function_name(func)!r} returned {values!r}, which has no score for "
-            f"rollout {index} of the group. Return a list with one number per rollout, in order."
-        ) from error
 
 
 def _write(state: State, scores: Scores, started: float) -> None:

@@ -15,6 +15,7 @@ from rolltree import environments as rooms
 from rolltree.compat.environments import MultiTurnEnv, stop
 from rolltree.compat.helpers import maybe_await
 from rolltree.compat.tools import convert_func_to_oai_tool
+from rolltree.tasks import contained
 from rolltree.tools import ToolUnavailable
 from rolltree.types import ChatMessage, Messages, State, ToolSchema
 
@@ -96,7 +97,8 @@ class ToolEnv(MultiTurnEnv, rooms.ToolEnv):
         """
         try:
             # In the event loop: tools of verifiers use objects that belong to its thread.
-            text = str(await maybe_await(self.tool_map[tool_name], **tool_args))
+            with contained():
+                text = str(await maybe_await(self.tool_map[tool_name], **tool_args))
         except ToolUnavailable:
             raise
         except Exception as error:  # told to the model

@@ -36,9 +36,10 @@ from rolltree.rollouts import (
     resolve_sampling,
 )
 from rolltree.rollouts.requests import Episode, call_seeds, playing
+from rolltree.rollouts.settle import settle_state
 from rolltree.rubrics import Rubric, write_advantages
 from rolltree.state import UnscoredSnapshot
-from rolltree.tasks import run_sync, yield_fairly
+from rolltree.tasks import contained, run_sync, yield_fairly
 from rolltree.tokens import Trajectory
 from rolltree.types import (
     INPUT_FIELDS,
@@ -267,10 +268,13 @@ class BatchRunner(ABC):
         args = {**sampling_to_args(request.sampling), "seed": seeds.seed}
         states: list[State] | None = None
         try:
-            states = await self.rollouts(request.input, OpenAIView(client), client.model, args)
-            # An override may have assigned a plain list.
+            with contained():
+                states = await self.rollouts(request.input, OpenAIView(client), client.model, args)
             for state in states:
-                state.trajectory = Trajectory.of(state.get("trajectory"))
+                # An override may have assigned a plain list, or anything.
+                if not isinstance(dict.get(state, "trajectory"), list):
+                    settle_state(state, request.input)
+                state.trajectory = Trajectory.of(state.trajectory)
         except Exception as error:  # noqa: BLE001  an overridden rollout() may raise: it is data
             # If the episode got as far as a state, its steps are kept.
             states = [episode.states[-1] if episode.states else _empty_state(request)]
@@ -282,6 +286,7 @@ class BatchRunner(ABC):
             for made in states if states is not None else episode.states:
                 await self._cleanup(made)
         for state in states:
+            settle_state(state, request.input)
             # Before scoring, so that a stored rollout can be scored again as if for the first time.
             state.unscored = UnscoredSnapshot.of(state)
         return states

@@ -24,6 +24,7 @@ from rolltree.environments.check_probes import (
 )
 from rolltree.environments.dataset import Rows
 from rolltree.environments.environment import Environment
+from rolltree.environments.leakage import MAX_ROWS, shared_questions
 from rolltree.errors import ConfigError, ServerError, did_you_mean
 from rolltree.tasks import run_sync
 from rolltree.types import State
@@ -54,7 +55,6 @@ GUESS_LIMIT = 0.5
 """A guess may earn this share: a constant answer to a fair yes-or-no question is right half the
 time."""
 _CONSTANTS = ("yes", "no", "0", "1", "A", "I do not know.", "ok")
-_MAX_ROWS = 2000
 _CANCEL_LIMIT_S = 10.0
 
 
@@ -150,7 +150,7 @@ def row_findings(first: Environment, second: Environment, num_examples: int) -> 
         if len(rows) != len(again) or _texts(rows, num_examples) != _texts(again, num_examples):
             what = f"the {name} rows of two instances differ; seed whatever draws or orders them"
             findings.append(("rows-differ", what))
-        ids = Counter((r["task"], r["example_id"]) for r in rows[:_MAX_ROWS])
+        ids = Counter((r["task"], r["example_id"]) for r in rows[:MAX_ROWS])
         (task, example_id), times = ids.most_common(1)[0]
         if times > 1:
             what = (
@@ -187,29 +187,12 @@ def leak_rate(shown: Sequence[tuple[str, str]]) -> tuple[float, float]:
     return own, sum(pairs) / len(pairs) if pairs else 0.0
 
 
-def shared_questions(env: Environment) -> tuple[list[str], int]:
-    """Return the evaluation questions that are also training questions, and the number checked."""
-    train_rows, eval_rows = env.own_rows("train"), env.own_rows("eval")
-    if train_rows is None or eval_rows is None:
-        return [], 0
-    train = {_prompt(row) for row in train_rows[:_MAX_ROWS]}
-    tested = [_prompt(row) for row in eval_rows[:_MAX_ROWS]]
-    if len(train) == 1 and set(tested) == train:
-        # Worlds: their episodes differ by the seed, not by the row.
-        return [], len(tested)
-    return [prompt for prompt in tested if prompt in train], len(tested)
-
-
 def _contains(prompt: str, answer: str) -> bool:
     return re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", prompt, re.IGNORECASE) is not None
 
 
 def _texts(rows: Rows, num: int) -> list[str]:
     return [json.dumps(row, sort_keys=True, default=str) for row in rows[:num]]
-
-
-def _prompt(row: Any) -> str:
-    return json.dumps(row["prompt"], sort_keys=True, default=str)
 
 
 class _Check:
@@ -328,6 +311,7 @@ class _Check:
         elif reward is None:
             self._found("scoring-fails", f"({name}) the rollout has no reward and no error")
         else:
+            self._note_raised(name, state)
             self._rewards.add(reward)
             if not self.low <= reward <= self.high:
                 self._found(
@@ -335,6 +319,15 @@ class _Check:
                     f"a reward is {reward:g}, outside of {self.low:g} to {self.high:g}: a rubric "
                     "adds up its functions, and weights=[0.7, 0.3] bounds the sum",
                 )
+
+    def _note_raised(self, name: str, state: State) -> None:
+        """Report errors that were scored, since the answer may have caused them."""
+        for check, key in (
+            ("rollout-fails", "environment_errors"),
+            ("scoring-fails", "scoring_errors"),
+        ):
+            for error in (state.get(key) or {}).values():
+                self._found(check, f"({name}) {error['type']}: {error['message']}")
 
     def _found(self, check: str, message: str) -> None:
         same = [found for found in self.findings if found[0] == check]

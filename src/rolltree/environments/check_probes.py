@@ -10,6 +10,7 @@ from typing import Any
 from rolltree.errors import RolltreeError, UnsupportedSetting
 from rolltree.parsers import Parser, XMLParser
 from rolltree.types import (
+    ErrorKind,
     FinishReason,
     GenerateRequest,
     Messages,
@@ -36,6 +37,8 @@ Style = Callable[[str], str]
 
 class EndlessRollout(RolltreeError):
     """An environment called a probe more often than any rollout needs."""
+
+    kind: ErrorKind = "machine"
 
 
 class Probe:

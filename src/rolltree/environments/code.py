@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rolltree.environments.project import TRAIN_CONFIG
 from rolltree.store import Run
 
 META = "environment_code"
+TRAIN_CONFIG = "train.toml"
+"""The training config of an environment, beside its module or in its package."""
 _DATA = (".json", ".jsonl", ".toml", ".yaml", ".txt", ".csv", ".jinja")
 _MAX_BYTES = 1 << 20
 _LIBRARY = Path(__file__).resolve().parents[1]

@@ -16,7 +16,6 @@ from typing import Any, TypeAlias, overload
 
 from rolltree.errors import ConfigError, import_extra
 from rolltree.files import write_whole
-from rolltree.hub import HubName, answers, cache_only, hub_name, unavailable
 from rolltree.types import ChatMessage, Messages, MessageType
 
 Row: TypeAlias = dict[str, Any]
@@ -181,6 +180,10 @@ class Rows(Sequence[Row]):
         rows = self if seed is None else self.shuffle(seed)
         return rows if num < 0 else rows[:num]
 
+    def place(self, position: int) -> tuple[Any, int]:
+        """Return what a row is read from, and its index there."""
+        return self._source, self._order[position]
+
     def filter(self, keep: Callable[[Row], bool]) -> Rows:
         """Return the rows for which `keep` is true; every row is read once, now."""
         order = [index for index in self._order if keep(self._format(self._source[index], index))]
@@ -240,6 +243,8 @@ def _read_named(name: str | Path) -> Any:
     path = Path(name)
     repo, _, split = str(name).partition(":")
     is_file = path.exists() or isinstance(name, Path) or path.suffix in _READERS
+    from rolltree.hub import hub_name
+
     if is_file or hub_name(repo, "dataset") is None:
         return _read_file(path)
     return hub_rows(repo, split=split or "train")
@@ -300,6 +305,8 @@ def hub_rows(dataset_id: str, config: str | None = None, split: str = "train") -
     Raises:
         ConfigError: `datasets` is missing, or the data set cannot be loaded.
     """
+    from rolltree.hub import HubName, answers, cache_only, hub_name, unavailable
+
     datasets = datasets_package(f"loading {dataset_id!r}")
     name = hub_name(dataset_id, "dataset") or HubName(dataset_id, kind="dataset")
     at = {} if name.revision is None else {"revision": name.revision}

@@ -5,7 +5,8 @@ The rows are in the order of the environments; shuffle them with a seed to mix t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, cast
@@ -14,10 +15,10 @@ from rolltree.environments.dataset import Data, Row, Rows
 from rolltree.environments.environment import Environment
 from rolltree.environments.lifecycle import teardown
 from rolltree.errors import ConfigError, UnknownName, did_you_mean
-from rolltree.rollouts.requests import current_episode
+from rolltree.rollouts.requests import Split, current_episode
 from rolltree.rubrics import Rubric, Scores
 from rolltree.rubrics.groups import CompositeRubric
-from rolltree.store.weights import ScoredPart
+from rolltree.store.weights import ScoredPart, environments_of, task_environment
 from rolltree.types import RolloutInput, SamplingArgs, State, ToolSchema
 
 
@@ -28,7 +29,9 @@ class EnvGroup(Environment):
     has one (so groups can hold groups); its `example_id` is its index in the group. Environments
     and their rubrics see the row's own task, as they do outside of a group.
 
-    The training rows come from the environments that have some, the evaluation rows from all.
+    The training rows come from the environments that have some, the evaluation rows from all. A
+    part of the rows, such as `num_examples` of an evaluation, has equally many of each environment
+    (of a group, of each environment in it), or all of those that have fewer: their first rows.
 
     Args:
         envs: the environments.
@@ -73,6 +76,20 @@ class EnvGroup(Environment):
     def rows(self, data: Data) -> Rows:
         """Return `data` as rows, each formatted by its task's environment."""
         return Rows.of(data, self._format)
+
+    def get_dataset(self, n: int = -1, seed: int | None = None) -> Rows:
+        """Return `n` training rows (-1: all), equally many of each environment."""
+        rows = super().get_dataset(-1, seed)
+        return rows.select(self._first_of_each(rows, n))
+
+    def get_eval_dataset(self, n: int = -1, seed: int | None = None) -> Rows:
+        """Return `n` evaluation rows (-1: all), equally many of each environment."""
+        rows = super().get_eval_dataset(-1, seed)
+        return rows.select(self._first_of_each(rows, n))
+
+    def first_examples(self, split: Split, num: int) -> Sequence[int]:
+        """Return the indices of `num` rows, equally many of each environment."""
+        return self._first_of_each(self._split(split), num)
 
     async def rollout(
         self,
@@ -141,14 +158,28 @@ class EnvGroup(Environment):
             state.task = task
 
     def _name_of(self, task: str) -> str:
-        fitting = [name for name in self.env_names if f"{task}/".startswith(f"{name}/")]
-        if not fitting:
+        name = task_environment(task, self.env_names)
+        if name is None:
             raise UnknownName(
                 f"no environment of the group has the task {task!r}."
                 f"{did_you_mean(task, self.env_names)}"
             )
-        # A name may begin with another environment's: "math/hard" is not a task of "math".
-        return max(fitting, key=len)
+        return name
+
+    def _first_of_each(self, rows: Rows, num: int) -> Sequence[int]:
+        """Return the positions of `num` rows (-1: all), with the first rows of each environment."""
+        if not 0 <= num < len(rows):
+            return range(len(rows))
+        names, met, turns = environments_of(self), Counter[Hashable](), []
+        for position in range(len(rows)):
+            environment: Hashable = _environment(rows, position)
+            if not environment:
+                # Rows that were put in later have only a task, and reading them takes longer.
+                environment = task_environment(rows[position]["task"], names)
+            turns.append(met[environment])
+            met[environment] += 1
+        # Every environment has one row in each turn until it has no more.
+        return sorted(sorted(range(len(rows)), key=turns.__getitem__)[:num])
 
     def _join(self, parts: Mapping[str, Rows]) -> Rows:
         return Rows(_Joined(parts, self.env_map), lambda row, index: dict(row))
@@ -173,15 +204,32 @@ class _Joined(Sequence[Row]):
         return sum(len(rows) for _, rows, _ in self._parts)
 
     def __getitem__(self, index: Any) -> Any:
+        number, position = self.find(index)
+        name, rows, env = self._parts[number]
+        row = rows[position]
+        own = row["task"]
+        task = name if own == env.env_id else f"{name}/{own}"
+        return {**row, "task": task, "example_id": index}
+
+    def find(self, index: int) -> tuple[int, int]:
+        """Return the number of the part that has a row, and the row's position there."""
         position = index
-        for name, rows, env in self._parts:
+        for number, (_, rows, _) in enumerate(self._parts):
             if position < len(rows):
-                row = rows[position]
-                own = row["task"]
-                task = name if own == env.env_id else f"{name}/{own}"
-                return {**row, "task": task, "example_id": index}
+                return number, position
             position -= len(rows)
         raise IndexError(f"the group has {len(self)} rows, so there is no row {index}")
+
+    def environment(self, index: int) -> tuple[int, ...]:
+        """Return the number of the row's environment in the group, then in a group in it, ..."""
+        number, position = self.find(index)
+        return number, *_environment(self._parts[number][1], position)
+
+
+def _environment(rows: Rows, position: int) -> tuple[int, ...]:
+    """Return which environment of a group a row is from; empty if the rows are not a group's."""
+    source, index = rows.place(position)
+    return source.environment(index) if isinstance(source, _Joined) else ()
 
 
 class _GroupRubric(CompositeRubric):

@@ -22,17 +22,24 @@ from typing import Any, ClassVar
 from rolltree.environments.batch_runner import BatchRunner
 from rolltree.environments.completion import render_completion
 from rolltree.environments.dataset import Data, RowFormat
-from rolltree.environments.lifecycle import Mark, discover, failure_of, forget, register, watch
+from rolltree.environments.lifecycle import (
+    Mark,
+    discover,
+    failure_of,
+    forget,
+    in_phase,
+    register,
+    watch,
+)
 from rolltree.environments.openai_view import openai_view
 from rolltree.errors import ConfigError, PromptTooLong, record_error, refuse_unknown
 from rolltree.inference.client import as_client, policy_version, sampling_from_args
 from rolltree.inference.client_base import ClientBase, annotate_sampling
-from rolltree.inference.parse import parse_response
 from rolltree.parsers import Parser
 from rolltree.rollouts import derive_seed, merge_args
 from rolltree.rollouts.requests import current_episode
 from rolltree.rubrics import Rubric, as_rubric
-from rolltree.tasks import being_cancelled, run_shielded
+from rolltree.tasks import being_cancelled, contained, run_shielded
 from rolltree.tokens import Trajectory, record_call
 from rolltree.types import (
     OVERLONG_PROMPT,
@@ -318,13 +325,16 @@ class Environment(BatchRunner):
         args = merge_args(self.sampling_args, sampling_args)
         try:
             asked = client if isinstance(client, ClientBase) else as_client(client, model)
-            return await asked.chat(
-                prompt,
-                tools=oai_tools or None,
-                sampling=sampling_from_args(args),
-                model=model or None,
-                message_type=kind,
-            )
+            sampling = sampling_from_args(args)
+            # Errors of the client are the model's; those of an override are the environment's.
+            with in_phase("model"):
+                return await asked.chat(
+                    prompt,
+                    tools=oai_tools or None,
+                    sampling=sampling,
+                    model=model or None,
+                    message_type=kind,
+                )
         # A special response instead of an exception: a prompt that is too long ends the rollout,
         # which is then truncated and scored.
         except PromptTooLong as error:
@@ -373,6 +383,8 @@ class Environment(BatchRunner):
         if request is None:
             args = merge_args(self.sampling_args, state.get("sampling_args"))
             request = args, policy_version(state.get("client"))
+        from rolltree.inference.parse import parse_response
+
         sampling = sampling_from_args(request[0])
         made = parse_response(
             response, self.message_type, temperature=sampling.temperature, version=request[1]
@@ -454,7 +466,8 @@ class Environment(BatchRunner):
                 # Cancellation waits for cleanups, so one that hangs would keep the whole run from
                 # ending.
                 async with asyncio.timeout(CLEANUP_LIMIT_S):
-                    await maybe_await(handler, state)
+                    with contained():
+                        await maybe_await(handler, state)
             except (Exception, asyncio.CancelledError) as error:
                 # Recorded; the other handlers must still run.
                 if being_cancelled():
@@ -467,7 +480,8 @@ class Environment(BatchRunner):
     async def _teardown(self) -> None:
         for handler in self._teardown_handlers:
             try:
-                await maybe_await(handler)
+                with contained():
+                    await maybe_await(handler)
             except (Exception, asyncio.CancelledError):
                 # Logged; the other handlers must still run.
                 if being_cancelled():

@@ -151,13 +151,12 @@ class HarborTasks:
         world = await self.make(task)
         try:
             ran = await solved(world, task)
-            verdict = await verdict_on(world, task)
+            verdict = harbor_verdict(await verdict_on(world, task), self)
         finally:
             await world.close()
-        reward = self.reward_in(verdict.as_dict())
-        problem = verdict.problem
+        reward, problem = verdict["reward"], verdict["problem"]
         if problem is None and reward <= 0:
-            problem = f"solve.sh: {ran.text()[-300:]!r}; tests: {verdict.said[-300:]!r}"
+            problem = f"solve.sh: {ran.text()[-300:]!r}; tests: {verdict['said'][-300:]!r}"
         return OracleResult(task.name, reward, problem)
 
 
@@ -346,7 +345,10 @@ class HarborEnv(HarborWorlds, SandboxToolEnv):
 def harbor_verdict(verdict: Verdict, tasks: HarborTasks) -> dict[str, Any]:
     """Return the dict that a state keeps of a verdict."""
     found = verdict.as_dict()
-    return {**found, "reward": tasks.reward_in(found)}
+    try:
+        return {**found, "reward": tasks.reward_in(found)}
+    except ConfigError as error:  # the agent's code, too, may write a file with other values
+        return {**found, "reward": 0.0, "problem": found["problem"] or str(error)}
 
 
 def _time_left(state: State, task: HarborTask) -> float:

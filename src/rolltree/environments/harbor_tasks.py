@@ -12,7 +12,6 @@ import itertools
 import os
 import re
 import shlex
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -21,7 +20,8 @@ from typing import Any
 import msgspec
 
 from rolltree.errors import ConfigError, did_you_mean
-from rolltree.untrusted import read_json
+from rolltree.files import read_regular
+from rolltree.untrusted import read_json, read_toml
 
 _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?::-([^}]*))?\}")
 _CANARY = re.compile(r"(<!--.*canary.*-->|#.*canary.*)", re.IGNORECASE)
@@ -260,7 +260,7 @@ def filled_env(env: Mapping[str, str], task: HarborTask) -> dict[str, str]:
 
 def _read_toml(path: Path) -> _File:
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        data = read_toml(read_regular(path, follow=True).decode())
         return msgspec.convert(data, _File, strict=False)
     except (OSError, ValueError) as error:  # not UTF-8, not TOML, not such a table
         hint = ""
@@ -278,7 +278,7 @@ def _read_toml(path: Path) -> _File:
 
 def _text_of(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_regular(path, follow=True).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{path} cannot be read ({error}). Harbor's tasks are text in UTF-8: correct the file."

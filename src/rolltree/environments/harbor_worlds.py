@@ -103,7 +103,11 @@ async def verdict_on(world: HarborWorld, task: HarborTask) -> Verdict:
     left = await world.end_agent()
     if left is not None:
         return Verdict(problem=left)
-    await world.add(task.folder / "tests", "tests")
+    try:
+        await world.add(task.folder / "tests", "tests")
+    # The agent may have filled its folder, which the tests share the space with.
+    except SandboxFileError as error:
+        return Verdict(problem=str(error))
     env = filled_env({**task.env, **task.verifier_env}, task)
     ran = await world.run(
         "chmod +x /tests/test.sh && exec /tests/test.sh",

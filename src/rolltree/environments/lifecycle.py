@@ -23,8 +23,10 @@ from types import FrameType
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, overload
 
 from rolltree.errors import ModelError, record_error
+from rolltree.inference.client import may_follow
+from rolltree.state import OF_ENVIRONMENT
 from rolltree.tasks import Terminated
-from rolltree.types import ErrorRecord, TruncationReason
+from rolltree.types import ErrorRecord, State, TruncationReason
 
 Role: TypeAlias = Literal["stop", "cleanup", "teardown"]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -193,3 +195,14 @@ def failure_of(error: Exception) -> ErrorRecord:
         return record_error(error, "model")
     phase: Phase = getattr(error, _PHASE, "environment")
     return record_error(error, phase)
+
+
+def is_scored(error: Exception) -> bool:
+    """Whether a rollout that this failure ends after a model call is scored nevertheless."""
+    is_model = not isinstance(error, ModelError) and failure_of(error).phase == "model"
+    return may_follow(error) and not is_model
+
+
+def note_raised(state: State, error: ErrorRecord) -> None:
+    """Keep the error of an environment's own code in a state that is scored nevertheless."""
+    state["environment_errors"] = {OF_ENVIRONMENT: error.as_dict()}

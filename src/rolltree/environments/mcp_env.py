@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from rolltree.environments.lifecycle import cleanup, teardown
@@ -26,6 +27,7 @@ from rolltree.types import State, ToolSchema
 logger = logging.getLogger("rolltree.environments")
 
 _CLOSE_S = 10.0
+_LIST_S = 30.0
 """How long a connection may take to close before it is cancelled, and after."""
 
 
@@ -71,6 +73,10 @@ class MCPConnection:
 
     def __init__(self, server: MCPServer) -> None:
         self.server = server
+        # Whether a call found the server gone, or silent.
+        self.is_lost = False
+        # Sets, unlike counts, may be changed from several threads.
+        self._in_flight: set[Future[Any]] = set()
         # The SDK ties a connection to the task that opened it, and rollouts come from several
         # loops.
         self._loop = asyncio.new_event_loop()
@@ -117,10 +123,31 @@ class MCPConnection:
     async def call(self, name: str, arguments: Mapping[str, Any]) -> tuple[str, bool]:
         """Call a tool and return the text of its result, and whether it is an error.
 
+        A call that takes longer than the server's time limit is an error, too.
+
         Raises:
-            ToolUnavailable: the server is gone, or took longer than its time limit.
+            ToolUnavailable: the server is gone, or answers nothing in time.
         """
-        return await asyncio.wrap_future(self._submit(self._call(name, dict(arguments))))
+        call = self._submit(self._call(name, dict(arguments)))
+        self._in_flight.add(call)
+        try:
+            found: tuple[str, bool] = await asyncio.wrap_future(call)
+            return found
+        finally:
+            self._in_flight.discard(call)
+
+    async def is_gone(self) -> bool:
+        """Whether the server has died since its last answer, which costs it a listing of its tools.
+
+        Not asked while calls are in flight, which notice it themselves, or once it is closed.
+        """
+        if self._in_flight or self._closing.is_set():
+            return False
+        try:
+            is_gone: bool = await asyncio.wrap_future(self._submit(self._has_ended()))
+            return is_gone
+        except ToolUnavailable:
+            return True
 
     def close(self) -> None:
         """Close the connection and end a server that was started by command. Idempotent."""
@@ -201,10 +228,40 @@ class MCPConnection:
             # The server is up, but rejects the call.
             if error.code in _PROTOCOL_ERRORS:
                 return str(error), True
-            raise ToolUnavailable(
-                f"the MCP server {self.server.name!r} failed at {name!r}: {error}"
+            raise self._lost(
+                ToolUnavailable(f"the MCP server {self.server.name!r} failed at {name!r}: {error}")
             ) from error
+        except ToolUnavailable as error:
+            # The model's arguments may have made the call slow.
+            if not isinstance(error.__cause__, TimeoutError) or not await self._is_well():
+                raise self._lost(error) from error.__cause__
+            return str(error), True
         return _result_text(result), bool(result.is_error)
+
+    def _lost(self, error: ToolUnavailable) -> ToolUnavailable:
+        """Return the failure of a call in which the server was lost: the call may have ended it."""
+        self.is_lost, error.kind = True, "episode"
+        return error
+
+    async def _is_well(self) -> bool:
+        """Whether the server still lists its tools (new versions of MCP have no ping)."""
+        try:
+            async with asyncio.timeout(_LIST_S):
+                await self._opened.result().list_tools()
+        except Exception:  # noqa: BLE001  transports raise their own
+            return False
+        return True
+
+    async def _has_ended(self) -> bool:
+        try:
+            async with asyncio.timeout(_LIST_S):
+                await self._opened.result().list_tools()
+        # It may be busy.
+        except TimeoutError:
+            return False
+        except Exception:  # noqa: BLE001  transports raise their own
+            return True
+        return False
 
     async def _guarded(self, work: Any, what: str) -> Any:
         from mcp import MCPError
@@ -283,7 +340,9 @@ class MCPEnv(ToolEnv):
 
     The environment connects to the servers when it is made, to learn their tools, and disconnects
     in its teardown. If a server cannot be reached during a rollout, the rollout fails; an error
-    that a tool returns is sent to the model.
+    that a tool returns is sent to the model. If a server is lost in a call, the rollout ends and is
+    scored, since the call may be the cause; the next call connects again. A shared server that died
+    between calls is nobody's doing, and the next call connects again, too.
 
     Args:
         mcp_servers: `MCPServer`s, or mappings of their fields.
@@ -311,6 +370,7 @@ class MCPEnv(ToolEnv):
             raise ConfigError(f"an MCPEnv needs servers with distinct names, and got {names}.")
         self.isolated = isolated
         self._numbers = itertools.count()
+        self._reopening = threading.Lock()
         self._sessions: dict[int, dict[str, MCPConnection]] = {}
         self._shared: dict[str, MCPConnection] = {}
         super().__init__(tools=tools, **settings)
@@ -340,6 +400,11 @@ class MCPEnv(ToolEnv):
         if not isinstance(tool.func, _RemoteTool):
             return await super().run_tool(tool, arguments, state)
         own = self._sessions[state[_SESSION]] if self.isolated else self._shared
+        connection = own[tool.func.server]
+        # Nobody's call is the cause of a death between calls. A rollout's own server has its state.
+        if connection.is_lost or (not self.isolated and await connection.is_gone()):
+            connection.is_lost = True
+            await run_in_pool(partial(self._reopen, own, tool.func.server))
         text, is_error = await own[tool.func.server].call(tool.name, arguments)
         if is_error:
             raise MCPToolError(text)
@@ -357,6 +422,13 @@ class MCPEnv(ToolEnv):
         """Close the connections that rollouts share, and those that no cleanup closed."""
         for connections in (self._shared, *self._sessions.values()):
             _close(connections)
+
+    def _reopen(self, own: dict[str, MCPConnection], name: str) -> None:
+        """Replace a connection whose server was lost, perhaps in another rollout's call."""
+        with self._reopening:
+            if own[name].is_lost:
+                own[name].close()
+                own[name] = MCPConnection(own[name].server).open()
 
     def _connect(self) -> dict[str, MCPConnection]:
         opened: dict[str, MCPConnection] = {}

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import json
 import operator
 from abc import abstractmethod
 from collections.abc import Mapping
 from contextlib import nullcontext
+from types import NoneType
 from typing import Any, ClassVar
 
 import msgspec
 
 from rolltree.environments.completion import appended_messages, conversation
 from rolltree.environments.environment import Environment, maybe_await
-from rolltree.environments.lifecycle import in_phase, stop
+from rolltree.environments.lifecycle import (
+    failure_of,
+    in_phase,
+    is_scored,
+    note_raised,
+    stop,
+)
 from rolltree.environments.openai_view import OpenAIView
-from rolltree.errors import ConfigError
-from rolltree.inference.client import as_client
+from rolltree.errors import ConfigError, message_of
+from rolltree.inference.client import as_client, is_refusal
 from rolltree.inference.deadline import seeded
 from rolltree.rollouts import merge_args
 from rolltree.rollouts.requests import current_episode
+from rolltree.rollouts.settle import settle_state
 from rolltree.seeds import CallSeeds
+from rolltree.tasks import contained
 from rolltree.tokens import Trajectory, check_steps, num_call_tokens
 from rolltree.types import (
     Messages,
@@ -62,7 +72,8 @@ class MultiTurnEnv(Environment):
         """Return the environment's new messages after `messages`, the conversation so far.
 
         `messages` is a new list; the messages in it belong to the trajectory and must not change.
-        If the prompt is a string, return a string.
+        If the prompt is a string, return a string. Otherwise a string is a user's message, and a
+        single message is a list of one.
         """
 
     @stop(priority=100, truncates=TruncationReason.MAX_SEQ_LEN)
@@ -103,6 +114,8 @@ class MultiTurnEnv(Environment):
             return prompt
         messages = conversation(state.trajectory)
         answer = await maybe_await(self.env_response, messages, state)
+        if not isinstance(messages, str):
+            answer = _as_messages(answer)
         if not _follows(messages, answer):
             raise invalid_response_error(self, messages, answer)
         return concat_messages([messages, answer])
@@ -121,23 +134,28 @@ class MultiTurnEnv(Environment):
         """
         # Outside of the `try`: without a state there is nothing to record a failure in.
         state = await self._begin(input, client, model, sampling_args)
+        calls = state.trajectory
         try:
             # A client that cannot be used is a failure of this rollout, like a world that cannot be
             # made.
-            with in_phase("setup"):
+            with in_phase("setup"), contained():
                 args = self._turn_args(sampling_args)
                 session = self._session(client, model, args.get("seed"))
                 state = await self._set_up(state)
-            await self._play_turns(state, session, model, args)
+            with contained():
+                await self._play_turns(state, session, model, args)
             # An environment may have assigned a plain list, or steps that it made itself.
             state.trajectory = Trajectory.of(state.trajectory)
         except Exception as error:  # noqa: BLE001  a failed rollout is data
-            self.record_failure(state, error)
+            settle_state(state, input, calls)
+            if state.trajectory and is_scored(error):
+                self._end_raised(state, error)
+            else:
+                self.record_failure(state, error)
         finally:
             # Before the completion is rendered: a cleanup may still change the state.
             await self._cleanup(state)
-            if not isinstance(state.get("trajectory"), list):
-                state.trajectory = Trajectory()
+            settle_state(state, input, calls)
             # The rollout failed, was cancelled, or was ended by an override.
             if state.completion is None:
                 await self._render_timing(state)
@@ -178,7 +196,11 @@ class MultiTurnEnv(Environment):
             before = self._stop_inputs(state)
             prompt = await self.get_prompt_messages(state)
             # Either hook may have replaced the trajectory.
-            check_steps(state.trajectory)
+            try:
+                check_steps(state.trajectory)
+            except ConfigError as error:
+                error.kind = "episode"  # perhaps only after some answers
+                raise
             # A game that ends in `env_response` must not cost one more model call. Conditions are
             # evaluated once per state, because an author's condition may count its calls.
             may_have_ended = self.ends_in_env_response and (before is None or before.has_changed())
@@ -186,18 +208,27 @@ class MultiTurnEnv(Environment):
                 await self._keep_last_response(state, prompt)
                 break
             request = _NO_REQUEST if is_own else self.model_request(session, args)
-            # For the record of a failure: errors in this block are the model's, those in hooks are
-            # the environment's.
-            with in_phase("model"), request:
-                response = await self.get_model_response(
-                    session,
-                    model,
-                    prompt,
-                    oai_tools=state.oai_tools,
-                    sampling_args=args,
-                    message_type=self.message_type,
-                )
-                await self.add_model_response(state, prompt, response)
+            with request, contained():
+                try:
+                    response = await self.get_model_response(
+                        session,
+                        model,
+                        prompt,
+                        oai_tools=state.oai_tools,
+                        sampling_args=args,
+                        message_type=self.message_type,
+                    )
+                except Exception as error:
+                    if state.trajectory and (problem := _problem_of(prompt)):
+                        raise unsendable_error(self, problem) from error
+                    # The request may be refused because of what it quotes of earlier answers.
+                    if not state.trajectory or not is_refusal(error):
+                        raise
+                    await self._end_refused(state, prompt, error)
+                    break
+                overrides = type(self).add_model_response is not Environment.add_model_response
+                with in_phase("environment" if overrides else "model"):
+                    await self.add_model_response(state, prompt, response)
         # An override of `is_completed` ended the rollout.
         if not state.is_completed:
             state.is_completed = True
@@ -209,6 +240,23 @@ class MultiTurnEnv(Environment):
             return None
         return _StopInputs(self, state)
 
+    async def _end_refused(self, state: State, prompt: Messages, error: Exception) -> None:
+        """End a rollout as truncated, since its next request is refused."""
+        state["refused_request"] = message_of(error)
+        state.truncated, state.truncation_reason = True, TruncationReason.ENV.value
+        state.stop_condition = "refused_request"
+        await self._keep_last_response(state, prompt)
+
+    def _end_raised(self, state: State, error: Exception) -> None:
+        """End a rollout as truncated, since the environment's own code raised after an answer."""
+        note_raised(state, failure_of(error))
+        state.trajectory = Trajectory.of(state.trajectory)
+        state.truncated, state.truncation_reason = True, TruncationReason.ENV.value
+        state.stop_condition = "environment_raised"
+        if not state.is_completed:
+            state.is_completed = True
+            self._settle_ending(state)
+
     async def _keep_last_response(self, state: State, prompt: Messages) -> None:
         """Add the last messages of `env_response` to the completion."""
         # If `final_env_response` is set, the environment has set its last message itself, and
@@ -219,10 +267,48 @@ class MultiTurnEnv(Environment):
             await self._render_completion(state)
 
 
+def _as_messages(answer: Any) -> Any:
+    """Return a text as a user's message, and one message as a list of it."""
+    if isinstance(answer, str):
+        return [{"role": "user", "content": answer}]
+    return [answer] if isinstance(answer, Mapping) else answer
+
+
 def _follows(said: Messages, answer: Any) -> bool:
     if isinstance(said, str):
         return isinstance(answer, str)
     return isinstance(answer, list | tuple) and all(isinstance(m, Mapping) for m in answer)
+
+
+def _problem_of(prompt: Messages) -> str | None:
+    """Return why no client can send a prompt; None if it is well formed."""
+    try:
+        json.dumps(prompt, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        return message_of(error)
+    for message in [] if isinstance(prompt, str) else prompt:
+        for name, kinds in _FIELDS.items():
+            if not isinstance(message.get(name), kinds):
+                return f"the {name} of a message is a {type(message.get(name)).__name__}"
+    return None
+
+
+_FIELDS: dict[str, Any] = {
+    "role": str,
+    "content": (str, list, tuple, NoneType),
+    "tool_calls": (list, NoneType),
+}
+
+
+def unsendable_error(environment: MultiTurnEnv, problem: str) -> ConfigError:
+    """Return the error for messages of an environment that no client can send."""
+    error = ConfigError(
+        f"{type(environment).__name__} of {environment.env_id!r} made messages that cannot be sent "
+        f"to the model ({problem}), so the rollout ends. Return messages with texts, such as "
+        '[{"role": "user", "content": "..."}].'
+    )
+    error.kind = "episode"  # they may be what the model wrote
+    return error
 
 
 def invalid_response_error(environment: MultiTurnEnv, said: Messages, answer: Any) -> ConfigError:
@@ -236,10 +322,13 @@ def invalid_response_error(environment: MultiTurnEnv, said: Messages, answer: An
         else 'a list of messages, such as [{"role": "user", "content": "..."}]'
     )
     more = "; change the state in place, without returning it" if isinstance(answer, tuple) else ""
-    return ConfigError(
+    error = ConfigError(
         f"{type(environment).__name__}.env_response of {environment.env_id!r} returned {found}, "
         f"which cannot be sent to the model. Return {wanted}{more}."
     )
+    # It may have no branch for what the model wrote, or return a part of it.
+    error.kind = "episode"
+    return error
 
 
 def _holds(answer: Any) -> bool:

@@ -5,15 +5,14 @@ The defaults are in its pyproject.toml (`[tool.verifiers.eval]`), the config is 
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 from typing import Any
 
+from rolltree.environments.code import TRAIN_CONFIG
 from rolltree.environments.registry import environment_file, find_environment
 from rolltree.errors import ConfigError
+from rolltree.untrusted import read_toml
 
-TRAIN_CONFIG = "train.toml"
-"""The training config of an environment, beside its module or in its package."""
 _KEYS = ("num_examples", "rollouts_per_example")
 _TABLES = ("rolltree", "verifiers")
 """`[tool.rolltree.eval]` overrides `[tool.verifiers.eval]`."""
@@ -71,7 +70,7 @@ def own_max_tokens(name: str) -> tuple[int, Path] | None:
     if file is None:
         return None
     try:
-        config = tomllib.loads(file.read_text(encoding="utf-8"))
+        config = read_toml(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read ({error}). Correct it, or pass -t.") from error
     found = _table(config, str(file), "sampling").get("max_tokens")
@@ -106,8 +105,8 @@ def _plain(name: str) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
+        return read_toml(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return {}
 
 

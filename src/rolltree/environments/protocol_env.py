@@ -11,7 +11,7 @@ from copy import copy, deepcopy
 from typing import Any
 
 from rolltree.environments.environment import Environment
-from rolltree.environments.lifecycle import discover, in_phase
+from rolltree.environments.lifecycle import discover, in_phase, note_raised
 from rolltree.errors import ConfigError
 from rolltree.inference.client import as_client
 from rolltree.protocols import (
@@ -23,8 +23,10 @@ from rolltree.protocols import (
 )
 from rolltree.rollouts import derive_seed, merge_args
 from rolltree.rollouts.requests import current_episode
+from rolltree.rollouts.settle import settle_state
 from rolltree.rubrics import PerAgentRubric, Rubric, as_rubric
 from rolltree.steps import INCOMPLETE, AgentStep, EnvironmentStep, Rollout
+from rolltree.tasks import contained
 from rolltree.tokens import Trajectory
 from rolltree.types import RolloutInput, SamplingArgs, State
 
@@ -116,18 +118,19 @@ class ProtocolEnvironment(Environment):
         recording = Recording()
         states = [first]
         try:
-            with in_phase("setup"):
+            with in_phase("setup"), contained():
                 state = await self._set_up(first)
                 context = self._context(state, client, model, sampling_args)
             make = self.make_world
             world = None if make is None else (lambda: make(input))
-            async with open_world(world) as place:
-                await self.protocol.run(place, context, recording)
+            with contained():
+                async with open_world(world) as place:
+                    await self.protocol.run(place, context, recording)
         except Exception as error:  # noqa: BLE001  a failed rollout is data
             self.record_failure(first, error)
         finally:
             # Also when cancelled: the recording becomes states before the cancellation goes on.
-            states = await self._states(first, recording)
+            states = await self._states(input, first, recording)
             for state in states:
                 await self._cleanup(state)
         return states
@@ -151,7 +154,7 @@ class ProtocolEnvironment(Environment):
             episode_id="episode" if episode is None else episode.request.request_id,
         )
 
-    async def _states(self, first: State, recording: Recording) -> list[State]:
+    async def _states(self, input: RolloutInput, first: State, recording: Recording) -> list[State]:
         """Turn the recording into states; `first` becomes the first rollout's."""
         builders = recording.ordered()
         failed = first.get("error")
@@ -167,6 +170,7 @@ class ProtocolEnvironment(Environment):
             states.append(state)
         states = states or [first]
         for state in states:
+            settle_state(state, input)
             await self._render_timing(state)
             await self._render_completion(state)
             state["trajectory"].trim()
@@ -227,6 +231,8 @@ def fill_state(state: State, builder: RolloutBuilder) -> None:
     for key in ("subtask", "result", "seat"):
         if key in rollout.meta:
             state[key] = rollout.meta[key]
+    if builder.raised is not None:
+        note_raised(state, builder.raised)
     if state.trajectory:
         state.prompt = list(state.trajectory[0]["prompt"])
 

@@ -12,23 +12,31 @@ up as `name`. Code that imports `verifiers` gets the package of `rolltree.compat
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.machinery import ModuleSpec
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rolltree.compat.install import imported_real_version, provide
 from rolltree.environments.environment import Environment
-from rolltree.errors import ConfigError, UnknownName, did_you_mean
-from rolltree.tasks import Terminated
+from rolltree.environments.verifiers_import import imported_real_version, provide
+from rolltree.errors import (
+    ConfigError,
+    Escaped,
+    RolltreeError,
+    UnknownName,
+    did_you_mean,
+    message_of,
+)
+from rolltree.tasks import contained
 
 GROUP = "rolltree.environments"
 FOLDER = "environments"
@@ -51,8 +59,9 @@ def load_environment(
 
     Raises:
         UnknownName: there is no such environment; the message names the nearest one.
-        ConfigError: the environment does not take one of the arguments, or the returned object is
-            not an environment, or was made with the real verifiers package.
+        ConfigError: the environment does not take one of the arguments, its code raised (the cause
+            is that exception), or the returned object is not an environment, or was made with the
+            real verifiers package.
     """
     if isinstance(env_id, Environment):
         raise ConfigError(
@@ -64,20 +73,23 @@ def load_environment(
     # Before the environment is imported, since its `import verifiers` is resolved then.
     provide(force=compat)
     try:
-        factory = find_environment(name)
-        _check_arguments(name, factory, args)
-        environment = factory(**args)
-    except Terminated:
-        raise
-    except SystemExit as error:
-        raise ConfigError(
-            f"the environment {name!r} called exit({error}) while it was loaded, so nothing was "
-            "started. Remove the call, or put it under `if __name__ == '__main__':`."
-        ) from error
+        with contained():
+            factory = find_environment(name)
+            _check_arguments(name, factory, args)
+            environment = factory(**args)
     except Exception as error:  # an author's code may raise anything
+        raised = error.raised if isinstance(error, Escaped) else error
+        if isinstance(raised, SystemExit):
+            raise ConfigError(
+                f"the environment {name!r} called exit({raised}) while it was loaded, so nothing "
+                "was started. Remove the call, or put it under `if __name__ == '__main__':`."
+            ) from raised
         version = imported_real_version()
         if version is None or not _comes_from_verifiers(error):
-            raise
+            # These say themselves what to do.
+            if isinstance(raised, RolltreeError | ImportError | OSError):
+                raise
+            raise ConfigError(_failed_to_load(name, raised)) from raised
         raise ConfigError(_of_the_real_package(name, version, f"failed ({error})")) from error
     if not isinstance(environment, Environment):
         version = imported_real_version()
@@ -92,6 +104,26 @@ def load_environment(
     )
     environment.loaded_by = factory
     return environment
+
+
+def _failed_to_load(name: str, error: BaseException) -> str:
+    """Return the message for an author's code that raised: what, and at which of its lines."""
+    file = environment_file(name)
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not Path(frame.filename).is_relative_to(READY_MADE.parent)
+        and not frame.filename.startswith("<frozen")
+    ]
+    # The author's own line, not that of a library it called.
+    own = [f for f in frames if file and Path(f.filename).is_relative_to(file.parent.resolve())]
+    where = "".join(f" at {at.filename}:{at.lineno}" for at in (own or frames)[-1:])
+    said = " ".join(message_of(error).split())[:1000]
+    return (
+        f"the environment {name!r} raised {type(error).__name__}{where} while it was loaded"
+        f"{f': {said}' if said else ''} -- so nothing was started. Correct that line, or the "
+        "arguments that it was given; rt.load_environment in Python shows the whole traceback."
+    )
 
 
 def find_environment(name: str) -> Factory:
@@ -141,7 +173,8 @@ def load_object(where: str) -> Any:
         module = _load_file(Path(source))
     else:
         try:
-            module = importlib.import_module(source)
+            with _syntax_checked():
+                module = importlib.import_module(source)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{source}.".startswith(f"{error.name}."):
                 raise
@@ -248,7 +281,8 @@ def _same_name(one: str, other: str) -> bool:
 def _from_entry_point(name: str) -> Factory | None:
     for point in entry_points(group=GROUP):
         if _same_name(point.name, name):
-            found = point.load()
+            with _syntax_checked():
+                found = point.load()
             return _factory_of(found) if isinstance(found, ModuleType) else found
     return None
 
@@ -257,7 +291,8 @@ def _from_module(name: str) -> Factory | None:
     module_name = _module_name(name)
     if _installed(module_name) is None:
         return None
-    return _factory_of(importlib.import_module(module_name))
+    with _syntax_checked():
+        return _factory_of(importlib.import_module(module_name))
 
 
 def _installed(module_name: str) -> ModuleSpec | None:
@@ -323,12 +358,26 @@ def _load_file(file: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        with _syntax_checked():
+            spec.loader.exec_module(module)
     # A module that failed halfway must not be found by the next import.
     except BaseException:
         del sys.modules[name]
         raise
     return module
+
+
+@contextlib.contextmanager
+def _syntax_checked() -> Iterator[None]:
+    """Raise a `ConfigError` for code that is not Python, which is not a bug of rolltree."""
+    try:
+        yield
+    except SyntaxError as error:
+        line = f": {error.text.strip()[:200]}" if error.text and error.text.strip() else ""
+        raise ConfigError(
+            f"{error.filename}:{error.lineno}: {error.msg}{line} -- so the file cannot be loaded. "
+            "Correct that line."
+        ) from error
 
 
 def _factory_of(module: ModuleType) -> Factory | None:

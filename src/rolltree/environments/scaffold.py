@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from rolltree.environments.project import TRAIN_CONFIG
+from rolltree.environments.code import TRAIN_CONFIG
 from rolltree.environments.registry import FOLDER
 from rolltree.errors import ConfigError, look_up
 from rolltree.files import whole_folder

@@ -7,7 +7,9 @@ from contextlib import nullcontext
 
 from rolltree.errors import record_error
 from rolltree.rollouts import current_episode
-from rolltree.rubrics import Rubric
+from rolltree.rollouts.settle import settle_state
+from rolltree.rubrics import Rubric, settle_rewards
+from rolltree.tasks import contained
 from rolltree.types import State
 
 
@@ -21,9 +23,12 @@ async def score_episode(rubric: Rubric, states: Sequence[State]) -> None:
     episode = current_episode()
     with nullcontext() if episode is None else episode.clock.excluded():
         for state in states:
+            settle_state(state)
             if state.error is not None:
                 continue
             try:
-                await rubric.score_rollout(state)
+                with contained():
+                    await rubric.score_rollout(state)
+                settle_rewards(state, rubric)
             except Exception as error:  # noqa: BLE001  an overridden rubric may raise: it is data
                 state.error, state.reward = record_error(error, "scoring"), None

@@ -152,7 +152,8 @@ class OpenEnv(WorldEnv):
 
     If the server's action schema has a single field, which is text, the model's answer is its
     value; otherwise the answer must be a JSON object of the action's fields. If the server rejects
-    an action, the model is told. If the server dies, the rollout fails with `WorldUnavailable`.
+    an action, the model is told. An action that never ends truncates the rollout. If the server
+    dies, the rollout fails with `WorldUnavailable`.
 
     Args:
         url: the server's address, with http or https.

@@ -19,7 +19,11 @@ from rolltree.evaluation.report import (
 from rolltree.lazy import loader
 
 if TYPE_CHECKING:
-    from rolltree.evaluation.comparison import Comparison, compare_reports
+    from rolltree.evaluation.comparison import (
+        Comparison,
+        compare_environments,
+        compare_reports,
+    )
     from rolltree.evaluation.runner import EvalProgress, evaluate, evaluate_async
 
 __all__ = [
@@ -32,6 +36,7 @@ __all__ = [
     "Reducer",
     "Settings",
     "build_report",
+    "compare_environments",
     "compare_reports",
     "estimate",
     "evaluate",
@@ -44,5 +49,8 @@ __all__ = [
 ]
 __getattr__ = loader(
     __name__,
-    {"comparison": "Comparison compare_reports", "runner": "EvalProgress evaluate evaluate_async"},
+    {
+        "comparison": "Comparison compare_environments compare_reports",
+        "runner": "EvalProgress evaluate evaluate_async",
+    },
 )

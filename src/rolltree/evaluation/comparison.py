@@ -8,18 +8,21 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import chain
 from statistics import NormalDist
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
 
 from rolltree.errors import ConfigError, did_you_mean
 from rolltree.estimate import (
     CONFIDENCE,
+    COUNT,
+    SHARE,
+    Bounds,
     Estimate,
-    all_in_unit,
     estimate,
     mean,
     pass_at_k,
@@ -27,6 +30,7 @@ from rolltree.estimate import (
 )
 from rolltree.evaluation.paired import paired_difference
 from rolltree.evaluation.reducers import (
+    ExampleKey,
     by_example,
     metric_columns,
     passes_by_example,
@@ -34,6 +38,7 @@ from rolltree.evaluation.reducers import (
     values,
 )
 from rolltree.evaluation.report import EvalReport
+from rolltree.store.weights import task_environment
 
 Arm: TypeAlias = EvalReport | Sequence[EvalReport]
 Clusters: TypeAlias = Mapping[Hashable, Sequence[float]]
@@ -145,9 +150,11 @@ def compare_reports(
     """Compare two arms example by example, at A's confidence unless one is given.
 
     `measure` is one of `measure_names`: `reward`, `pass@4`, `pass^4`, `failed`, `truncated`,
-    `num_calls`, `num_prompt_tokens`, `num_completion_tokens`, `total_ms`, `metric/NAME`. Several
-    reports make an arm of several runs; if both arms have the same runs in the same order (two
-    phases of each), the runs are paired too.
+    `num_calls`, `num_prompt_tokens`, `num_completion_tokens`, `total_ms`, `metric/NAME`, and for
+    each environment of a group `env/NAME/reward`, `env/NAME/metric/NAME`.
+
+    Several reports make an arm of several runs; if both arms have the same runs in the same order
+    (two phases of each), the runs are paired too.
 
     Raises:
         ConfigError: the arms have no scored example in common, or the measure is unknown.
@@ -161,7 +168,7 @@ def compare_reports(
         [measured(report, measure) for report in reports_b],
         confidence=first.settings.confidence if confidence is None else confidence,
         own_confidence=first.settings.confidence,
-        are_shares=True if measure in _SHARES or _PASSES.fullmatch(measure) else None,
+        bounds=_bounds_of(measure),
         same_runs=are_same_runs(reports_a, reports_b),
     )
     if found is None:
@@ -170,6 +177,18 @@ def compare_reports(
             "common, so their difference would compare the examples, not the models. Evaluate both "
             "on the same split with the same num_examples."
         )
+    return found
+
+
+def compare_environments(a: EvalReport, b: EvalReport) -> dict[str, Comparison]:
+    """Compare the reward of each environment of a group that both scored."""
+    found = {}
+    for name in a.environments:
+        measure = f"env/{name}/reward"
+        if measure in _environment_measures((a, b)):
+            # Nothing to compare if the two have no example in common.
+            with suppress(ConfigError):
+                found[name] = compare_reports(a, b, measure=measure)
     return found
 
 
@@ -190,10 +209,12 @@ def compare_values(
     *,
     confidence: float = CONFIDENCE,
     own_confidence: float = CONFIDENCE,
-    are_shares: bool | None = None,
+    bounds: Bounds | None = None,
     same_runs: bool = False,
 ) -> Comparison | None:
     """Compare values by example, with one mapping per run; None without a common example.
+
+    `bounds` are those of the measure, None: `Bounds.seen` of the values.
 
     The means of the arms have intervals at `own_confidence`, as in their reports; `confidence` may
     be raised for several comparisons, which leaves these intervals alone.
@@ -207,22 +228,23 @@ def compare_values(
         np.array([[mean(run[key]) for key in common] for run in arm]) for arm in (a, b)
     )
     zeros = np.zeros_like
-    in_unit = all_in_unit(run[key] for run in runs for key in common)
+    if bounds is None:
+        bounds = Bounds.seen(run[key] for run in runs for key in common)
     before, after = (
-        estimate(
-            {key: arm[0][key] for key in common}, confidence=own_confidence, are_shares=are_shares
-        )
+        estimate({key: arm[0][key] for key in common}, confidence=own_confidence, bounds=bounds)
         if len(arm) == 1
-        else paired_difference(zeros(rows), rows, same_runs=True, confidence=own_confidence)
+        else bounds.within(
+            paired_difference(
+                zeros(rows), rows, same_runs=True, confidence=own_confidence, bounds=bounds
+            )
+        )
         for arm, rows in ((a, rows_a), (b, rows_b))
     )
     assert before is not None, "a common example has a value"
     assert after is not None, "a common example has a value"
-    difference = paired_difference(rows_a, rows_b, same_runs=same_runs, confidence=confidence)
-    # If values are in [0, 1], so are means, and a change is at most 1.
-    if in_unit:
-        before, after = before.within(0.0, 1.0), after.within(0.0, 1.0)
-        difference = difference.within(-1.0, 1.0)
+    difference = paired_difference(
+        rows_a, rows_b, same_runs=same_runs, confidence=confidence, bounds=bounds
+    )
     num_only_a, num_only_b = (
         len({key for run in arm for key, found in run.items() if found}) - len(common)
         for arm in (a, b)
@@ -256,12 +278,36 @@ def measure_names(reports: Sequence[EvalReport]) -> list[str]:
         *(f"metric/{name}" for name in metrics if all(name in found for found in each)),
         *_SHARES,
         *_COUNTED,
+        *_environment_measures(reports),
+    ]
+
+
+def _environment_measures(reports: Sequence[EvalReport]) -> list[str]:
+    each = [_scored_in_environments(report) for report in reports]
+    return [name for name in each[0] if all(name in found for found in each)]
+
+
+def _is_played_by(example: Hashable, environment: str, report: EvalReport) -> bool:
+    task = cast(ExampleKey, example)[1]
+    return task_environment(task, report.environments) == environment
+
+
+def _scored_in_environments(report: EvalReport) -> list[str]:
+    return [
+        f"env/{name}/{measure}"
+        for name, own in report.environments.items()
+        for measure in ("reward", *(f"metric/{metric}" for metric in own["metrics"]))
+        if own["reward"] is not None
     ]
 
 
 def measured(report: EvalReport, measure: str) -> Clusters:
     """Return the values of a measure by example. Failed rollouts have no reward and no metrics."""
     found, passes = report.outcomes, _PASSES.fullmatch(measure)
+    for name in report.environments:
+        if measure.startswith(f"env/{name}/"):
+            whole = measured(report, measure.removeprefix(f"env/{name}/"))
+            return {key: own for key, own in whole.items() if _is_played_by(key, name, report)}
     if measure == "reward":
         return rewards_by_example(found)
     if passes is not None:
@@ -275,6 +321,13 @@ def measured(report: EvalReport, measure: str) -> Clusters:
         field = {"failed": "error_type", "truncated": "truncation_reason"}[measure]
         return by_example(found, (float(value is not None) for value in values(found, field)))
     return by_example(found, map(float, values(found, measure)))
+
+
+def _bounds_of(measure: str) -> Bounds | None:
+    """Return the bounds of a measure; None for what an environment computes."""
+    if measure in _COUNTED:
+        return COUNT
+    return SHARE if measure in _SHARES or _PASSES.fullmatch(measure) else None
 
 
 _CHANCES: Mapping[str, Callable[[int, int, int], float]] = {"@": pass_at_k, "^": pass_hat_k}

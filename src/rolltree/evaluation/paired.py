@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from statistics import NormalDist
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rolltree.estimate import CONFIDENCE, Estimate, student_t
+from rolltree.estimate import CONFIDENCE, Bounds, Estimate, student_t
 
 Values: TypeAlias = NDArray[np.float64]
 """`[runs, examples]`: an example's mean over its rollouts, in each run."""
@@ -24,17 +24,24 @@ _DRAWS_AT_ONCE = 2_000_000
 
 
 def paired_difference(
-    a: Values, b: Values, *, same_runs: bool = False, confidence: float = CONFIDENCE
+    a: Values,
+    b: Values,
+    *,
+    same_runs: bool = False,
+    confidence: float = CONFIDENCE,
+    bounds: Bounds | None = None,
 ) -> Estimate:
     """Return the mean of B - A over examples, with its interval.
+
+    `bounds` are those of the values, None: `Bounds.seen` of them.
 
     With one run per arm it is a bootstrap over examples. Its quantiles are those at which a
     bootstrap of normal data gives the t interval (Hesterberg 2015, section 5.3), since a plain
     percentile interval is too short: by a factor sqrt((n - 1) / n), and by its normal quantile.
     With fewer than 10 examples (a bootstrap cannot go beyond their extremes) or more than 1,000,
-    it is the t interval itself. If every difference is -1, 0 or 1, half an example at -1, half at 1
-    and one at 0 are added first (Agresti and Min 2005), so that "no example changed" does not mean
-    "nothing can change".
+    it is the t interval itself. If the values are bounded, three examples are added first: half of
+    one that falls and half of one that rises by all that the bounds allow, and one that stays
+    (Agresti and Min 2005), so that "no example changed" does not mean "nothing can change".
 
     With several runs per arm it is a t interval, since a bootstrap of two or three runs hardly
     shows their spread. The variance is that of a two-way layout of runs and examples (examples +
@@ -48,14 +55,27 @@ def paired_difference(
     mean = float(change.mean())
     if num < 2:
         return Estimate(mean, None, None, "none", num, num_values)
+    if bounds is None:
+        bounds = Bounds.seen((*a, *b))
+    method: Literal["t", "bootstrap"] = "t"
     if max(len(a), len(b)) > 1:
         low, high = _over_runs(a, b, change, same_runs, confidence)
-        return Estimate(mean, low, high, "t", num, num_values)
+    else:
+        low, high, method = _over_examples(change, bounds, confidence)
+    most = bounds.most - bounds.least + bounds.cut
+    return Estimate(mean, low, high, method, num, num_values).within(-most, most)
+
+
+def _over_examples(
+    change: Values, bounds: Bounds, confidence: float
+) -> tuple[float, float, Literal["t", "bootstrap"]]:
+    """Return the interval if each arm has one run, and its method."""
+    num, most = len(change), bounds.most - bounds.least
     points: Values = change
     weights: Values = np.ones(num)
-    if np.isin(change, (-1.0, 0.0, 1.0)).all():
-        points = np.concatenate([change, (1.0, -1.0, 0.0)])
-        weights = np.concatenate([weights, (0.5, 0.5, 1.0)])
+    if bounds.weight:
+        points = np.concatenate([change, (most, -most, 0.0)])
+        weights = np.concatenate([weights, bounds.weight * np.array((0.5, 0.5, 1.0))])
     points, place = np.unique(points, return_inverse=True)
     weights = np.bincount(place.ravel(), weights).astype(np.float64)
     size = float(weights.sum())
@@ -63,12 +83,10 @@ def paired_difference(
     error = math.sqrt(float(weights @ (points - center) ** 2) / (size - 1) / size)
     quantile = student_t(num - 1, confidence)
     if not _BOOTSTRAP_EXAMPLES[0] <= num <= _BOOTSTRAP_EXAMPLES[1]:
-        return Estimate(
-            mean, center - quantile * error, center + quantile * error, "t", num, num_values
-        )
+        return center - quantile * error, center + quantile * error, "t"
     tail = NormalDist().cdf(-quantile * math.sqrt(size / (size - 1)))
     low, high = np.quantile(_resampled(points, weights / size, round(size)), (tail, 1 - tail))
-    return Estimate(mean, low, high, "bootstrap", num, num_values)
+    return float(low), float(high), "bootstrap"
 
 
 def _resampled(points: Values, shares: Values, size: int) -> Values:

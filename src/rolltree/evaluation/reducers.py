@@ -17,8 +17,9 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any, Self, TypeAlias, overload
 
-from rolltree.estimate import CONFIDENCE, Estimate, estimate, mean, pass_at_k
+from rolltree.estimate import CONFIDENCE, SHARE, Estimate, estimate, mean, pass_at_k
 from rolltree.store import Run, StoredRollout, raised_by_rewards
+from rolltree.store.weights import task_environment
 
 ExampleKey: TypeAlias = tuple[str, str, int | str | None]
 """Environment, task, example id: the same in every evaluation of the same example."""
@@ -366,7 +367,7 @@ def passes(outcomes: Sequence[EpisodeOutcome], settings: Settings) -> dict[int, 
     found: dict[int, Estimate] = {}
     for k in sorted({2**power for power in range(most.bit_length())} | ({most} if most else set())):
         clusters = passes_by_example(outcomes, settings.pass_threshold, k)
-        result = estimate(clusters, confidence=settings.confidence, are_shares=True)
+        result = estimate(clusters, confidence=settings.confidence, bounds=SHARE)
         if result is not None:
             found[k] = result
     return found
@@ -413,6 +414,23 @@ def metrics(outcomes: Sequence[EpisodeOutcome], settings: Settings) -> dict[str,
         if result is not None:
             found[name] = result
     return found
+
+
+def per_environment(
+    outcomes: Sequence[EpisodeOutcome], settings: Settings, environments: Sequence[str]
+) -> dict[str, dict[str, Any]]:
+    """Return `reward` and `metrics` of each environment of a group that played an episode."""
+    parts: dict[str | None, list[EpisodeOutcome]] = {}
+    known: dict[str, str | None] = {}
+    for outcome in outcomes:
+        if outcome.task not in known:
+            known[outcome.task] = task_environment(outcome.task, environments)
+        parts.setdefault(known[outcome.task], []).append(outcome)
+    return {
+        name: {"reward": reward(parts[name], settings), "metrics": metrics(parts[name], settings)}
+        for name in environments
+        if name in parts
+    }
 
 
 def _counts(outcomes: Sequence[EpisodeOutcome], name: str) -> dict[str, int]:

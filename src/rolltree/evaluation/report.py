@@ -23,12 +23,14 @@ from rolltree.evaluation.reducers import (
     Outcomes,
     Reducer,
     Settings,
+    per_environment,
 )
 from rolltree.files import whole_file, write_whole
 from rolltree.finished import Finished
 from rolltree.html_view import html_lines, html_table
 from rolltree.redact import redact
 from rolltree.store import Run, StoredRollout, to_plain
+from rolltree.store.weights import noted_environments
 from rolltree.types import RolloutResult, State
 
 
@@ -79,6 +81,14 @@ class EvalReport(Finished):
     def metrics(self) -> dict[str, Estimate]:
         """Mean of each metric."""
         return dict(self.results.get("metrics", {}))
+
+    @property
+    def environments(self) -> dict[str, dict[str, Any]]:
+        """The reward and the metrics of each environment of a group, if there are several.
+
+        Example: `report.environments["a"]["reward"]`, `report.environments["a"]["metrics"]["f"]`.
+        """
+        return dict(self.results.get("env", {}))
 
     @property
     def advice(self) -> tuple[Advice, ...]:
@@ -138,21 +148,29 @@ def build_report(
     phase: str = "eval",
     settings: Settings | None = None,
     reducers: Mapping[str, Reducer] = REDUCERS,
+    environments: Sequence[str] = (),
     num_resumed: int = 0,
     elapsed_s: float = 0.0,
     run_path: str | None = None,
     idle_gpu: bool = False,
 ) -> EvalReport:
-    """Reduce rows, or the outcomes of rows, to a report; `env_id` defaults to the first row's."""
+    """Reduce rows, or the outcomes of rows, to a report; `env_id` defaults to the first row's.
+
+    `environments` names those of a group; if there are several, the result `env` has the reward and
+    the metrics of each.
+    """
     settings = settings or Settings()
     found = rows if isinstance(rows, Outcomes) else Outcomes.of(rows)
+    results = {name: reduce(found, settings) for name, reduce in reducers.items()}
+    if len(environments) > 1:
+        results["env"] = per_environment(found, settings, environments)
     return EvalReport(
         env_id=env_id or (found[0].example[0] if found else ""),
         model=model,
         phase=phase,
         **_counts(found),
         outcomes=found,
-        results={name: reduce(found, settings) for name, reduce in reducers.items()},
+        results=results,
         settings=settings,
         num_resumed=num_resumed,
         elapsed_s=elapsed_s,
@@ -186,10 +204,15 @@ def stored_report(
         # Without outcomes in either case, so that the result does not depend on whether a report
         # was kept.
         return kept or replace(stored_report(run, phase, **options), outcomes=())
-    return build_report(Outcomes.stored(run, phase), phase=phase, **options)
+    return build_report(
+        Outcomes.stored(run, phase),
+        phase=phase,
+        environments=noted_environments(run, phase),
+        **options,
+    )
 
 
-_KEPT_VERSION = 3
+_KEPT_VERSION = 4
 """Version of the reducers' results and their stored form; other versions are not read."""
 _KEPT_COUNTS = ("num_rollouts", "num_examples", "num_failed", "num_unscored", "num_truncated")
 
@@ -243,11 +266,16 @@ def _plain(value: Any) -> Any:
 
 
 def _from_plain(name: str, value: Any) -> Any:
-    """Return the result of the reducer of this name from its kept form."""
+    """Return a result, by the name of its reducer, from its kept form."""
     if name == "reward":
         return None if value is None else Estimate(*value)
     if name == "scoring_errors":
         return {function: dict(raised) for function, raised in value}
+    if name == "env":
+        return {
+            environment: {key: _from_plain(key, item) for key, item in own}
+            for environment, own in value
+        }
     are_estimates = name in ("pass_at", "tasks", "metrics")
     return {key: Estimate(*item) if are_estimates else item for key, item in value}
 

@@ -12,20 +12,20 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from typing import Any
 
-from rolltree.errors import INFRASTRUCTURE, ConfigError, refuse_unknown
+from rolltree.errors import ConfigError, refuse_unknown
 from rolltree.evaluation.reducers import REDUCERS, Outcomes, Reducer, Settings
 from rolltree.evaluation.report import EvalReport, build_report, keep_report
 from rolltree.inference.client import as_client
-from rolltree.inference.reachable import check_servers
-from rolltree.machine import has_gpu
+from rolltree.models.load import has_gpu
 from rolltree.redact import redact
 from rolltree.rollouts import GroupScorer, RolloutEngine, RolloutSource, Split
 from rolltree.rollouts.record import run_stored
 from rolltree.rollouts.requests import RequestPlan, build_requests, check_whole
-from rolltree.store import Run, StoredRollout, to_plain
-from rolltree.store.weights import note_weights
+from rolltree.store import Run, StoredRollout, is_lost, to_plain
+from rolltree.store.weights import environments_of, note_weights
 from rolltree.tasks import run_sync, yield_fairly
 from rolltree.types import RolloutRequest, RolloutResult, SamplingArgs, SamplingParams
 
@@ -118,9 +118,11 @@ async def evaluate_async(
 ) -> EvalReport:
     """Evaluate a model on `num_examples` (-1: all) of a source's split.
 
+    They are the first ones; of a group of environments, equally many of each.
+
     Every result is stored in `run` under `phase` before it counts. Failed rollouts have no
     reward: they are left out of means and counted in `EvalReport.num_failed`. A stored failure is
-    final, unless a server or a sandbox failed (`errors.INFRASTRUCTURE`) or `retry_failed` is set;
+    final, unless a server or a sandbox failed (`types.ErrorKind`) or `retry_failed` is set;
     then the rollout is run again, and an event records that. `sampling` overrides fields of the
     source's `sampling_args`; all seeds are derived from `seed`. `on_result` is called for new
     results, and `on_progress` also once at the start. If an `engine` is passed, it runs the
@@ -187,10 +189,14 @@ async def evaluate_async(
         time_limit_s=time_limit_s,
         deadline_s=deadline_s,
         retries=retries,
+        notify=logger.warning if run is None else partial(run.announce, show=logger.warning),
     )
     todo = plan.without(found.has)
     # A finished evaluation is only read, and needs no server.
-    if num_resumed < len(plan):
+    has_servers = hasattr(model, "server") or hasattr(model, "clients")
+    if has_servers and num_resumed < len(plan):
+        from rolltree.inference.reachable import check_servers
+
         for notice in await check_servers(model):
             if run is None:
                 logger.warning(notice)
@@ -213,6 +219,7 @@ async def evaluate_async(
         phase=phase,
         settings=settings,
         reducers=reducers,
+        environments=environments_of(source),
         num_resumed=num_resumed,
         elapsed_s=time.monotonic() - start,
         run_path=None if run is None else str(run.path),
@@ -251,13 +258,13 @@ def _finished(
     if run is None:
         return Outcomes(plan.request_ids), set()
     found = Outcomes.stored(run, phase, plan.request_ids)
-    kinds = zip(found.values("request_id"), found.values("error_type"), strict=True)
+    failed = run.columns(("request_id", "errors"), phase=phase, status="error")
     again = {
         request_id
-        for request_id, kind in kinds
+        for request_id, errors in failed
         # A server's failure says nothing about the model. Other failures are results; repeating
         # them until they succeed would bias the mean.
-        if kind in INFRASTRUCTURE or (retry_failed and kind is not None)
+        if found.has(request_id) and (retry_failed or is_lost(errors))
     }
     if _compares_groups(source):
         for group in plan.groups():

@@ -16,6 +16,7 @@ import logging
 import re
 from collections.abc import AsyncGenerator, Collection, Iterable
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,14 @@ from starlette.types import Receive, Scope, Send
 
 from rolltree.errors import CallTimeout, ConnectionFailed, ModelError, ServerError, StoreError
 from rolltree.gateway.anthropic_messages import MESSAGES
-from rolltree.gateway.calls import AgentAnswer, AgentCall, AnswerDelta, AnswerHead, CallOrigin
+from rolltree.gateway.calls import (
+    AgentAnswer,
+    AgentCall,
+    AnswerDelta,
+    AnswerHead,
+    CallOrigin,
+    Connection,
+)
 from rolltree.gateway.openai_chat import CHAT, TEXT
 from rolltree.gateway.openai_responses import RESPONSES
 from rolltree.gateway.protocol import EventWriter, WireProtocol
@@ -49,6 +57,7 @@ from rolltree.inference.server.requests import (
     openai_error,
 )
 from rolltree.redact import redact_text
+from rolltree.tools import side_by_side
 
 if TYPE_CHECKING:
     from rolltree.gateway.server import Gateway
@@ -58,11 +67,26 @@ PROTOCOLS: tuple[WireProtocol, ...] = (CHAT, TEXT, RESPONSES, MESSAGES)
 PING_S = 15.0
 """Seconds without an event after which a stream gets a ping, to keep the connection open."""
 _SESSION = "rolltree.session"
+_CONNECTION = "rolltree.connection"
 _AGENT_PATH = re.compile(r"/s/([^/]+)(?:/agents/([^/]+))?/v1(/.+)|/s/([^/]+)/.*", re.DOTALL)
+# URLs, and a host or an address with a port, as errors of connections name them.
+_ADDRESS = re.compile(
+    r"""https?://[^\s'")\]}]+|\b[\w-]+(?:\.[\w-]+)*:\d{2,5}\b|\b\d{1,3}(?:\.\d{1,3}){3}\b"""
+    r"""|\[[\da-fA-F:]*:[\da-fA-F:]+\](?::\d+)?"""
+)
 _STATUS_OF_MODEL = (
     (CallTimeout, 504, "upstream_timeout"),
     (ConnectionFailed, 503, "upstream_unavailable"),
     (StoreError, 507, "not_stored"),
+)
+
+
+# Headers with the number of an attempt, and that of the first: OpenAI's and Anthropic's clients,
+# AWS's, and Envoy, which repeats requests itself.
+_ATTEMPTS = (
+    ("x-stainless-retry-count", re.compile(r"^\d{1,3}$"), 0),
+    ("amz-sdk-request", re.compile(r"(?<=attempt=)\d{1,3}"), 1),
+    ("x-envoy-attempt-count", re.compile(r"^\d{1,3}$"), 1),
 )
 
 
@@ -135,6 +159,13 @@ class GatewayApp:
         if scope["type"] != "http":
             return
         scope["app"] = self
+        scope[_CONNECTION] = connection = Connection()
+        try:
+            await self._answer(scope, receive, send)
+        finally:
+            connection.is_open = False
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             handler = self._admitted(scope)
         except RequestError as error:
@@ -151,7 +182,8 @@ class GatewayApp:
         """Return the handler of a request, or raise `RequestError`."""
         headers, path = Headers(scope=scope), scope["path"]
         # A Unix socket has no host name, so DNS rebinding cannot reach it.
-        if scope.get("server", (None, None))[1] is not None:
+        # Older releases of uvicorn leave out its address.
+        if (scope.get("server") or (None, None))[1] is not None:
             refusal = foreign_request(headers, self._hosts, frozenset())
             if refusal is not None:
                 raise RequestError(refusal[1], status=refusal[0])
@@ -222,17 +254,14 @@ async def _answers(
         return [await session.complete(call, origin)]
     # Each answer is a separate call, and a repeated request finds each of them again.
     origins = [
-        CallOrigin(
-            origin.agent,
-            None if origin.key is None else f"{origin.key}#{index}",
-            origin.attempt,
-            hashlib.blake2b(origin.digest + bytes([index % 256]), digest_size=16).digest(),
+        replace(
+            origin,
+            key=None if origin.key is None else f"{origin.key}#{index}",
+            digest=hashlib.blake2b(origin.digest + bytes([index % 256]), digest_size=16).digest(),
         )
         for index in range(call.n)
     ]
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(session.complete(call, each)) for each in origins]
-    return [task.result() for task in tasks]
+    return await side_by_side([session.complete(call, each) for each in origins])
 
 
 def _origin(request: Request, protocol: WireProtocol, content: bytes) -> CallOrigin:
@@ -240,16 +269,26 @@ def _origin(request: Request, protocol: WireProtocol, content: bytes) -> CallOri
     agent = request.path_params.get("agent") or headers.get("x-rolltree-agent", "")
     if len(agent) > 100:
         raise RequestError("the agent's name has more than 100 characters.")
-    attempt = headers.get("x-stainless-retry-count", "")
     key = headers.get("idempotency-key")
     digest = hashlib.blake2b(f"{protocol.name}\0{agent}\0".encode(), digest_size=16)
     digest.update(content)
     return CallOrigin(
         agent,
         None if key is None else key[:200],
-        int(attempt) if attempt.isdecimal() and len(attempt) < 4 else None,
+        _attempt(headers),
         digest.digest(),
+        request.scope[_CONNECTION],
     )
+
+
+def _attempt(headers: Headers) -> int | None:
+    """Return the number of earlier attempts that a client or a proxy reports; None: it does not."""
+    for name, number, first in _ATTEMPTS:
+        found = number.search(headers.get(name, ""))
+        # Behind a proxy that counts its own attempts, a first one may still be a client's retry.
+        if found is not None and (int(found[0]) > first or not first):
+            return int(found[0]) - first
+    return None
 
 
 class AnswerResponse(Response):
@@ -463,15 +502,24 @@ def failure_of_gateway(error: Exception) -> Failure:
     message = redact_text(found.message, ())
     for kind, status, code in _STATUS_OF_MODEL:
         if isinstance(error, kind):
-            return Failure(status, code, message)
+            return Failure(status, code, _without_address(message, code))
     if isinstance(error, ServerError):
-        # A refused key is the gateway's, so the error must not blame the agent's.
-        is_agents = not error.retryable and error.status not in (401, 403)
-        code = "invalid_request" if is_agents else "upstream_unavailable"
-        return Failure(400 if is_agents else 502, code, message)
-    if isinstance(error, ModelError) and found.status == 500:
-        return Failure(502, "upstream_failed", message)
+        # A wrong key, URL or model name is the gateway's, so the error must not blame the agent.
+        if error.kind == "episode":
+            return Failure(400, "invalid_request", _ADDRESS.sub("the model's server", message))
+        return Failure(502, "upstream_unavailable", _without_address(message, f"{error.status}"))
+    if isinstance(error, ModelError):
+        if found.status == 500:
+            return Failure(502, "upstream_failed", _without_address(message, "upstream_failed"))
+        message = _ADDRESS.sub("the model's server", message)
     return Failure(found.status, found.code, message, found.param)
+
+
+def _without_address(message: str, why: str) -> str:
+    """Return a message for an agent, which does not learn where the model's server is."""
+    if not _ADDRESS.search(message):
+        return message
+    return f"the model's server gave no answer ({why}). The gateway's log says more."
 
 
 def _failed(

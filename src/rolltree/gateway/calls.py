@@ -44,18 +44,27 @@ class AgentCall:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(slots=True, eq=False)
+class Connection:
+    """The connection of one request; it is open until the answer was sent or the client left."""
+
+    is_open: bool = True
+
+
 @dataclass(frozen=True, slots=True)
 class CallOrigin:
     """The agent that makes a call, and what tells whether the call is repeated.
 
     `key` is the idempotency key. `attempt` is the number of earlier attempts that the client
     reports (0: this is the first); None if it reports none. `digest` is that of the request.
+    Without a `connection`, the request lasts as long as its caller waits for the answer.
     """
 
     agent: str = ""
     key: str | None = None
     attempt: int | None = None
     digest: bytes = b""
+    connection: Connection | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ import contextlib
 import itertools
 import os
 import struct
+import threading
 import zlib
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 from rolltree.errors import StoreError
-from rolltree.files import sync
+from rolltree.files import open_regular, sync
 from rolltree.gateway.calls import AnswerHead
 from rolltree.rollouts.decode import UNREADABLE
 from rolltree.rollouts.message_table import MessageReader, MessageTable, Reference
@@ -37,6 +38,8 @@ _SUFFIX = ".calls"
 
 _NUM_THREADS = 8
 _NUMBERS = itertools.count()
+_NOTE_S = 0.2
+"""How long a note that an answer was sent waits for the frame of another call."""
 _Write: TypeAlias = "tuple[JournalFile, bytes, asyncio.Future[None]]"
 
 
@@ -82,6 +85,8 @@ class Journal:
         self._pool = ThreadPoolExecutor(_NUM_THREADS, "rolltree-journal")
         self._waiting: list[_Write] = []
         self._writing: asyncio.Task[None] | None = None
+        self._noting: dict[JournalFile, None] = {}
+        self._timer: asyncio.TimerHandle | None = None
 
     def path(self, session_id: str) -> Path:
         """Return the file of a session."""
@@ -130,6 +135,26 @@ class Journal:
         finally:
             self._writing = None
 
+    def note(self, file: JournalFile) -> None:
+        """Write the notes of a file soon, together with those of other files.
+
+        They are not synced: they outlive the process, as all that a kill must not lose.
+        """
+        self._noting[file] = None
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_NOTE_S, self._write_notes)
+
+    def forget(self, file: JournalFile) -> None:
+        """Write no notes of a file that is closed."""
+        self._noting.pop(file, None)
+
+    def _write_notes(self) -> None:
+        self._timer = None
+        noted = [(file, notes) for file in self._noting if (notes := file.hand_over_notes())]
+        self._noting.clear()
+        if noted:
+            self._pool.submit(_write_notes, noted)
+
     def read(self) -> Iterable[tuple[str, KeptSession]]:
         """Yield the sessions of the folder by id.
 
@@ -143,6 +168,8 @@ class Journal:
 
     def close(self) -> None:
         """Wait for writes in progress."""
+        if self._timer is not None:
+            self._timer.cancel()
         self._pool.shutdown()
 
 
@@ -158,11 +185,16 @@ class JournalFile:
         # The number of each option value, by the object's id: a session keeps equal values once.
         self._values: dict[int, tuple[int, Any]] = {}
         self._delivered: list[int] = []
+        # Those that a thread writes, or has written.
+        self._noted: list[int] = []
         self._failure: StoreError | None = None
+        # Held by a thread that writes: the number of a closed file may become another file's.
+        self._writing = threading.Lock()
         # Written beside the old file, which it replaces when it is complete.
         self._building = path.with_suffix(".new")
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
         try:
+            self._building.unlink(missing_ok=True)
             self._file = os.open(self._building, flags, 0o600)
         except OSError as error:
             raise _unwritable(path, error) from error
@@ -204,8 +236,19 @@ class JournalFile:
         self.write(self._call_frame(trajectory, index, kept), sync=False)
 
     def note_delivered(self, step: int) -> None:
-        """Note that an answer was sent in full; it is written with the next call."""
+        """Note that an answer was sent in full; it is written with the next call, or soon alone."""
         self._delivered.append(step)
+        self._journal.note(self)
+
+    def take_notes(self) -> list[int]:
+        """Return the steps to note, and forget them."""
+        noted, self._delivered = self._delivered, []
+        return noted
+
+    def hand_over_notes(self) -> list[int]:
+        """Return the steps to note, for a thread; kept too, as the file may be closed first."""
+        self._noted = self.take_notes()
+        return self._noted
 
     def discard(self) -> None:
         """Close the file; delete it if it was not published."""
@@ -219,13 +262,15 @@ class JournalFile:
 
     def close(self) -> None:
         """Close the file."""
+        self._journal.forget(self)
         if self._file < 0:
             return
-        if self._delivered:
+        if notes := self._noted + self.take_notes():
             with contextlib.suppress(StoreError):
-                self.write(_frame({"delivered": self._delivered}), sync=False)
-        os.close(self._file)
-        self._file = -1
+                self.write(_frame({"delivered": notes}), sync=False)
+        with self._writing:
+            os.close(self._file)
+            self._file = -1
 
     def _call_frame(self, trajectory: Trajectory, index: int, kept: KeptCall) -> bytes:
         size = self._table.size
@@ -257,7 +302,7 @@ class JournalFile:
             "options": options,
             "num_begun": kept.num_begun,
         }
-        data["delivered"], self._delivered = self._delivered, []
+        data["delivered"] = self.take_notes()
         return _frame(data, tokens, f'"table":{self._table.to_json(size)},')
 
     def write(self, frame: bytes, sync: bool = True) -> None:
@@ -271,13 +316,21 @@ class JournalFile:
             raise self._failure
         view = memoryview(frame)
         try:
-            while view:
-                view = view[os.write(self._file, view) :]
-            if sync:
-                os.fdatasync(self._file)
+            with self._writing:
+                while view:
+                    view = view[os.write(self._file, view) :]
+                if sync:
+                    os.fdatasync(self._file)
         except OSError as error:
             self._failure = _unwritable(self._path, error)
             raise self._failure from error
+
+
+def _write_notes(noted: list[tuple[JournalFile, list[int]]]) -> None:
+    for file, notes in noted:
+        # The next call of the session reports the failure.
+        with contextlib.suppress(StoreError):
+            file.write(_frame({"delivered": notes}), sync=False)
 
 
 def _write_part(part: list[_Write]) -> list[tuple[asyncio.Future[None], StoreError | None]]:
@@ -301,7 +354,8 @@ def read_session(path: Path) -> KeptSession | None:
         StoreError: the file is damaged before its last frame.
     """
     try:
-        frames = _frames(path.read_bytes())
+        with open(open_regular(path), "rb") as file:
+            frames = _frames(file.read())
         if not frames:
             return None
         session = KeptSession(loads(frames[0][0])["settings"])
@@ -333,7 +387,7 @@ def read_session(path: Path) -> KeptSession | None:
                 bytes.fromhex(call["digest"]),
                 tools[call["tools"]],
                 {name: option_values[index] for name, index in call["options"].items()},
-                call.get("num_begun", 0),  # files of earlier versions do not have it
+                call["num_begun"],
             )
             session.calls.append((kept, decode_step(data["step"], tree, reader)))
     except OSError as error:

@@ -51,7 +51,10 @@ def joined_text(content: object, where: str) -> str:
         kind = part.get("type", "text") if isinstance(part, Mapping) else None
         text = part if isinstance(part, str) else None
         if isinstance(part, Mapping) and isinstance(kind, str) and kind in TEXT_PARTS:
-            text = part.get(TEXT_PARTS[kind])
+            text = part.get(name := TEXT_PARTS[kind])
+            if not isinstance(text, str):
+                where = f"{where}[{index}]"
+                raise RequestError(f"{where} has no text in {name!r}.", param=where)
         if not isinstance(text, str):
             raise unsupported_part(kind, f"{where}[{index}]")
         texts.append(text)

@@ -45,7 +45,7 @@ from rolltree.gateway.openai_items import (
 from rolltree.gateway.protocol import SideHandler, WireProtocol, data_event
 from rolltree.gateway.session import GatewaySession
 from rolltree.inference.server.requests import Failure, RequestError, flag, unknown_field
-from rolltree.types import ChatMessage
+from rolltree.types import ChatMessage, SamplingParams
 
 _KEPT_HERE = "a session keeps its responses only. Send input, or previous_response_id"
 RESPONSE_FIELDS: dict[str, Field] = {
@@ -57,6 +57,7 @@ RESPONSE_FIELDS: dict[str, Field] = {
     "parallel_tool_calls": passed(True),
     **each("service_tier prompt_cache_retention", NO_EFFECT),
     "background": only(False, why="a response is sampled while its request waits"),
+    "background_options": READ,
     "truncation": only("disabled", why="an input that is too long is refused, never cut"),
     "top_logprobs": only(0, why="chat/completions gives logprobs, of sampled tokens"),
     "conversation": only(why=_KEPT_HERE),
@@ -94,6 +95,7 @@ _REPEATED: dict[str, Any] = {
     "include": [],
 }
 """The request's fields that a response repeats, with their values if the request has none."""
+_SETTINGS = {"temperature": "temperature", "top_p": "top_p", "max_output_tokens": "max_tokens"}
 _TOOL_FIELDS = ("name", "description", "parameters", "strict")
 # The fields of nested objects.
 _NOT_SHORTENED = only("auto", "detailed", why="no model shortens the reasoning")
@@ -108,6 +110,10 @@ _FORMAT: dict[str, Field] = each("type name description schema strict", READ)
 _CACHE: dict[str, Field] = {
     **each("mode ttl", NO_EFFECT),
     "prewarm": only(False, why="every request samples an answer; prompts are not read in advance"),
+}
+_BACKGROUND: dict[str, Field] = {
+    "completion_window": only("soonest", why="a response is sampled while its request waits"),
+    "continuation_id": NO_EFFECT,
 }
 _STREAM: dict[str, Field] = each("include_obfuscation", NO_EFFECT)
 _RESPONSE_ID = re.compile(r"resp_(.+)")
@@ -133,20 +139,26 @@ def read_responses(body: Mapping[str, Any], session: GatewaySession) -> AgentCal
         model=model_in(given),
         tools=tools,
         stream=flag(given, "stream"),
-        options=_options(body, given),
+        options=_options(body, given, session.sampling_for(asked)),
     )
 
 
-def _options(body: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that the response repeats from its request, and `include`."""
-    repeated = {name: body.get(name) for name in _REPEATED}
+def _options(
+    body: Mapping[str, Any], given: Mapping[str, Any], obeyed: SamplingParams
+) -> dict[str, Any]:
+    """Return the fields that the response repeats, and `include`; settings as they are obeyed."""
+    settings = {name: getattr(obeyed, key) for name, key in _SETTINGS.items()}
+    passed_on = {name: obeyed.extra.get(name) for name in obeyed.extra.keys() & _REPEATED.keys()}
+    passed_on.pop("tool_choice", None)  # in the form of chat completions
+    repeated = {name: body.get(name) for name in _REPEATED} | passed_on | settings
+    effort = obeyed.extra.get("reasoning_effort")
     return {
         "object": "response",
         **{
             name: _REPEATED[name] if repeated[name] is None else repeated[name] for name in repeated
         },
         "text": {"format": {"type": "text"}, **_given_in(given, "text")},
-        "reasoning": {"effort": None, "summary": None, **_given_in(given, "reasoning")},
+        "reasoning": {"summary": None, **_given_in(given, "reasoning"), "effort": effort},
         "background": False,
         "truncation": "disabled",
         "service_tier": "default",
@@ -213,6 +225,7 @@ def _check_rest(given: Mapping[str, Any]) -> None:
     """Check the fields that change nothing here: values that ask for more are refused."""
     read_part(given.get("stream_options", {}), _STREAM, "stream_options")
     read_part(given.get("prompt_cache_options", {}), _CACHE, "prompt_cache_options")
+    read_part(given.get("background_options", {}), _BACKGROUND, "background_options")
     include = given.get("include", [])
     for name in include if isinstance(include, list) else [include]:
         if not isinstance(include, list) or name not in _INCLUDABLE:

@@ -13,6 +13,7 @@ from string import Formatter
 from typing import Any
 
 from rolltree.errors import ConfigError, did_you_mean
+from rolltree.redact import redact
 from rolltree.types import ErrorRecord, State
 
 PASSED = ("PATH", "LANG")
@@ -68,7 +69,9 @@ class Template:
             found.append(literal)
             if name is not None:
                 value = _look_up(values, name)
-                found.append(value if isinstance(value, str) else _as_json(value))
+                if not isinstance(value, str):
+                    value = json.dumps(value, ensure_ascii=False, default=str)
+                found.append(value)
         return "".join(found)
 
 
@@ -83,10 +86,6 @@ def _look_up(values: Mapping[str, Any], name: str) -> Any:
             )
         value = value[part]
     return value
-
-
-def _as_json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def template_values(state: State) -> dict[str, Any]:
@@ -153,6 +152,8 @@ class ProgramOutcome:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the outcome as plain data."""
-        found = dataclasses.asdict(self)
-        found["error"] = None if self.error is None else self.error.as_dict()
+        # Not `asdict`, which copies what a function returned: it may be JSON of the model's, nested
+        # too deeply for that.
+        found = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        found["error"] = None if self.error is None else redact(self.error.as_dict())
         return found

@@ -26,12 +26,11 @@ from rolltree.environments.environment import Environment
 from rolltree.environments.lifecycle import discover, in_phase, teardown
 from rolltree.errors import (
     ConfigError,
-    ModelError,
     ProgramError,
     PromptTooLong,
     SandboxFileError,
-    ServerError,
     TokenError,
+    error_kind,
     record_error,
 )
 from rolltree.gateway.program import (
@@ -59,7 +58,7 @@ from rolltree.sandbox.process import OutputTail
 from rolltree.sandbox.unconfined import UnconfinedBackend
 from rolltree.seeds import CallSeeds
 from rolltree.store import to_plain
-from rolltree.tasks import being_cancelled, run_shielded
+from rolltree.tasks import being_cancelled, contained, run_shielded
 from rolltree.tokens import peek
 from rolltree.types import (
     ModelResponse,
@@ -249,11 +248,12 @@ class ProgramEnv(Environment):
         outcome = ProgramOutcome()
         try:
             # The time limit covers the program, not its setup.
-            with in_phase("setup"), watch.clock.excluded():
+            with in_phase("setup"), watch.clock.excluded(), contained():
                 state = await self._set_up(state)
                 session = await self._open_session(state, client, model, sampling_args, watch)
             try:
-                await self._run(session, state, watch, outcome)
+                with contained():
+                    await self._run(session, state, watch, outcome)
                 self._settle(state, session, watch, outcome)
             finally:
                 if state.trajectory:
@@ -299,7 +299,7 @@ class ProgramEnv(Environment):
         asked = as_client(client, model or None)
         if seed is not None:
             asked = seeded(asked, CallSeeds(seed))
-        gateway = await self._gateway(asked)
+        gateway = (await self._opened(asked)).gateway
         return gateway.session(
             client=_ProgramClient(RolloutClient(asked, watch.clock), watch),
             state=state,
@@ -315,20 +315,18 @@ class ProgramEnv(Environment):
             await self._run_command(session, state, watch, outcome)
             return
         began = time.monotonic()
-        task = asyncio.ensure_future(self.function(session, state))
+        task = asyncio.ensure_future(_ending(self.function(session, state)))
         is_done = await watch.wait_for(task, _FUNCTION_GRACE_S)
         outcome.wall_s = time.monotonic() - began
         if not is_done:
             outcome.ended = "time"
             return
-        error: BaseException | None = (
-            asyncio.CancelledError("it cancelled itself") if task.cancelled() else task.exception()
-        )
+        error: BaseException | None = asyncio.CancelledError("it cancelled itself")
+        if not task.cancelled():
+            outcome.returned, error = task.result()
         outcome.ended, outcome.exit_status = "exit", int(error is not None)
         if error is not None:
             outcome.error = record_error(error, "environment")
-        else:
-            outcome.returned = task.result()
 
     async def _run_command(
         self, session: GatewaySession, state: State, watch: _Watch, outcome: ProgramOutcome
@@ -431,7 +429,7 @@ class ProgramEnv(Environment):
         """Write how the rollout ended into its state.
 
         Raises:
-            ModelError: the model's server failed, and no later call was answered.
+            Exception: the model's server failed (`ModelError`), and no later call was answered.
             ProgramError: the program ended without calling its model.
         """
         failure = watch.failure
@@ -489,9 +487,6 @@ class ProgramEnv(Environment):
             if folder is not None:
                 state["program"]["folder"] = None
                 await run_shielded(folder.close())
-
-    async def _gateway(self, client: ModelClient) -> Gateway:
-        return (await self._opened(client)).gateway
 
     async def _opened(self, client: ModelClient | None) -> _OpenGateway:
         """Return the gateway of this event loop; the first rollout starts it."""
@@ -634,6 +629,16 @@ class _Watch:
         return not is_late
 
 
+async def _ending(work: Awaitable[Any]) -> tuple[Any, BaseException | None]:
+    """Return what an agent's function returns, and what it raises."""
+    try:
+        # A task that raises SystemExit ends the event loop, and with it all other rollouts.
+        with contained():
+            return await work, None
+    except Exception as error:  # noqa: BLE001  how a program ends is data
+        return None, error
+
+
 async def _ended(work: asyncio.Future[Any], grace_s: float | None) -> None:
     await asyncio.wait((work,), timeout=grace_s)
     if work.done() and not work.cancelled():
@@ -654,7 +659,9 @@ class _ProgramClient(DelegatingClient):
         try:
             response = await call.to(self._inner)
         except Exception as error:  # `_settle` judges it if no later call is answered
-            watch.failure = error
+            # What the program asks for after its server failed may follow from that.
+            if watch.failure is None or error_kind(watch.failure) == "episode":
+                watch.failure = error
             raise
         except asyncio.CancelledError as error:
             # The program did not hang up and no limit was reached: the client itself has ended.
@@ -686,16 +693,14 @@ def _is_pattern(name: str) -> bool:
 def _says_nothing(failure: Exception, *, has_steps: bool) -> bool:
     """Whether the server or the harness is to blame for a failed call, and not the program.
 
-    A prompt that is too long can be the model's fault, and so can a request that is refused after
-    others were answered: it may quote what the model wrote.
+    A prompt that is too long can be the model's fault, and so can any request that is refused after
+    others were answered: it may quote what the model wrote, or be made only because of it.
     """
     if isinstance(failure, PromptTooLong):
         return False
-    if not has_steps:
-        return True
-    if isinstance(failure, ServerError):
-        return failure.retryable or failure.status in (401, 403)
-    return isinstance(failure, ModelError | TokenError)
+    # Tokens that contradict themselves are the server's, whatever the model wrote.
+    is_servers = isinstance(failure, TokenError) or error_kind(failure) != "episode"
+    return is_servers or not has_steps
 
 
 def _never_asked(outcome: ProgramOutcome) -> str:

@@ -20,7 +20,7 @@ from rolltree.errors import ConfigError, StoreError, refuse_unknown
 from rolltree.gateway.app import GatewayApp
 from rolltree.gateway.journal import Journal, KeptSession
 from rolltree.gateway.session import NO_LIMITS, GatewaySession, SessionLimits
-from rolltree.inference.client import as_client
+from rolltree.inference.client import as_client, check_sampling_names
 from rolltree.inference.server.app import ServerOptions
 from rolltree.inference.server.http import (
     READ_TIMEOUT_S,
@@ -35,6 +35,9 @@ from rolltree.store import Run
 from rolltree.tasks import ShortCollections, allow_open_files
 from rolltree.types import RolloutRequest, RolloutResult, SamplingArgs, SamplingParams, State
 
+PATIENCE_LIMIT_S = 2.0
+"""How long the gateway's own client tries a server that cannot be reached, before its agent hears
+of it."""
 WRITE_TIMEOUT_S = 120.0
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
@@ -249,6 +252,8 @@ class Gateway:
         made = self._make(
             session_id,
             client=self.client if client is None else as_client(client),
+            # An agent elsewhere retries by itself; a rollout would be lost.
+            patience_s=PATIENCE_LIMIT_S if client is None else None,
             state=state,
             sampling=sampling,
             seed=seed,
@@ -279,6 +284,7 @@ class Gateway:
         made = self._make(
             session_id,
             client=self.client,
+            patience_s=PATIENCE_LIMIT_S,
             key_digest=settings.pop("key_digest"),
             limits=SessionLimits(**settings.pop("limits")),
             **settings,
@@ -309,6 +315,7 @@ class Gateway:
             ConfigError, StoreError: as in `session`.
         """
         given = _converted(body, SessionSettings)
+        check_sampling_names(given.sampling)
         if self._run is not None and self._run.num_rollouts(request_id=given.id or ""):
             raise RequestError(
                 f"the run already stores a closed session {given.id!r}, and keeps only one per id, "

@@ -15,6 +15,7 @@ import hashlib
 import hmac
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
@@ -24,16 +25,25 @@ import numpy as np
 
 from rolltree.environments.completion import render_completion
 from rolltree.errors import ConfigError, StoreError, record_error
-from rolltree.gateway.calls import AgentAnswer, AgentCall, AnswerDelta, AnswerHead, CallOrigin
+from rolltree.gateway.calls import (
+    AgentAnswer,
+    AgentCall,
+    AnswerDelta,
+    AnswerHead,
+    CallOrigin,
+    Connection,
+)
 from rolltree.gateway.journal import JournalFile, KeptCall, KeptSession
 from rolltree.inference.call import ModelCall
 from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.client import ModelClient, merge_sampling, sampling_to_args
 from rolltree.inference.deltas import TextDeltas
+from rolltree.inference.retry import PATIENCE_S
 from rolltree.inference.server.requests import RequestError
 from rolltree.inference.session import TokenSession
 from rolltree.samples import build_samples
 from rolltree.seeds import CallSeeds, derive_seed
+from rolltree.tasks import being_cancelled
 from rolltree.tokens import Break, Trajectory, peek, recorded_routing
 from rolltree.types import (
     ChatMessage,
@@ -93,6 +103,21 @@ class _Flight:
     is_kept: bool = False
     # Whether a client was sent the whole answer.
     is_delivered: bool = False
+    # Of the requests that it answers: their connections, and the highest count of attempts.
+    connections: list[Connection] = field(default_factory=list)
+    attempt: int = 0
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether all who asked have left without the whole answer."""
+        is_awaited = self.num_waiting or any(each.is_open for each in self.connections)
+        return not is_awaited and not self.is_delivered
+
+    def join(self, origin: CallOrigin) -> None:
+        """Note a request that this flight answers."""
+        self.attempt = max(self.attempt, origin.attempt or 0)
+        if origin.connection is not None:
+            self.connections.append(origin.connection)
 
 
 class GatewaySession:
@@ -113,6 +138,8 @@ class GatewaySession:
         info: JSON data to keep with the session.
         opened_s: when it was opened, in seconds since the epoch.
         journal: the file that finished calls are written to.
+        patience_s: how long a model server that cannot be reached is tried again; None: as the
+            client's retry policy says.
         on_close: is called with the session when it is closed.
     """
 
@@ -131,6 +158,7 @@ class GatewaySession:
         info: Mapping[str, Any] | None = None,
         opened_s: float | None = None,
         journal: JournalFile | None = None,
+        patience_s: float | None = None,
         on_close: Callable[[GatewaySession], None] | None = None,
     ) -> None:
         self.id, self.limits, self.info = session_id, limits, dict(info or {})
@@ -150,7 +178,7 @@ class GatewaySession:
         merge_sampling(self.sampling, None)  # raises now rather than in every call
         self.seed = seed
         self.opened_s = time.time() if opened_s is None else opened_s
-        self.state = new_state(session_id) if state is None else state
+        self.state = new_state(session_id, self.opened_s) if state is None else state
         self.ended: TruncationReason | None = None
         """The limit that was reached; later calls are refused."""
         self.is_closed = False
@@ -169,13 +197,17 @@ class GatewaySession:
         self._options: dict[bytes, Any] = {}
         self._flights: dict[str, _Flight] = {}
         self._by_key: dict[str, _Flight] = {}
-        self._by_content: dict[bytes, _Flight] = {}
+        # Those of equal requests that were not delivered, and the one that was delivered last.
+        self._by_content: dict[bytes, list[_Flight]] = {}
+        # How many calls of a content ended without an answer; a retry may be that of one of them.
+        self._unanswered: Counter[bytes] = Counter()
         self._num_begun = 0
         # Those of forgotten flights, too, which may still be ending.
         self._running: set[asyncio.Task[AgentAnswer]] = set()
         self._finishing, self._is_finished = asyncio.Lock(), False
         # The context variables of its opener, in which an episode's client finds its clock.
         self._context = contextvars.copy_context()
+        self._context.run(PATIENCE_S.set, patience_s)
         renderer = renderer_of(self._root)
         self._decode = None if renderer is None else renderer.decode
         self._timer: asyncio.TimerHandle | None = None
@@ -322,6 +354,9 @@ class GatewaySession:
         flight = self._flights.get(answer.head.id)
         if flight is not None and not flight.is_delivered:
             flight.is_delivered = True
+            flight.connections.clear()
+            equal = self._by_content.get(flight.origin.digest, [])
+            equal[:] = [each for each in equal if each is flight or not each.is_delivered]
             if self.journal is not None and flight.step is not None:
                 self.journal.note_delivered(flight.step)
 
@@ -379,18 +414,16 @@ class GatewaySession:
             raise RequestError("the session is closed and answers no more calls.", status=403)
         repeated = self._repeated(origin)
         if repeated is not None:
+            repeated.join(origin)
             return repeated
         if self._failure is not None:
             raise self._failure
         self._check_limits()
         head = AnswerHead(secrets.token_hex(12), call.model or self.model_name, int(time.time()))
         flight = _Flight(head, origin, self._interned_options(call.options))
+        flight.join(origin)
         self._num_begun += 1
-        self._flights[head.id] = flight
-        if origin.key is not None:
-            self._by_key[origin.key] = flight
-        if origin.digest:
-            self._by_content[origin.digest] = flight
+        self._index(flight)
         loop = asyncio.get_running_loop()
         self._watch_time(loop)
         work = self._run(flight, call)
@@ -409,13 +442,27 @@ class GatewaySession:
                     status=422,
                 )
             return known
-        known = self._by_content.get(origin.digest) if origin.digest else None
-        # A client that counts its attempts marks its retries; two equal first attempts are two
-        # samples.
-        if known is None or origin.attempt == 0:
+        # Two equal requests of clients that still wait are two samples, as a majority vote needs.
+        # A client that counts its attempts marks its retries, so its first attempt is a new call.
+        if not origin.digest or origin.attempt == 0:
             return None
-        is_lost = known.step is None or not known.is_delivered
-        return known if is_lost or origin.attempt else None
+        equal = self._by_content.get(origin.digest, [])
+        lost = next((each for each in equal if each.is_lost), None)
+        if lost is not None or origin.attempt is None:
+            return lost
+        if self._unanswered[origin.digest]:
+            self._unanswered[origin.digest] -= 1
+            return None
+        # Its answer was lost on its way, or the loss of the connection has not been noticed.
+        return next((each for each in equal if each.attempt < origin.attempt), None)
+
+    def _index(self, flight: _Flight) -> None:
+        """Make a flight one that a later request may repeat."""
+        self._flights[flight.head.id] = flight
+        if flight.origin.key is not None:
+            self._by_key[flight.origin.key] = flight
+        if flight.origin.digest:
+            self._by_content.setdefault(flight.origin.digest, []).append(flight)
 
     def _check_limits(self) -> None:
         limits = self.limits
@@ -489,11 +536,16 @@ class GatewaySession:
             return await asyncio.shield(flight.task)
         except asyncio.CancelledError:
             # Cancelled from within: by a limit or the end of the session, not by a caller.
-            if flight.task is not None and flight.task.cancelled() and self.ended is not None:
+            if not flight.task.cancelled():
+                raise
+            if self.ended is not None:
                 raise self._limit_error() from None
-            if flight.task is not None and flight.task.cancelled() and self.is_closed:
+            if self.is_closed:
                 raise RequestError("the session was closed during this call.", status=403) from None
-            raise
+            if being_cancelled():
+                raise
+            # The client stopped, as a replay does at its end.
+            raise RequestError("no call is answered any more.", status=403) from None
 
     def _done(self, flight: _Flight, task: asyncio.Task[AgentAnswer]) -> None:
         flight.news.set()
@@ -513,9 +565,14 @@ class GatewaySession:
         """Forget a call that was not recorded, so that the same request starts a new one."""
         if flight.step is not None:
             return
-        self._flights.pop(flight.head.id, None)
-        if self._by_content.get(flight.origin.digest) is flight:
-            del self._by_content[flight.origin.digest]
+        if self._flights.pop(flight.head.id, None) is None:
+            return
+        digest = flight.origin.digest
+        if digest:
+            self._unanswered[digest] += 1
+            self._by_content[digest].remove(flight)
+            if not self._by_content[digest]:
+                del self._by_content[digest]
         if flight.origin.key is not None and self._by_key.get(flight.origin.key) is flight:
             del self._by_key[flight.origin.key]
 
@@ -546,19 +603,24 @@ class GatewaySession:
         flight.is_sampled = True
         return await self._keep(flight, call, prompt, response)
 
-    def _sampling_of(self, asked: SamplingParams) -> SamplingParams:
-        """Return the agent's settings, overridden by the session's, with a seed if it has one."""
+    def sampling_for(self, asked: SamplingParams) -> SamplingParams:
+        """Return an agent's settings, overridden by the session's."""
         merged = merge_sampling(asked, self.sampling) if self.sampling else asked
-        limits = [asked.max_tokens, merged.max_tokens]
+        limits = [each for each in (asked.max_tokens, merged.max_tokens) if each is not None]
+        return replace(merged, max_tokens=min(limits, default=None))
+
+    def _sampling_of(self, asked: SamplingParams) -> SamplingParams:
+        """Return a call's settings: within what the session has left, with a seed if it has one."""
+        merged = self.sampling_for(asked)
+        max_tokens, seed = merged.max_tokens, merged.seed
         if self.limits.max_tokens is not None:
-            limits.append(self._tokens_left(self.limits.max_tokens))
-        known = [limit for limit in limits if limit is not None]
-        seed = merged.seed
+            left = self._tokens_left(self.limits.max_tokens)
+            max_tokens = left if max_tokens is None else min(left, max_tokens)
         if self._seeds is not None and self.seed is not None:
             # An agent that always asks for the same seed must not make a group's rollouts equal.
             mixed = None if asked.seed is None else derive_seed(self.seed, "asked", asked.seed)
             seed = self._seeds.next(mixed)
-        return replace(merged, max_tokens=min(known, default=None), seed=seed)
+        return replace(merged, max_tokens=max_tokens, seed=seed)
 
     def _with_own_ids(self, response: ModelResponse, answer_id: str) -> ModelResponse:
         """Return a response whose tool calls have ids that no earlier answer uses.
@@ -771,12 +833,8 @@ class GatewaySession:
                 if flight.is_delivered:
                     self.journal.note_delivered(number)
                 self.journal.append_now(self.trajectory, number, kept)
-            self._flights[kept.head.id] = flight
+            self._index(flight)
             self._num_begun = max(self._num_begun + 1, kept.num_begun)
-            if kept.key is not None:
-                self._by_key[kept.key] = flight
-            if kept.digest:
-                self._by_content[kept.digest] = flight
         if self._seeds is not None:
             # A kept call's seed may be that of any call that had begun, so all of them are used up.
             for _ in range(self._num_begun):
@@ -805,8 +863,9 @@ def renderer_of(client: object) -> ChatRenderer | None:
     return None
 
 
-def new_state(name: str) -> State:
-    """Return the state of a session that belongs to no environment."""
+def new_state(name: str, opened_s: float | None = None) -> State:
+    """Return the state of a session without an environment, opened at `opened_s` (default: now)."""
+    began_s = time.time() if opened_s is None else opened_s
     state = State(input={"prompt": [], "example_id": 0, "task": name})
     state.update(
         is_completed=False,
@@ -817,9 +876,7 @@ def new_state(name: str) -> State:
         reward=None,
         advantage=None,
         metrics=None,
-        timing=RolloutTiming(
-            generation_ms=0.0, scoring_ms=0.0, total_ms=0.0, start_time=time.time()
-        ),
+        timing=RolloutTiming(generation_ms=0.0, scoring_ms=0.0, total_ms=0.0, start_time=began_s),
         error=None,
         terminated=False,
         truncated=False,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rolltree.lazy import loader
+from rolltree.wings import exports
 
 if TYPE_CHECKING:
     from rolltree.inference.chat import ChatRenderer as ChatRenderer
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from rolltree.inference.parse import parse_response_messages as parse_response_messages
     from rolltree.inference.parse import parse_response_tokens as parse_response_tokens
     from rolltree.inference.pool import EndpointPool as EndpointPool
+    from rolltree.inference.reachable import served_version as served_version
     from rolltree.inference.retry import RetryPolicy as RetryPolicy
     from rolltree.inference.session import Prompt as Prompt
     from rolltree.inference.session import TokenSession as TokenSession
@@ -34,22 +36,20 @@ if TYPE_CHECKING:
     from rolltree.inference.tool_calls import ToolCalls as ToolCalls
     from rolltree.inference.weights.publish import publish_adapter as publish_adapter
     from rolltree.inference.weights.publish import publish_weights as publish_weights
-    from rolltree.inference.weights.publish import served_version as served_version
     from rolltree.inference.weights.transfer import WeightTransfer as WeightTransfer
 
 _MODULES: dict[str, str] = {
+    **exports(__name__),
     "chat": "ChatRenderer Continuation",
     "client": "ModelClient as_client sampling_from_args",
     "completion": "REASONING_TAGS ParsedCompletion",
     "parse": "parse_response_messages parse_response_tokens",
     "openai_client": "OpenAIClient",
     "openai_sdk": "OpenAISDKClient",
-    "pool": "EndpointPool",
-    "weights.publish": "publish_adapter publish_weights served_version",
+    "reachable": "served_version",
     "retry": "RetryPolicy",
     "session": "Prompt TokenSession",
     "template": "ChatTemplate TemplateError",
-    "weights.transfer": "WeightTransfer",
     "tool_calls": "TOOL_PARSERS ToolCall ToolCalls",
 }
 __all__ = sorted(" ".join(_MODULES.values()).split())

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rolltree.tokens import TokenTree, routing_streams
+from rolltree.tokens.buffers import UnusableLogprobs
 from rolltree.types import (
     ChatMessage,
     FinishReason,
@@ -122,6 +123,12 @@ class Answer:
         if outcome.num_retries:
             self.info = {**self.info, "num_retries": outcome.num_retries}
 
+    def drop_logprobs(self, why: UnusableLogprobs) -> None:
+        """Keep the answer without its logprobs: it counts, and training masks it."""
+        self.logprobs, self.info = None, {**self.info, "unusable_logprobs": str(why)}
+        # They were of use for these logprobs only.
+        self.routed_experts = None
+
 
 class CallTree:
     """The token tree of one rollout's calls, and the handle of each `call_id`."""
@@ -137,12 +144,19 @@ class CallTree:
     def record(self, answer: Answer, call: ModelCall, extends: int | None = None) -> ModelResponse:
         """Put an answer's ids into the tree and return its record.
 
+        Placeholders in place of logprobs are dropped, and `info["unusable_logprobs"]` says why.
+
         Raises:
             TokenError: the arrays contradict each other.
         """
         assert answer.prompt_ids is not None
         assert answer.completion_ids is not None
-        place = self._insert(answer, call.sampling.temperature, extends)
+        temperature = call.sampling.temperature
+        try:
+            place = self._insert(answer, temperature, extends)
+        except UnusableLogprobs as error:
+            answer.drop_logprobs(error)
+            place = self._insert(answer, temperature, extends)
         made = record_of(answer, call, extends=extends, place=place)
         self._handles[made.call_id] = place[1]
         return made
@@ -150,10 +164,16 @@ class CallTree:
     def adopt(self, response: ModelResponse, extends: int | None) -> ModelResponse:
         """Add a call that was made elsewhere to this tree; return its record.
 
+        Placeholders in place of logprobs are dropped, as by `record`.
+
         Raises:
             TokenError: the arrays contradict each other.
         """
-        place = self._insert(response, response.temperature, extends)
+        try:
+            place = self._insert(response, response.temperature, extends)
+        except UnusableLogprobs as error:
+            response = response.without_logprobs(str(error))
+            place = self._insert(response, response.temperature, extends)
         made = response.at(place, extends=extends)
         self._handles[made.call_id] = place[1]
         return made

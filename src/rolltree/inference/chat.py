@@ -41,6 +41,9 @@ class Continuation:
 class ChatRenderer:
     """Renders prompts and reads completions for one tokenizer.
 
+    If the template refuses something that a model may write, such as two calls in one message, the
+    history is rendered in the mildest form that it takes (`rolltree.inference.other_forms`).
+
     Args:
         tokenizer: anything with `encode` and `decode`, such as a transformers fast tokenizer.
         template: the chat template's text, or several by name; None takes the tokenizer's.
@@ -130,7 +133,7 @@ class ChatRenderer:
         Raises:
             TemplateError: the template rejects these messages.
         """
-        text = self._variant(tools).template.render(
+        text = self._variant(tools).template.render_history(
             self._as_text(messages), tools, add_generation_prompt=add_generation_prompt
         )
         return self.vocabulary.encode_start(text)
@@ -174,7 +177,7 @@ class ChatRenderer:
         except GlueError as error:
             return Continuation(None, self.render(messages, tools), str(error))
         if self.history == "template":
-            whole = variant.template.render(self._as_text(messages), tools)
+            whole = variant.template.render_history(self._as_text(messages), tools)
             # Compared as text, to see whether the template still shows the history unchanged.
             kept = self.vocabulary.decode(previous_ids)
             shown, now = whole.replace(BOUNDARY, ""), kept + text.replace(BOUNDARY, "")

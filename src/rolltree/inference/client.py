@@ -8,8 +8,18 @@ from functools import cache
 from reprlib import repr as shown
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
-from rolltree.errors import ConfigError, did_you_mean
+from rolltree.errors import (
+    AnswerTooLarge,
+    ConfigError,
+    ModelError,
+    PromptTooLong,
+    ServerError,
+    UnsupportedSetting,
+    did_you_mean,
+    follows_from_answer,
+)
 from rolltree.inference.request_fields import KNOWN_FIELDS
+from rolltree.inference.template import TemplateError
 from rolltree.types import (
     GenerateRequest,
     Messages,
@@ -160,7 +170,7 @@ stop_token_ids=(), seed=None, extra={'min_p': 0.1})
             # If a field is given in both places, the value outside of `extra_body` counts.
             rest.setdefault(key, value)
     if rest.pop("n", 1) != 1:
-        raise ConfigError(
+        raise _unusable(
             "n is not 1: one call gives one completion, so that each completion has its own seed "
             "and its own place in the trajectory. Ask for more rollouts per example instead."
         )
@@ -172,7 +182,7 @@ stop_token_ids=(), seed=None, extra={'min_p': 0.1})
             try:
                 known[name] = convert(value)
             except (TypeError, ValueError) as error:
-                raise ConfigError(
+                raise _unusable(
                     f"sampling argument {key} = {shown(value)} cannot be used ({error}); the "
                     "request would not be sampled as intended."
                 ) from error
@@ -209,6 +219,23 @@ def sampling_to_args(sampling: SamplingParams) -> SamplingArgs:
     return args
 
 
+def is_refusal(error: Exception) -> bool:
+    """Whether a model call failed because of the messages or the answer, and would fail again."""
+    refusals = (ServerError, AnswerTooLarge, TemplateError, PromptTooLong)
+    return isinstance(error, refusals) and error.kind == "episode"
+
+
+def may_follow(error: Exception) -> bool:
+    """Whether a failure after a model call may follow from what the model wrote.
+
+    A call of an environment's own, say of a simulated user, may quote it, and a setting may be
+    computed from it: `max_tokens = budget - used`.
+    """
+    if isinstance(error, ModelError) and not isinstance(error, UnsupportedSetting):
+        return is_refusal(error)
+    return follows_from_answer(error)
+
+
 def merge_sampling(
     own: SamplingArgs | SamplingParams | None, given: SamplingArgs | SamplingParams | None
 ) -> SamplingParams:
@@ -225,9 +252,16 @@ def merge_sampling(
     return sampling_from_args({**(own or {}), **(given or {})})
 
 
+def _unusable(message: str) -> ConfigError:
+    error = ConfigError(message)
+    # An environment may compute it from what the model wrote.
+    error.kind = "episode"
+    return error
+
+
 def _mapping(value: object) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise ConfigError(
+        raise _unusable(
             f"extra_body is a {type(value).__name__}, not a mapping of request fields, so nothing "
             "of it could be sent. Pass a dict."
         )
@@ -263,7 +297,10 @@ def _probability(value: Any) -> float:
 
 
 def _top_k(value: Any) -> int:
-    return max(_integer(value), 0)  # -1 is vLLM's "off"
+    number = _integer(value)
+    if number < -1:
+        raise ValueError("below 0; use 0 or -1 to turn it off")
+    return max(number, 0)  # -1 is vLLM's "off"
 
 
 def _strings(value: Any) -> tuple[str, ...]:
@@ -291,15 +328,35 @@ _FIELDS: tuple[tuple[str, str, Any], ...] = (
 """OpenAI's name of a field, its name here, and the function that converts its value."""
 
 
+def check_sampling_names(args: SamplingArgs) -> None:
+    """Check that OpenAI or vLLM has a field of each name; in `extra_body` any name is allowed.
+
+    Raises:
+        ConfigError: a name is unknown; the message has the nearest known one.
+    """
+    for key in args.keys() - _KNOWN - {"extra_body"}:
+        raise ConfigError(
+            f"the sampling argument {key!r} is in neither OpenAI's API nor vLLM's, and most "
+            f"servers would ignore it.{_nearest(key)} If yours takes it, put it into extra_body."
+        )
+
+
 # Once per name in a process, not once per call.
 @cache
 def _warn_unknown(key: str) -> None:
     """Warn once about a field that neither API has: most servers ignore such fields."""
-    known = {*KNOWN_FIELDS, *(name for name, _, _ in _FIELDS)}
-    near = did_you_mean(key, known)
     logger.warning(
         "the sampling argument %r is in neither OpenAI's API nor vLLM's; it is sent as it is, and "
         "most servers ignore such a field.%s",
         key,
-        near if "Did you mean" in near else "",
+        _nearest(key),
     )
+
+
+_KNOWN = KNOWN_FIELDS.union(name for name, _, _ in _FIELDS)
+
+
+def _nearest(key: str) -> str:
+    near = did_you_mean(key, _KNOWN)
+    # All of them would be too many to read.
+    return near if "Did you mean" in near else ""

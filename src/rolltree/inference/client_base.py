@@ -1,7 +1,7 @@
 """The base of model clients: `chat` and `generate`, sessions with memory, and delegation.
 
 A client of a model implements `respond`; `TokenClient` (prompts rendered here, ids sent) and
-`MessageClient` (messages sent) do most of it. A client in front of another one is a
+`message_session.MessageClient` (messages sent) do most of it. A client in front of another one is a
 `DelegatingClient`.
 """
 
@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from reprlib import repr as shown
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
 from rolltree.errors import ConfigError, UnsupportedSetting
-from rolltree.inference.call import DEFAULT_SAMPLING, Answer, ModelCall, record_of
+from rolltree.inference.call import DEFAULT_SAMPLING, Answer, ModelCall
 from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.client import ModelClient, policy_version, sampling_from_args
-from rolltree.inference.deltas import TokenListener
-from rolltree.inference.message_session import MessageSession, read_outcome
-from rolltree.inference.request_fields import TokenFields, distribution_changes, outgoing
-from rolltree.inference.retry import Outcome
-from rolltree.inference.session import Prompt, TokenSession, check_message_type, without_ids
+from rolltree.inference.request_fields import distribution_changes
+from rolltree.inference.session import (
+    Prompt,
+    TokenSession,
+    num_characters,
+    without_ids,
+)
 from rolltree.types import (
     GenerateRequest,
     Messages,
@@ -198,6 +200,11 @@ class TokenClient(RootClient[TokenSession]):
 
     renderer: ChatRenderer
 
+    @property
+    def max_context(self) -> int | None:
+        """The most tokens of a prompt and its completion, if it is known before a request."""
+        return None
+
     def new_memory(self) -> TokenSession:
         """Return the empty memory of a new session."""
         return TokenSession(self.renderer)
@@ -216,68 +223,27 @@ class TokenClient(RootClient[TokenSession]):
         if isinstance(call.prompt, np.ndarray):
             memory, prompt = TokenSession(self.renderer), Prompt(call.prompt)
         else:
+            limit = self.max_context
+            if limit is not None:
+                # A tokenizer takes a minute for megabytes, and meanwhile nothing else runs.
+                self.renderer.vocabulary.check_size(num_characters(call.prompt), limit)
             prompt = memory.prepare(
                 call.prompt, call.tools, message_type=call.message_type, model=call.model
             )
-        listener = None if call.on_delta is None else TokenListener(self.renderer, call)
+        on_token = None
+        if call.on_delta is not None:
+            from rolltree.inference.deltas import TokenListener
+
+            on_token = TokenListener(self.renderer, call).hear
         request = GenerateRequest(prompt.ids, call.sampling, call.model)
-        answer = await self.sample(request, None if listener is None else listener.hear)
+        answer = await self.sample(request, on_token)
         return memory.complete(prompt, answer, call)
-
-
-class MessageClient(RootClient[MemoryT]):
-    """A client whose server renders prompts; `tokens` says whether it returns ids.
-
-    The memory is, or extends, a `MessageSession`. Tokens for which the server reports no policy
-    version get `version` as it was when the request was sent.
-    """
-
-    tokens: TokenFields
-    version: int = 0
-    keeps_raw: ClassVar[bool] = False
-    """Whether the record keeps the response object."""
-
-    @abstractmethod
-    async def ask(
-        self,
-        content: Mapping[str, Any],
-        message_type: MessageType,
-        call: ModelCall,
-        memory: MessageSession,
-    ) -> Outcome[Any]:
-        """Send one request, with its messages or its prompt in `content`."""
-
-    async def respond_by_message(self, call: ModelCall, memory: MessageSession) -> ModelResponse:
-        """Send messages, a string or ids, and read the tokens of the answer if it has them."""
-        # Read before sending: no sampled token is older.
-        version = self.version
-        prompt = call.prompt
-        if isinstance(prompt, np.ndarray):
-            outcome = await self.ask({"prompt": prompt.tolist()}, "completion", call, memory)
-            return record_of(self._read(outcome, call, version), call)
-        check_message_type(prompt, call.message_type)
-        content: dict[str, Any] = {"prompt": prompt}
-        if not isinstance(prompt, str):
-            prompt = list(prompt)  # the caller may append to its list meanwhile
-            call = call.with_prompt(prompt)
-            content = {"messages": outgoing(prompt)}
-            # Some servers reject an empty list.
-            if call.tools:
-                content["tools"] = list(call.tools)
-        outcome = await self.ask(content, call.message_type, call, memory)
-        return memory.complete(call, self._read(outcome, call, version))
-
-    def _read(self, outcome: Outcome[Any], call: ModelCall, version: int) -> Answer:
-        answer = read_outcome(outcome, call, self.tokens, version)
-        if self.keeps_raw:
-            answer.raw = outcome.value
-        return answer
 
 
 def annotate_sampling(response: ModelResponse, sampling: SamplingParams) -> ModelResponse:
     """Return the response; `info["sampling"]` has settings that changed the distribution, if any.
 
-    Training rejects such calls: it computes probabilities under the full softmax.
+    Training leaves such calls out of the loss: it computes probabilities under the full softmax.
     """
     changes = distribution_changes(sampling)
     if not changes:

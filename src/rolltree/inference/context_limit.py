@@ -55,15 +55,21 @@ class ContextLimit:
 
         Returns None if the server doesn't say, or if none fit.
         """
-        # Asked only once, even if that failed: a server that lacks this path will not get it later.
-        if self._contexts is None:
-            self._contexts = await self._ask_contexts()
-        context = self._contexts.get(model)
+        context = await self.context(model)
         if context is None:
             return None
         # Only the server knows how it splits a string.
         size = await self._ask_size(prompt, model) if isinstance(prompt, str) else len(prompt)
         return context - size if size is not None and size < context else None
+
+    async def context(self, model: str) -> int | None:
+        """Return the most tokens of a prompt and its completion; None if the server says nothing.
+
+        Asked only once, even if that failed: a server that lacks this path will not get it later.
+        """
+        if self._contexts is None:
+            self._contexts = await self._ask_contexts()
+        return self._contexts.get(model)
 
     async def _ask_contexts(self) -> dict[str, int]:
         try:

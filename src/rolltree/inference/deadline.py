@@ -38,9 +38,11 @@ class Clock:
         self.limit_s = limit_s
         self.grace_s = grace_s
         self.deadline_s = deadline_s
+        self.num_calls = 0
+        """How many model calls have begun."""
         self._start = time.monotonic()
         self._waited_s = 0.0
-        self._calls_in_flight = 0
+        self._calls_in_flight = self._num_excluded = 0
         self._num_postponed = 0
         self._postponed_at = 0.0
         self._scope: asyncio.Timeout | None = None
@@ -53,6 +55,11 @@ class Clock:
     def at(self, moment: float) -> float:
         """Return how many seconds after its start a moment of `time.monotonic` was."""
         return moment - self._start
+
+    @property
+    def is_calling(self) -> bool:
+        """Whether a model call is in flight."""
+        return self._calls_in_flight > self._num_excluded
 
     @property
     def expired(self) -> bool:
@@ -88,10 +95,12 @@ class Clock:
     def excluded(self) -> Iterator[None]:
         """Exclude the block's time: the limit cannot end the episode there, only the deadline."""
         began = time.monotonic()
+        self._num_excluded += 1
         self.call_started()
         try:
             yield
         finally:
+            self._num_excluded -= 1
             self.call_ended(time.monotonic() - began)
 
     @contextmanager
@@ -118,6 +127,7 @@ class Clock:
 
     def call_started(self) -> None:
         """Suspend the hard limit: a model call is in flight."""
+        self.num_calls += 1
         self._calls_in_flight += 1
         self._reschedule()
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from rolltree.errors import RolltreeError
 from rolltree.inference.template import ChatTemplate, TemplateError, TemplateLimitError
@@ -168,6 +169,10 @@ class Glue:
             GlueError: the template gives no verifiable cut for this continuation.
         """
         probe = stand_in(assistant)
+        calls = probe.get("tool_calls") or ()
+        # What the template writes after the last call is the same, and all were sampled already.
+        if len(calls) > 1 and self._takes_one_call:
+            probe = {**probe, "tool_calls": calls[-1:]}
         # The text between turns depends on the kinds of messages; their contents are inserted
         # unchanged.
         shape = ("tool_calls" in probe, bool(tools), *map(_shape, new_messages))
@@ -184,6 +189,17 @@ class Glue:
             close = self._vocabulary.decode([int(ids[num_closed - 1])])
             return ids[num_closed:], text.partition(close)[2]
         return ids, text
+
+    @cached_property
+    def _takes_one_call(self) -> bool:
+        """Whether the template refuses a message with several calls, as Llama 3.1's does."""
+        one, several = (
+            {**_CALLER, "tool_calls": number * _CALLER["tool_calls"]} for number in (1, 2)
+        )
+        takes_one, takes_two = (
+            bool(render(self.template, [*PROBE, stand_in(caller)])) for caller in (one, several)
+        )
+        return takes_one and not takes_two
 
     def _num_closed(self, last_id: int | None, ids: IntArray) -> int:
         """Return how many of the template's `ids` close a turn that `last_id` ended already."""
@@ -206,7 +222,7 @@ class Glue:
     ) -> str:
         """Return what the template writes from the close of `probe` to the next opener."""
         try:
-            text = self.template.render([*context, probe, *new_messages], tools)
+            text = self.template.render_history([*context, probe, *new_messages], tools)
         except TemplateError as error:
             raise GlueError(f"the template rejects the probe conversation ({error})") from error
         if text.count(SENTINEL) != 1:
@@ -248,7 +264,8 @@ class Glue:
             return _Verdict(show, problem)
         ids = self._vocabulary.encode(text)
         # A tokenizer may join the end of the answer with the beginning of what follows.
-        whole = self._vocabulary.encode(self.template.render([*PROBE, probe, *new_messages], shown))
+        rendered = self.template.render_history([*PROBE, probe, *new_messages], shown)
+        whole = self._vocabulary.encode(rendered)
         if whole[len(whole) - len(ids) :].tolist() != ids.tolist():
             problem = "the tokenizer splits the new text differently inside the conversation"
             return _Verdict(show, problem)

@@ -53,6 +53,7 @@ _ADVICE = {
     401: "Check the API key.",
     403: "Check what the API key may do.",
     404: "Check the model's name, and the URL (it often ends in /v1).",
+    **dict.fromkeys(range(300, 400), "Check the URL: redirections are not followed."),
 }
 _ONCE = RetryPolicy(max_retries=0)
 _RETRYABLE = frozenset((408, 409, 425, 429))

@@ -6,22 +6,27 @@ the call. A prompt extends an earlier call only if its ids begin with that call'
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 
 from rolltree.errors import ServerError
-from rolltree.inference.call import Answer, CallTree, record_of
+from rolltree.inference.call import Answer, CallTree, ModelCall, record_of
+from rolltree.inference.client_base import MemoryT, RootClient
 from rolltree.inference.message_index import MessageIndex
+from rolltree.inference.other_forms import other_forms
 from rolltree.inference.parse import read_answer
-from rolltree.inference.request_fields import TokenFields
+from rolltree.inference.request_fields import TokenFields, outgoing
+from rolltree.inference.session import check_message_type
 from rolltree.inference.wire import PromptReader
 from rolltree.types import (
     ChatMessage,
     FinishReason,
     IntArray,
     Messages,
+    MessageType,
     ModelResponse,
     SamplingParams,
     ToolSchema,
@@ -29,7 +34,6 @@ from rolltree.types import (
 from rolltree.untrusted import read_json
 
 if TYPE_CHECKING:
-    from rolltree.inference.call import ModelCall
     from rolltree.inference.retry import Outcome
 
 AnswerT = TypeVar("AnswerT")
@@ -87,7 +91,7 @@ def read_outcome(
         if not tokens.usable_logprobs(call.sampling):
             answer.logprobs = None
     elif tokens.wanted:
-        tokens.refuse("its answer has none")
+        tokens.lack("its answer has none")
     answer.add_outcome(outcome)
     return answer
 
@@ -155,6 +159,74 @@ class MessageSession:
         # Never by text: only equal ids are one path.
         is_exact = np.array_equal(prompt_ids[: len(earlier)], earlier)
         return (match.call if is_exact else None), True
+
+
+class MessageClient(RootClient[MemoryT]):
+    """A client whose server renders prompts; `tokens` says whether it returns ids.
+
+    The memory is, or extends, a `MessageSession`. Tokens for which the server reports no policy
+    version get `version` as it was when the request was sent.
+    """
+
+    tokens: TokenFields
+    version: int = 0
+    keeps_raw: ClassVar[bool] = False
+    """Whether the record keeps the response object."""
+
+    @abstractmethod
+    async def ask(
+        self,
+        content: Mapping[str, Any],
+        message_type: MessageType,
+        call: ModelCall,
+        memory: MessageSession,
+    ) -> Outcome[Any]:
+        """Send one request, with its messages or its prompt in `content`."""
+
+    async def respond_by_message(self, call: ModelCall, memory: MessageSession) -> ModelResponse:
+        """Send messages, a string or ids, and read the tokens of the answer if it has them."""
+        # Read before sending: no sampled token is older.
+        version = self.version
+        prompt = call.prompt
+        if isinstance(prompt, np.ndarray):
+            outcome = await self.ask({"prompt": prompt.tolist()}, "completion", call, memory)
+            return record_of(self._read(outcome, call, version), call)
+        check_message_type(prompt, call.message_type)
+        content: dict[str, Any] = {"prompt": prompt}
+        if not isinstance(prompt, str):
+            prompt = list(prompt)  # the caller may append to its list meanwhile
+            call = call.with_prompt(prompt)
+            content = {"messages": outgoing(prompt)}
+            # Some servers reject an empty list.
+            if call.tools:
+                content["tools"] = list(call.tools)
+        outcome = await self._ask_in_any_form(content, call, memory)
+        return memory.complete(call, self._read(outcome, call, version))
+
+    async def _ask_in_any_form(
+        self, content: Mapping[str, Any], call: ModelCall, memory: MessageSession
+    ) -> Outcome[Any]:
+        """Send a request; if the server refuses what a model wrote earlier, in another form."""
+        try:
+            return await self.ask(content, call.message_type, call, memory)
+        except ServerError as error:
+            # The statuses with which servers pass on that a template refused the messages.
+            if error.status not in (400, 422):
+                raise
+            first = error
+        for form in other_forms(content.get("messages") or ()):
+            try:
+                return await self.ask({**content, "messages": form}, "chat", call, memory)
+            except ServerError as error:
+                if error.status not in (400, 422):
+                    raise
+        raise first
+
+    def _read(self, outcome: Outcome[Any], call: ModelCall, version: int) -> Answer:
+        answer = read_outcome(outcome, call, self.tokens, version)
+        if self.keeps_raw:
+            answer.raw = outcome.value
+        return answer
 
 
 def _fix_finish_reason(answer: Answer, sampling: SamplingParams) -> None:

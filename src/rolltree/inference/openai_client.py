@@ -15,10 +15,13 @@ import numpy as np
 from rolltree.errors import ConfigError, ServerError
 from rolltree.inference.call import ModelCall
 from rolltree.inference.chat import ChatRenderer
-from rolltree.inference.client_base import MessageClient
 from rolltree.inference.context_limit import DEFAULT_MAX_TOKENS, ContextLimit, cut_by_default
 from rolltree.inference.http import MAX_ANSWER_BYTES, HttpClient
-from rolltree.inference.message_session import MessageSession, send_with_token_fields
+from rolltree.inference.message_session import (
+    MessageClient,
+    MessageSession,
+    send_with_token_fields,
+)
 from rolltree.inference.parse import (
     begin_answer,
     extract_message,
@@ -35,7 +38,7 @@ from rolltree.inference.request_fields import (
     token_in_fields,
 )
 from rolltree.inference.retry import Outcome, RetryPolicy
-from rolltree.inference.session import Prompt, TokenSession, without_ids
+from rolltree.inference.session import Prompt, TokenSession, num_characters, without_ids
 from rolltree.inference.spelling import check_text
 from rolltree.inference.stream import (
     CompletionPosts,
@@ -51,6 +54,8 @@ TokenEndpoint = Literal["auto", "generate", "completions"]
 """For prompts of ids: try vLLM's token-in endpoint, require it, or use `/v1/completions`."""
 _TOKEN_IN_PATH = "/inference/v1/generate"
 _ABSENT = (404, 405, 501)
+_LARGE_PROMPT = 200_000
+"""Characters of a prompt above which the server is asked for its context before tokenizing."""
 _PATHS: dict[MessageType, str] = {"chat": "/chat/completions", "completion": "/completions"}
 
 
@@ -162,6 +167,12 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
         # If the server returns no ids, rendering here would only risk a different template.
         if by_token is None or not self.tokens.wanted or isinstance(call.prompt, np.ndarray):
             return await self.respond_by_message(call, memory)
+        size = num_characters(call.prompt)
+        if size > _LARGE_PROMPT:
+            # A tokenizer takes a minute for megabytes, and meanwhile nothing else runs.
+            limit = await self._context_limit.context(call.model or self._model)
+            if limit is not None:
+                by_token.renderer.vocabulary.check_size(size, limit)
         prompt = by_token.prepare(
             call.prompt, call.tools, message_type=call.message_type, model=call.model
         )
@@ -311,7 +322,7 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
         answer.add_outcome(outcome)
         max_tokens = sampling.max_tokens
         if not read_tokens(answer, response, kind, version, prompt.ids, max_tokens=max_tokens):
-            self.tokens.refuse("its answer has none")
+            self.tokens.lack("its answer has none")
             answer.text = extract_message(response, "completion")[1]
             return session.complete(prompt, answer, call)
         ids = answer.completion_ids

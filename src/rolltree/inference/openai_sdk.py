@@ -8,11 +8,14 @@ the ids of the whole prompt in every turn. The openai package is not imported. T
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextvars import ContextVar
+from copy import copy
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from rolltree.errors import (
     AnswerTooLarge,
@@ -23,9 +26,12 @@ from rolltree.errors import (
     ServerError,
 )
 from rolltree.inference.call import ModelCall
-from rolltree.inference.client_base import MessageClient
 from rolltree.inference.http import MAX_ANSWER_BYTES, status_error
-from rolltree.inference.message_session import MessageSession, send_with_token_fields
+from rolltree.inference.message_session import (
+    MessageClient,
+    MessageSession,
+    send_with_token_fields,
+)
 from rolltree.inference.parse import extract_finish_reason, read
 from rolltree.inference.request_fields import (
     LogprobsMode,
@@ -59,8 +65,9 @@ class OpenAISDKClient(MessageClient[MessageSession]):
     they are counted. A call with all its attempts takes at most `deadline_s` (by default twice the
     openai client's timeout); its decompressed answer has at most `max_answer_bytes`. `token_ids`,
     `logprobs_mode` and `vocab_size` are those of `OpenAIClient`; with `"auto"`, OpenAI's own
-    servers are not asked for ids, which they do not have. The openai client is used as it is, with
-    its own transport, to which an event hook is added that reads the answers to these calls.
+    servers are not asked for ids, which they do not have. The openai client is used as it is, but
+    each event loop has connections of its own, configured as those of its `http_client`, to which
+    an event hook is added that reads the answers to these calls.
 
     Raises:
         ConfigError: the object is a blocking client.
@@ -95,8 +102,8 @@ class OpenAISDKClient(MessageClient[MessageSession]):
             if deadline_s is None and isinstance(limit_s, int | float):
                 deadline_s = 2.0 * limit_s
             self._ids = RequestIds()
-            # A copy, so the user's own object keeps its retries. Its connections are shared, which
-            # is why the hook looks for `_MAX_BYTES`.
+            # A copy, so the user's own object keeps its retries. Its hooks are shared, which is why
+            # ours looks for `_MAX_BYTES`.
             client = client.with_options(max_retries=0)
             hooks = getattr(getattr(client, "_client", None), "event_hooks", {"response": []})
             if _read_answer not in hooks["response"]:
@@ -104,6 +111,7 @@ class OpenAISDKClient(MessageClient[MessageSession]):
             if token_ids == "auto" and "api.openai.com" in where:
                 token_ids = "off"
         self._client = client
+        self._bound: tuple[Any, asyncio.AbstractEventLoop | None] = client, None
         self.deadline_s, self._max_answer_bytes = deadline_s, max_answer_bytes
         self._model = model
         self.tokens = TokenFields(token_ids, logprobs_mode, where, vocab_size)
@@ -129,6 +137,9 @@ class OpenAISDKClient(MessageClient[MessageSession]):
 
     async def aclose(self) -> None:
         """Close the wrapped client if it can be closed."""
+        if self._ids is not None:
+            await _close_connections(self._client)
+            self._bound = self._client, None
         close = getattr(self._client, "close", None)
         result = close() if callable(close) else None
         if inspect.isawaitable(result):
@@ -152,9 +163,8 @@ class OpenAISDKClient(MessageClient[MessageSession]):
             raise ConfigError(
                 "neither the call nor as_client(client, model) names a model. Pass model=..."
             )
-        endpoint = (
-            self._client.chat.completions if message_type == "chat" else self._client.completions
-        )
+        client = self._client if self._ids is None else await self._in_loop()
+        endpoint = client.chat.completions if message_type == "chat" else client.completions
 
         async def send(with_tokens: bool) -> Outcome[Any]:
             fields = {"model": name, **content, **sampling_fields(sampling, message_type)}
@@ -206,6 +216,15 @@ class OpenAISDKClient(MessageClient[MessageSession]):
 
         return await send_with_token_fields(self.tokens, send)
 
+    async def _in_loop(self) -> Any:
+        """Return the openai client for the running event loop."""
+        loop = asyncio.get_running_loop()
+        bound, owner = self._bound
+        if owner is not loop:
+            bound = await _with_connections(self._client)
+            self._bound = bound, loop
+        return bound
+
     def _failure(self, error: BaseException) -> Exception:
         """Return the exception to raise for one of the openai package."""
         status = getattr(error, "status_code", None)
@@ -232,6 +251,62 @@ class OpenAISDKClient(MessageClient[MessageSession]):
             f"{where} answered with something that is not JSON ({error}). The call is lost. Did "
             "the server, or a proxy in front of it, break off the answer?"
         )
+
+
+_OF_LOOPS: WeakKeyDictionary[Any, dict[asyncio.AbstractEventLoop, tuple[Any, Any]]] = (
+    WeakKeyDictionary()
+)
+"""The copies of an httpx client and their lives, by event loop."""
+
+
+async def _with_connections(client: Any) -> Any:
+    """Return an openai client whose connections belong to the running loop.
+
+    An idle connection of another loop cannot be used, and often is of a loop that has been closed.
+    """
+    http = getattr(client, "_client", None)
+    if not hasattr(http, "_transport"):
+        return client
+    loop = asyncio.get_running_loop()
+    # Shared by all adapters of a client: each rollout may make one.
+    copies = _OF_LOOPS.setdefault(http, {})
+    if loop not in copies:
+        for ended in [other for other in copies if other.is_closed()]:
+            del copies[ended]
+        made = _unconnected(http)
+        copies[loop] = made, _life(made)
+        await anext(copies[loop][1])
+    return client.with_options(http_client=copies[loop][0])
+
+
+async def _close_connections(client: Any) -> None:
+    """Close the connections of the running loop."""
+    http = getattr(client, "_client", None)
+    copies = _OF_LOOPS.get(http) if http is not None else None
+    if copies and asyncio.get_running_loop() in copies:
+        _, life = copies.pop(asyncio.get_running_loop())
+        await life.aclose()
+
+
+async def _life(http: Any) -> AsyncGenerator[None, None]:
+    """Close an httpx client when this generator ends, at the latest with its loop."""
+    try:
+        yield
+    finally:
+        await http.aclose()
+
+
+def _unconnected(part: Any) -> Any:
+    """Return a copy of an httpx client, transport or pool with the same settings, not connected."""
+    made = copy(part)
+    for name, value in getattr(part, "__dict__", {}).items():
+        if name == "_mounts" and isinstance(value, dict):
+            setattr(made, name, {at: value[at] and _unconnected(value[at]) for at in value})
+        elif hasattr(value, "handle_async_request"):
+            setattr(made, name, _unconnected(value))
+        elif name in ("_connections", "_requests"):  # of httpcore's pools
+            setattr(made, name, [])
+    return made
 
 
 _MAX_BYTES: ContextVar[int | None] = ContextVar("rolltree_max_answer_bytes", default=None)

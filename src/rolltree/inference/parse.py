@@ -13,6 +13,7 @@ import json
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from operator import attrgetter
 from typing import Any, TypeAlias
 
@@ -23,7 +24,7 @@ from rolltree.errors import BadResponse, TokenError
 from rolltree.inference.call import Answer, ModelCall, record_of
 from rolltree.inference.routed_experts import decode_routing
 from rolltree.inference.wire import Response, TokenLogprob
-from rolltree.tokens.buffers import as_ids, checked_logprobs
+from rolltree.tokens.buffers import UnusableLogprobs, UnusableRouting, as_ids, checked_logprobs
 from rolltree.types import (
     ChatMessage,
     FinishReason,
@@ -35,7 +36,7 @@ from rolltree.types import (
     SamplingParams,
     TrajectoryStepTokens,
 )
-from rolltree.untrusted import is_well_formed
+from rolltree.untrusted import well_formed
 
 _PREFIX = "token_id:"
 _UNSET = object()
@@ -43,8 +44,14 @@ _MAX_COUNT = 2**31 - 1  # of tokens and of versions, which are stored as int32
 _COMPLETE = [reason for reason in FinishReason if reason != FinishReason.ABORT]
 _FINISH_REASONS = {reason.value: reason for reason in _COMPLETE} | {
     "function_call": FinishReason.TOOL_CALLS,
+    "tool_use": FinishReason.TOOL_CALLS,
+    "eos": FinishReason.STOP,
     "eos_token": FinishReason.STOP,
+    "end_turn": FinishReason.STOP,
+    "stop_sequence": FinishReason.STOP,
     "max_tokens": FinishReason.LENGTH,
+    # vLLM cuts an answer that repeats itself, if it is asked to.
+    "repetition": FinishReason.LENGTH,
 }
 
 
@@ -62,13 +69,16 @@ def extract_tokens(
 ) -> TokenArrays | None:
     """Return the tokens of a response, or None when the server gave no ids.
 
+    A completion without ids is empty if its text is, as from servers that cut the end token.
+
     `sent_ids` (int32 `[_P]`) is the prompt if it was sent as ids, `max_tokens` the request's
     limit. Without `check` the logprobs are returned unchecked: the token tree checks its input.
 
     Raises:
-        TokenError: the numbers of logprobs and tokens differ, a logprob is NaN or above 0, the
-            server used a different prompt from the one it was sent, the prompt is empty, or the
-            completion has no tokens or more than `max_tokens`.
+        UnusableLogprobs: a logprob is NaN, a placeholder, or above 0.
+        TokenError: the numbers of logprobs and tokens differ, the server used a different prompt
+            from the one it was sent, the prompt is empty, or the completion has more than
+            `max_tokens`.
     """
     choice = first_choice(response)
     logprobs = read(choice, "logprobs")
@@ -77,7 +87,7 @@ def extract_tokens(
     # to it. In that case both have to agree.
     if completion is None or names_ids(logprobs):
         texts = sampled_entries(logprobs, message_type, "token", "tokens") or []
-        if completion is None:
+        if completion is None or not len(completion):
             completion = spelled_ids(texts)
         elif not _spell(texts, completion):
             spelled = spelled_ids(texts)
@@ -92,7 +102,7 @@ def extract_tokens(
     if prompt is None:
         # A server that reports no prompt ids used the ones that it was sent.
         prompt = sent_ids
-    if prompt is None or completion is None:
+    if prompt is None or completion is None or (not len(completion) and _says(choice)):
         return None
     if sent_ids is not None and not np.array_equal(prompt, sent_ids):
         raise TokenError(
@@ -106,25 +116,22 @@ def extract_tokens(
         )
     check_num_sampled(len(completion), max_tokens)
     values = sampled_entries(logprobs, message_type, "logprob", "token_logprobs")
+    if not len(completion):
+        return prompt, completion, np.zeros(0, np.float32)
     if values is None:
         return prompt, completion, None
     if not check:
-        # None becomes NaN, which the tree rejects.
+        # None becomes NaN, for which `CallTree` drops them all.
         return prompt, completion, np.array(values, np.float32)
     return prompt, completion, checked_logprobs(values, len(completion))
 
 
 def check_num_sampled(num_tokens: int, max_tokens: int | None) -> None:
-    """Reject a completion without tokens, or with more than `max_tokens`.
+    """Reject a completion with more than `max_tokens`.
 
     Raises:
         TokenError: the completion cannot have this many tokens.
     """
-    if not num_tokens:
-        raise TokenError(
-            "the server's completion has no ids (an empty list), so it is not known what the model "
-            "said; even an empty answer has its end token. Check the server."
-        )
     if max_tokens is not None and num_tokens > max_tokens:
         raise TokenError(
             f"the server answered with {num_tokens} sampled ids to a request with max_tokens = "
@@ -137,7 +144,7 @@ def extract_message(response: object, message_type: MessageType) -> tuple[ChatMe
     """Return the assistant message and its text.
 
     Raises:
-        BadResponse: there is no message, or no text, or a part of it is not valid Unicode.
+        BadResponse: there is no message, or no text.
     """
     choice = first_choice(response)
     if message_type == "completion":
@@ -190,7 +197,7 @@ def finish_reason_named(reason: object) -> FinishReason:
     Raises:
         BadResponse: the reason is unknown, or it is "abort" (the server broke off).
     """
-    found = _FINISH_REASONS.get(reason) if isinstance(reason, str) else None
+    found = _FINISH_REASONS.get(reason.lower()) if isinstance(reason, str) else None
     if found is None:
         raise BadResponse(
             f"the server stopped with finish_reason {str(reason)[:80]!r}, so the answer may be "
@@ -305,18 +312,30 @@ def read_tokens(
     """Store a response's tokens in `answer`; return False if the server gave no ids.
 
     `version` is the policy version of tokens for which the response reports none. The other
-    arguments and the errors are those of `extract_tokens`.
+    arguments and the errors are those of `extract_tokens`, but logprobs that cannot be used are
+    dropped.
     """
-    tokens = extract_tokens(response, message_type, sent_ids, max_tokens=max_tokens, check=check)
+    extract = partial(extract_tokens, response, message_type, sent_ids, max_tokens=max_tokens)
+    unusable = None
+    try:
+        tokens = extract(check=check)
+    except UnusableLogprobs as error:
+        tokens, unusable = extract(check=False), error
     if tokens is None:
         return False
     answer.prompt_ids, ids, answer.logprobs = tokens
     answer.completion_ids = ids
+    if unusable is not None:
+        answer.drop_logprobs(unusable)
     num_prompt, num_sampled = len(answer.prompt_ids), len(ids)
     answer.num_prompt_tokens, answer.num_completion_tokens = num_prompt, num_sampled
     choice = first_choice(response)
     answer.versions = extract_versions(choice, num_sampled, version)
-    answer.routed_experts = decode_routing(read(choice, "routed_experts"), num_prompt + num_sampled)
+    routing = read(choice, "routed_experts")
+    try:
+        answer.routed_experts = decode_routing(routing, num_prompt + num_sampled)
+    except UnusableRouting as error:
+        answer.drop_logprobs(error)
     return True
 
 
@@ -431,6 +450,14 @@ def first_choice(response: object) -> object:
     return choices[0]
 
 
+def _says(choice: object) -> bool:
+    """Whether a choice has a text or a message that is not empty."""
+    message = read(choice, "message")
+    parts = [read(message, name) for name in ("content", "reasoning_content", "reasoning")]
+    parts += [read(message, "tool_calls"), read(choice, "text")]
+    return any(isinstance(part, str | list | tuple) and len(part) for part in parts)
+
+
 def names_ids(logprobs: object) -> bool:
     """Whether the first token's text is its id, as on vLLM's token-in endpoint."""
     tokens, content = read(logprobs, "tokens"), read(logprobs, "content")
@@ -498,20 +525,9 @@ def _is_openai(response: object) -> bool:
 
 
 def _text(value: Any) -> str:
-    """Return a text from the server, or an empty one if it sent something else.
-
-    Raises:
-        BadResponse: the text has a lone surrogate, which can be neither stored nor sent.
-    """
-    if not isinstance(value, str):
-        return ""
-    # Rejected here, instead of wherever the text is stored or sent later.
-    if not is_well_formed(value):
-        raise BadResponse(
-            "the server's answer is not valid Unicode (it has a lone surrogate), so it can be "
-            "neither stored nor sent back. Check the server's JSON encoder."
-        )
-    return value
+    """Return a text from the server, or an empty one if it sent something else."""
+    # A model may write a lone surrogate, which can be neither stored nor sent: it becomes U+FFFD.
+    return well_formed(value) if isinstance(value, str) else ""
 
 
 def _tool_call(call: object, index: int) -> dict[str, Any]:

@@ -225,7 +225,12 @@ class EndpointPool(ClientBase):
         self.endpoints = kept
 
     def note_failure(self, endpoint: Endpoint) -> None:
-        """Send a server no calls for a while."""
+        """Send a server no calls for a while.
+
+        The calls that were in flight when it failed do not prolong the pause.
+        """
+        if endpoint.num_failures and monotonic() < endpoint.down_until_s:
+            return
         pause_s = min(self._cool_down_s * 2.0**endpoint.num_failures, 60.0)
         endpoint.num_failures += 1
         endpoint.down_until_s = monotonic() + pause_s

@@ -7,14 +7,16 @@ under the same model name.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from time import monotonic
 from typing import Any
 
-from rolltree.errors import ConnectionFailed, ModelError
+import msgspec
+
+from rolltree.errors import BadResponse, ConnectionFailed, ModelError, ServerError
 from rolltree.inference.http import HttpClient
 from rolltree.inference.retry import RetryPolicy
-from rolltree.inference.weights.publish import call, served_version
+from rolltree.inference.wire import UNREADABLE
 
 _ONCE = RetryPolicy(max_retries=0)
 _REQUEST_TIMEOUT_S = 5.0
@@ -96,3 +98,68 @@ async def _weights_warning(part: Any) -> str | None:
         f"published: these are measured, not the weights that {part.model!r} was started with. "
         "Restart the server to measure those."
     )
+
+
+async def served_version(
+    server: HttpClient, *, timeout_s: float | None = None, retry: RetryPolicy | None = None
+) -> str:
+    """Return the version that a server reports for its weights (initially "default").
+
+    Raises:
+        ModelError: it does not report one.
+    """
+    answer = await call(server, "/weight_info", None, timeout_s=timeout_s, retry=retry)
+    version = answer.get("weight_version") if isinstance(answer, dict) else None
+    if not isinstance(version, str):
+        raise BadResponse(
+            f"{server.root_url}/weight_info answered {answer!r}, without a weight_version."
+        )
+    return version
+
+
+async def call(
+    server: HttpClient,
+    path: str,
+    body: dict[str, Any] | None,
+    decode: Callable[[bytes], Any] | None = None,
+    *,
+    retry: RetryPolicy | None = None,
+    timeout_s: float | None = None,
+) -> Any:
+    """Send a request with the admin token and return the answer, from JSON if `decode` is None.
+
+    Raises:
+        ModelError: as `HttpClient.post` does.
+    """
+    try:
+        outcome = await server.post(
+            path,
+            body,
+            decode or _decode,
+            at_root=True,
+            as_admin=True,
+            retry=retry,
+            timeout_s=timeout_s,
+        )
+        return outcome.value
+    except ServerError as error:
+        # The 404 of `rolltree serve` already says what the server was started without.
+        if error.status != 404 or "rolltree serve" in str(error):
+            raise
+        raise ServerError(
+            f"{server.root_url} has no {path.partition('?')[0]} (404), so it cannot be given "
+            "weights. Start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment and the flags of "
+            "docs/inference.md, vLLM, or use `rolltree serve`. Other servers cannot be used for "
+            "training.",
+            status=404,
+            retryable=False,
+        ) from error
+
+
+def _decode(body: bytes) -> Any:
+    try:
+        return msgspec.json.decode(body) if body else None
+    except UNREADABLE as error:
+        raise BadResponse(
+            f"a server answered with something that is not JSON ({error})."
+        ) from error

@@ -170,7 +170,7 @@ def samples_the_model(sampling: SamplingParams) -> bool:
 
 
 class TokenFields:
-    """The fields that ask one server for ids and logprobs, sent until it rejects them.
+    """The fields that ask one server for ids and logprobs, sent unless it rejects them.
 
     `standard` are OpenAI's own (`logprobs`), `extension` are vLLM's. `vocab_size` is the
     size of the model's vocabulary, if it is known.
@@ -217,20 +217,29 @@ class TokenFields:
         return {"return_token_ids": True, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
     def refuse(self, why: str) -> None:
-        """Note that the server rejects or ignores these fields.
+        """Note that the server rejects these fields, which are not sent any more.
+
+        Raises:
+            UnsupportedSetting: as `lack` says.
+        """
+        self.lack(why)
+        # If the server has given ids before, they are still requested.
+        self._refused = not self._proven
+
+    def lack(self, why: str) -> None:
+        """Note that an answer has no ids; the next one may have them.
 
         Raises:
             UnsupportedSetting: the mode is "vllm", which requires ids.
         """
         if self.mode == "vllm":
-            raise UnsupportedSetting(
+            error = UnsupportedSetting(
                 f"{self._where} gives no token ids ({why}), but token_ids = 'vllm' insists on them "
                 "because calls without ids cannot be trained. Serve the model with vLLM >= 0.10.2, "
                 "or set token_ids = 'auto' to evaluate only."
             )
-        # If the server has given ids before, they are still requested: only this answer lacks
-        # them.
-        self._refused = not self._proven
+            error.kind = "machine"  # the server's, whatever the model wrote
+            raise error
         self._say(
             "ids",
             f"{self._where} gives no token ids ({why}): calls can be evaluated but cannot be "

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from time import monotonic, time
@@ -17,9 +19,15 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from rolltree.errors import CallTimeout, ConfigError, ConnectionFailed, RolltreeError
+from rolltree.errors import CallTimeout, ConfigError, ConnectionFailed, RolltreeError, ServerError
 
 ResultT = TypeVar("ResultT")
+
+
+PATIENCE_S: ContextVar[float | None] = ContextVar("patience_s", default=None)
+"""How long calls of this context retry a server that cannot be reached, or that gives the same
+answer 500 again; None: as often as their policy allows. A gateway sets it, whose agents retry by
+themselves."""
 
 
 class RetryPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -85,7 +93,7 @@ async def with_retries(
         ModelError: the last attempt's error, with a note on how many were made.
     """
     start = began = monotonic()
-    number = 0
+    number, before = 0, None
     while True:
         left_s = None if deadline_s is None else start + deadline_s - began
         limits = [limit_s for limit_s in (timeout_s, left_s) if limit_s is not None]
@@ -112,7 +120,10 @@ async def with_retries(
         # Checked before the number of retries, since the deadline is the better message.
         if deadline_s is not None and now - start >= deadline_s:
             break
-        if number == policy.max_retries or too_long or not may_retry():
+        is_lasting = isinstance(last.error, ConnectionFailed) or _is_same_500(last.error, before)
+        patience_s, before = PATIENCE_S.get() if is_lasting else None, last.error
+        too_late = patience_s is not None and now - start + wait_s > patience_s
+        if number == policy.max_retries or too_long or too_late or not may_retry():
             last.error.add_note(
                 f"{number + 1} attempts in {now - start:.1f} s"
                 + (f"; the server asks to wait {last.after_s:g} s" if too_long else "")
@@ -128,6 +139,18 @@ async def with_retries(
         f"{number + 1} times. The call is lost. Is the server overloaded or stuck? Raise "
         f"deadline_s or send fewer requests. The last error: {last.error}"
     ) from last.error
+
+
+def _is_same_500(error: RolltreeError, before: RolltreeError | None) -> bool:
+    """Whether a server has said 500 twice in the same words: a lasting fault.
+
+    Words with digits may be those of the request: its id, or a time.
+    """
+    errors = (error, before)
+    if not all(isinstance(each, ServerError) and each.status == 500 for each in errors):
+        return False
+    said, said_before = (re.sub(r"\w*\d\w*", "", str(each)) for each in errors)
+    return said == said_before
 
 
 def parse_retry_after(value: str | None) -> float | None:

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from rolltree.errors import TokenError
 from rolltree.tokens import checked_routing
+from rolltree.tokens.buffers import UnusableRouting
 
 _HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 _MAX_ITEM = 8
@@ -38,7 +38,7 @@ def decode_routing(value: object, path_len: int) -> NDArray[Any] | None:
     `value` is a choice's field; None if the server sent none.
 
     Raises:
-        TokenError: the field is malformed, or covers more tokens than the model was given.
+        UnusableRouting: the field is malformed, or covers more tokens than the model was given.
     """
     if not isinstance(value, str | list | dict | int | float):
         return None
@@ -63,8 +63,8 @@ def decode_routing(value: object, path_len: int) -> NDArray[Any] | None:
     return checked_routing(array, path_len)
 
 
-def _unreadable(what: str) -> TokenError:
-    return TokenError(
+def _unreadable(what: str) -> UnusableRouting:
+    return UnusableRouting(
         f"the server's routed_experts {what}; expected the base64 text of a .npy file of "
         "integers [tokens, layers, experts per token], as vLLM sends it. Nothing could be "
         "replayed: check the server, or start it without them."

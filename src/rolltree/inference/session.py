@@ -7,7 +7,7 @@ of that call's exact ids and the new ones.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -222,6 +222,19 @@ def without_ids(response: ModelResponse) -> ModelResponse:
         extends=None,
         routed_experts=None,
     )
+
+
+def num_characters(messages: Messages) -> int:
+    """Return how many characters of text the contents of `messages` have, or the string itself."""
+    if isinstance(messages, str):
+        return len(messages)
+    size = 0
+    for message in messages:
+        content = message.get("content")
+        parts = content if isinstance(content, list | tuple) else [content]
+        texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+        size += sum(len(text) for text in texts if isinstance(text, str))
+    return size
 
 
 def check_message_type(messages: Messages, message_type: MessageType) -> None:

@@ -15,7 +15,7 @@ from reprlib import repr as shown
 from typing import Any
 
 from rolltree.errors import ConfigError, UnsupportedSetting
-from rolltree.types import ChatMessage, ToolSchema
+from rolltree.types import ChatMessage, ErrorKind, ToolSchema
 from rolltree.untrusted import read_json
 from rolltree.workers import WorkerCallError, WorkerDied, WorkerPool
 
@@ -27,6 +27,8 @@ _REMEMBERED = 64
 
 class TemplateError(ConfigError):
     """The template rejected this conversation, failed, or exceeded its limits."""
+
+    kind: ErrorKind = "episode"  # the messages may quote what the model wrote
 
 
 class TemplateLimitError(TemplateError):
@@ -101,6 +103,37 @@ class ChatTemplate:
                 # a guess.
                 pass
             raise
+
+    def render_history(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[ToolSchema] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """Return the prompt's text, in another form if the template refuses what a model wrote.
+
+        Raises:
+            TemplateError: the template rejects every form, or exceeds its limits.
+            UnsupportedSetting: a message holds something other than text.
+        """
+        try:
+            return self.render(messages, tools, add_generation_prompt=add_generation_prompt)
+        except TemplateLimitError:
+            raise
+        except TemplateError as error:
+            first = error
+        from rolltree.inference.other_forms import other_forms
+
+        for form in other_forms(messages):
+            try:
+                return self.render(form, tools, add_generation_prompt=add_generation_prompt)
+            except TemplateLimitError:
+                raise
+            except TemplateError:
+                continue
+        # It is about the messages as they are.
+        raise first
 
     def _render(
         self,

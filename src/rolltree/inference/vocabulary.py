@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from rolltree.errors import PromptTooLong
 from rolltree.types import IntArray
 from rolltree.untrusted import well_formed
 
@@ -68,6 +69,23 @@ class Vocabulary:
         """The most characters of one token; a guess if the tokenizer does not list its tokens."""
         vocabulary: Mapping[str, int] = getattr(self.tokenizer, "get_vocab", dict)()
         return max(map(len, vocabulary), default=_LONGEST_TOKEN)
+
+    def check_size(
+        self, size: int, max_context: int, what: str = "characters", longest: int | None = None
+    ) -> None:
+        """Refuse a prompt that is certainly too long, before it is rendered and tokenized.
+
+        `longest` is the most of it (in the unit of `size`) that one token can cover.
+
+        Raises:
+            PromptTooLong: `max_context` tokens cannot hold as much.
+        """
+        most = max_context * (longest or self.longest_token)
+        if size > most:
+            raise PromptTooLong(
+                f"the prompt has {size:,} {what}, and max_context is {max_context:,} tokens, "
+                f"which are at most {most:,} {what}. Shorten the prompt."
+            )
 
     @cached_property
     def added(self) -> re.Pattern[str]:

@@ -7,7 +7,9 @@ decodes the rest.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
@@ -15,6 +17,7 @@ import numpy as np
 
 from rolltree.errors import BadResponse
 from rolltree.types import IntArray
+from rolltree.untrusted import well_formed
 
 
 class TokenLogprob(msgspec.Struct, gc=False):  # cannot be in a cycle, so the collector skips it
@@ -141,10 +144,36 @@ def decode_chunk(data: bytes) -> Chunk:
     return _decoded(_CHUNK_DECODER, data)
 
 
+def _mended(value: Any) -> Any:
+    """Return a decoded answer with a text where servers put an object or parts of a text."""
+    if isinstance(value, list):
+        return [_mended(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    found = {key: _mended(item) for key, item in value.items()}
+    if isinstance(found.get("arguments"), dict):
+        found["arguments"] = json.dumps(found["arguments"], ensure_ascii=False)
+    parts = found.get("content")
+    if isinstance(parts, list) and all(_is_text(part) for part in parts):
+        found["content"] = "".join(part["text"] for part in parts)
+    return found
+
+
+def _is_text(part: Any) -> bool:
+    is_named = isinstance(part, dict) and part.get("type") == "text"
+    return is_named and isinstance(part.get("text"), str)
+
+
 def _decoded(decoder: msgspec.json.Decoder[AnyResponse], body: bytes) -> AnyResponse:
     try:
         return decoder.decode(body)
     except UNREADABLE as error:
+        # What servers send nevertheless, and would send again: floats that are not finite, such as
+        # logprobs of an engine that overflowed, lone surrogates that the model wrote.
+        with suppress(ValueError, RecursionError, msgspec.ValidationError):
+            text = body.decode("utf-8-sig", "replace")
+            values = json.loads(text, parse_constant=lambda _: None)
+            return msgspec.convert(_mended(well_formed(values)), decoder.type)
         start = body[:80].decode("utf-8", "replace")
         raise BadResponse(
             f"the server's answer is not a completion in JSON ({error}); it begins {start!r}. "

@@ -13,11 +13,9 @@ import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rolltree.errors import ConfigError, UnknownName, as_sentence, did_you_mean
-from rolltree.hub import HubName, cached, check_available, hub_name, model_folder
-from rolltree.machine import CPU_TORCH_COMMAND, has_gpu
 from rolltree.models.made import (
     TinyConfig,
     build_smollm2,
@@ -26,6 +24,9 @@ from rolltree.models.made import (
     made_once,
     make_tiny,
 )
+
+if TYPE_CHECKING:
+    from rolltree.hub import HubName
 
 # Runs no code from a folder and does not contact the hub, since models are local folders by then.
 _SAFE: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
@@ -58,7 +59,11 @@ def resolve_model(name: str) -> Path:
     """
     if name not in MADE_MODELS:
         on_hub = _on_hub(name)
-        return _model_folder(name) if on_hub is None else model_folder(on_hub)
+        if on_hub is None:
+            return _model_folder(name)
+        from rolltree.hub import model_folder
+
+        return model_folder(on_hub)
     key, build = MADE_MODELS[name]
     return made_once(key(), build)
 
@@ -74,6 +79,8 @@ def check_loadable(name: str, dtype: str = "float32", *, device: str = "cpu") ->
     # Importing torch takes seconds, so typing mistakes are reported before.
     for package in ("torch", "transformers", "safetensors"):
         if not _is_installed(package):
+            from rolltree.machine import CPU_TORCH_COMMAND
+
             raise ConfigError(
                 f"the package {package} is not installed, and models in this process need it. "
                 "Install it: pip install 'rolltree[train]'. On a machine without a GPU, first "
@@ -86,6 +93,8 @@ def check_loadable(name: str, dtype: str = "float32", *, device: str = "cpu") ->
         # The key needs the package's version, so this raises if the package is missing.
         MADE_MODELS[name][0]()
     elif on_hub := _on_hub(name):
+        from rolltree.hub import check_available
+
         check_available(on_hub)
     else:
         _model_folder(name)
@@ -109,14 +118,24 @@ def _is_installed(package: str) -> bool:
         return False
 
 
+def has_gpu() -> bool:
+    """Whether device files show a GPU of any vendor."""
+    # kfd is AMD's; dxg is the GPU of Windows, inside WSL.
+    names = ("nvidia[0-9]*", "nvhost*", "nvmap", "kfd", "dxg")
+    return any(True for name in names for _ in Path("/dev").glob(name))
+
+
 def _on_hub(name: str) -> HubName | None:
     """Return the hub name, or None; an existing path is never a hub name."""
+    from rolltree.hub import hub_name
+
     return None if Path(name).expanduser().exists() else hub_name(name)
 
 
 def _model_folder(name: str) -> Path:
     path = Path(name).expanduser()
-    if not path.is_dir():
+    # An empty path is the working directory.
+    if not path.is_dir() or not name.strip():
         raise UnknownName(
             f"there is no model {name!r}: it is neither a folder nor a model that rolltree makes, "
             f"nor a name of the Hugging Face hub (owner/name).{did_you_mean(name, MADE_MODELS)} "
@@ -135,6 +154,8 @@ def found_model(name: str) -> Path | None:
     try:
         made = MADE_MODELS.get(name)
         if made is None and (on_hub := _on_hub(name)):
+            from rolltree.hub import cached
+
             return cached(on_hub)
         path = Path(name).expanduser() if made is None else cache_root() / made[0]()
         return path if path.is_dir() else None
@@ -189,6 +210,8 @@ def load_tokenizer(name: str) -> Any:
             "extra: pip install 'rolltree[torch]'."
         )
     if on_hub := None if name in MADE_MODELS else _on_hub(name):
+        from rolltree.hub import model_folder
+
         path = model_folder(on_hub, weights=False)
     else:
         path = resolve_model(name) if name in MADE_MODELS else Path(name).expanduser()

@@ -3,16 +3,9 @@
 Tool calls are parsed by `rolltree.inference`, because their format depends on the model.
 """
 
-from rolltree.parsers.actions import (
-    ActionParser,
-    as_text,
-    by_function,
-    compose_parsers,
-    from_parser,
-    one_of,
-    tagged,
-    without_thinking,
-)
+from typing import TYPE_CHECKING
+
+from rolltree.lazy import loader
 from rolltree.parsers.parser import (
     MaybeThinkParser,
     Parser,
@@ -21,7 +14,24 @@ from rolltree.parsers.parser import (
     extract_hash_answer,
     text_of,
 )
-from rolltree.parsers.xml import XMLParser
+
+if TYPE_CHECKING:
+    from rolltree.parsers.actions import ActionParser as ActionParser
+    from rolltree.parsers.actions import as_text as as_text
+    from rolltree.parsers.actions import by_function as by_function
+    from rolltree.parsers.actions import compose_parsers as compose_parsers
+    from rolltree.parsers.actions import from_parser as from_parser
+    from rolltree.parsers.actions import one_of as one_of
+    from rolltree.parsers.actions import tagged as tagged
+    from rolltree.parsers.actions import without_thinking as without_thinking
+    from rolltree.parsers.xml import XMLParser as XMLParser
+
+_MODULES = {
+    "actions": "ActionParser as_text by_function compose_parsers from_parser one_of tagged "
+    "without_thinking",
+    "xml": "XMLParser",
+}
+__getattr__ = loader(__name__, _MODULES)
 
 __all__ = [
     "ActionParser",

@@ -47,7 +47,7 @@ def by_function(
     Args:
         func: turns a text into an action. The message of a `ValueError`, `RecursionError`,
             `OverflowError` or decimal's `InvalidOperation` is the feedback, unless `feedback` is
-            given; any other error is a bug in `func` and fails the episode.
+            given; any other error is a bug in `func`, and the episode ends and is scored.
         reward, penalty: the reward of a text with and without an action (a penalty is below 0).
         feedback: what the agent is told about a text without an action.
     """

@@ -26,8 +26,10 @@ from rolltree.protocols.single import (
     SingleAgentProtocol,
     check_max_steps,
     play_alone,
+    world_may_follow,
 )
 from rolltree.steps import AgentStep, ToolAnswer, ToolRequest
+from rolltree.tasks import contained
 from rolltree.types import ToolSchema
 from rolltree.worlds import World
 
@@ -227,7 +229,8 @@ class _Delegator(Player):
 
     async def _run(self, kind: SubAgent, request: ToolRequest, position: int) -> ToolAnswer:
         try:
-            child, clock = self._child(kind, request, position)
+            with contained():
+                child, clock = self._child(kind, request, position)
         except Exception as error:  # noqa: BLE001  the parent is told; there is no rollout yet
             failure = record_error(error, "setup")
             text = f"The agent failed: {failure.type}: {failure.message}"
@@ -236,14 +239,18 @@ class _Delegator(Player):
         make = kind.world
         world = None if make is None else (lambda: make(builder.meta["arguments"]))
         try:
-            async with clock.guard() as scope, open_world(world) as place:
-                await play_alone(
-                    child, place, max_steps=kind.max_steps, task=builder.meta["subtask"]
-                )
+            async with clock.guard() as scope:
+                with contained():
+                    async with open_world(world) as place:
+                        await play_alone(
+                            child, place, max_steps=kind.max_steps, task=builder.meta["subtask"]
+                        )
         except Exception as error:  # noqa: BLE001  the parent is told, the child's rollout keeps it
             # A TimeoutError of the child's own world is not its budget's.
             late = isinstance(error, TimeoutError) and scope.expired()
-            builder.fail(record_error(error, "timeout" if late else "environment"))
+            failure = record_error(error, "timeout" if late else "environment")
+            is_cut = not late and child.agent.trajectory and world_may_follow(error)
+            (builder.cut if is_cut else builder.fail)(failure)
         finally:
             clock.stop()
         builder.meta["result"] = _result(builder)

@@ -7,18 +7,22 @@ fails loses nothing.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rolltree.agents import Agent
+from rolltree.errors import record_error
 from rolltree.inference.deadline import Clock
 from rolltree.seeds import derive_seed
-from rolltree.steps import AgentStep, EnvironmentStep, Rollout, Step
-from rolltree.tasks import run_shielded
+from rolltree.steps import AgentStep, EnvironmentStep, Rollout, Step, as_number
+from rolltree.tasks import contained, run_shielded
 from rolltree.types import ChatMessage, ErrorRecord, SamplingArgs, SamplingParams, TruncationReason
 from rolltree.worlds import drive
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class RolloutBuilder:
@@ -51,6 +55,7 @@ class RolloutBuilder:
         self.steps: list[Step] = []
         self.meta: dict[str, Any] = dict(meta or {})
         self.error: ErrorRecord | None = None
+        self.raised: ErrorRecord | None = None
         self.over = False
         self._num_taken = 0
 
@@ -71,13 +76,14 @@ class RolloutBuilder:
 
         An agent that has not acted yet keeps it in `meta["early_reward"]`.
         """
+        reward = self._number(reward)
         if not reward:
             return
         # The reward belongs to the agent's last action, though others have moved since.
         for index in range(len(self.steps) - 1, -1, -1):
             step = self.steps[index]
             if isinstance(step, EnvironmentStep):
-                self.steps[index] = replace(step, reward=step.reward + reward)
+                self.steps[index] = replace(step, reward=self._number(step.reward) + reward)
                 return
         self.meta["early_reward"] = self.meta.get("early_reward", 0.0) + reward
 
@@ -114,13 +120,33 @@ class RolloutBuilder:
         self.over = True
         self.error = self.error or error
 
+    def cut(self, error: ErrorRecord) -> None:
+        """End the rollout as truncated: the world's or the agent's code raised after an answer."""
+        if not self.over:
+            self.raised = self.raised or error
+            self.take()
+            self.end(reason=TruncationReason.ENV)
+
+    def _with_number(self, step: Step) -> Step:
+        reward = self._number(step.reward)
+        return step if step.reward is reward else replace(step, reward=reward)
+
+    def _number(self, reward: Any) -> float:
+        """Return a reward as a float; what is none counts as 0 and is kept as an error."""
+        # It may follow from an answer, as an error of a reward function may.
+        try:
+            return as_number(reward, source="the world or a parser gave the reward")
+        except Exception as error:  # noqa: BLE001  a `__float__` may raise anything
+            self.raised = self.raised or record_error(error, "environment")
+            return 0.0
+
     def build(self) -> Rollout:
         """Return the rollout so far, as a value."""
         self.take()
         return Rollout(
             rollout_id=self.rollout_id,
             agent=self.agent.name,
-            steps=tuple(self.steps),
+            steps=tuple(self._with_number(step) for step in self.steps),
             meta={"episode_truncated": False, **self.meta},
             parent_rollout=None if self.parent is None else self.parent.rollout_id,
             parent_step=self.parent_step,
@@ -206,4 +232,14 @@ async def open_world(make: Callable[[], Any] | None) -> AsyncIterator[Any]:
     finally:
         if world is not None:
             # A world may hold a process or a file; it is closed even if the episode is cancelled.
-            await run_shielded(drive(world.close))
+            try:
+                await run_shielded(_close(world))
+            except Exception:
+                # What was played stays as it is.
+                _LOGGER.warning("a world's close() raised", exc_info=True)
+
+
+async def _close(world: Any) -> None:
+    # In a task of its own, SystemExit would end the event loop, and with it all other rollouts.
+    with contained():
+        await drive(world.close)

@@ -22,18 +22,33 @@ from rolltree.types import TruncationReason
 from rolltree.worlds import BAD_ACTION, ParallelWorld, TurnWorld, drive
 
 
-class MultiAgentSyncProtocol(InteractionProtocol):
-    """Several agents, one step of the world per round.
+@dataclass(frozen=True, slots=True)
+class Opponent:
+    """A scripted player: `make(seed)` returns a function from an observation to an action.
 
-    Each agent's rollout has its own id, `<episode>/<agent>`, and its own sampling seed.
-
-    Args:
-        agents: maps the world's names to agents, or to functions that make them.
-        settings: those of `InteractionProtocol`. `max_steps` counts rounds. With
-            `stop_on_parse_error`, an agent whose answer has no action is out.
+    Example: `Opponent(lambda seed: partial(pick_a_free_field, random.Random(seed)))`. It has no
+    rollout, so it is not trained.
     """
 
-    def __init__(self, agents: Mapping[str, AgentSource], **settings: Any) -> None:
+    make: Callable[[int], Callable[[str], Any]]
+
+
+class MultiAgentSyncProtocol(InteractionProtocol):
+    """Several agents, at most one step of the world per round.
+
+    Each agent's rollout has its own id, `<episode>/<agent>`, and its own sampling seed. An agent
+    whose answer has no action gets feedback, and is asked again in the next round. The world is
+    stepped without it; if nobody acts, or the world needs everybody (its `needs_all`), it
+    is not stepped, and the others' actions wait.
+
+    Args:
+        agents: maps the world's names to agents, to functions that make them, or to an `Opponent`.
+        settings: those of `InteractionProtocol`. `max_steps` counts rounds. With
+            `stop_on_parse_error`, an agent whose answer has no action is out. A world that needs
+            everybody ends when an agent is out: truncated ("env") for the others.
+    """
+
+    def __init__(self, agents: Mapping[str, AgentSource | Opponent], **settings: Any) -> None:
         super().__init__(**settings)
         self.agents = dict(agents)
 
@@ -43,34 +58,53 @@ class MultiAgentSyncProtocol(InteractionProtocol):
         """Play one episode."""
         names = list(world.possible_agents)
         check_names(list(self.agents), names, "give MultiAgentSyncProtocol one agent for each")
-        players = self.seat_all(self.agents, context, recording)
+        players, scripted = _seated(self, self.agents, context, recording)
         first = await drive(world.reset, seed=context.seed)
         seen: dict[str, str] = {}
         for name, (obs, _) in first.items():
             seen[name] = obs
-            players[name].agent.observe(obs)
+            if name in players:
+                players[name].agent.observe(obs)
+        reason = TruncationReason.MAX_STEPS
+        needs_all = getattr(world, "needs_all", False)
+        # The actions that the world has yet to take, and the turns that have yet to be answered.
+        actions: dict[str, Any] = {}
+        turns: dict[str, AgentStep] = {}
         for _ in range(self.max_steps):
             # In the world's order of names, so that a round does not depend on who answered first.
-            live = [name for name in names if name in world.agents and not players[name].over]
+            names = [name for name in world.possible_agents if name in world.agents]
+            live = [name for name in names if name in players and not players[name].over]
             if not live:
                 break
-            turns = await self._poll({name: players[name] for name in live})
-            actions = {
-                name: step.parse_result.action
-                for name, step in turns.items()
-                if step.parse_result is not None and not step.parse_failed
-            }
-            outcomes = await drive(world.step, actions)
+            turns |= await self._poll({n: players[n] for n in live if n not in actions})
+            if needs_all and any(players[name].over for name in names if name in players):
+                reason = TruncationReason.ENV
+                break
+            for name in names:
+                if name in scripted and name not in actions:
+                    actions[name] = scripted[name](seen[name])
+                elif name in turns and not turns[name].parse_failed:
+                    actions[name] = _action(turns[name])
+            outcomes: Mapping[str, StepOutcome] = {}
+            if all(name in actions for name in names) if needs_all else actions:
+                outcomes = await drive(world.step, {n: actions[n] for n in names if n in actions})
             for name, outcome in outcomes.items():
-                if name in turns and not players[name].over:
+                if name in scripted:
+                    seen[name] = outcome.obs
+                elif name in turns and not players[name].over:
                     seen[name] = self._tell(
-                        players[name], turns[name], actions.get(name), seen[name], outcome
+                        players[name], turns.pop(name), actions.get(name), seen[name], outcome
                     )
                 else:
                     # An agent that is out may still win or lose through what the others do.
                     players[name].builder.add_reward(outcome.reward)
+            for name in [n for n, step in turns.items() if step.parse_failed]:
+                seen[name] = players[name].no_action(turns.pop(name))
+                players[name].agent.observe(seen[name])
+            # A world that needs everybody refuses some actions without taking the others.
+            actions = {n: a for n, a in actions.items() if needs_all and n not in outcomes}
         for player in players.values():
-            player.builder.end(reason=TruncationReason.MAX_STEPS)
+            player.builder.end(reason=reason)
 
     async def _poll(self, players: Mapping[str, Player]) -> dict[str, AgentStep]:
         """Return the turns of all agents, taken at the same time; an agent that is out has none."""
@@ -83,6 +117,7 @@ class MultiAgentSyncProtocol(InteractionProtocol):
                 return None
             if step.parse_failed and self.stop_on_parse_error:
                 player.builder.end(terminated=True)
+                return None
             return step
 
         steps = await side_by_side([turn(player) for player in players.values()])
@@ -101,17 +136,6 @@ class MultiAgentSyncProtocol(InteractionProtocol):
         if not player.over:
             player.agent.observe(obs)
         return obs
-
-
-@dataclass(frozen=True, slots=True)
-class Opponent:
-    """A scripted player: `make(seed)` returns a function from an observation to an action.
-
-    Example: `Opponent(lambda seed: partial(pick_a_free_field, random.Random(seed)))`. It has no
-    rollout, so it is not trained.
-    """
-
-    make: Callable[[int], Callable[[str], Any]]
 
 
 class TurnProtocol(InteractionProtocol):
@@ -141,14 +165,7 @@ class TurnProtocol(InteractionProtocol):
         check_names(
             list(self.agents), list(world.possible_agents), "give TurnProtocol one agent for each"
         )
-        models = {n: a for n, a in self.agents.items() if not isinstance(a, Opponent)}
-        scripted = {
-            # Seeded from the world's seed: members of a group must meet the same opponent.
-            name: agent.make(derive_seed(context.seed or 0, "opponent", name))
-            for name, agent in self.agents.items()
-            if isinstance(agent, Opponent)
-        }
-        players = self.seat_all(models, context, recording)
+        players, scripted = _seated(self, self.agents, context, recording)
         await drive(world.reset, seed=context.seed)
         reason = TruncationReason.MAX_STEPS
         try:
@@ -210,6 +227,28 @@ class TurnProtocol(InteractionProtocol):
                 builder.end(
                     terminated=outcome.terminated, reason=TruncationReason.ENV if is_cut else None
                 )
+
+
+def _seated(
+    protocol: InteractionProtocol,
+    agents: Mapping[str, AgentSource | Opponent],
+    context: EpisodeContext,
+    recording: Recording,
+) -> tuple[dict[str, Player], dict[str, Callable[[str], Any]]]:
+    """Return the players of the agents, and the functions of the opponents."""
+    models = {name: a for name, a in agents.items() if not isinstance(a, Opponent)}
+    scripted = {
+        # Seeded from the world's seed: members of a group must meet the same opponent.
+        name: agent.make(derive_seed(context.seed or 0, "opponent", name))
+        for name, agent in agents.items()
+        if isinstance(agent, Opponent)
+    }
+    return protocol.seat_all(models, context, recording), scripted
+
+
+def _action(step: AgentStep) -> Any:
+    assert step.parse_result is not None
+    return step.parse_result.action
 
 
 def check_names(given: Sequence[str], wanted: Sequence[str], what: str) -> None:

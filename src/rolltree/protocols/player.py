@@ -12,9 +12,15 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 from rolltree.agents import Agent
-from rolltree.errors import BudgetSpent, ModelError, PromptTooLong, record_error
+from rolltree.errors import BudgetSpent, ModelError, PromptTooLong, message_of, record_error
 from rolltree.inference.call import ModelCall
-from rolltree.inference.client import ModelClient, answers_for_all, as_client
+from rolltree.inference.client import (
+    ModelClient,
+    answers_for_all,
+    as_client,
+    is_refusal,
+    may_follow,
+)
 from rolltree.inference.client_base import DelegatingClient
 from rolltree.inference.deadline import RolloutClient
 from rolltree.protocols.budget import Budget, BudgetedClient
@@ -27,6 +33,7 @@ from rolltree.steps import (
     ToolAnswer,
     ToolRequest,
 )
+from rolltree.tasks import contained
 from rolltree.threads import run_in_thread
 from rolltree.tokens import num_call_tokens
 from rolltree.tools import answer_of, side_by_side
@@ -126,7 +133,8 @@ class Player:
             # Between calls, not during one: how long a call waited is known only when it returns.
             self._check_limits()
             try:
-                await self.agent.act()
+                with contained():
+                    await self.agent.act()
             except EpisodeCut:
                 raise
             except PromptTooLong as error:
@@ -134,6 +142,12 @@ class Player:
             except BudgetSpent as error:
                 raise EpisodeCut(TruncationReason.BUDGET) from error
             except Exception as error:  # an agent's code may raise anything
+                # A request may be refused because of what it quotes of earlier answers.
+                if self.agent.steps and is_refusal(error):
+                    self.builder.meta["refused_request"] = message_of(error)
+                    raise EpisodeCut(TruncationReason.ENV) from error
+                if self.agent.trajectory and may_follow(error):
+                    raise
                 is_model = isinstance(error, ModelError)
                 self.builder.fail(record_error(error, "model" if is_model else "environment"))
                 raise

@@ -14,9 +14,11 @@ from typing import Any, TypeAlias
 
 from rolltree.agents import Agent
 from rolltree.errors import ConfigError, record_error
+from rolltree.inference.client import may_follow
 from rolltree.protocols.episode import EpisodeContext, Recording, RolloutBuilder
 from rolltree.protocols.player import EpisodeCut, ExternalToolHandler, Player
 from rolltree.steps import Rollout
+from rolltree.tasks import contained
 from rolltree.types import TruncationReason
 from rolltree.worlds import World, drive
 
@@ -66,16 +68,19 @@ class InteractionProtocol(ABC):
         """
         recording = recording if recording is not None else Recording()
         try:
-            await self.play(world, context or EpisodeContext(), recording)
+            with contained():
+                await self.play(world, context or EpisodeContext(), recording)
         except Exception as error:
             # Children report failures to their parents, so only the episode's own agents fail here.
             own = [builder for builder in recording.builders if builder.parent is None]
             if not own:
                 raise
+            failure = record_error(error, "environment")
+            # An illegal move, say. What a model wrote must not decide whether it has a reward.
+            is_cut = world_may_follow(error) and any(builder.agent.trajectory for builder in own)
             if not any(builder.error for builder in own):
-                failure = record_error(error, "environment")
                 for builder in own:
-                    builder.fail(failure)
+                    (builder.cut if is_cut else builder.fail)(failure)
         return recording.rollouts()
 
     @abstractmethod
@@ -195,6 +200,13 @@ async def play_alone(
         player.builder.end(reason=TruncationReason.MAX_STEPS)
     except EpisodeCut as cut:
         player.builder.end(reason=cut.reason)
+
+
+def world_may_follow(error: Exception) -> bool:
+    """Whether a failure of a world, after a model call, may follow from what the model wrote."""
+    # A wrong setting shows in `reset`, so what shows later, such as an observation that is not
+    # text, may be a branch that an answer chose.
+    return isinstance(error, ConfigError) or may_follow(error)
 
 
 def check_max_steps(max_steps: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rolltree.lazy import loader
+from rolltree.wings import exports
 
 if TYPE_CHECKING:
     from rolltree.records.auditing.report import CHECKS as CHECKS
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from rolltree.records.comparison import ComparedPair as ComparedPair
     from rolltree.records.comparison import RunComparison as RunComparison
     from rolltree.records.comparison import compare as compare
-    from rolltree.records.debugging import replay_with_debugger as replay_with_debugger
     from rolltree.records.export import export_run as export_run
     from rolltree.records.read import RunData as RunData
     from rolltree.records.read import read_run as read_run
@@ -38,19 +38,11 @@ if TYPE_CHECKING:
     from rolltree.records.table import Table as Table
 
 _MODULES = {
+    **exports(__name__),
     "chosen": "shown_requests",
-    "auditing.report": "AuditReport CHECKS CheckResult Finding",
-    "auditing.run": "audit",
-    "debugging": "replay_with_debugger",
-    "export": "export_run",
     "read": "RunData read_run",
-    "recorded": "Difference",
-    "replaying": "ReplayReport replay replay_async replay_many replay_many_async",
-    "rescored": "CreditChange RescoreReport",
-    "rescoring": "rescore rescore_async",
     "rewards": "reward_parts",
     "table": "Column Table",
-    "comparison": "ComparedPair RunComparison compare",
 }
 __all__ = sorted(" ".join(_MODULES.values()).split())
 __getattr__ = loader(__name__, _MODULES)

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from rolltree.errors import ConfigError, did_you_mean
-from rolltree.estimate import CONFIDENCE
+from rolltree.estimate import CONFIDENCE, COUNT
 from rolltree.evaluation import Comparison, EvalReport, Settings, compare_reports, stored_report
 from rolltree.evaluation.comparison import (
     Clusters,
     ExampleChange,
     are_same_runs,
+    compare_environments,
     compare_values,
     example_changes,
     measure_names,
@@ -33,6 +34,7 @@ from rolltree.samples import build_samples
 from rolltree.store import Run, dumps, to_plain
 from rolltree.store.settings import flat_config
 from rolltree.store.weights import phase_parts
+from rolltree.training.config import is_unchanged
 
 NUM_EXAMPLES = 5
 # Breaks are counted in at most about this many rollouts of several calls; each takes 0.8 ms.
@@ -263,7 +265,8 @@ def compare(
 def held_out_gain(run: Run) -> dict[str, Any] | None:
     """Return how the last held-out evaluation of a run differs from its first, by example.
 
-    `before`, `after` and `difference` are as in a comparison; None if there are fewer than two.
+    `before`, `after` and `difference` are as in a comparison, and so are those of each environment
+    of a group in `environments`. None if there are fewer than two evaluations.
 
     Raises:
         StoreError: a row is damaged.
@@ -272,16 +275,19 @@ def held_out_gain(run: Run) -> dict[str, Any] | None:
     if len(done) < 2:
         return None
     ends = done[0], done[-1]
+    reports = [stored_report(run, each.phase) for each in ends]
     try:
-        found = compare_reports(*(stored_report(run, each.phase) for each in ends))
+        found = compare_reports(*reports)
     except ConfigError:  # nothing is scored in both
         return None
+    environments = {name: each.as_dict() for name, each in compare_environments(*reports).items()}
     names = [f"step {each.step}" for each in ends]
     return {
         "a": names[0],
         "b": names[1],
         "phases": [each.phase for each in ends],
         "sentence": found.sentence(*names),
+        "environments": environments,
         **found.as_dict(),
     }
 
@@ -311,7 +317,11 @@ def _measures(
     own = a.reports[0].settings.confidence
     for name, (before, after) in extra.items():
         other = compare_values(
-            before, after, confidence=confidence, own_confidence=own, same_runs=same_runs
+            *(before, after),
+            confidence=confidence,
+            own_confidence=own,
+            bounds=COUNT,
+            same_runs=same_runs,
         )
         if other is not None:
             found[name] = other
@@ -496,8 +506,15 @@ def _read(name: str, runs: Sequence[RunPhase], settings: Settings) -> ComparedAr
             report = stored_report(run, each.phase, settings=settings)
             breaks, inputs = _breaks(run, each.phase), _inputs(run, each.phase)
             weights = _weights(run, each.phase)
-            found.append((report, breaks, inputs, flat_config(run.config), weights))
+            found.append((report, breaks, inputs, _settings_of(run), weights))
     return ComparedArm(name, tuple(runs), *zip(*found, strict=True))
+
+
+def _settings_of(run: Run) -> dict[str, Any]:
+    """Return a run's settings by their dotted names."""
+    # A setting that newer runs lack differs only if it had another value than theirs.
+    found = flat_config(run.config)
+    return {name: value for name, value in found.items() if not is_unchanged(name, value)}
 
 
 def _weights(run: Run, phase: str) -> dict[str, float] | None:
@@ -561,7 +578,7 @@ def _breaks(run: Run, phase: str) -> Clusters:
         for row in run.rollouts(phase=phase):
             example = (row.env_id, row.task, row.example_id)
             if row.num_calls >= 2 and row.tokens and example in counted:
-                made = build_samples(decode_rollout(row).states, "interleave")
+                made = build_samples(decode_rollout(row).states, "interleave", skip_invalid=True)
                 found.setdefault(example, []).append(float(len(made.breaks)))
     return found
 

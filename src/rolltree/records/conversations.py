@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -13,9 +14,11 @@ from rolltree.records.table import MESSAGE_TEXTS, Batch
 from rolltree.records.token_rows import state_of
 from rolltree.records.values import clean_text, json_text, values_of_rows
 from rolltree.rollouts.decode import decode_rollout
-from rolltree.samples import build_samples
+from rolltree.samples import Skipped, SkipReason, build_samples
 from rolltree.store import Run, StoredRollout
 from rolltree.types import Sample, State
+
+logger = logging.getLogger(__name__)
 
 _BATCH_ROWS = 256
 # The label that torch's cross-entropy ignores, and therefore every trainer.
@@ -71,11 +74,14 @@ def _text(value: Any) -> str | None:
     return None if value is None else clean_text(str(value))
 
 
-def conversation_batches(rows: Iterator[StoredRollout], names: Sequence[str]) -> Iterator[Batch]:
+def conversation_batches(
+    run: Run, filters: Mapping[str, Any], names: Sequence[str]
+) -> Iterator[Batch]:
     """Yield the rows of table `conversations`."""
+    rows = run.rollouts(**filters)
     light = [name for name in names if name not in ("prompt", "completion")]
     while page := list(islice(rows, _BATCH_ROWS)):
-        batch = values_of_rows(light, page) | {"prompt": [], "completion": []}
+        batch = values_of_rows(run, light, page) | {"prompt": [], "completion": []}
         for row in page:
             result = decode_rollout(row, tokens=False)
             state = result.states[0] if result.states else None
@@ -94,6 +100,7 @@ def sft_batches(
 ) -> Iterator[Batch]:
     """Yield the rows of table `sft`; see `RunData.sft`."""
     chosen = _chosen(run, min_reward, best_of_group, filters)
+    skipped: list[Skipped] = []
     for at in range(0, len(chosen), _BATCH_ROWS):
         # By name instead of by offset: rows may be stored between two pages.
         page = chosen[at : at + _BATCH_ROWS]
@@ -101,9 +108,14 @@ def sft_batches(
         stored = {
             (row.request_id, row.trajectory_index): row for row in run.rollouts(request_id=ids)
         }
-        rows = [row for key in page if key in stored for row in _sft_rows(stored[key])]
+        rows = [row for key in page if key in stored for row in _sft_rows(stored[key], skipped)]
         if rows:
             yield {column.name: [row[column.name] for row in rows] for column in SFT}
+    if skipped:
+        logger.warning(
+            "%d calls are left out, because their tokens cannot be read; the first: call %d of %s",
+            *(len(skipped), skipped[0].call, skipped[0].problem),
+        )
 
 
 def _chosen(
@@ -127,10 +139,12 @@ def _chosen(
     return found or [name for _, name in best.values()]
 
 
-def _sft_rows(row: StoredRollout) -> Iterator[dict[str, Any]]:
+def _sft_rows(row: StoredRollout, skipped: list[Skipped]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a rollout; calls whose tokens contradict themselves go to `skipped`."""
     state = state_of(row)
     if state is None:
         return
+    state.setdefault("request_id", row.request_id)  # for messages
     light = {
         "request_id": row.request_id,
         "trajectory_index": row.trajectory_index,
@@ -140,7 +154,9 @@ def _sft_rows(row: StoredRollout) -> Iterator[dict[str, Any]]:
         "agent": row.agent,
         "reward": row.reward,
     }
-    for number, sample in enumerate(build_samples([state], "interleave").samples):
+    batch = build_samples([state], "interleave", skip_invalid=True)
+    skipped += [each for each in batch.skipped if each.reason is SkipReason.INVALID_TOKENS]
+    for number, sample in enumerate(batch.samples):
         learned = _learned(sample)
         if learned.any():
             yield {

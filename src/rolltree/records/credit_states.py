@@ -17,7 +17,7 @@ _STATE_FIELDS = (
 )
 _EXTRAS = (
     *("turn", "num_prompt_tokens", "num_completion_tokens", "finish_reason"),
-    *("truncated", "truncation_reason"),
+    *("truncated", "truncation_reason", "temperature", "sampling"),
 )
 
 

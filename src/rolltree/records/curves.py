@@ -1,4 +1,4 @@
-"""The metrics of training steps as aligned series, under the names of `docs/metrics.md`."""
+"""The metrics of training steps as aligned series, in the order of the table of metrics."""
 
 from __future__ import annotations
 
@@ -7,49 +7,9 @@ from typing import Any
 
 from rolltree.records.values import number_of
 from rolltree.store import Run
+from rolltree.store.metric_table import Metric, metric_of, metric_rows
 
-CURVES: Mapping[str, Mapping[str, tuple[str, str]]] = {
-    "Reward": {
-        "reward/mean": ("reward in training", ""),
-        "eval/reward": ("reward, held out", ""),
-        "train/frac_reward_zero_std": ("groups without variance", "share"),
-        "reward/std": ("spread of rewards", ""),
-    },
-    "Policy": {
-        "train/entropy": ("entropy", "nats"),
-        "train/kl": ("KL to the reference", "nats"),
-        "train/clip_ratio/region_mean": ("clipped tokens", "share"),
-        "train/grad_norm": ("gradient norm", ""),
-        "train/loss": ("loss", ""),
-        "train/learning_rate": ("learning rate", ""),
-    },
-    "Engine against trainer": {
-        "train/sampling/sampling_logp_difference/mean": ("size of trainer - engine", "nats"),
-        "mismatch/mean": ("trainer - engine logprob", "nats"),
-        "mismatch_kl/mean": ("KL of engine and trainer", "nats"),
-        "train/lag_mean": ("staleness", "versions"),
-        "async/stale_share": ("tokens too old to train", "share"),
-        "ratio/ess": ("effective sample size", "share"),
-    },
-    "Rollouts": {
-        "train/completions/mean_length": ("sampled tokens per rollout", "tokens"),
-        "rollout/num_calls": ("calls per rollout", ""),
-        "is_truncated/mean": ("truncated", "share"),
-        "rollout/length_cut_share": ("calls that hit their token limit", "share"),
-        "error/mean": ("failed", "share"),
-        "samples/break_rate": ("breaks per later call", "share"),
-        "samples/reuse_factor": ("reuse factor", "x"),
-    },
-    "Speed": {
-        "rollout/tokens_per_s": ("sampled tokens", "tokens/s"),
-        "train/tokens_per_s": ("trained tokens", "tokens/s"),
-        "time/step": ("whole step", "s"),
-        "time/wait_for_batch": ("waiting for rollouts", "s"),
-        "time/train_s": ("training", "s"),
-        "memory/peak_rss_bytes": ("most memory", "bytes"),
-    },
-}
-"""Labels and units of the curves that come first, by group and metric; others follow by name."""
+_OTHER = "Other"
 _BOUNDS = {"low": ("/mean", "/low", "_low"), "high": ("/mean", "/high", "_high")}
 
 
@@ -68,39 +28,38 @@ def run_curves(run: Run) -> dict[str, Any]:
     columns = {name: [number_of(points[step].get(name)) for step in steps] for name in names}
     values = {name: column for name, column in columns.items() if set(column) != {None}}
     bounds = {bound for name in values for bound in _bounds(name, values).values()}
-    told = {name: (group, *said) for group, rows in CURVES.items() for name, said in rows.items()}
-    order = {name: at for at, name in enumerate(told)}
-    shown = sorted(values.keys() - bounds, key=lambda name: (order.get(name, len(order)), name))
+    order = {name: at for at, name in enumerate(metric_rows())}
+    found = {
+        name: metric_of(name) or Metric(name=name, section=_OTHER, meaning="") for name in values
+    }
+    shown = sorted(
+        values.keys() - bounds,
+        key=lambda name: (not found[name].label, order.get(name, len(order)), name),
+    )
     return {
         "steps": steps,
-        # With `name`, `label`, `unit`, `group`, `values`, `is_points`, and `low` and `high` if the
-        # run has an interval.
-        "series": [_series(name, values, told) for name in shown],
-        # The metrics of `CURVES` that no step has, so that a page can say so.
+        # With `name`, `label`, `unit`, `group`, `chart`, `is_first`, `is_compared`, `values`,
+        # `is_points`, and `low` and `high` if the run has an interval.
+        "series": [_series(found[name], values) for name in shown],
+        # The curves that come first and that no step has, so that a page can say so.
         "missing": [
-            {"name": name, "label": label}
-            for name, (_, label, _) in told.items()
-            if name not in values
+            {"name": each.name, "label": each.label}
+            for each in metric_rows().values()
+            if each.label and each.name not in values and "<" not in each.name
         ],
     }
 
 
-def _series(
-    name: str, values: Mapping[str, list[float | None]], told: Mapping[str, tuple[str, str, str]]
-) -> dict[str, Any]:
-    group, label, unit = told.get(name, (_group(name), name, ""))
+def _series(metric: Metric, values: Mapping[str, list[float | None]]) -> dict[str, Any]:
+    name = metric.name
     found = {
-        **{"name": name, "label": label, "unit": unit, "group": group, "values": values[name]},
+        **{"name": name, "label": metric.label or name, "unit": metric.unit},
+        **{"group": metric.section, "chart": metric.chart, "values": values[name]},
+        **{"is_first": bool(metric.label), "is_compared": metric.is_compared},
         # Measured at a few steps, with nothing known between them.
         "is_points": name.startswith("eval/"),
     }
     return found | {end: values[bound] for end, bound in _bounds(name, values).items()}
-
-
-def _group(name: str) -> str:
-    if name.startswith("metrics/"):
-        return "Metrics of the environment"
-    return "Held-out evaluations" if name.startswith("eval/") else "Other"
 
 
 def _bounds(name: str, values: Iterable[str]) -> dict[str, str]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from statistics import fmean
 from typing import Any
 
 from rolltree.errors import UnknownName, did_you_mean
+from rolltree.estimate import mean
 from rolltree.evaluation import EvalReport, stored_report
 from rolltree.evaluation.reducers import values
 from rolltree.records.pages import row_previews
@@ -44,7 +44,7 @@ def _worst(run: Run, report: EvalReport) -> list[dict[str, Any]]:
     ):
         if reward is not None:
             found.setdefault(example, []).append((reward, request_id))
-    means = {example: fmean(reward for reward, _ in each) for example, each in found.items()}
+    means = {example: mean(reward for reward, _ in each) for example, each in found.items()}
     worst = sorted(found, key=lambda example: means[example])[:MAX_WORST]
     shown = [(min(found[example])[1], 0) for example in worst]
     return [

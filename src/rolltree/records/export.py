@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from rolltree.errors import ConfigError, UnknownName, did_you_mean
-from rolltree.files import whole_folder
+from rolltree.files import check_replaced, whole_folder
 from rolltree.records.read import RunData, read_run
-from rolltree.records.table import TABLE_SUFFIXES, Table
+from rolltree.records.table import TABLE_SUFFIXES, Table, is_export
 from rolltree.store import Run
 
 _SHARD = "data/train-00000-of-00001.parquet"
@@ -40,7 +40,8 @@ def export_run(
         filters: those of `RunData`; for `results` only the phase.
 
     Raises:
-        ConfigError: an unknown kind, or one that does not take these choices.
+        ConfigError: an unknown kind, or one that does not take these choices; or a file is there
+            that is not an earlier export.
         StoreError: there is no run, a file cannot be written, or rows are damaged.
     """
     if kind not in EXPORT_KINDS:
@@ -59,6 +60,7 @@ def export_run(
 def _rollouts(data: RunData, target: Path, filters: dict[str, Any]) -> int:
     from rolltree.rollouts.decode import export_line
 
+    check_replaced(target, is_export)
     return data.run.export(target, render=export_line, **filters)
 
 
@@ -68,6 +70,8 @@ def _results(data: RunData, target: Path, filters: dict[str, Any]) -> int:
 
     run = data.run
     phase = _phase_of(run, filters)
+    check_replaced(target / "results.jsonl", lambda file: is_export(file) or _is_result(file))
+    check_replaced(target / "metadata.json", lambda file: b'"avg_reward"' in file.read_bytes())
     ended_at, elapsed_s = _times(run, phase)
     report, config = stored_report(run, phase, elapsed_s=elapsed_s), run.config
     env = config.get("env")  # the name in an evaluation's settings, a section in training's
@@ -84,6 +88,12 @@ def _results(data: RunData, target: Path, filters: dict[str, Any]) -> int:
         ended_at=ended_at,
     )
     return report.num_rollouts
+
+
+def _is_result(file: Path) -> bool:
+    with file.open("rb") as lines:
+        start = lines.read(4096)
+    return start.startswith(b"{") and b'"example_id"' in start
 
 
 def _times(run: Run, phase: str) -> tuple[float | None, float]:

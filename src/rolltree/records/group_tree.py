@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import fmean
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rolltree.errors import UnknownName
+from rolltree.estimate import mean
 from rolltree.records.token_lens import one_rollout
 from rolltree.records.token_rows import (
     mean_advantage,
@@ -86,7 +86,7 @@ class _CommonTree:
         state = state_of(row)
         if state is None:
             return _Member(row, None, None, ())
-        rollout = resolve_rollout(0, state)
+        rollout = resolve_rollout(0, state, skip_invalid=True)
         first = self.tree.merge(rollout.tree)
         calls = tuple((step, first + step.handle) for step in rollout.calls)
         return _Member(row, trained_tokens(run, row) if trained else None, rollout, calls)
@@ -339,4 +339,4 @@ def _text(ids: IntArray, tokenizer: RunTokenizer) -> str:
 
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
-    return fmean(known) if known else None
+    return mean(known) if known else None

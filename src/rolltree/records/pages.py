@@ -5,6 +5,7 @@ The pages of one order fit together while nothing new is stored.
 
 from __future__ import annotations
 
+import json
 import weakref
 from collections.abc import Sequence
 from statistics import mean, pstdev
@@ -12,7 +13,9 @@ from typing import Any, Literal, TypeAlias
 
 from rolltree.records.columns import ROLLOUTS
 from rolltree.records.search import OWN, SearchIndex, previews
+from rolltree.records.trained_steps import trained_groups, trained_steps
 from rolltree.records.values import finite_numbers, rollout_values, stored_names
+from rolltree.rubrics import are_equal
 from rolltree.store import Run, to_plain
 from rolltree.store.filters import parted, where_clause
 
@@ -32,6 +35,7 @@ def rollout_page(
     *,
     phase: str | None = None,
     step: int | None = None,
+    trained: int | None = None,
     where: str | None = None,
     request_id: Sequence[str] | None = None,
     sort: str | None = None,
@@ -42,6 +46,7 @@ def rollout_page(
 ) -> dict[str, Any]:
     """Return how many rollouts pass the filters, and one page of them in the order of `sort`.
 
+    `step` is the one that they were played for, `trained` the one that trained them.
     `request_id` are the requests that they may belong to; None: any. With an `index`, `text` are
     consecutive words that they contain, and `where` and `sort` may name `search.OWN`.
 
@@ -52,6 +57,8 @@ def rollout_page(
     filters: dict[str, Any] = {} if phase is None else {"phase": phase}
     if step is not None:
         filters["train_step"] = step
+    if trained is not None:
+        filters["group_id"] = trained_groups(run, trained)
     if where:
         filters["where"] = where
     if request_id is not None:
@@ -141,7 +148,7 @@ def _rows(run: Run, **filters: Any) -> list[dict[str, Any]]:
     if not page:
         return []
     found = dict(zip(names, map(list, zip(*page, strict=True)), strict=True))
-    columns = rollout_values(COLUMNS, found)
+    columns = rollout_values(run, COLUMNS, found)
     return [
         {**{name: columns[name][at] for name in COLUMNS}, "metrics": finite_numbers(metrics)}
         for at, metrics in enumerate(found["metrics"])
@@ -153,6 +160,7 @@ def group_page(
     *,
     phase: str | None = None,
     step: int | None = None,
+    trained: int | None = None,
     sort: Literal["-train_step"] | None = None,
     offset: int = 0,
     limit: int = 100,
@@ -170,6 +178,9 @@ def group_page(
         if value is not None:
             clauses.append(f"{name} = ?")
             values.append(value)
+    if trained is not None:
+        clauses.append("group_id IN (SELECT value FROM json_each(?))")
+        values.append(json.dumps(trained_groups(run, trained)))
     said = " AND ".join(clauses)
     every = _group_ids(run, said, tuple(values), sort)
     return {"total": len(every), "rows": group_rows(run, every[offset : offset + limit])}
@@ -206,7 +217,10 @@ def group_rows(run: Run, group_ids: Sequence[str]) -> list[dict[str, Any]]:
     for found in run.columns(_OF_GROUPS, group_id=list(groups)) if groups else ():
         row = dict(zip(_OF_GROUPS, found, strict=True))
         groups[row["group_id"]].append(row)
-    return [_group(rows) for rows in groups.values() if rows]
+    steps = trained_steps(run)
+    return [
+        {**_group(rows), "trained_step": steps.get(name)} for name, rows in groups.items() if rows
+    ]
 
 
 def _group(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -225,7 +239,7 @@ def _group(rows: list[dict[str, Any]]) -> dict[str, Any]:
         # Over the rewards that are compared, those of rollouts that were not delegated; `std` is
         # that of the population.
         "mean": mean(scored) if scored else None,
-        "std": pstdev(scored) if scored else None,
+        "std": (0.0 if are_equal(scored) else pstdev(scored)) if scored else None,
         "num_failed": sum(row["status"] == "error" for row in rows),
         "num_truncated": sum(row["truncated"] for row in rows),
         "num_completion_tokens": sum(row["num_completion_tokens"] for row in rows),

@@ -181,7 +181,7 @@ class RunData:
         columns = [*CONVERSATIONS[:-2], *self._metric_columns(), *CONVERSATIONS[-2:]]
 
         def read(names: Sequence[str]) -> Iterator[Batch]:
-            return conversation_batches(self.run.rollouts(**filters), names)
+            return conversation_batches(self.run, filters, names)
 
         return Table("conversations", columns, read)
 
@@ -192,7 +192,8 @@ class RunData:
 
         One row per conversation of a rollout (scope `interleave`: a break begins another), each
         sampled token once. Rollouts that failed or that nothing scored are left out; so are
-        tokens that the environment masked.
+        tokens that the environment masked, and calls whose tokens it made unreadable: a warning
+        says how many.
 
         Args:
             min_reward: leave out rollouts with a lower reward.
@@ -219,7 +220,7 @@ class RunData:
         rows = self.run.columns(stored, **filters)
         while page := list(islice(rows, _BATCH_ROWS)):
             found = dict(zip(stored, map(list, zip(*page, strict=True)), strict=True))
-            yield rollout_values(names, found)
+            yield rollout_values(self.run, names, found)
 
 
 def _with_metrics(

@@ -293,8 +293,8 @@ def _last(prompt: Any) -> Any:
 
 
 def _failure(error: ErrorRecord) -> ModelError:
-    """Return the recorded failure of a call, of a new class with the recorded name."""
-    made: ModelError = type(error.type, (ModelError,), {})(error.message)
+    """Return the recorded failure of a call, of a new class with the recorded name and kind."""
+    made: ModelError = type(error.type, (ModelError,), {"kind": error.kind})(error.message)
     return made
 
 
@@ -428,7 +428,9 @@ def _error_text(error: Any) -> str | None:
 def _equal(session: ReplaySession, one: Any, other: Any) -> bool:
     # Rewards are sums, and the order of addition may change their last bits.
     if isinstance(one, float) and isinstance(other, float | int):
-        return math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-12) or one == other
+        # As stored, nan equals nan.
+        is_near = math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-12)
+        return is_near or session.is_same(one, other)
     return session.is_same(one, other)
 
 

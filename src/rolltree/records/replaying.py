@@ -18,7 +18,7 @@ from typing import Any, cast
 from rolltree.environments import Environment, load_environment
 from rolltree.environments.batch_runner import UnscoredSource
 from rolltree.environments.code import META, code_hashes
-from rolltree.errors import INFRASTRUCTURE, ConfigError, SandboxUnavailable, did_you_mean
+from rolltree.errors import ConfigError, did_you_mean
 from rolltree.finished import Finished
 from rolltree.inference.client import ModelClient, as_client
 from rolltree.records.recorded import (
@@ -407,8 +407,7 @@ def _not_played(live: RolloutResult) -> str:
     error = live.error
     if error is None or error.phase in ("model", "timeout", "cancelled"):
         return ""
-    is_machine = error.type in {*INFRASTRUCTURE, SandboxUnavailable.__name__}
-    if error.phase != "setup" and not is_machine:
+    if error.phase != "setup" and error.kind == "episode":
         return ""
     what = "score" if error.phase == "scoring" else "set up"
     return f"could not {what}: {error.type}: {error.message}"

@@ -19,7 +19,9 @@ from rolltree.finished import Finished
 from rolltree.records.credit_states import credit_state
 from rolltree.rollouts.decode import decode_results
 from rolltree.store import Run
+from rolltree.store.settings import without
 from rolltree.training import CreditPolicy, assign_credit, load_train_config
+from rolltree.training.config import REMOVED
 from rolltree.types import RolloutResult
 
 # The most rollouts that a report holds: those whose reward changed most.
@@ -221,7 +223,7 @@ def _credit_of(run: Run) -> tuple[str, CreditPolicy]:
     """Return the credit of a training run; GRPO's for any other run."""
     if run.meta.get("kind") == "train":
         try:
-            algorithm = load_train_config(run.config).algorithm
+            algorithm = load_train_config(without(run.config, REMOVED)).algorithm
             return algorithm.resolve().credit, algorithm.policy(None)
         except RolltreeError:  # settings of another version
             pass

@@ -26,7 +26,7 @@ from rolltree.environments import (
     load_object,
     score_episode,
 )
-from rolltree.errors import INFRASTRUCTURE, ConfigError
+from rolltree.errors import ConfigError
 from rolltree.evaluation import EvalProgress
 from rolltree.evaluation.runner import ProgressCounts
 from rolltree.inference.call import ModelCall
@@ -37,7 +37,7 @@ from rolltree.rollouts import RolloutEngine, current_episode
 from rolltree.rollouts.decode import decode_results
 from rolltree.rollouts.record import encode_result, run_stored
 from rolltree.rubrics import PerAgentRubric, Rubric, as_rubric, reset_scores
-from rolltree.store import Run
+from rolltree.store import Run, is_lost
 from rolltree.store.weights import note_weights
 from rolltree.tasks import run_sync
 from rolltree.types import ModelResponse, RolloutRequest, RolloutResult, State
@@ -307,9 +307,9 @@ def _finished(
     done, again = set(), set()
     names = ("request_id", "trajectory_index", "started_at")  # the last one tells replays apart
     played = set(map(tuple, source.columns(names)))
-    for *rollout, kind, phase in target.columns((*names, "error_type", "error_phase")):
+    for *rollout, errors, phase in target.columns((*names, "errors", "error_phase")):
         done.add(rollout[0])
-        if tuple(rollout) not in played or (kind in INFRASTRUCTURE and phase == "scoring"):
+        if tuple(rollout) not in played or (phase == "scoring" and is_lost(errors)):
             again.add(rollout[0])
     if gone := sorted(done.difference(*plan.values())):
         raise ConfigError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from rolltree.records.values import number_of
@@ -47,5 +46,5 @@ def _rest(reward: float | None, functions: list[dict[str, Any]]) -> float | None
     if reward is None or None in paid:
         return None
     # Floats that were summed in a different order leave a rest that no function earned.
-    rest = reward - math.fsum(paid)
+    rest = reward - sum(paid)
     return 0.0 if abs(rest) <= 1e-9 * max(1.0, *map(abs, (reward, *paid))) else rest

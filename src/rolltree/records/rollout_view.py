@@ -31,7 +31,9 @@ def rollout_view(run: Run, request_id: str, trajectory_index: int = 0) -> dict[s
     calls = [] if state is None else _timed(list(call_rows(state)))
     return {
         # Its columns of table `rollouts`, and its dataset row without the prompt.
-        "rollout": {name: values[0] for name, values in values_of_rows(COLUMNS, [row]).items()},
+        "rollout": {
+            name: values[0] for name, values in values_of_rows(run, COLUMNS, [row]).items()
+        },
         "input": to_plain(dict(row.input)),
         "messages": [] if state is None else _messages(state),
         # Rows of table `calls`, with `own_ms`: how long environment and tools took after the call

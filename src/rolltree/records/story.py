@@ -297,8 +297,8 @@ DETECTORS: Mapping[str, Detector] = {
     ),
     "scoring": Detector(
         condition=conditions.scoring,
-        sentence="The reward function {function} raised in {num} of {num_read} rollouts that were "
-        "looked at, the first time {message}.",
+        sentence="{function} raised in {num} of {num_read} rollouts that were looked "
+        "at, the first time {message}.",
         severity=_above(0.1),
         view="rollout",
         shows=(*_ONE_ROLLOUT, "phase"),
@@ -359,9 +359,9 @@ DETECTORS: Mapping[str, Detector] = {
     ),
     "held_out": Detector(
         condition=story_series.held_out_change,
-        sentence="{what}, the reward {verb}: {began} after {first} steps, {ended} after {last}"
+        sentence="{what}, the reward{of} {verb}: {began} after {first} steps, {ended} after {last}"
         "{more}.",
-        series="eval/reward",
+        shows=("series",),
     ),
     "sampled": Detector(
         condition=story_series.sampled,

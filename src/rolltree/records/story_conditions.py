@@ -21,6 +21,7 @@ from rolltree.records.trends import (
     ratio_of,
     since,
 )
+from rolltree.state import OF_ENVIRONMENT
 
 LEAST_SHARE = 0.2  # of rollouts that end at a limit, from which it is reported
 LEAST_BREAKS = 0.05
@@ -273,14 +274,16 @@ def same_questions(facts: Facts) -> Cases:
 
 
 def scoring(facts: Facts) -> Cases:
-    """Find reward functions that raise, since some rubrics score 0 then and go on."""
+    """Find reward functions and environments that raise, since the rollouts are scored."""
     found: dict[str, list[tuple[StoryRollout, str]]] = defaultdict(list)
     for looked in facts.looked:
         for function, message in looked.scoring_errors:
             found[function].append((looked.rollout, message))
     for function, raised in found.items():
         yield {
-            "function": short(function),
+            "function": "The environment"
+            if function == OF_ENVIRONMENT
+            else f"The reward function {short(function)}",
             "num": len(raised),
             "num_read": len(facts.looked),
             "share": len(raised) / len(facts.looked),

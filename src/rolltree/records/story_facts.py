@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 from rolltree.errors import StoreError
 from rolltree.estimate import mean
-from rolltree.records.tokenizer import shown_tokenizer
 from rolltree.records.values import finite_numbers, is_number
 from rolltree.rollouts.conversation import conversation_of
 from rolltree.rollouts.decode import decode_rollout
@@ -227,24 +226,32 @@ def _decoder(run: Run, rollouts: Sequence[StoryRollout]) -> Decoder | None:
     """Return a decoder of ids, so that the causes of breaks are those that the page names."""
     tokenizer = None
     if any(each.num_calls > 1 for each in rollouts):
+        from rolltree.records.tokenizer import shown_tokenizer
+
         tokenizer = shown_tokenizer(run)
     return None if tokenizer is None else tokenizer.decode
 
 
 def chosen(rollouts: Sequence[StoryRollout]) -> list[StoryRollout]:
-    """Return the rollouts to read whole: short ones with much reward, of several calls, and any."""
-    part = MAX_LOOKED // 3
+    """Return the rollouts to read whole: short with much reward, of several calls, any, worst."""
+    part = MAX_LOOKED // 4
     rewards = [each.reward for each in rollouts if each.reward is not None]
     middle = sum(rewards) / len(rewards) if rewards else 0.0
+    lowest = min(rewards, default=None)
     paid = [each for each in rollouts if each.reward is not None and each.reward > 0]
     well = [each for each in paid if (each.reward or 0.0) >= middle]
     short = sorted(well, key=lambda each: each.num_completion_tokens / max(1, each.num_calls))
-    # A third each: short answers with much reward (which may cheat), rollouts of several calls
-    # (which may break), and any (so that shares hold for the run).
+    # A quarter each: short answers with much reward (which may cheat), rollouts of several calls
+    # (which may break), those that earned the least (perhaps because a function raised), and any
+    # (so that shares hold for the run).
     several = [each for each in rollouts if each.num_calls > 1]
+    worst = [each for each in rollouts if lowest is not None and each.reward == lowest]
     found: dict[tuple[str, int], StoryRollout] = {}
     num_tokens = 0
-    wanted = (*short[:part], *_spread(several, part), *_spread(rollouts, part))
+    wanted = (
+        *(*short[:part], *_spread(several, part)),
+        *(*_spread(worst, part), *_spread(rollouts, part)),
+    )
     for each in rollouts if len(rollouts) <= MAX_LOOKED else wanted:
         num_tokens += each.num_unique_tokens
         if num_tokens > MAX_TOKENS and found:

@@ -6,9 +6,9 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from statistics import fmean, median
+from statistics import median
 
-from rolltree.estimate import estimate
+from rolltree.estimate import estimate, mean
 from rolltree.records.story_facts import Facts
 from rolltree.records.story_words import (
     Cases,
@@ -31,6 +31,7 @@ from rolltree.records.trends import (
     since,
     trend,
 )
+from rolltree.store.metric_table import metric_rows
 
 Interval = tuple[float, float, float]
 ByStep = Mapping[int, Mapping[str, list[float]]]
@@ -74,7 +75,7 @@ def zero_variance(facts: Facts) -> Cases:
     at = _flat_since(facts)
     # Only the last span: the flat start of a run that learned later is not reported forever.
     for first, last in spans[-1:]:
-        if at and fmean(shares[at:]) >= MANY_FLAT and last - first + 1 < 0.5 * (len(shares) - at):
+        if at and mean(shares[at:]) >= MANY_FLAT and last - first + 1 < 0.5 * (len(shares) - at):
             return  # `flat_groups` reports it, for all steps that are nearly flat
         rows = [each for each in facts.rollouts if first <= (each.train_step or 0) <= last]
         rewards = Counter(each.reward for each in rows if each.reward is not None)
@@ -90,12 +91,12 @@ def zero_variance(facts: Facts) -> Cases:
         is_over = last < max(facts.steps, default=last) and reward_moves(facts) == "rises"
         # A policy does not learn everything in one step.
         before = facts.reward_means([step for step in facts.steps if step < first][-3:])
-        is_sudden = is_solved and len(before) == 3 and fmean(before) < (worst + best) / 2
+        is_sudden = is_solved and len(before) == 3 and mean(before) < (worst + best) / 2
         is_fine = is_solved or is_over or earns_most(facts, UNSOLVED_FLAT)
         more = f", and in {len(spans) - 1} spans before" if len(spans) > 1 else ""
         yield {
             "span": steps_of(first, last) + more,
-            "so": f"though the mean was {fmean(before):.2g} in the steps before, as if everything "
+            "so": f"though the mean was {mean(before):.2g} in the steps before, as if everything "
             "were accepted since"
             if is_sudden
             else "so there was nothing left to learn"
@@ -123,7 +124,7 @@ def flat_groups(facts: Facts) -> Cases:
         return
     at = _flat_since(facts) or ends(len(shares))[1]
     last = shares[at:]
-    share = fmean(value for _, value in last)
+    share = mean(value for _, value in last)
     num_all = sum(value >= 0.999 for _, value in last)
     # Rare rewards make groups flat and are learned nevertheless; a solved task makes them flat too.
     is_fine = earns_most(facts, UNSOLVED_FLAT) or reward_moves(facts) == "rises"
@@ -132,7 +133,7 @@ def flat_groups(facts: Facts) -> Cases:
     yield {
         "percent": percent(share),
         "span": steps_of(last[0][0], last[-1][0]),
-        "before": percent(fmean(value for _, value in shares[:at])),
+        "before": percent(mean(value for _, value in shares[:at])),
         "meanwhile": meanwhile(facts, last[0][0]),
         "steps": [last[0][0], last[-1][0]],
         "step": last[-1][0],
@@ -145,10 +146,10 @@ def earns_most(facts: Facts, least: float = UNSOLVED) -> bool:
     for by_step in facts.task_rewards.values() or [facts.group_rewards]:
         known = [each for groups in by_step.values() for group in groups.values() for each in group]
         at = ends(len(by_step))[1]
-        last = [fmean(group) for step in sorted(by_step)[at:] for group in by_step[step].values()]
+        last = [mean(group) for step in sorted(by_step)[at:] for group in by_step[step].values()]
         if last:
             wholes.append(max(known) - min(known))
-            parts.append(fmean(last) - min(known))
+            parts.append(mean(last) - min(known))
     return sum(wholes) > 0 and sum(parts) >= least * sum(wholes)
 
 
@@ -157,7 +158,7 @@ def _flat_shares(facts: Facts) -> list[tuple[int, float]]:
     if logged := facts.series("train/frac_reward_zero_std"):
         return logged
     return [
-        (step, fmean(float(len(set(rewards)) == 1) for rewards in groups.values()))
+        (step, mean(float(len(set(rewards)) == 1) for rewards in groups.values()))
         for step, groups in sorted(facts.group_rewards.items())
     ]
 
@@ -176,15 +177,15 @@ def empty_answers(facts: Facts) -> Cases:
     empty = [each.rollout for each in facts.looked if each.is_empty and each.rollout.reward]
     if len(empty) < 2:
         return
-    mean, mean_of_all = fmean(each.reward or 0.0 for each in empty), fmean(facts.rewards)
+    own, of_all = mean(each.reward or 0.0 for each in empty), mean(facts.rewards)
     # An empty answer may be right now and then; if empty answers earn the average or more, the
     # reward has a hole.
-    if mean > 0 and mean >= mean_of_all:
+    if own > 0 and own >= of_all:
         yield {
             "num": len(empty),
             "num_read": len(facts.looked),
-            "mean": mean,
-            "mean_of_all": mean_of_all,
+            "mean": own,
+            "mean_of_all": of_all,
             **shown_rollouts(empty),
         }
 
@@ -266,8 +267,8 @@ def _reward_severity(facts: Facts, change: Interval, recent: Interval) -> str:
     worst, best = facts.rewards[0], facts.rewards[-1]
     # If the interval includes a rise worth having, it is too early to call the reward flat.
     by_step = facts.group_rewards
-    means = [fmean(group) for step in by_step for group in by_step[step].values()]
-    is_open = change[2] > WORTH_HAVING * (best - fmean(means))
+    means = [mean(group) for step in by_step for group in by_step[step].values()]
+    is_open = change[2] > WORTH_HAVING * (best - mean(means))
     is_early = len(by_step) < LEAST_STEPS or trend(recent) == "rises"
     # In self-play one side wins what the other loses, and the mean stays at 0.
     _, low, high = mean_change([[0.0], [0.0]], [[each] for each in means])
@@ -308,7 +309,7 @@ def collapse(facts: Facts) -> Cases:
     at = since(pairs)
     if not at or ratio_of(pairs[at:]) > 0.1 * ratio_of(pairs[:at]):
         return
-    means = [fmean(map(fmean, rewards_of(by_step, part))) for part in (steps[:at], steps[at:])]
+    means = [mean(map(mean, rewards_of(by_step, part))) for part in (steps[:at], steps[at:])]
     yield {
         "before": f"{means[0]:.2g}",
         "after": f"{means[1]:.2g}",
@@ -317,22 +318,12 @@ def collapse(facts: Facts) -> Cases:
     }
 
 
-_MEANWHILE = {
-    "train/learning_rate": "the learning rate",
-    "train/entropy": "the entropy",
-    "train/kl": "the KL",
-    "train/grad_norm": "the gradient norm",
-    "train/completions/mean_length": "the answers' length",
-    "train/lag_mean": "the tokens' age in versions",
-    "error/mean": "the share of failures",
-}
-
-
 def meanwhile(facts: Facts, step: int) -> str:
     """Return which possible causes changed at a step, as a clause; "" if none did."""
     levels = {n: n.removeprefix("metrics/") for n in facts.names("metrics/") if _LEVEL.search(n)}
+    causes = {metric.name: metric.cause for metric in metric_rows().values() if metric.cause}
     said = []
-    for name, label in {**levels, **_MEANWHILE}.items():
+    for name, label in {**levels, **causes}.items():
         points = facts.series(name)
         before = sorted(value for at, value in points if step - 12 <= at < step - 1)
         after = sorted(value for at, value in points if step <= at < step + 12)
@@ -355,7 +346,7 @@ def task_loss(facts: Facts) -> Cases:
         first, last = (rewards_of(by_step, part) for part in (steps[:size], steps[at:]))
         if min(len(first), len(last)) < 3:
             continue
-        began, ended = fmean(map(fmean, first)), fmean(map(fmean, last))
+        began, ended = mean(map(mean, first)), mean(map(mean, last))
         known = [each for step in by_step for each in by_step[step].values()]
         worst = min(min(group) for group in known)
         # It lost half of what it earned, and more than the worst of several tasks does by chance.
@@ -380,7 +371,7 @@ def task_loss(facts: Facts) -> Cases:
         if rest and len(earned[column, task]) >= MANY_ROLLOUTS / 4:
             yield {
                 "text": f"The {_PART[column]} {short(task)} never earned more than {worst:g} in "
-                f"{len(earned[column, task]):,} rollouts, the others {fmean(rest):.3g} on average: "
+                f"{len(earned[column, task]):,} rollouts, the others {mean(rest):.3g} on average: "
                 "it is too hard, or its answers are wrong.",
                 "severity": "warning",
                 "where": equals(column, task),
@@ -419,11 +410,11 @@ def dead_function(facts: Facts) -> Cases:
         # Exactly the same mean at every step is not chance; only a mean at its lowest is reported.
         if weight <= 0 or not 3 <= at <= len(values) - max(4, len(values) // 8):
             continue
-        if values[at] <= min(values) and fmean(values[:at]) > values[at]:
+        if values[at] <= min(values) and mean(values[:at]) > values[at]:
             yield {
                 "name": short(name),
                 "value": f"{values[at]:g}",
-                "before": f"{fmean(values[:at]):.2g}",
+                "before": f"{mean(values[:at]):.2g}",
                 "series": f"metrics/{name}",
                 "steps": [points[at][0], points[-1][0]],
             }
@@ -462,8 +453,8 @@ def gaming(facts: Facts) -> Cases:
             "verb": "rises" if rises else "falls",
             "began": f"{began:.2g}",
             "ended": f"{ended:.2g}",
-            "reward_began": f"{fmean(rewards[:size]):.2g}",
-            "reward_ended": f"{fmean(rewards[at:]):.2g}",
+            "reward_began": f"{mean(rewards[:size]):.2g}",
+            "reward_ended": f"{mean(rewards[at:]):.2g}",
             "severity": "error" if is_main or rises or ended <= 0.5 * began else "warning",
             "series": series,
             "beside": "reward/mean",

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
-from statistics import fmean, median
+from statistics import median
 
+from rolltree.estimate import mean
 from rolltree.records.story_facts import Facts
 from rolltree.records.story_rewards import earns_most, reward_change, reward_moves, rewards_of
 from rolltree.records.story_words import (
@@ -25,6 +26,7 @@ from rolltree.records.trends import (
     mean_change,
     trend,
 )
+from rolltree.store import StoredEvaluation
 
 # Nats per token by which engine and trainer must differ after a jump, and from the beginning on;
 # 16-bit engines differ by about 0.01.
@@ -278,13 +280,13 @@ def drift(facts: Facts) -> Cases:
 def staleness(facts: Facts) -> Cases:
     """Report how old tokens are when they are trained."""
     lags = [value for _, value in facts.series("train/lag_mean")]
-    if not lags or fmean(lags) < 0.05:
+    if not lags or mean(lags) < 0.05:
         return
     most = max((value for _, value in facts.series("async/lag_max")), default=None)
     stale = [value for _, value in facts.series("async/stale_share")]
-    share = fmean(stale) if stale else 0.0
+    share = mean(stale) if stale else 0.0
     yield {
-        "lag": fmean(lags),
+        "lag": mean(lags),
         "share": share,
         "most": "" if most is None else f", {most:g} at most",
         "stale": f"; {percent(share)} were too old to be trained" if share else "",
@@ -308,8 +310,8 @@ def entropy(facts: Facts) -> Cases:
     last = rewards_of(facts.group_rewards, range(series[-size][0], series[-1][0] + 1))
     said = ""
     if last:
-        mean = fmean(map(fmean, last))
-        said = f" The mean reward is {mean:.3g}, the best {facts.rewards[-1]:.3g}."
+        level = mean(map(mean, last))
+        said = f" The mean reward is {level:.3g}, the best {facts.rewards[-1]:.3g}."
     at = next(
         i
         for i, value in enumerate(values)
@@ -359,7 +361,7 @@ def _strays(
     rewards = [rewards_of(facts.group_rewards, span) for span in spans]
     if not all(rewards):
         return
-    means = [fmean(map(fmean, groups)) for groups in rewards]
+    means = [mean(map(mean, groups)) for groups in rewards]
     best = max(range(3), key=means.__getitem__)
     if trend(mean_change(rewards[best], rewards[3])) == "falls":
         cases = [(best, "error")] if levels[3] >= max(least, 2 * levels[best]) else []
@@ -402,34 +404,73 @@ def held_out_change(facts: Facts) -> Cases:
     found = [each for each in facts.evaluations if each.reward is not None]
     if len(found) < 2 or found[0].step == found[-1].step:
         return
-    sides = [(each.reward, *(each.interval or (None, None))) for each in (found[0], found[-1])]
-    (_, low, high), (_, new_low, new_high) = sides
-    # Intervals that do not overlap: stricter than a test of the difference, and seen in the curve.
-    verb, severity = "does not clearly differ", "info"
-    if new_low is not None and high is not None and new_low > high:
-        verb, severity = "rose", "good"
-    if new_high is not None and low is not None and new_high < low:
-        verb, severity = "fell", "error"
+    ends = found[0], found[-1]
+    sides = [_held_out(each, "eval/reward") for each in ends]
+    verb, severity = _change(*sides)
     more = ""
+    new_high = sides[1][2]
     if verb == "does not clearly differ" and new_high is not None:
         rise = reward_change(facts)
         # Training rose by so much that a third of it would be seen in the held-out interval.
         if new_high - (found[0].reward or 0.0) < rise[1] / 3:
             more, severity = f", while that of training rose by {rise[0]:.3g}", "warning"
-    began, ended = (interval_text(*side) for side in sides)
     shared = _shared(facts)
     is_known = any(num == num_of for num, num_of in shared)
-    yield {
+    told = {
+        "what": "On its training questions" if is_known else "Held out",
+        "first": found[0].step,
+        "last": found[-1].step,
+    }
+    yield told | {
+        "of": "",
         "verb": verb,
         # A rise on trained questions does not show that anything else was learned.
         "severity": "info" if shared and severity == "good" else severity,
-        "what": "On its training questions" if is_known else "Held out",
-        "began": began,
-        "ended": ended,
-        "first": found[0].step,
-        "last": found[-1].step,
+        "began": interval_text(*sides[0]),
+        "ended": interval_text(*sides[1]),
         "more": more,
+        "series": "eval/reward",
     }
+    # The mean over the environments of a group hides one that loses what it could.
+    for name in ends[1].numbers:
+        environment = _HELD_OUT_ENVIRONMENT.fullmatch(name)
+        sides = [_held_out(each, name) for each in ends]
+        if environment is None or sides[0][0] is None:
+            continue
+        verb, severity = _change(*sides)
+        if verb == "fell":
+            yield told | {
+                "of": f" of {short(environment[1])}",
+                "verb": verb,
+                "severity": severity,
+                "began": interval_text(*sides[0]),
+                "ended": interval_text(*sides[1]),
+                "more": "",
+                "series": name,
+            }
+
+
+_HELD_OUT_ENVIRONMENT = re.compile(r"eval/env/(.+)/reward")
+
+
+def _held_out(done: StoredEvaluation, name: str) -> tuple[float | None, float | None, float | None]:
+    """Return a held-out mean and the ends of its interval."""
+    found = [done.numbers.get(name + end) for end in ("", "_low", "_high")]
+    return found[0], found[1], found[2]
+
+
+def _change(
+    before: tuple[float | None, float | None, float | None],
+    after: tuple[float | None, float | None, float | None],
+) -> tuple[str, str]:
+    """Return the verb and the severity of a change between two means with intervals."""
+    (_, low, high), (_, new_low, new_high) = before, after
+    # Intervals that do not overlap: stricter than a test of the difference, and seen in the curve.
+    if new_low is not None and high is not None and new_low > high:
+        return "rose", "good"
+    if new_high is not None and low is not None and new_high < low:
+        return "fell", "error"
+    return "does not clearly differ", "info"
 
 
 def ended(facts: Facts) -> Cases:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from rolltree.errors import ConfigError, StoreError, UnknownName, did_you_mean
-from rolltree.files import whole_file
+from rolltree.files import check_replaced, whole_file
 from rolltree.html_view import html_table
 from rolltree.records.values import clean_text
 
@@ -181,7 +181,8 @@ class Table:
         descriptions go into the schema of the first two.
 
         Raises:
-            ConfigError: an unknown suffix, or pyarrow is missing.
+            ConfigError: an unknown suffix, or pyarrow is missing; or a file is there that is not
+                an earlier export of these columns or of rollouts.
             StoreError: the file cannot be written, or a row is damaged.
         """
         path = Path(target)
@@ -190,6 +191,7 @@ class Table:
             raise ConfigError(
                 f"{path} needs the suffix of a table format. Use one of {', '.join(_WRITERS)}."
             )
+        check_replaced(path, lambda file: is_export(file, self.column_names))
         try:
             # Written beside its place and renamed, so that a table is whole or absent.
             with whole_file(path) as part:
@@ -199,6 +201,36 @@ class Table:
                 f"{path} cannot be written ({error.strerror or error}), so no table was saved. "
                 "Check the folder and the free space, or choose another file."
             ) from error
+
+
+_OF_ROLLOUTS = frozenset(("request_id", "trajectory_index"))
+
+
+def is_export(path: Path, columns: Iterable[str] = ()) -> bool:
+    """Whether a file has these columns, or names rollouts as every export of them does."""
+    names = _names_in(path)
+    return names >= _OF_ROLLOUTS or (bool(names) and names == set(columns))
+
+
+def _names_in(path: Path) -> set[str]:
+    """Return the columns of a table in a file; none if it is not one."""
+    suffix = path.suffix.lower()
+    try:
+        if suffix == ".parquet":
+            import pyarrow.parquet as pq
+
+            return set(pq.read_schema(path).names)
+        if suffix == ".arrow":
+            with _pyarrow().ipc.open_file(str(path)) as file:
+                return set(file.schema.names)
+        with path.open(encoding="utf-8", newline="") as text:
+            if suffix == ".csv":
+                return set(next(csv.reader(text), ()))
+            found = json.loads(text.readline())
+            return set(found) if isinstance(found, dict) else set()
+    # pyarrow's errors are ValueErrors, and so is text that is not UTF-8.
+    except (ImportError, OSError, ValueError, RecursionError, csv.Error):
+        return set()
 
 
 def _write_jsonl(table: Table, path: Path) -> int:

@@ -61,7 +61,7 @@ def token_lens(
     """
     row = one_rollout(run, request_id, trajectory_index)
     state = state_of(row)
-    rollout = None if state is None else resolve_rollout(0, state)
+    rollout = None if state is None else resolve_rollout(0, state, skip_invalid=True)
     if state is None or rollout is None or all(step.index != call for step in rollout.calls):
         known = [] if rollout is None else [step.index for step in rollout.calls]
         raise UnknownName(

@@ -42,7 +42,7 @@ def call_batches(rows: Iterable[StoredRollout]) -> Iterator[Batch]:
 
 def call_rows(state: State) -> Iterator[dict[str, Any]]:
     """Yield the rows of table `calls` of one rollout, without its name."""
-    rollout = resolve_rollout(0, state)
+    rollout = resolve_rollout(0, state, skip_invalid=True)
     shown = _Shown(rollout.tree)
     for step, source in zip(rollout.steps, state["trajectory"], strict=True):
         extras = peek(source, "extras") or {}
@@ -176,7 +176,8 @@ def token_batches(run: Run, rows: Iterable[StoredRollout], *, full: bool) -> Ite
         if state is None:
             continue
         name = {"request_id": row.request_id, "trajectory_index": row.trajectory_index}
-        for part in _token_parts(resolve_rollout(0, state), full, trained_tokens(run, row)):
+        rollout = resolve_rollout(0, state, skip_invalid=True)
+        for part in _token_parts(rollout, full, trained_tokens(run, row)):
             parts.append({**name, **part})
             num_rows += len(part["token_id"])
         if num_rows >= BATCH_ROWS:

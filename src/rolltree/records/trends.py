@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import fmean, median
+from statistics import median
 from typing import Literal, NamedTuple, TypeAlias
 
-from rolltree.estimate import CONFIDENCE, student_t
+from rolltree.estimate import CONFIDENCE, mean, student_t
 
 Trend: TypeAlias = Literal["rises", "falls", "is flat"]
 _CLEAR_RATIO = 6.0
@@ -51,12 +51,12 @@ def ratio_of(pairs: Sequence[tuple[int, int]]) -> float:
 
 def jump(values: Sequence[float]) -> int:
     """Return the split (0: none) that minimizes the squares around the means of both sides."""
-    total, size = math.fsum(values), len(values)
+    total, size = sum(values), len(values)
     best, at, done = 0.0, 0, 0.0
     for index in range(1, size):
         done += values[index - 1]
         one, other = done / index, (total - done) / (size - index)
-        gain = index * (size - index) / size * (one - other) ** 2
+        gain = index * (size - index) / size * (one - other) * (one - other)
         if gain > best:
             best, at = gain, index
     return at
@@ -114,7 +114,7 @@ def level_change(values: Sequence[float]) -> tuple[float, float, tuple[float, fl
     size, last = ends(len(values))
     sides = values[:size], values[last:]
     before, after = ([[value] for value in side] for side in sides)
-    return fmean(sides[0]), fmean(sides[1]), mean_change(before, after)
+    return mean(sides[0]), mean(sides[1]), mean_change(before, after)
 
 
 def consecutive(steps: Sequence[int], known: Sequence[int]) -> list[tuple[int, int]]:
@@ -135,15 +135,15 @@ def mean_change(
     confidence: float = CONFIDENCE,
 ) -> tuple[float, float, float]:
     """Return the difference of two means over groups with its interval (Welch)."""
-    sides = [[fmean(group) for group in groups] for groups in (before, after)]
-    means = [fmean(side) for side in sides]
+    sides = [[mean(group) for group in groups] for groups in (before, after)]
+    means = [mean(side) for side in sides]
     change = means[1] - means[0]
     if min(map(len, sides)) < 2:
         return change, -math.inf, math.inf
     # Welch with the degrees of freedom of the smaller side, which is at most too wide.
     variances = [
-        math.fsum((value - mean) ** 2 for value in side) / (len(side) - 1) / len(side)
-        for side, mean in zip(sides, means, strict=True)
+        sum((value - level) * (value - level) for value in side) / (len(side) - 1) / len(side)
+        for side, level in zip(sides, means, strict=True)
     ]
     half = student_t(min(map(len, sides)) - 1, confidence) * math.sqrt(sum(variances))
     return change, change - half, change + half

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from rolltree.store import StoredRollout, to_plain
+from rolltree.store import Run, StoredRollout, to_plain
 from rolltree.store.filters import METRIC
 
 
@@ -17,19 +17,27 @@ def stored_names(names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(_source(name)[0] for name in names))
 
 
-def rollout_values(names: Sequence[str], found: Mapping[str, list[Any]]) -> dict[str, Any]:
-    """Return columns of `rollouts` from those of `stored_names`."""
+def rollout_values(
+    run: Run, names: Sequence[str], found: Mapping[str, list[Any]]
+) -> dict[str, Any]:
+    """Return columns of a run's `rollouts` from those of `stored_names`."""
     values: dict[str, Any] = {}
     for name in names:
         source, read = _source(name)
+        if name == "trained_step":
+            from rolltree.records.trained_steps import trained_steps
+
+            read = trained_steps(run).get
         values[name] = found[source] if read is None else [read(each) for each in found[source]]
     return values
 
 
-def values_of_rows(names: Sequence[str], rows: Sequence[StoredRollout]) -> dict[str, list[Any]]:
-    """Return columns of `rollouts` from stored rows."""
+def values_of_rows(
+    run: Run, names: Sequence[str], rows: Sequence[StoredRollout]
+) -> dict[str, list[Any]]:
+    """Return columns of a run's `rollouts` from stored rows."""
     found = {name: [getattr(row, name) for row in rows] for name in stored_names(names)}
-    return rollout_values(names, found)
+    return rollout_values(run, names, found)
 
 
 def _source(name: str) -> tuple[str, Callable[[Any], Any] | None]:
@@ -72,7 +80,8 @@ def _first_message(errors: Sequence[Mapping[str, Any]]) -> str | None:
     return None if message is None else clean_text(str(message))
 
 
-_DERIVED: dict[str, tuple[str, Callable[[Any], Any]]] = {
+_DERIVED: dict[str, tuple[str, Callable[[Any], Any] | None]] = {
+    "trained_step": ("group_id", None),
     "error_message": ("errors", _first_message),
     "errors": ("errors", json_text),
     "input": ("input", json_text),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rolltree.lazy import loader
+from rolltree.wings import exports
 
 # For type checkers and editors; at run time `_MODULES` is looked up.
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from rolltree.reports.comparison import comparison_markdown as comparison_markdown
     from rolltree.reports.comparison import comparison_parts as comparison_parts
     from rolltree.reports.curves import Curve as Curve
+    from rolltree.reports.curves import CurveView as CurveView
     from rolltree.reports.curves import reward_curve as reward_curve
     from rolltree.reports.curves import save_curve as save_curve
     from rolltree.reports.curves import save_reward_curve as save_reward_curve
@@ -46,15 +48,11 @@ if TYPE_CHECKING:
     from rolltree.reports.training import training_report as training_report
 
 _MODULES = {
-    "comparison": "comparison_markdown comparison_parts",
-    "audit": "audit_lines audit_table",
-    "curves": "Curve reward_curve save_curve save_reward_curve terminal_curve",
-    "data": "print_columns print_table",
+    **exports(__name__),
+    "curves": "Curve CurveView reward_curve save_curve save_reward_curve terminal_curve",
     "evaluation": "comparison_table evaluation_facts evaluation_table",
     "formatting": "SafeConsole only_shows say",
     "live": "EvalView TrainView",
-    "replay": "difference_lines replay_lines replays_summary",
-    "rescore": "rescore_parts",
     "runs": "headlines overview_line phases_table run_lines story_lines transcript",
     "training": "next_commands print_report training_report",
 }

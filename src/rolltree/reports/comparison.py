@@ -45,7 +45,7 @@ def comparison_markdown(found: RunComparison) -> str:
         heads = ["", named[pair.a], named[pair.b], "difference", _interval_name(pair), ""]
         rows = [
             # An environment chooses the names of its metrics; the other names are rolltree's.
-            [_code(name) if name.startswith("metric/") else name, *rest]
+            [_code(name) if name.startswith(("metric/", "env/")) else name, *rest]
             for name, *rest in _rows(pair)
         ]
         lines += [*_table(heads, rows, "lrrrll"), "", _changed(pair, named), ""]

@@ -10,10 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rolltree.errors import ConfigError
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
+
+from rolltree.errors import import_extra
 from rolltree.files import whole_file
 from rolltree.records.values import number_of
 from rolltree.redact import shown
+from rolltree.reports.formatting import only_shows
 from rolltree.store import Run
 
 if TYPE_CHECKING:
@@ -21,6 +25,9 @@ if TYPE_CHECKING:
 
 CURVE_FILE = "reward_curve.png"
 
+_AXIS_WIDTH = 9
+# A wider plot has more columns than most runs have steps, and an eye can follow.
+_LEAST_WIDTH, _MOST_WIDTH = 10, 160
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 """The bit of each dot of a Braille character, by row and column (Unicode block U+2800)."""
 
@@ -41,6 +48,20 @@ def smooth(values: Sequence[float], width: int = 5) -> list[float]:
         sum(values[max(0, end - width) : end]) / min(width, end)
         for end in range(1, len(values) + 1)
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class CurveView:
+    """A curve as wide as the terminal, for rich."""
+
+    curve: Curve
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the lines of the curve."""
+        width = max(_LEAST_WIDTH, min(_MOST_WIDTH, options.max_width - _AXIS_WIDTH))
+        # Rendered long after `training_report` has made its parts, so it is guarded here.
+        with only_shows("the reward curve"):
+            yield Text(terminal_curve(self.curve, width=width), no_wrap=True)
 
 
 def terminal_curve(curve: Curve, *, width: int = 64, height: int = 12) -> str:
@@ -91,15 +112,9 @@ def save_curve(curve: Curve, path: str | Path) -> Path:
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    try:
-        # Not pyplot, which would look for a display and keep every figure.
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(
-            "matplotlib is not installed, so the curve cannot be drawn as a PNG. Install it with "
-            "pip install 'rolltree[train]'."
-        ) from error
-    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+    # Not pyplot, which would look for a display and keep every figure.
+    drawing = import_extra("matplotlib.figure", "the curve as a PNG", "rolltree[train]")
+    figure = drawing.Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     axes.plot(curve.steps, curve.rewards, color="0.75", linewidth=1, label="training, each step")
     axes.plot(curve.steps, smooth(curve.rewards), color="C0", linewidth=2, label="mean of 5 steps")

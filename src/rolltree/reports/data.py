@@ -17,7 +17,12 @@ if TYPE_CHECKING:
     from rolltree.records import RunData, Table
 
 _SHOWN_ROWS = 20
+_FILE_WIDTH = 10_000
 _CELL = 48
+# Columns that other commands and `--where` take, so a part of one would be of no use.
+_KEYS = frozenset(
+    ("request_id", "group_id", "parent_rollout", "env_id", "task", "example_id", "phase")
+)
 _FIRST = {
     "rollouts": "request_id reward status num_calls num_completion_tokens stop_condition",
     "calls": "request_id call agent num_prompt_tokens num_new_tokens num_completion_tokens "
@@ -84,6 +89,9 @@ def _print_grid(table: Table, limit: int) -> None:
     from rolltree.records.columns import TABLES
 
     console, num_columns = SafeConsole(), len(table.columns)
+    if not console.is_terminal:
+        # A file or a pipe has no width, and what is cut could not be found there.
+        console.width = _FILE_WIDTH
     is_whole = num_columns >= len(TABLES.get(table.name, ()))
     # If columns were chosen, all of them are shown.
     if is_whole and num_columns > 8:
@@ -93,8 +101,19 @@ def _print_grid(table: Table, limit: int) -> None:
     rows = list(islice(table.rows(), limit + 1))
     texts = ("string", "int32 list", "messages")
     align = "".join("l" if column.kind in texts else "r" for column in table.columns)
-    cells = (tuple(map(_cell, row.values())) for row in rows[:limit])
-    console.print(text_table(table.column_names, cells, align, limit=_CELL, pad_edge=False))
+    names = table.column_names
+    cells = (
+        tuple(
+            safe_text(_cell(value), limit=None if name in _KEYS else _CELL)
+            for name, value in zip(names, row.values(), strict=True)
+        )
+        for row in rows[:limit]
+    )
+    grid = text_table(names, cells, align, pad_edge=False)
+    for name, column in zip(names, grid.columns, strict=True):
+        if name in _KEYS:
+            column.overflow = "fold"
+    console.print(grid)
     notes = []
     if len(rows) > limit:
         notes.append("more rows: --limit N, or -o FILE for all")

@@ -33,11 +33,19 @@ def evaluation_table(report: EvalReport) -> Table:
     if any(estimate.num_values for k, estimate in report.pass_at.items() if k > 1):
         for k, estimate in report.pass_at.items():
             _estimate_row(table, f"pass@{k}", estimate)
-    if len(report.tasks) > 1:
+    environments = report.environments
+    if len(report.tasks) > 1 and report.tasks.keys() - environments.keys():
         for name, estimate in report.tasks.items():
             _estimate_row(table, f"  {name}", estimate, show_meter=True)
     for name, estimate in report.metrics.items():
         _estimate_row(table, f"  {name}", estimate)
+    for name, own in environments.items():
+        if own["reward"] is None:
+            table.add_row(safe_text(name, limit=40), "-", "no rollout was scored")
+        else:
+            _estimate_row(table, name, own["reward"], show_meter=True)
+        for metric, estimate in own["metrics"].items():
+            _estimate_row(table, f"  {metric}", estimate)
     return table
 
 

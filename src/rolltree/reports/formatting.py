@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -48,12 +49,15 @@ class SafeConsole(Console):
 
     Strings are never markup, and the output has only rich's own control characters. If the reader
     is gone (`| head`), the console falls silent. With `only_shows`, for output that only shows a
-    stored result, it also falls silent if it cannot write at all.
+    stored result, it also falls silent if it cannot write at all, and `has_failed` is true.
     """
 
     def __init__(self, *, only_shows: bool = False, **settings: Any) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, **settings)
+        if self.width < 1:  # COLUMNS=0, as some programs set it; nothing would fit
+            self.width = shutil.get_terminal_size().columns
         self._only_shows = only_shows
+        self.has_failed = False
 
     def print(self, *objects: Any, **settings: Any) -> None:
         """Print, as `rich.console.Console` does."""
@@ -62,7 +66,7 @@ class SafeConsole(Console):
         except OSError as error:
             if not self._only_shows:
                 raise
-            self.quiet = True
+            self.quiet = self.has_failed = True
             _warn(f"nothing more is printed ({error}); nothing else is affected")
 
     def on_broken_pipe(self) -> None:

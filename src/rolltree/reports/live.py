@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from rolltree.reports.formatting import duration, meter, only_shows, safe_text, say
+from rolltree.store.metric_table import metric_rows
 
 if TYPE_CHECKING:
     from rolltree.evaluation import EvalProgress
@@ -39,8 +40,10 @@ class _Column:
         return self.show(metrics) if metrics.get(self.metric) is not None else ""
 
 
-def _number(heading: str, metric: str, form: str, rank: int = 0) -> _Column:
-    return _Column(heading, metric, lambda metrics: form.format(float(metrics[metric])), rank)
+def _number(name: str) -> _Column:
+    metric = metric_rows()[name]
+    form = f"{{:{metric.form}}}{'x' * (metric.unit == 'x')}"
+    return _Column(metric.heading, name, lambda row: form.format(float(row[name])), metric.rank)
 
 
 def _reward(metrics: Mapping[str, Any]) -> str:
@@ -51,16 +54,15 @@ def _reward(metrics: Mapping[str, Any]) -> str:
 
 _COLUMNS = (
     _Column("reward", "reward/mean", _reward),
-    _Column("", "reward/mean", lambda metrics: meter(float(metrics["reward/mean"]), 8), rank=9),
-    _number("failed", "error/mean", "{:.0%}", rank=1),
-    _number("length", "train/completions/mean_length", "{:,.1f}", rank=1),
-    _number("entropy", "train/entropy", "{:.3f}", rank=2),
-    _number("KL", "train/kl", "{:.1e}", rank=2),
-    _number("grad norm", "train/grad_norm", "{:.3g}", rank=3),
-    _number("|Δ logprob|", "train/sampling/sampling_logp_difference/mean", "{:.1e}", rank=7),
-    _number("reuse", "samples/reuse_factor", "{:.1f}x", rank=8),
-    _number("rollout s", "time/wait_for_batch", "{:.1f}", rank=6),
-    _number("step s", "time/step", "{:.1f}", rank=5),
+    _Column("", "reward/mean", lambda row: meter(float(row["reward/mean"]), 8), rank=9),
+    *map(
+        _number,
+        (
+            *("error/mean", "train/completions/mean_length", "train/entropy", "train/kl"),
+            *("train/grad_norm", "train/sampling/sampling_logp_difference/mean"),
+            *("samples/reuse_factor", "time/wait_for_batch", "time/step"),
+        ),
+    ),
 )
 """If a step lacks a metric, its cell is empty; if all steps lack it, the column is left out."""
 

@@ -34,12 +34,9 @@ def replay_lines(report: ReplayReport) -> list[str]:
         lines += difference_lines(report.difference)
     if report.branch_rewards:
         rewards = ", ".join(map(_number, report.branch_rewards))
-        lines.append(f"  rewards {rewards}; recorded {_recorded_reward(report)}")
+        recorded = next((state.reward for state in report.recorded.states), None)
+        lines.append(f"  rewards {rewards}; recorded {_number(recorded)}")
     return [*lines, *(f"  note: {note}" for note in report.notes)]
-
-
-def _recorded_reward(report: ReplayReport) -> str:
-    return _number(next((state.reward for state in report.recorded.states), None))
 
 
 def _number(value: float | None) -> str:

@@ -21,15 +21,23 @@ from rolltree.types import RolloutResult, State
 _STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
 
 
-def run_lines(run: RunSummary) -> list[str]:
-    """Return a run as lines: its path, its state and contents, and its error."""
-    # A training run may have dozens of evaluations; a line has room for a few.
-    phases = [f"{phase.phase} {number_text(phase.mean_reward)}" for phase in run.phases[:4]]
-    if len(run.phases) > 4:
-        phases.append(f"{len(run.phases) - 4} more phases")
+def run_lines(run: RunSummary, health: Mapping[str, Any] | None = None) -> list[str]:
+    """Return a run as lines: its path, its state and contents, its health, and its error.
+
+    `health` is the sentence that `records.glance.run_glance` returns.
+    """
+    # A training run may have dozens of evaluations; a line has room for a few. Most of interest are
+    # the first and the last ones: before and after training.
+    shown = [*run.phases[:2], *run.phases[2:][-2:]]
+    phases = [f"{phase.phase} {number_text(phase.mean_reward)}" for phase in shown]
+    if num := len(run.phases) - len(shown):
+        phases.insert(2, f"{num} more phase{'' if num == 1 else 's'}")
     age = duration(max(0.0, time.time() - run.last_written))
     facts = [f"{run.state}, {age} ago", run.kind, *run.env_ids, *_progress(run), *phases]
     lines = [str(run.path), "  " + "  ".join(facts)]
+    # An error is the last line, and the story would repeat it.
+    if health is not None and not run.error:
+        lines += [f"  {line.plain}" for line in story_lines([health])]
     if run.error:
         # An error message may be pages long.
         lines.append(f"  {' '.join(run.error.split())[:200]}")
@@ -92,9 +100,9 @@ def story_lines(sentences: Sequence[Mapping[str, Any]]) -> list[Text]:
 def headlines(run: Run) -> list[Text]:
     """Return the most important lines of a run's story, at most three."""
     # Imported here because it loads numpy, and `show --phase` has no story.
-    from rolltree.records import RunData
+    from rolltree.records.story import run_story
 
-    return story_lines(RunData(run).story()[:3])
+    return story_lines(run_story(run)["sentences"][:3])
 
 
 def transcript(

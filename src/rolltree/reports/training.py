@@ -12,11 +12,11 @@ from functools import partial
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from rolltree.evaluation import compare_reports, stored_report
+from rolltree.evaluation import compare_environments, compare_reports, stored_report
 from rolltree.redact import shown_command
-from rolltree.reports.curves import reward_curve, save_reward_curve, terminal_curve
+from rolltree.reports.curves import CurveView, reward_curve, save_reward_curve
 from rolltree.reports.evaluation import comparison_table, evaluation_table
-from rolltree.reports.formatting import only_shows, say
+from rolltree.reports.formatting import only_shows, safe_text, say
 from rolltree.reports.runs import headlines, transcript
 from rolltree.rollouts.decode import decode_results
 from rolltree.store import Run, StoredEvaluation
@@ -103,7 +103,7 @@ def next_commands(
 
 def _curve(run: Run) -> list[RenderableType]:
     curve = reward_curve(run)
-    return [] if curve is None else [Text(terminal_curve(curve), no_wrap=True), ""]
+    return [] if curve is None else [CurveView(curve), ""]
 
 
 def _held_out(run: Run) -> list[RenderableType]:
@@ -116,7 +116,10 @@ def _held_out(run: Run) -> list[RenderableType]:
         return [evaluation_table(report) for report in reports]
     names = (f"step {found[0].step}", f"step {found[1].step}")
     table = comparison_table(compare_reports(*reports), names=names)
-    return [Text("Held-out examples", style="bold"), table]
+    parts: list[RenderableType] = [Text("Held-out examples", style="bold"), table]
+    for name, own in compare_environments(*reports).items():
+        parts += [safe_text(f"Held-out examples of {name}"), comparison_table(own, names=names)]
+    return parts
 
 
 def _transcripts(run: Run, num: int) -> list[RenderableType]:

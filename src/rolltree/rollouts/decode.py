@@ -5,7 +5,7 @@ A caller that needs no tokens imports neither the token tree nor numpy.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -113,11 +113,16 @@ def export_line(row: StoredRollout, *, tokens: bool = True) -> dict[str, Any]:
             {
                 **step,
                 "response": _exported_response(step["response"]),
-                "tokens": dict(step["tokens"].items()) if step["tokens"] else None,
+                "tokens": _plain_tokens(step["tokens"]),
             }
             for step in state.trajectory
         ]
     return line
+
+
+def _plain_tokens(tokens: Any) -> Any:
+    # An environment may have assigned anything.
+    return dict(tokens.items()) if isinstance(tokens, Mapping) else tokens or None
 
 
 def _exported_response(response: Any) -> Any:

@@ -10,6 +10,7 @@ The client retries single requests.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing
@@ -18,9 +19,10 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from rolltree.errors import INFRASTRUCTURE, ConfigError, RolloutTimeout, record_error
+from rolltree.errors import ConfigError, RolloutTimeout, record_error
 from rolltree.inference.client import as_client, check_tools
 from rolltree.inference.deadline import RolloutClient
+from rolltree.rollouts.progress_watch import InFlight, ProgressWatch
 from rolltree.rollouts.requests import (
     Clock,
     DistinctRequests,
@@ -32,6 +34,7 @@ from rolltree.rollouts.requests import (
     playing,
     with_tools,
 )
+from rolltree.rollouts.settle import settle_state
 from rolltree.samples import (
     DEFAULT_SCOPE,
     SampleBatch,
@@ -42,9 +45,9 @@ from rolltree.samples import (
 )
 from rolltree.tasks import (
     ShortCollections,
-    Terminated,
     allow_open_files,
     being_cancelled,
+    contained,
     yield_fairly,
 )
 from rolltree.types import (
@@ -56,6 +59,8 @@ from rolltree.types import (
     State,
     TruncationReason,
 )
+
+logger = logging.getLogger(__name__)
 
 
 class CreditAssigned(Protocol):
@@ -177,9 +182,11 @@ class RolloutEngine:
         deadline_s: seconds a rollout may take in all: its attempts, their waits for the server and
             their scoring. Comparing a group may take as long again. None: no deadline.
         retries: how often an episode that failed because of a server or a sandbox
-            (`errors.INFRASTRUCTURE`) is run again, from its start and with the same seeds.
+            (`types.ErrorKind`) is run again, from its start and with the same seeds.
             `RolloutResult.num_attempts` counts the attempts.
         on_progress: called after every result, in the event loop.
+        notify: gets notices about rollouts that make no progress, in a thread; default: a warning
+            of the logger.
 
     Raises:
         ConfigError: a limit makes no sense, or the source has tools and the client's chat template
@@ -199,6 +206,7 @@ class RolloutEngine:
         deadline_s: float | None = None,
         retries: int = 0,
         on_progress: Callable[[RolloutProgress], None] | None = None,
+        notify: Callable[[str], None] = logger.warning,
     ) -> None:
         if max_concurrent < 1:
             raise ConfigError(
@@ -228,6 +236,7 @@ class RolloutEngine:
         self.deadline_s = deadline_s
         self.retries = retries
         self.on_progress = on_progress
+        self.watch = ProgressWatch(notify)
 
     async def run_all(self, requests: Iterable[RolloutRequest]) -> list[RolloutResult]:
         """Run all requests and return their results in the order of the requests."""
@@ -358,11 +367,13 @@ class RolloutEngine:
                 request = next(feed, None)
                 if request is None:
                     return
-                await done.put(await groups.add(await self._run_one(request)))
+                with self.watch.over(request) as flight:
+                    results = await groups.add(await self._run_one(request, flight))
+                await done.put(results)
         finally:
             done.end()
 
-    async def _run_one(self, request: RolloutRequest) -> RolloutResult:
+    async def _run_one(self, request: RolloutRequest, flight: InFlight) -> RolloutResult:
         attempt, left_s = 1, self.deadline_s
         while True:
             # The episode swallowed the cancellation; the next attempt must not begin.
@@ -370,10 +381,10 @@ class RolloutEngine:
                 raise asyncio.CancelledError
             # A new clock for each attempt: the time that a failed attempt took must not count
             # against the next one's limit.
-            clock = Clock(self.time_limit_s, self.grace_s, left_s)
+            clock = flight.clock = Clock(self.time_limit_s, self.grace_s, left_s)
             result = await self._attempt(request, attempt, clock)
             error = result.error
-            if error is None or attempt > self.retries or error.type not in INFRASTRUCTURE:
+            if error is None or attempt > self.retries or error.kind != "infrastructure":
                 return result
             # The deadline covers the whole rollout: a retry gets the time that is left.
             left_s = clock.left_s
@@ -390,7 +401,8 @@ class RolloutEngine:
         try:
             with playing(episode):
                 async with clock.guard() as scope:
-                    states = tuple(await self.source.run_request(request, client))
+                    with contained():
+                        states = tuple(await self.source.run_request(request, client))
         except TimeoutError as failure:
             states = tuple(episode.states)
             # The guard's own timeout and a TimeoutError that user code raised are the same class.
@@ -405,14 +417,14 @@ class RolloutEngine:
             # The source returned nothing, so only the states that it registered are left.
             states = tuple(episode.states)
             error = _broken_source(failure, states)
-        except Terminated:
-            raise
-        except (Exception, SystemExit) as failure:  # noqa: BLE001  one failed episode is data
+        except Exception as failure:  # noqa: BLE001  one failed episode is data
             states = tuple(episode.states)
             error = _broken_source(failure, states)
         finally:
             # A call that outlives its episode must not be limited by the episode's remaining time.
             clock.stop()
+        for state in states:
+            settle_state(state)
         if error is None:
             error = _error_in(states)
         return RolloutResult(request, states, error, attempt)
@@ -549,21 +561,22 @@ class _Groups:
                 # The comparison begins after the last member has ended, perhaps at its deadline,
                 # so it gets a deadline of its own.
                 async with asyncio.timeout(self._deadline_s) as deadline:
-                    await self._scorer.score_group(states)
+                    with contained():
+                        await self._scorer.score_group(states)
         except TimeoutError as error:
             broken: Exception = error
             if deadline.expired():
                 broken = RolloutTimeout(_past_deadline("the group's scoring", self._deadline_s))
             failure = record_error(broken, "scoring")
             _mark_failed(tuple(states), failure)
-        except Terminated:
-            raise
-        except (Exception, SystemExit, asyncio.CancelledError) as error:
+        except (Exception, asyncio.CancelledError) as error:
             # A CancelledError of the scorer's own is recorded like any error.
             if being_cancelled():
                 raise
             failure = record_error(error, "scoring")
             _mark_failed(tuple(states), failure)
+        for state in states:
+            settle_state(state)
         return [_with_state_error(member) for member in members]
 
 

@@ -11,12 +11,13 @@ that has every message once and every step as references (`message_table`, `reco
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from rolltree.errors import TokenError
+from rolltree.errors import TokenError, error_kind
 from rolltree.redact import redact
 from rolltree.rollouts.decode import VERSION
 from rolltree.rollouts.message_table import MessageTable
@@ -58,6 +59,8 @@ class StoringEngine(Protocol):
 
 
 _STATE_APART = ("input", "trajectory", "completion", "error")
+# Exceptions as data, whose texts may name secrets: URLs, headers.
+_ERRORS = ("environment_errors", "scoring_errors", "tool_errors")
 # What can be stored of these is in the request.
 _NOT_STORED = ("client", "model", "sampling_args")
 
@@ -171,7 +174,7 @@ def _state_columns(
     versions = [int(version) for each in ranges if each is not None for version in each]
     # The tree has the sizes of calls with ids; for the others, the server's counts are used.
     sizes = [
-        (int(extra.get("num_prompt_tokens") or 0), int(extra.get("num_completion_tokens") or 0))
+        (_count(extra, "num_prompt_tokens"), _count(extra, "num_completion_tokens"))
         if call is None
         else (tree.prompt_len(call), tree.num_sampled(call))
         for call, extra in zip(handles, extras, strict=True)
@@ -181,8 +184,9 @@ def _state_columns(
     if error is not None:
         # An environment may put any object under `error`; the row gets its text.
         loose = {"type": type(error).__name__, "message": str(error), "phase": "environment"}
+        loose["kind"] = error_kind(error) if isinstance(error, BaseException) else "episode"
         own = [error.as_dict() if isinstance(error, ErrorRecord) else loose]
-    scoring = state.get("scoring_errors") or {}
+    raised = {**(state.get("environment_errors") or {}), **(state.get("scoring_errors") or {})}
     # A delegated rollout's failure is listed in `errors`, but the episode has not failed.
     status_of = [] if state.parent_rollout is not None else own
     return {
@@ -196,7 +200,7 @@ def _state_columns(
         "error_phase": status_of[0]["phase"] if status_of else request_columns["error_phase"],
         "errors": (
             *(own or request_columns["errors"]),
-            *({"function": name, **_told_once(item, own)} for name, item in scoring.items()),
+            *({"function": name, **_told_once(item, own)} for name, item in raised.items()),
         ),
         "stop_condition": state.stop_condition,
         "is_completed": bool(state.is_completed),
@@ -228,8 +232,13 @@ def _told_once(error: Mapping[str, Any], own: Sequence[Mapping[str, Any]]) -> Ma
 def _number(value: Any) -> float | None:
     try:
         return None if value is None or isinstance(value, str) else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
+
+
+def _count(extra: Mapping[str, Any], name: str) -> int:
+    number = _number(extra.get(name))
+    return int(number) if number is not None and math.isfinite(number) else 0
 
 
 # -- requests ------------------------------------------------------------------------------------
@@ -259,7 +268,7 @@ def _as_trajectory(value: Any) -> Trajectory:
     Inconsistent tokens stay in their step as they are. A tree is kept even if it has calls
     of other steps (because the value is a slice, or an answer of a session was not recorded).
     """
-    steps: Sequence[TrajectoryStep] = value or ()
+    steps: Sequence[TrajectoryStep] = value if isinstance(value, list | tuple) else ()
     if isinstance(value, Trajectory) and all(
         value.call_of(index) is not None or peek(step, "tokens") is None
         for index, step in enumerate(steps)
@@ -296,7 +305,11 @@ def _state_data(
     error = own.get("error")
     data: dict[str, Any] = {
         "has": [key for key in _STATE_APART if key in own],
-        "fields": {key: value for key, value in own.items() if key not in _STATE_APART},
+        "fields": {
+            key: redact(value) if key in _ERRORS else value
+            for key, value in own.items()
+            if key not in _STATE_APART
+        },
         "completion": table.add(own.get("completion")),
         "error": (
             {"record": redact(error.as_dict())}
@@ -325,4 +338,4 @@ def _unscored_data(state: State, before: UnscoredSnapshot) -> dict[str, Any]:
     }
     if any(reward is not None for reward in before.step_rewards):
         data["step_rewards"] = before.step_rewards
-    return {name: value for name, value in data.items() if value not in (None, [])}
+    return {name: value for name, value in data.items() if value is not None and value != []}

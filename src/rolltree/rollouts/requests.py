@@ -60,7 +60,9 @@ class RolloutSource(Protocol):
     """Holds examples, and plays one episode of an example at a time.
 
     Optional: an attribute `sampling_args` (OpenAI fields) with the source's defaults;
-    `rolltree.rollouts.resolve_sampling` merges the caller's fields over them.
+    `rolltree.rollouts.resolve_sampling` merges the caller's fields over them. A method
+    `first_examples(split, num)` returns the indices of `num` examples to play if not all are;
+    without it, they are the first ones.
     """
 
     env_id: str
@@ -342,18 +344,23 @@ def build_requests(
 
     The returned sequence makes each request when it is read; `list` makes all of them.
 
-    `indices` selects the examples; without it the first `num_examples` are taken (-1: all). The
-    world's seed depends on the run seed, the example and, in training, the step, so two
-    evaluations of one run have the same worlds and the same sampling seeds.
+    `indices` selects the examples; without it the first `num_examples` are taken (-1: all), of a
+    group of environments equally many of each. The world's seed depends on the run seed, the
+    example and, in training, the step, so two evaluations of one run have the same worlds and the
+    same sampling seeds.
 
     Raises:
         ConfigError: an index is outside the split, or there is nothing to run.
     """
     refuse_unknown("build_requests", unknown, build_requests)
     check_source(source)
+    if num_examples < -1:
+        raise ConfigError(f"num_examples is {num_examples}. Use -1 for all, or a number of them.")
     available = source.num_examples(split)
     if indices is None:
-        indices = range(available if num_examples < 0 else min(num_examples, available))
+        first = getattr(source, "first_examples", None)
+        size = available if num_examples < 0 else min(num_examples, available)
+        indices = range(size) if first is None else first(split, size)
     if not available:
         raise ConfigError(
             f"there is nothing to run: {source.env_id!r} has no examples in its {split} split. "

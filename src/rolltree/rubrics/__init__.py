@@ -1,18 +1,40 @@
-"""Rubrics: compute the reward and metrics of a finished rollout."""
+"""Rubrics: compute the reward and metrics of a finished rollout.
 
+What only some environments need is loaded on first use (PEP 562).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rolltree.lazy import loader
 from rolltree.rubrics.functions import RewardFunc, RewardFunction, run_inline
-from rolltree.rubrics.groups import PerAgentRubric, RubricGroup
-from rolltree.rubrics.judge import JUDGE_PROMPT, JudgeRubric
-from rolltree.rubrics.math_rubric import MathRubric
 from rolltree.rubrics.rubric import (
     Rubric,
     Scores,
     ToolRubric,
+    are_equal,
     as_rubric,
     centred_rewards,
     reset_scores,
+    reward_rounding,
+    settle_rewards,
     write_advantages,
 )
+
+if TYPE_CHECKING:
+    from rolltree.rubrics.groups import PerAgentRubric as PerAgentRubric
+    from rolltree.rubrics.groups import RubricGroup as RubricGroup
+    from rolltree.rubrics.judge import JUDGE_PROMPT as JUDGE_PROMPT
+    from rolltree.rubrics.judge import JudgeRubric as JudgeRubric
+    from rolltree.rubrics.math_rubric import MathRubric as MathRubric
+
+_MODULES = {
+    "groups": "PerAgentRubric RubricGroup",
+    "judge": "JUDGE_PROMPT JudgeRubric",
+    "math_rubric": "MathRubric",
+}
+__getattr__ = loader(__name__, _MODULES)
 
 __all__ = [
     "JUDGE_PROMPT",
@@ -25,9 +47,12 @@ __all__ = [
     "RubricGroup",
     "Scores",
     "ToolRubric",
+    "are_equal",
     "as_rubric",
     "centred_rewards",
     "run_inline",
     "reset_scores",
+    "reward_rounding",
+    "settle_rewards",
     "write_advantages",
 ]

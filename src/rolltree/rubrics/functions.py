@@ -16,8 +16,8 @@ from pathlib import Path
 from traceback import walk_tb
 from typing import Any, Literal, TypeAlias, TypeVar
 
-from rolltree.errors import ConfigError, did_you_mean, record_error
-from rolltree.tasks import Terminated
+from rolltree.errors import ConfigError, Escaped, did_you_mean, record_error
+from rolltree.tasks import contained
 from rolltree.threads import run_in_pool
 from rolltree.types import ErrorRecord, State
 
@@ -149,6 +149,7 @@ def function_name(func: RewardFunc) -> str:
 
 def scoring_error(func: RewardFunc, name: str, error: BaseException) -> ErrorRecord:
     """Return the record of a reward function's error; its message names function, file and line."""
+    error = error.raised if isinstance(error, Escaped) else error
     record = record_error(error, "scoring")
     # In front, because long messages are cut at the end.
     where = f"reward function {name!r}{_place(func, error)}"
@@ -271,37 +272,16 @@ async def call_all(calls: Sequence[FunctionCall]) -> list[RawScore]:
     return outcomes
 
 
-def as_number(value: Any) -> float:
-    """Return a score as a float.
-
-    Raises:
-        ValueError: it is not a finite number. A function that returns None has scored nothing.
-    """
-    if isinstance(value, str) or value is None:
-        raise ValueError(f"a reward function returned {value!r}, which is not a number")
-    try:
-        # A bool, a numpy scalar or a one-element tensor is a number, too.
-        number = float(value)
-    except OverflowError:
-        raise ValueError(
-            "a reward function returned an integer that is too large for a float"
-        ) from None
-    if not math.isfinite(number):
-        raise ValueError(f"a reward function returned {number}; rewards must be finite")
-    return number
-
-
 def _call(call: FunctionCall) -> RawScore:
     function, known, state = call
     try:
-        return function.func(**function.arguments(known, state))
-    except Terminated:
-        raise
-    except (Exception, SystemExit) as error:  # noqa: BLE001  a failed score is data
+        with contained():
+            return function.func(**function.arguments(known, state))
+    except Exception as error:  # noqa: BLE001  a failed score is data
         return _failure(error, call)
 
 
-def _failure(error: BaseException, call: FunctionCall) -> ErrorRecord:
+def _failure(error: Exception, call: FunctionCall) -> ErrorRecord:
     """Return a function's error; if a rollout has no model call, the error says so."""
     function, known, _ = call
     record = scoring_error(function.func, function.name, error)
@@ -336,10 +316,9 @@ async def _settle(outcome: RawScore, call: FunctionCall) -> RawScore:
     if not inspect.isawaitable(outcome):
         return outcome
     try:
-        return await outcome
-    except Terminated:
-        raise
-    except (Exception, SystemExit) as error:  # noqa: BLE001  a failed score is data
+        with contained():
+            return await outcome
+    except Exception as error:  # noqa: BLE001  a failed score is data
         return _failure(error, call)
 
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 from rolltree.errors import ConfigError
 from rolltree.parsers import Parser
 from rolltree.rubrics.functions import RewardFunc, RewardFunction
-from rolltree.rubrics.rubric import Rubric, Scores
+from rolltree.rubrics.rubric import Rubric, Scores, settle_rewards
 from rolltree.store.weights import ScoredPart
 from rolltree.types import State, TrajectoryStep
 
@@ -118,6 +118,8 @@ async def _scores_of(rubric: Rubric, states: Sequence[State]) -> list[Scores]:
     else:
         for copy in copies:
             await rubric.score_rollout(copy)
+    for copy in copies:
+        settle_rewards(copy, rubric)
     return [_read(state, copy) for state, copy in zip(states, copies, strict=True)]
 
 
@@ -222,6 +224,7 @@ class PerAgentRubric(CompositeRubric):
     async def score_rollout(self, state: State, score_sem: object = None) -> None:
         """Score one rollout by its agent's rubric."""
         await self.of(state).score_rollout(state)
+        settle_rewards(state, self.of(state))
         _add_up(state)
 
     async def score_group(self, states: Sequence[State], score_sem: object = None) -> None:
@@ -246,6 +249,7 @@ class PerAgentRubric(CompositeRubric):
             if rubric.has_group_rewards:
                 await rubric.score_group(group)
                 for state in group:
+                    settle_rewards(state, rubric)
                     _add_up(state)
             else:
                 for state in group:

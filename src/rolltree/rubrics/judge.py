@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from string import Formatter
 from typing import Any
 
-from rolltree.errors import ConfigError, PromptTooLong
+from rolltree.errors import ConfigError, ModelError, PromptTooLong
 from rolltree.inference.client import as_client, sampling_from_args
 from rolltree.parsers import Parser, text_of
 from rolltree.rubrics.functions import RewardFunc
@@ -38,6 +38,7 @@ MAX_RESPONSE_CHARS = 32_000
 DEFAULT_MODEL = "gpt-4.1-nano"
 """The judge's model if neither a client nor a model is given."""
 _FIELDS = ("question", "answer", "response")
+_NO_ANSWER = "(no answer was given)"
 
 
 class JudgeRubric(Rubric):
@@ -45,8 +46,8 @@ class JudgeRubric(Rubric):
 
     `await judge(prompt, completion, answer, state)` returns the judge's reply. Functions that send
     the same prompt for one rollout share one call; all replies are in `state["judge_response"]`, by
-    the judge's prompt. If the call fails, so does the function that made it: the reward is None,
-    and `state["error"]` says why.
+    the judge's prompt. If the judge fails, or refuses even a completion without an answer, so does
+    the function that asked: the reward is None, and `state["error"]` says why.
 
     Example:
         >>> async def correct(judge, prompt, completion, answer, state):
@@ -114,6 +115,9 @@ class JudgeRubric(Rubric):
     ) -> str:
         """Return the judge's reply about one completion.
 
+        If the judge's server refuses the response (as content filters do), this is the reply about
+        a completion without an answer.
+
         Raises:
             ModelError: there was no usable reply.
         """
@@ -121,12 +125,18 @@ class JudgeRubric(Rubric):
         while True:
             try:
                 return await self._judged(prompt, _end_of(response, limit), answer, state)
-            except PromptTooLong:
-                # The rest of the prompt is too long.
-                if limit < 2000 or len(response) < 1000:
+            except ModelError as error:
+                if error.kind != "episode":
                     raise
                 # A response has its answer at the end, so its beginning is cut.
-                limit = min(limit, len(response)) // 2
+                if isinstance(error, PromptTooLong) and limit >= 2000 and len(response) >= 1000:
+                    limit = min(limit, len(response)) // 2
+                elif response == _NO_ANSWER:
+                    # The rest of the prompt is refused, which no answer causes.
+                    error.kind = "machine"
+                    raise
+                else:
+                    response = _NO_ANSWER
 
     async def _judged(self, prompt: Messages, response: str, answer: Any, state: State) -> str:
         said = self.judge_prompt.format(
@@ -174,7 +184,7 @@ def _end_of(text: str, limit: int) -> str:
 
 def _written(response: Any) -> str:
     if response is None:
-        return "(no answer was given)"
+        return _NO_ANSWER
     if isinstance(response, Mapping):
         return text_of(response)
     return str(response)

@@ -86,7 +86,7 @@ class MathRubric(Rubric):
             return 0.0
         if "unreadable" in reply:
             # The reference is wrong, not the model: the reward is None for all rollouts, not 0.
-            raise ValueError(reply["unreadable"])
+            raise ConfigError(reply["unreadable"])
         return float(reply["equal"])
 
 

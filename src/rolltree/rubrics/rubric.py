@@ -1,22 +1,24 @@
 """`Rubric`: weighted reward functions over a finished rollout; `ToolRubric`: metrics of tool calls.
 
-A function that raises scores `None`, never 0: the metric is None, `state["scoring_errors"]` holds
-the error under the function's name, and if the function has a weight, the reward is None and
-`state["error"]` says why.
+A function that raises earns 0, since the answer may be the cause, and a model must not be able to
+choose to have no reward; `state["scoring_errors"]` holds the error under the function's name. If it
+cannot follow from an answer (a judge or a network that is away, a wrong setting, a rollout without
+a model call), the reward is None and `state["error"]` says why. A metric of weight 0 is then None.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rolltree.errors import ConfigError
+from rolltree.errors import ConfigError, record_error
 from rolltree.parsers import Parser
 from rolltree.rubrics.functions import (
     FunctionCall,
@@ -24,7 +26,6 @@ from rolltree.rubrics.functions import (
     RawScore,
     RewardFunc,
     RewardFunction,
-    as_number,
     call_all,
     group_arguments,
     rollout_arguments,
@@ -33,8 +34,8 @@ from rolltree.rubrics.functions import (
     without_semaphore,
 )
 from rolltree.state import UnscoredSnapshot
+from rolltree.steps import MAX_REWARD, as_number
 from rolltree.store.weights import ScoredPart
-from rolltree.tools import raw_tool_calls
 from rolltree.types import ErrorRecord, Messages, State
 
 
@@ -42,7 +43,7 @@ from rolltree.types import ErrorRecord, Messages, State
 class Scores:
     """A rubric's scores of one rollout, before anything is written to its state."""
 
-    # None if a weighted function failed.
+    # None if a weighted function failed, and not because of the answer.
     reward: float | None = 0.0
     metrics: dict[str, float | None] = field(default_factory=dict)
     # None if no function scores steps.
@@ -52,6 +53,8 @@ class Scores:
     failed: ErrorRecord | None = None
     # False for a rubric without functions, which does not change the reward.
     scored: bool = False
+    # Whether the model made a call, so that an error may follow from what it wrote.
+    answered: bool = False
 
     def add(self, function: RewardFunction, outcome: RawScore) -> None:
         """Add one function's score of this rollout."""
@@ -79,16 +82,21 @@ class Scores:
     def _number(self, function: RewardFunction, outcome: RawScore) -> float | None:
         if not isinstance(outcome, ErrorRecord):
             try:
-                return as_number(outcome)
+                return as_number(outcome, function.weight)
             except Exception as error:  # noqa: BLE001  a `__float__` may raise anything
                 # A score that is not a number is an error of the function, like an exception.
                 outcome = scoring_error(function.func, function.name, error)
         self.errors[function.name] = outcome.as_dict()
-        # A failed metric affects nothing else, but rewards with missing parts would not be
-        # comparable.
-        if function.weight:
-            self.reward = None
-            self.failed = self.failed or outcome
+        # A failed metric affects nothing else.
+        if not function.weight:
+            return None
+        # Without a reward the rollout would count nowhere, which the model must not be able to
+        # choose.
+        if self.answered and outcome.kind == "episode":
+            return 0.0
+        # A judge that is away says nothing about the answer.
+        self.reward = None
+        self.failed = self.failed or outcome
         return None
 
 
@@ -250,7 +258,7 @@ class Rubric:
 
     async def evaluate(self, states: Sequence[State]) -> list[Scores]:
         """Return the scores of the rollouts of one group, without writing them."""
-        scores = [Scores() for _ in states]
+        scores = [Scores(answered=bool(state.trajectory)) for state in states]
         # All calls of the group are collected first, so that asynchronous ones run concurrently
         # across its rollouts.
         calls: list[FunctionCall] = []
@@ -303,18 +311,23 @@ def _distribute(
 def _spread(function: RewardFunction, outcome: RawScore, num: int) -> list[RawScore]:
     if isinstance(outcome, ErrorRecord):
         return [outcome] * num
-    try:
-        values = list(outcome)
+    # Iterated, these would give keys, an arbitrary order, or letters.
+    if isinstance(outcome, Mapping | AbstractSet | str) or not isinstance(outcome, Iterable):
+        problem = f"a {type(outcome).__name__}"
+    else:
+        try:
+            values = list(outcome)
+        except Exception as error:  # noqa: BLE001  a generator runs the author's code
+            return [scoring_error(function.func, function.name, error)] * num
         if len(values) == num:
             return values
         problem = f"{len(values)} scores"
-    except TypeError:
-        problem = f"a {type(outcome).__name__}"
-    error = ConfigError(
+    # What it returns may follow from an answer, so it counts as a function that raises.
+    wrong = ValueError(
         f"group function {function.name!r} returned {problem} for {num} rollouts, so the "
         "scores cannot be matched to rollouts. Return one number per rollout, in order."
     )
-    return [scoring_error(function.func, function.name, error)] * num
+    return [scoring_error(function.func, function.name, wrong)] * num
 
 
 def write_scores(state: State, scores: Scores, elapsed_s: float) -> None:
@@ -353,6 +366,20 @@ def write_scores(state: State, scores: Scores, elapsed_s: float) -> None:
         # A group is scored at once, so each member gets the time of the whole group.
         timing["scoring_ms"] = elapsed_s * 1000.0
         timing["total_ms"] = timing["generation_ms"] + timing["scoring_ms"]
+
+
+def settle_rewards(state: State, rubric: Rubric) -> None:
+    """Replace rewards that an override wrote and that are not numbers by 0, as scoring errors."""
+    for scored in (state, *state.trajectory):
+        value = scored.get("reward")
+        if value is None or (type(value) is float and abs(value) <= MAX_REWARD):
+            continue
+        try:
+            scored["reward"] = as_number(value, source="it wrote the reward")
+        except Exception as error:  # noqa: BLE001  a `__float__` may raise anything
+            name, scored["reward"] = type(rubric).__name__, 0.0
+            known = state.get("scoring_errors") or {}
+            state["scoring_errors"] = {name: record_error(error, "scoring").as_dict(), **known}
 
 
 def reset_scores(state: State) -> None:
@@ -397,20 +424,39 @@ def _assumed_snapshot(state: State) -> UnscoredSnapshot:
     return UnscoredSnapshot(now.keys - _ADDED, None, None, nothing, None)
 
 
+def are_equal(rewards: Sequence[float] | NDArray[np.float64]) -> bool:
+    """Return whether rewards differ by rounding at most.
+
+    Sums in another order differ in their last bits, which says nothing about the rollouts.
+
+    >>> are_equal([0.1 + 0.2, 0.3]), are_equal([0.3, 0.3001])
+    (True, False)
+    """
+    values = np.asarray(rewards, np.float64)
+    return not len(values) or bool(values.max() - values.min() <= reward_rounding(values))
+
+
+def reward_rounding(values: NDArray[np.float64]) -> float:
+    """Return the difference up to which rewards of this size count as equal."""
+    return 1e-9 * max(1.0, float(np.abs(values).max()))
+
+
 def centred_rewards(
     rewards: Sequence[float] | NDArray[np.float64], weights: NDArray[np.float64] | None = None
 ) -> NDArray[np.float64]:
     """Return each reward minus the group's mean, float64 `[num_rollouts]`.
 
-    `weights` add up to 1; without them all rewards count equally. Equal rewards give exactly 0.
+    `weights` add up to 1; without them all rewards count equally. Rewards that equal the mean, but
+    for rounding, give exactly 0.
     """
     values = np.asarray(rewards, np.float64)
-    # In floats, the mean of equal numbers may differ from them in the last bit, which normalisation
-    # would turn into a signal.
-    if not len(values) or values.max() == values.min():
+    if not len(values):
         return np.zeros_like(values)
     shares = np.float64(1.0 / len(values)) if weights is None else weights
-    return np.asarray(values - (shares * values).sum())
+    centred = values - (shares * values).sum()
+    # In floats, the mean of equal numbers may differ from them in the last bit, which normalisation
+    # would turn into a signal.
+    return np.where(np.abs(centred) <= reward_rounding(values), 0.0, centred)
 
 
 def write_advantages(states: Sequence[State]) -> None:
@@ -500,4 +546,6 @@ def _counter(tool: str) -> RewardFunc:
 def _called(completion: Messages) -> list[str]:
     if isinstance(completion, str):
         return []
+    from rolltree.tools import raw_tool_calls
+
     return [call.name for message in completion or () for call in raw_tool_calls(message)]

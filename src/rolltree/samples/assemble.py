@@ -106,6 +106,14 @@ def _sample(
 ) -> Sample:
     origins = [(rollout.index, rollout.origins(calls)) for rollout, calls in parts]
     info["rollouts"] = tuple(index for index, found in origins for _ in found)
+    changed = tuple(
+        (rollout.index, call.index, call.changed_sampling)
+        for rollout, calls in parts
+        for call in calls
+        if call.changed_sampling is not None
+    )
+    if changed:
+        info["changed_sampling"] = changed
     together = tuple(origin for _, found in origins for origin in found)
     return Sample(ids, positions, subtree_end, records, together, info)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, get_args
 
 import numpy as np
@@ -22,7 +23,8 @@ from rolltree.samples.truncation import (
     truncation_effect,
 )
 from rolltree.tokens import Break, Decoder, Place, TokenTree, explain_break
-from rolltree.types import Sample, Scope, State, TrajectoryStep
+from rolltree.tokens.breaks import system_text
+from rolltree.types import Records, Sample, Scope, State, TrajectoryStep
 
 DEFAULT_SCOPE: Scope = "tree"
 """The scope of `build_samples`, `generate_batch`, the training configuration and reports.
@@ -30,6 +32,9 @@ DEFAULT_SCOPE: Scope = "tree"
 `tree` computes every token once, even if the history is rewritten, and its gradient is that of
 training each call on its own. For rows, which hold one path each, use `interleave`.
 """
+
+# With so many samples of one rollout, older ones are not looked at for what a prompt changed.
+_MOST_COMPARED = 32
 
 Group = list[ResolvedStep]
 """Calls that share a flat sample: the prompt of each extends the call before it, id for id."""
@@ -44,8 +49,10 @@ class SampleBatch:
     not extend the call before it, and `skipped` which sampled tokens are in no sample.
 
     `Sample.info` holds `scope`, `rollouts` (the rollout index of each origin), `streams` (name to
-    `SampleStream`), in a flat sample `break` (the `Break` that began it, or None) and, if
-    `max_seq_len` cut it, the keys that `cap_sample` adds.
+    `SampleStream`), in a flat sample `break` (the `Break` that began it, also if the call was only
+    sampled again or begins another conversation, which `breaks` leaves out; or None), if
+    `max_seq_len` cut it, the keys that `cap_sample` adds, and, if a call was not sampled from the
+    model's own distribution, `changed_sampling`: (rollout index, call, settings) of each such call.
     """
 
     samples: list[Sample]
@@ -64,6 +71,7 @@ def build_samples(
     group_key: GroupKey | None = None,
     inputs: Sequence[str] = (),
     decode: Decoder | None = None,
+    skip_invalid: bool = False,
 ) -> SampleBatch:
     """Turn trajectories into training samples, without changing the trajectories.
 
@@ -83,6 +91,8 @@ def build_samples(
             `lambda state: state["example_id"]`. Default: one sample per trajectory.
         inputs: names of per-token streams that a loss reads (`Loss.inputs`); `records.extra` has
             their values.
+        skip_invalid: leave out steps whose tokens contradict themselves, and list them in
+            `skipped`, as training does.
         decode: ids to text, for the texts in `breaks` and the cause `retokenized`.
 
     Raises:
@@ -95,13 +105,13 @@ def build_samples(
     effects = _effects(trajectories, truncation, max_seq_len)
     given = _advantages(trajectories, advantages)
     rollouts = [
-        resolve_rollout(index, trajectory, effect, mine)
+        resolve_rollout(index, trajectory, effect, mine, skip_invalid=skip_invalid)
         for index, (trajectory, effect, mine) in enumerate(
             zip(trajectories, effects, given, strict=True)
         )
     ]
     skipped: list[Skipped] = []
-    breaks: list[Break] = []
+    openings: list[Break] = []
     samples: list[Sample] = []
     trees: dict[Hashable, list[ResolvedRollout]] = {}
     num_extendable = 0
@@ -112,8 +122,8 @@ def build_samples(
         turn_groups = [by_prefix(rollout.tree, calls) for calls in turns]
         for calls, groups in zip(turns, turn_groups, strict=True):
             num_extendable += max(0, len(calls) - 1)
-            opened |= {item.call: item for item in find_breaks(rollout, groups, decode)}
-        breaks.extend(opened.values())
+            opened |= {item.call: item for item in find_openings(rollout, groups, decode)}
+        openings.extend(opened.values())
         # Before a rollout is left out, because the report accounts for every sampled token.
         skipped.extend(_skipped(rollout))
         if not rollout.calls or not rollout.effect.counts:
@@ -142,8 +152,9 @@ def build_samples(
         # A sample without records trains nothing, and computing it would be wasted.
         if capped is not None and len(capped.records):
             kept.append(capped)
-    report = make_report(rollouts, kept, breaks, skipped, num_extendable)
-    return SampleBatch(kept, report, tuple(breaks), tuple(skipped))
+    report = make_report(rollouts, kept, openings, skipped, num_extendable)
+    breaks = tuple(item for item in openings if item.is_break)
+    return SampleBatch(kept, report, breaks, tuple(skipped))
 
 
 def trajectory_breaks(
@@ -151,11 +162,12 @@ def trajectory_breaks(
 ) -> list[Break]:
     """Return where the calls of one trajectory do not extend earlier ones, in call order.
 
-    It returns `build_samples([trajectory], "interleave", decode=decode).breaks`, but builds no
-    samples.
+    It returns `build_samples([trajectory], "interleave", decode=decode, skip_invalid=True).breaks`,
+    but builds no samples.
     """
-    rollout = resolve_rollout(0, trajectory)
-    return find_breaks(rollout, by_prefix(rollout.tree, rollout.calls), decode)
+    rollout = resolve_rollout(0, trajectory, skip_invalid=True)
+    found = find_openings(rollout, by_prefix(rollout.tree, rollout.calls), decode)
+    return [item for item in found if item.is_break]
 
 
 def _check_options(scope: str, max_seq_len: int | None, group_key: GroupKey | None) -> None:
@@ -222,7 +234,7 @@ def _flat(
         for group in groups
     ]
     # Over all samples of the turn, because a break may have split it.
-    if scope == "turn" and any(np.isnan(sample.records.logprob).any() for sample in made):
+    if scope == "turn" and _lacks_logprobs([sample.records for sample in made], groups):
         made = [
             replace(s, records=replace(s.records, logprob=np.full_like(s.records.logprob, np.nan)))
             for s in made
@@ -230,12 +242,29 @@ def _flat(
     return made
 
 
+def _lacks_logprobs(parts: Sequence[Records], groups: Sequence[Group]) -> bool:
+    unknown = [part for part in parts if np.isnan(part.logprob).any()]
+    if not unknown:
+        return False
+    # What is not trained anyway, because of its mask or its sampling, takes no others with it.
+    trained = [call.index for group in groups for call in group if call.changed_sampling is None]
+    return any(
+        (np.isnan(part.logprob) & (part.weight != 0) & np.isin(part.call, trained)).any()
+        for part in unknown
+    )
+
+
+_NO_IDS = "it came without token ids (docs/inference.md, Servers, says how to get them)"
+
+
 def _skipped(rollout: ResolvedRollout) -> list[Skipped]:
     """Return the tokens of a rollout that are in no sample, before samples are cut."""
     skipped = []
     for step in rollout.steps:
         reason, count = None, 0
-        if step.handle < 0:
+        if step.problem is not None:
+            reason = SkipReason.INVALID_TOKENS
+        elif step.handle < 0:
             reason = SkipReason.NO_TOKENS
         elif not (count := rollout.tree.num_sampled(step.handle)):
             reason = SkipReason.EMPTY_COMPLETION
@@ -245,7 +274,10 @@ def _skipped(rollout: ResolvedRollout) -> list[Skipped]:
             # Only the first token is lost, since the others have a token before them.
             reason, count = SkipReason.NO_SOURCE, 1
         if reason is not None:
-            skipped.append(Skipped(rollout.index, step.index, reason, count))
+            no_ids = _NO_IDS if reason is SkipReason.NO_TOKENS else ""
+            said = step.problem or no_ids
+            problem = f"rollout {rollout.rollout_id}: {said}" if said else ""
+            skipped.append(Skipped(rollout.index, step.index, reason, count, problem))
     return skipped
 
 
@@ -327,36 +359,91 @@ def turns_of(rollout: ResolvedRollout) -> list[Group]:
     return sorted(filter(None, groups), key=lambda calls: calls[0].index)
 
 
-def find_breaks(
+def _nearest(
+    tree: TokenTree, call: ResolvedStep, latest_first: Iterable[ResolvedStep]
+) -> ResolvedStep:
+    """Return the call whose path has the longest common part with a call's prompt."""
+    arena, prompt_end = tree.arena, tree.calls.prompt_end(call.handle)
+    # No path can share more, so the search ends there.
+    most = tree.known_prompt_len(call.handle)
+    nearest, longest = call, -1
+    for each in islice(latest_first, _MOST_COMPARED):
+        shared = arena.depth(arena.common(tree.calls.end(each.handle), prompt_end))
+        if shared > longest:
+            nearest, longest = each, shared
+        if shared >= most:
+            break
+    return nearest
+
+
+@dataclass(slots=True)
+class _Conversation:
+    """An agent's calls with one system message, as far as they have come."""
+
+    first: ResolvedStep
+    # The latest call of a group, by the group's first call; in the order of the latest calls.
+    latest: dict[int, ResolvedStep] = field(default_factory=dict)
+
+
+def _latest_first(conversations: Sequence[_Conversation]) -> Iterable[ResolvedStep]:
+    if len(conversations) == 1:
+        return reversed(conversations[0].latest.values())
+    calls = [call for each in conversations for call in each.latest.values()]
+    return sorted(calls, key=lambda call: -call.index)
+
+
+def find_openings(
     rollout: ResolvedRollout, groups: Sequence[Group], decode: Decoder | None
 ) -> list[Break]:
-    """Return the breaks among calls that `by_prefix` put into these groups, in call order.
+    """Return why groups of `by_prefix` began, in call order.
 
-    A group that does not start with the first call of its rollout (or turn) began with a break.
-    The cause comes from a comparison with the same agent's latest call.
+    The first group of a rollout (or turn) needs no reason. The reason of another comes from a
+    comparison with a call of the same agent: the one with the same prompt; else, of those with the
+    same system message, or else of all, the one with the longest common path, and the latest of
+    several.
     """
+    if len(groups) < 2:
+        return []
     place = {call.index: (group, at) for group in groups for at, call in enumerate(group)}
     ordered = sorted((call for group in groups for call in group), key=lambda call: call.index)
     tree = rollout.tree
-    latest: dict[str, ResolvedStep] = {}
-    first_len: dict[str, int] = {}
+    # By agent, then by system message; and by a group's first call and agent, since agents may
+    # share a group.
+    agents: dict[str, dict[str, _Conversation]] = {}
+    homes: dict[tuple[int, str], _Conversation] = {}
+    asked: dict[tuple[str, Place], ResolvedStep] = {}
     found: list[Break] = []
     before: ResolvedStep | None = None
     for call in ordered:
-        # An agent's first call is compared with the call before it, of any agent.
-        previous = latest.get(call.agent, before)
-        if place[call.index][1] == 0 and previous is not None:
-            group, at = place[previous.index]
+        group, at = place[call.index]
+        home = group[0].index, call.agent
+        now = rollout.messages(call.index) if at == 0 else []
+        kin = homes.get(home)
+        if kin is None:
+            head = system_text(now or rollout.messages(home[0]))
+            own = agents.setdefault(call.agent, {})
+            kin = homes[home] = own.setdefault(head, _Conversation(call))
+        same_prompt = call.agent, tree.calls.prompt_end(call.handle)
+        if at == 0 and before is not None:
+            # With calls of its own conversation, else of its agent, else with the one before it.
+            near = [kin] if kin.latest else [each for each in own.values() if each.latest]
+            previous = asked.get(same_prompt) or (
+                _nearest(tree, call, _latest_first(near)) if near else before
+            )
+            earlier, until = place[previous.index]
             why = explain_break(
                 tree,
                 call.handle,
                 previous.handle,
-                history=[member.handle for member in group[: at + 1]],
-                first_prompt_len=first_len.get(call.agent, 0),
-                handoff=call.agent not in latest,
+                history=[member.handle for member in earlier[: until + 1]],
+                first_prompt_len=tree.prompt_len(near[0].first.handle) if near else 0,
+                handoff=not near,
                 decode=decode,
+                was=rollout.messages(previous.index, with_answer=True),
+                now=now,
             )
             found.append(why.of(rollout.index, call.index, previous.index, call.agent))
-        latest[call.agent] = before = call
-        first_len.setdefault(call.agent, tree.prompt_len(call.handle))
+        kin.latest.pop(home[0], None)
+        kin.latest[home[0]] = call
+        before = asked[same_prompt] = call
     return found

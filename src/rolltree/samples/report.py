@@ -13,6 +13,7 @@ from typing import Any
 
 from rolltree.samples.resolve import ResolvedRollout
 from rolltree.tokens import Break, BreakCause, peek
+from rolltree.tokens.breaks import UNBROKEN
 from rolltree.types import Sample, TruncationReason
 
 _SEQ_LEN_KEYS = ("seq_len_original", "seq_len_kept", "seq_len_lost")
@@ -23,6 +24,8 @@ class SkipReason(StrEnum):
 
     # The server returned no ids for this step.
     NO_TOKENS = "no_tokens"
+    # The step's tokens contradict themselves, as an environment may have assigned them.
+    INVALID_TOKENS = "invalid_tokens"
     # The model sampled nothing.
     EMPTY_COMPLETION = "empty_completion"
     # The first token of a call without a prompt.
@@ -35,18 +38,19 @@ class SkipReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """Sampled tokens of one step that are in no sample."""
+    """Sampled tokens of one step that are in no sample; `problem` says more, if it is known."""
 
     rollout: int
     call: int
     reason: SkipReason
     num_tokens: int
+    problem: str = ""
 
 
 def make_report(
     rollouts: Sequence[ResolvedRollout],
     samples: Sequence[Sample],
-    breaks: Sequence[Break],
+    openings: Sequence[Break],
     skipped: Sequence[Skipped],
     num_extendable: int,
 ) -> dict[str, float]:
@@ -54,8 +58,9 @@ def make_report(
 
     `num_tokens` counts the tokens of a forward pass over all samples, `num_raw_tokens` the prompt
     and completion tokens of all calls. `break_rate/<cause>` is the number of breaks per call that
-    follows another.
+    follows another. `begun/<cause>` counts prompts that began something new and broke nothing.
     """
+    breaks = [item for item in openings if item.is_break]
     calls = [(rollout, call) for rollout in rollouts for call in rollout.calls]
     reasons = Counter(skip.reason for skip in skipped)
     skipped_tokens: Counter[SkipReason] = Counter()
@@ -98,8 +103,11 @@ def make_report(
     for reason in SkipReason:
         report[f"skipped/{reason}"] = reasons[reason]
         report[f"skipped_tokens/{reason}"] = skipped_tokens[reason]
-    causes = Counter(item.cause for item in breaks)
+    causes = Counter(item.cause for item in openings)
     for cause in BreakCause:
+        if cause in UNBROKEN:
+            report[f"begun/{cause}"] = causes[cause]
+            continue
         report[f"breaks/{cause}"] = causes[cause]
         report[f"break_rate/{cause}"] = causes[cause] / num_extendable if num_extendable else 0.0
     return report

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -16,7 +18,7 @@ from rolltree.samples.truncation import (
     own_truncation,
     truncation_effect,
 )
-from rolltree.tokens import StepTokens, TokenTree, Trajectory, insert_step, peek
+from rolltree.tokens import StepTokens, TokenTree, Trajectory, check_ids, insert_step, peek
 from rolltree.types import SampleOrigin, State, TrajectoryStep
 
 NO_TOKENS = -1
@@ -29,7 +31,8 @@ class ResolvedStep:
     """One step, with its index in the trajectory and its call's handle in the tree.
 
     The handle is `NO_TOKENS` if the step has none. `advantage` is the one that was passed in, else
-    the step's, else the state's, else None.
+    the step's, else the state's, else None. `changed_sampling`: see the function of that name.
+    `problem`: why its tokens cannot be used, if it has none for that reason.
     """
 
     index: int
@@ -38,14 +41,16 @@ class ResolvedStep:
     turn: int | None
     advantage: float | None
     finish_reason: str | None
+    changed_sampling: str | None = None
+    problem: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedRollout:
     """One trajectory: `steps` has every step, `calls` those whose tokens are in `tree`.
 
-    `weight` multiplies the loss weight of every token; it is 0 for a rollout that failed or is
-    masked. `truncated` and its reason are the episode's own.
+    `source` is the trajectory. `weight` multiplies the loss weight of every token; it is 0 for a
+    rollout that failed or is masked. `truncated` and its reason are the episode's own.
     """
 
     index: int
@@ -59,11 +64,21 @@ class ResolvedRollout:
     truncation_reason: str | None
     failed: bool
     effect: TruncationEffect
+    source: Sequence[TrajectoryStep]
 
     @property
     def weight(self) -> float:
         """The factor of every token's loss weight, 1 or 0."""
         return float(self.effect.in_loss and not self.failed)
+
+    def messages(self, index: int, *, with_answer: bool = False) -> list[Mapping[str, Any]]:
+        """Return the messages of a step's prompt; none if the prompt is text."""
+        found: list[Mapping[str, Any]] = []
+        for name in ("prompt", "completion") if with_answer else ("prompt",):
+            part = peek(self.source[index], name)
+            if part and not isinstance(part, str) and isinstance(part, Sequence):
+                found += [message for message in part if isinstance(message, Mapping)]
+        return found
 
     def origins(self, calls: Sequence[ResolvedStep]) -> list[SampleOrigin]:
         """Return the origins of a sample with these calls: one per agent, in order."""
@@ -90,18 +105,24 @@ def resolve_rollout(
     trajectory: State | Sequence[TrajectoryStep],
     effect: TruncationEffect | None = None,
     advantages: Advantages | None = None,
+    *,
+    skip_invalid: bool = False,
 ) -> ResolvedRollout:
     """Read a state or a plain list of steps; without an `effect`, truncation changes nothing.
 
     If the tokens of all steps are views of one tree, that tree is used. If there are plain lists,
     assigned token keys or views of several trees, all steps are inserted into a new tree.
 
+    With `skip_invalid`, a step whose tokens contradict themselves has none, and its `problem` says
+    why.
+
     Raises:
         TokenError: a step's tokens contradict themselves; the message names the step.
     """
     state: Mapping[str, Any] = trajectory if isinstance(trajectory, Mapping) else {}
     trajectory_steps = state["trajectory"] if isinstance(trajectory, Mapping) else trajectory
-    tree, handles = resolve_tokens(index, trajectory_steps)
+    problems: dict[int, str] | None = {} if skip_invalid else None
+    tree, handles = resolve_tokens(index, trajectory_steps, problems)
     fallback = _number(state.get("advantage"))
     steps: list[ResolvedStep] = []
     extras: Mapping[str, Any] = {}
@@ -109,13 +130,15 @@ def resolve_rollout(
         # `peek`, so that reading does not build and keep the lists of every step.
         extras = peek(step, "extras") or {}
         own = _number(step.get("advantage") if advantages is None else advantages[position])
-        agent, turn = extras.get("agent") or "", extras.get("turn")
+        agent, turn = str(extras.get("agent") or ""), extras.get("turn")
         if handle >= 0:
             agent = agent or tree.agent(handle)
-            turn = tree.turn(handle) if turn is None else turn
+            turn = turn if isinstance(turn, int) else tree.turn(handle)
         reason = _text(extras.get("finish_reason"))
+        advantage, changed = fallback if own is None else own, _changed_sampling(extras)
+        problem = problems.get(position) if problems else None
         steps.append(
-            ResolvedStep(position, handle, agent, turn, fallback if own is None else own, reason)
+            ResolvedStep(position, handle, agent, turn, advantage, reason, changed, problem)
         )
     truncated, reason = own_truncation(trajectory)
     return ResolvedRollout(
@@ -131,16 +154,60 @@ def resolve_rollout(
         truncation_reason=reason,
         failed=state.get("error") is not None,
         effect=effect or truncation_effect(trajectory, TruncationPolicy()),
+        source=trajectory_steps,
     )
 
 
-def resolve_tokens(index: int, steps: Sequence[Any]) -> tuple[TokenTree, list[int]]:
-    """Return one tree with the calls of all steps, and each step's handle or `NO_TOKENS`."""
-    return _shared_tree(steps) or _fresh_tree(index, steps)
+def resolve_tokens(
+    index: int, steps: Sequence[Any], problems: dict[int, str] | None = None
+) -> tuple[TokenTree, list[int]]:
+    """Return one tree with the calls of all steps, and each step's handle or `NO_TOKENS`.
+
+    With `problems`, steps whose tokens contradict themselves have none, and are noted there.
+    """
+    return _shared_tree(steps) or _fresh_tree(index, steps, problems)
+
+
+def changed_sampling(step: Any) -> str | None:
+    """Return the settings for which a step was not sampled from softmax(logits / T), or None.
+
+    They are those that it was really sampled with, wherever they were set.
+    """
+    # `peek`, because a step keeps the values that it builds when its keys are read.
+    return _changed_sampling(peek(step, "extras") or {})
+
+
+def _changed_sampling(extras: Mapping[str, Any]) -> str | None:
+    temperature, changes = extras.get("temperature", 1.0), extras.get("sampling")
+    return not_the_models_own(temperature, {} if changes is None else changes)
+
+
+def not_the_models_own(temperature: Any, changes: Any) -> str | None:
+    """Return the settings for which a call is not trained, as text, or None.
+
+    The trainer divides logits by the temperature and takes their softmax. Settings that cut tokens
+    off, penalise or bias them give different probabilities, so ratios would be wrong.
+
+    Args:
+        temperature: the divisor of the logits, a positive number.
+        changes: a mapping; see `rolltree.inference.request_fields.distribution_changes`.
+
+    >>> not_the_models_own(0.0, {"top_p": 0.9})
+    'temperature = 0.0, top_p = 0.9'
+    """
+    # An environment may write anything there; how the call was sampled is then unknown.
+    if not isinstance(changes, Mapping):
+        changes = {"sampling": changes}
+    is_known = isinstance(temperature, Real) and 0 < float(temperature) < math.inf
+    settings = changes if is_known else {"temperature": temperature, **changes}
+    return ", ".join(f"{name} = {value!r}" for name, value in settings.items()) or None
 
 
 def _number(value: Any) -> float | None:
-    return None if value is None else float(value)
+    try:
+        return None if value is None else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None  # an environment may write anything into a state
 
 
 def _text(value: Any) -> str | None:
@@ -168,7 +235,9 @@ def _shared_tree(steps: Sequence[Any]) -> tuple[TokenTree, list[int]] | None:
     return (tree or TokenTree(), handles)
 
 
-def _fresh_tree(index: int, steps: Sequence[Any]) -> tuple[TokenTree, list[int]]:
+def _fresh_tree(
+    index: int, steps: Sequence[Any], problems: dict[int, str] | None
+) -> tuple[TokenTree, list[int]]:
     tree = TokenTree()
     handles: list[int] = []
     for position, step in enumerate(steps):
@@ -180,9 +249,20 @@ def _fresh_tree(index: int, steps: Sequence[Any]) -> tuple[TokenTree, list[int]]
                 handles.append(_insert_view(tree, tokens))
             else:
                 handles.append(insert_step(tree, step))
-        except TokenError as error:
-            raise TokenError(f"step {position} of rollout {index}: {error}") from error
+        except (TokenError, *_UNREADABLE) as error:
+            said = str(error)
+            if not isinstance(error, TokenError):
+                said = f"its tokens cannot be read ({type(error).__name__}: {error})"
+            if problems is not None:
+                problems[position] = said
+                handles.append(NO_TOKENS)
+                continue
+            raise TokenError(f"step {position} of rollout {index}: {said}") from error
     return tree, handles
+
+
+# Of values that an environment assigned, which may be anything.
+_UNREADABLE = (AttributeError, LookupError, OverflowError, TypeError, ValueError)
 
 
 def _insert_view(tree: TokenTree, tokens: StepTokens) -> int:
@@ -195,6 +275,7 @@ def _insert_view(tree: TokenTree, tokens: StepTokens) -> int:
     if tokens.as_recorded:
         return tree.copy_call(recorded, call)
     new = {key: tokens[key] for key in tokens.assigned}
+    check_ids({"prompt_ids": (), "completion_ids": (), **new})
     values = recorded.values(call)
     other_ids = "completion_ids" in new or "prompt_ids" in new
     if other_ids and len(tokens["completion_ids"]) != recorded.num_sampled(call):
@@ -208,7 +289,7 @@ def _insert_view(tree: TokenTree, tokens: StepTokens) -> int:
         if key not in new:
             return values[name]
         # In verifiers' steps, an empty list means that there are no values.
-        return new[key] if new[key] is not None and len(new[key]) else None
+        return new[key] if new[key] is not None and np.size(new[key]) else None
 
     return tree.insert(
         new.get("prompt_ids", recorded.prompt_ids(call)),

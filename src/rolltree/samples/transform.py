@@ -163,16 +163,14 @@ def join_samples(samples: Sequence[Sample]) -> Sample:
         ids=concat([sample.ids for sample in samples], np.int32),
         positions=concat([sample.positions for sample in samples], np.int32),
         subtree_end=concat([sample.subtree_end + start for sample, start in both], np.int32),
-        records=concat_records([_shifted(sample.records, start) for sample, start in both]),
+        records=concat_records(
+            [replace(s.records, source=s.records.source + start) for s, start in both]
+        ),
         origins=tuple(origin for sample in samples for origin in sample.origins),
         info={
             "streams": join_streams([s.info.get("streams", {}) for s in samples], starts.tolist())
         },
     )
-
-
-def _shifted(records: Records, start: np.int32) -> Records:
-    return replace(records, source=records.source + start)
 
 
 def split_sample(sample: Sample, max_tokens: int) -> list[Sample]:

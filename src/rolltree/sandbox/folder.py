@@ -70,11 +70,9 @@ class PrivateFolder:
         if parent not in _swept:
             _swept.add(parent)
             sweep(parent)
-        self.outer = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
-        self._lock_fd = os.open(self.outer / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         # The kernel frees the lock however this process dies, so a folder with a free lock may be
         # swept.
-        fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self.outer, self._lock_fd = _locked(parent)
         self.uid = uid
         self.path = self.outer / "work"
         self.path.mkdir(mode=0o700)
@@ -314,6 +312,21 @@ def _is_at(path: Path, fd: int) -> bool:
 
 
 _swept: set[Path] = set()
+
+
+def _locked(parent: Path) -> tuple[Path, int]:
+    """Make a folder in `parent`, and return it with a descriptor that holds its lock."""
+    while True:
+        outer = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+        # Another process that starts may sweep the folder before it is locked. Then its lock is
+        # taken, or deleted; that process removes the rest.
+        with contextlib.suppress(FileNotFoundError):
+            fd = os.open(outer / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(fd).st_nlink:
+                    return outer, fd
+            os.close(fd)
 
 
 def sweep(parent: Path) -> int:

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import time
@@ -35,7 +36,7 @@ _GIVE_UP_S = 1.0
 _SECRET_BYTES = 8192
 _SHARED = (
     *("cwd", "folder", "trusted_processes", "ready_at", "mount_fd", "folder_fd", "cgroup"),
-    *("is_limited", "has_network"),
+    *("is_limited", "has_network", "can_be_killed"),
 )
 
 
@@ -69,6 +70,8 @@ class Launch:
     is_limited: bool = True
     # Whether it has a network namespace in which it may use TCP.
     has_network: bool = False
+    # Whether its code can send signals to its supervisor.
+    can_be_killed: bool = False
 
 
 Feed: TypeAlias = Callable[[int, bytes], bool]
@@ -294,6 +297,8 @@ class SupervisedProcess:
         self._open.discard(fd)
         if fd == self._status_fd:
             os.close(fd)
+            if self._launch.can_be_killed and not self._report:
+                kill_strays(self._launch.folder)
             # A process that escaped may hold the other pipes open.
             self._loop.call_later(_GIVE_UP_S, self._abandon)
         if not self._open and not self.finished.done():
@@ -341,6 +346,36 @@ class SupervisedProcess:
                 pipe.close()
         if not self.finished.done():
             self.finished.set_result(None)
+
+
+def kill_strays(folder: str) -> None:
+    """Kill the processes that have a path in a private folder in their environment.
+
+    For programs whose supervisor, and its guard, were killed. Their daemons have no known parent,
+    but the variables with which they were started; one that has emptied them is not found.
+    """
+    if not Path("/proc/self/environ").exists():
+        return
+    until, found = time.monotonic() + _GIVE_UP_S, True
+    while found and time.monotonic() < until:  # again, for what they have forked meanwhile
+        found = False
+        for entry in Path("/proc").glob("[0-9]*"):
+            # Processes of other users cannot be read.
+            with contextlib.suppress(OSError):
+                found |= int(entry.name) != os.getpid() and _kill_if_named(entry, folder)
+
+
+def _kill_if_named(entry: Path, folder: str) -> bool:
+    # Opened first: the number may come to mean another process.
+    process = os.pidfd_open(int(entry.name))
+    try:
+        variables = (entry / "environ").read_bytes()
+        is_named = os.fsencode(folder) in variables
+        if is_named:
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+        return is_named
+    finally:
+        os.close(process)
 
 
 async def run_to_end(

@@ -57,8 +57,10 @@ def main() -> None:
     spec["env"] = {name: os.environb[name] for name in names}
     # Before the first fork: orphans become children of this process, so that `descendants` finds a
     # program that forks twice or opens its own session (design/0005).
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    become_subreaper()
+    if spec["can_be_killed"] and HAS_PROC:
+        guard(spec)
+        become_subreaper()  # a fork does not inherit it
     # `poll` restarts after a signal (PEP 475); a byte in this pipe wakes it when a child dies.
     wake_read, wake_write = pipe()
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
@@ -116,6 +118,37 @@ def main() -> None:
         report["setup"] = ""
     with contextlib.suppress(BrokenPipeError):
         os.write(spec["status_fd"], json.dumps(report).encode() + b"\n")
+
+
+def become_subreaper() -> None:
+    """Become the parent of orphans among this process's descendants, where the system can."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def guard(spec: dict[str, Any]) -> None:
+    """Go on in a child; this process waits for it, and ends the tree if the child was killed.
+
+    A program of the same user can kill its supervisor. Then its orphans become children of this
+    process, which a signal to the supervisor, or to its process group, does not reach.
+    """
+    pid = os.fork()
+    if not pid:
+        os.setsid()
+        return
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(pid, signal.SIGTERM))
+    null = os.open("/dev/null", os.O_RDWR)
+    for standard in (0, 1, 2):
+        os.dup2(null, standard)
+    # The status pipe stays open: its end says that no process is left.
+    for held in (spec["control_fd"], spec["mount_fd"], spec["folder_fd"]):
+        if held is not None:
+            os.close(held)
+    try:
+        os.waitpid(pid, 0)
+        kill_tree(pid, reap)
+    finally:
+        os._exit(0)
 
 
 def pipe() -> tuple[int, int]:
@@ -371,31 +404,16 @@ class Watch:
 
     def reap(self) -> bool:
         """Collect dead children; return whether any child is left."""
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return False
-            if pid == 0:
-                return True
+
+        def note(pid: int, status: int) -> None:
             if pid == self.main_pid:
                 self.main_status = status
 
+        return reap(note)
+
     def kill_all(self) -> None:
-        """Kill until no process is left. Orphans become children of this one, so none is missed."""
-        while True:
-            # Repeated: even a tree that forks faster than it is listed is killed in the end,
-            # because dead processes do not fork.
-            for pid in descendants(os.getpid()):
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
-            # Without /proc nothing is listed, and only the command's process group can be killed.
-            if not HAS_PROC:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(self.main_pid, signal.SIGKILL)
-            if not self.reap():
-                return
-            time.sleep(0.001)
+        """Kill until no process is left."""
+        kill_tree(self.main_pid, self.reap)
 
     def report(self, ended: str) -> dict[str, Any]:
         """Return the report for the status pipe: how the tree ended, and the resources it used."""
@@ -413,6 +431,35 @@ class Watch:
             "cpu_s": max(self.cpu_seen, rusage.ru_utime + rusage.ru_stime),
             "peak_memory_bytes": max(self.peak_bytes, peak_bytes),
         }
+
+
+def reap(note: Callable[[int, int], None] = lambda pid, status: None) -> bool:
+    """Collect dead children, and call `note` with each; return whether any child is left."""
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return False
+        if pid == 0:
+            return True
+        note(pid, status)
+
+
+def kill_tree(group: int, reap: Callable[[], bool]) -> None:
+    """Kill until no process is left. Orphans become children of this one, so none is missed."""
+    while True:
+        # Repeated: even a tree that forks faster than it is listed is killed in the end, because
+        # dead processes do not fork.
+        for pid in descendants(os.getpid()):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        # Without /proc nothing is listed, and only the command's process group can be killed.
+        if not HAS_PROC:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(group, signal.SIGKILL)
+        if not reap():
+            return
+        time.sleep(0.001)
 
 
 def descendants(pid: int) -> Iterator[int]:

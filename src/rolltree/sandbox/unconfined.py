@@ -65,4 +65,5 @@ class UnconfinedSandbox(FolderSandbox):
             folder=folder,
             level=self.level.name,
             is_limited=False,
+            can_be_killed=True,
         )

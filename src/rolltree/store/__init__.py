@@ -5,7 +5,14 @@ The only package that writes runs. It stores plain values and blobs.
 
 from rolltree.store.codec import Opaque, dumps, loads, to_plain
 from rolltree.store.listing import PhaseSummary, RunSummary, list_runs, run_folders, summarize
-from rolltree.store.rows import Event, StepRow, StoredEvaluation, StoredRollout, raised_by_rewards
+from rolltree.store.rows import (
+    Event,
+    StepRow,
+    StoredEvaluation,
+    StoredRollout,
+    is_lost,
+    raised_by_rewards,
+)
 from rolltree.store.run import Run
 from rolltree.store.trained import TrainedRollout
 
@@ -20,6 +27,7 @@ __all__ = [
     "StoredRollout",
     "TrainedRollout",
     "dumps",
+    "is_lost",
     "list_runs",
     "loads",
     "run_folders",

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
+from rolltree.errors import StoreError
 from rolltree.store.codec import loads
 from rolltree.store.integrity import (
     TABLES,
@@ -20,6 +21,8 @@ from rolltree.store.integrity import (
 from rolltree.store.rows import LIGHT, STORED, with_checksums
 from rolltree.store.trained import insert_trained
 
+MAX_META_BYTES = 2**22
+"""The largest setting, or stored report: each look at a run reads all of them."""
 _INSERT = (
     f"INSERT INTO rollouts ({', '.join(STORED)}) VALUES ({', '.join('?' for _ in STORED)}) "
     "ON CONFLICT (request_id, trajectory_index) DO NOTHING"
@@ -38,6 +41,12 @@ class Change:
 
     def put(self, table: str, *values: Any) -> None:
         """Insert or replace the row of `meta`, `steps` or `events` with this key."""
+        if table == "meta" and len(values[1].encode()) > MAX_META_BYTES:
+            raise StoreError(
+                f"{values[0]!r} has more than {MAX_META_BYTES:,} bytes and is not stored: every "
+                "look at the run would read it. Is data among the settings? Put it into a file, "
+                "and its path into the settings."
+            )
         key = TABLES[table].partition(",")[0]
         known = self.connection.execute(
             f"SELECT count(*) FROM {table} WHERE {key} = ?", values[:1]

@@ -129,21 +129,24 @@ def _parse(text: str | bytes) -> Any:
 _parse_json = msgspec.json.Decoder().decode
 
 
-def to_plain(value: Any) -> Any:
+def to_plain(value: Any, depth: int = 0) -> Any:
     """Return `value` as strict JSON data for other programs; what JSON cannot express is lost.
 
-    Tuples, sets and arrays become lists, non-finite floats None, other objects text.
+    Tuples, sets and arrays become lists, non-finite floats None, other objects text, and so does
+    what is nested too deeply to be stored, as a list that contains itself is.
     """
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
+    if depth > MAX_DEPTH:
+        return f"<{type(value).__name__}>"
     if isinstance(value, Mapping):
-        return {str(key): to_plain(item) for key, item in value.items()}
+        return {str(key): to_plain(item, depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [to_plain(item) for item in value]
+        return [to_plain(item, depth + 1) for item in value]
     if _is_numpy(value):
-        return to_plain(value.tolist())
+        return to_plain(value.tolist(), depth)
     return f"<{value.type}>" if isinstance(value, Opaque) else str(value)
 
 

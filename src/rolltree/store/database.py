@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from rolltree.errors import StoreError
 from rolltree.files import odd_kind, open_regular
-from rolltree.store.change import Change
+from rolltree.store.change import MAX_META_BYTES, Change
 from rolltree.store.integrity import (
     MAX_TOLD,
     TABLES,
@@ -241,6 +241,8 @@ class Database:
             expected = getattr(Counts.read(connection), name)
             columns = TABLES[name]
             key = columns.partition(",")[0]
+            if name == "meta":
+                _check_meta(connection)
             rows = connection.execute(
                 f"SELECT {columns}, checksum FROM {name} ORDER BY {key}"
             ).fetchall()
@@ -471,6 +473,15 @@ def _connect(path: Path, mode: str) -> sqlite3.Connection:
         )
     except _SQL_ERRORS as error:
         raise _unreadable(path, error) from error
+
+
+def _check_meta(connection: sqlite3.Connection) -> None:
+    sql = "SELECT key FROM meta WHERE length(CAST(value AS BLOB)) > ? LIMIT 1"
+    for (key,) in connection.execute(sql, (MAX_META_BYTES,)):
+        raise ValueError(
+            f"{str(key)[:100]!r} of table meta has more than {MAX_META_BYTES:,} bytes, which "
+            "rolltree does not write"
+        )
 
 
 def _unreadable(path: Path, error: Exception) -> StoreError:

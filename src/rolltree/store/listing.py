@@ -95,7 +95,8 @@ def _summarize(run: StoredRun) -> RunSummary:
         _phase(name, items, planned.get(f"phase/{name}"), _reward(meta, name, items))
         for name, items in by_phase.items()
     ]
-    num_planned = planned.get("steps") or (meta["config"].get("train") or {}).get("num_steps")
+    wanted = planned.get("steps") or _setting(meta, "train", "num_steps")
+    num_planned = wanted if isinstance(wanted, int) and wanted > 0 else None
     writer = WriterLock.holder(run.path / "run.lock")
     is_done = _is_done(meta, phases, events, num_steps, num_planned)
     ended = _last_end(events)
@@ -135,6 +136,12 @@ def _last_end(events: Sequence[Event]) -> Event | None:
     return marks[-1] if marks and marks[-1].kind != "resumed" else None
 
 
+def _setting(meta: Mapping[str, Any], section: str, key: str) -> Any:
+    """Return a setting of a run, which need not be one of a training; None if it is not set."""
+    found = meta["config"].get(section)
+    return found.get(key) if isinstance(found, Mapping) else None
+
+
 def _is_done(
     meta: Mapping[str, Any],
     phases: Sequence[PhaseSummary],
@@ -147,7 +154,7 @@ def _is_done(
         if num_steps < num_planned:
             return False
         evaluated = [e.step or 0 for e in events if e.kind.startswith("evaluation")]
-        is_last_wanted = (meta["config"].get("eval") or {}).get("after", False)
+        is_last_wanted = _setting(meta, "eval", "after")
         begun = {e.data.get("phase") for e in events if e.kind == "evaluation_begun"}
         ended = {e.data.get("phase") for e in events if e.kind == "evaluation"}
         return begun <= ended and not (is_last_wanted and evaluated and max(evaluated) < num_steps)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rolltree.errors import ConfigError, StoreError, did_you_mean
 from rolltree.store.codec import TAG, loads
 from rolltree.store.database import LIGHT_PAGE_ROWS, PAGE_ROWS, ROW_ERRORS, Database
-from rolltree.store.export import Render, export_rows, light_line
 from rolltree.store.filters import equals_clause, order_clause, where_clause
 from rolltree.store.integrity import TABLES, Totals, checked, damaged, report_key, sum_rows
 from rolltree.store.rows import (
@@ -26,6 +25,9 @@ from rolltree.store.rows import (
     verify,
 )
 from rolltree.store.trained import TRAINED_COLUMNS, TrainedRollout, trained_from_sql
+
+if TYPE_CHECKING:
+    from rolltree.store.export import Render
 
 T = TypeVar("T")
 
@@ -392,6 +394,8 @@ class StoredRun:
         Raises:
             StoreError: the file cannot be written, or has all rows except damaged ones.
         """
+        from rolltree.store.export import export_rows, light_line
+
         names = SUMMED if render is None else STORED
         rows = self.rollouts(blobs=render is not None, **where)
         return export_rows(Path(target), rows, self._database, names, render or light_line, where)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
-from rolltree.errors import StoreError
+from rolltree.errors import StoreError, stored_kind
 from rolltree.redact import REDACTED, cut_secrets, cut_text, redact
 from rolltree.store.codec import deflate, dumps, inflate, loads
 from rolltree.store.integrity import blob_checksum, checksum
@@ -88,6 +88,12 @@ def raised_by_rewards(errors: Iterable[Mapping[str, Any]]) -> tuple[tuple[str, s
         for each in errors
         if "function" in each
     )
+
+
+def is_lost(errors: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether infrastructure failed the rollout of a row with these `errors`."""
+    # The rollout's own failure is the first; those of reward functions follow.
+    return stored_kind(errors[0]) == "infrastructure" if errors else False
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ from types import TracebackType
 from typing import Any, Literal
 
 from rolltree.errors import ConfigError, Stopped, StoreError
-from rolltree.redact import environment_secrets, known_secrets, redact, remember, secrets_in
-from rolltree.store.change import Change
+from rolltree.redact import environment_secrets, known_secrets, redact, remember
+from rolltree.store.change import MAX_META_BYTES, Change
 from rolltree.store.codec import dumps, loads
 from rolltree.store.database import Database, WriterLock, check_files
 from rolltree.store.integrity import read_totals, report_key
@@ -27,6 +27,7 @@ from rolltree.store.settings import (
     config_differences,
     stored_settings,
     with_defaults,
+    without,
     write_config,
 )
 from rolltree.store.trained import TrainedRollout, trained_to_sql
@@ -65,8 +66,8 @@ class Run(StoredRun):
         Raises:
             StoreError: the directory has a run already, or a file that rolltree did not make.
         """
-        secrets = (*secrets, *secrets_in(config or {}))
-        run = cls._make(Path(path), stored_settings(config or {}, secrets), kind, secrets)
+        data, secrets = stored_settings(config or {}, secrets)
+        run = cls._make(Path(path), data, kind, secrets)
         if not run._database.is_new:
             run.close()
             raise StoreError(
@@ -117,6 +118,7 @@ class Run(StoredRun):
         kind: str = "run",
         may_change: Sequence[str] = (),
         defaults: Mapping[str, Any] | None = None,
+        removed: Collection[str] = (),
         secrets: Sequence[str] = (),
         advice: str = "",
     ) -> Run:
@@ -126,18 +128,18 @@ class Run(StoredRun):
         them. `may_change` names dotted keys (or their parents), such as `"max_concurrent"`, in
         which a continued run may differ from its first start; their new values are stored, and the
         event `resumed` has the old ones. A setting that the run lacks, because it is newer, is
-        compared as if the run had its value in `defaults`, and is stored. `advice` is appended to
-        the message about different settings.
+        compared as if the run had its value in `defaults`, and is stored. One of the dotted keys
+        `removed`, which only older runs have, is not compared. `advice` is appended to the message
+        about different settings.
 
         Raises:
             ConfigError: the run was started with different settings.
         """
-        secrets = (*secrets, *secrets_in(config))
-        data = stored_settings(config, secrets)
+        data, secrets = stored_settings(config, secrets)
         run = cls._make(Path(path), data, kind, secrets)
         if run._database.is_new:
             return run
-        known = with_defaults(run.config, defaults or {})
+        known = with_defaults(without(run.config, removed), defaults or {})
         differences = config_differences(known, data, may_change)
         if not run.is_bound:
             run._rebind(data, kind)
@@ -171,8 +173,8 @@ class Run(StoredRun):
 
     @classmethod
     def _make(cls, path: Path, config: Any, kind: str, secrets: Sequence[str]) -> Run:
+        make_run_folder(path)
         with _writing(path):
-            path.mkdir(parents=True, exist_ok=True)
             check_files(path, writes=True)
             lock = WriterLock(path / "run.lock")
         meta = {"kind": kind, "config": config, "created_at": time.time()}
@@ -251,9 +253,11 @@ class Run(StoredRun):
             # The report would hide rollouts that came after it was computed.
             totals = read_totals(change.connection, change.counts)
             is_whole = num_requests == sum(t.num_requests for t in totals if t.phase == phase)
-            if is_whole:
+            # It is kept only to save time.
+            is_kept = is_whole and len(text.encode()) <= MAX_META_BYTES
+            if is_kept:
                 change.put("meta", report_key(phase), text)
-        return is_whole
+        return is_kept
 
     @property
     def _known(self) -> tuple[str, ...]:
@@ -411,6 +415,16 @@ class Run(StoredRun):
     ) -> None:
         text = dumps(redact(dict(data), self._known))
         change.put("events", change.next_id(), time.time(), kind, step, text)
+
+
+def make_run_folder(path: str | Path) -> None:
+    """Make the folder of a run, as a command does whose run is opened only after slow work.
+
+    Raises:
+        StoreError: it cannot be made.
+    """
+    with _writing(Path(path)):
+        Path(path).mkdir(parents=True, exist_ok=True)
 
 
 @contextlib.contextmanager

@@ -4,25 +4,51 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rolltree.errors import ConfigError
 from rolltree.files import read_regular, write_whole
-from rolltree.redact import environment_secrets, known_secrets, redact
-from rolltree.store.codec import to_plain
+from rolltree.redact import environment_secrets, known_secrets, redact, secrets_in
+from rolltree.store.codec import MAX_DEPTH, to_plain
 
 _MISSING = object()
 
 
-def stored_settings(config: Mapping[str, Any], secrets: Sequence[str]) -> Any:
-    """Return settings as a run stores them: as plain data without secrets."""
-    return to_plain(redact(dict(config), known_secrets((*secrets, *environment_secrets()))))
+def stored_settings(
+    config: Mapping[str, Any], secrets: Sequence[str]
+) -> tuple[Any, tuple[str, ...]]:
+    """Return settings as a run stores them, as plain data without secrets, and the secrets.
+
+    Raises:
+        ConfigError: they are nested too deeply to come back equal.
+    """
+    try:
+        found = (*secrets, *secrets_in(config))
+        plain = to_plain(redact(dict(config), known_secrets((*found, *environment_secrets()))))
+        is_deep = _is_deeper(plain, MAX_DEPTH)
+    except RecursionError:
+        is_deep = True
+    if is_deep:
+        raise ConfigError(
+            f"the settings are nested deeper than {MAX_DEPTH} levels and cannot be stored, so the "
+            "run could not be continued. Put such data into a file, and its path into the settings."
+        )
+    return plain, found
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    if not isinstance(value, dict | list):
+        return False
+    items = value.values() if isinstance(value, dict) else value
+    return levels == 0 or any(_is_deeper(item, levels - 1) for item in items)
 
 
 def config_text(config: Mapping[str, Any]) -> str:
     """Return the text of `config.json`."""
-    return json.dumps(config, indent=2) + "\n"
+    # A foreign run may hold what its codec could not express.
+    return json.dumps(to_plain(config), indent=2) + "\n"
 
 
 def write_config(path: Path, config: Mapping[str, Any]) -> None:
@@ -45,6 +71,19 @@ def with_defaults(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dic
         value = full.setdefault(key, to_plain(default))
         if isinstance(value, Mapping) and isinstance(default, Mapping):
             full[key] = with_defaults(value, default)
+    return full
+
+
+def without(config: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Return a config without these keys of its sections.
+
+    >>> without({"a": {"b": 1, "c": 2}}, ["a.b"])
+    {'a': {'c': 2}}
+    """
+    full = dict(config)
+    for section, values in config.items():
+        if isinstance(values, Mapping):
+            full[section] = {k: v for k, v in values.items() if f"{section}.{k}" not in names}
     return full
 
 

@@ -7,7 +7,7 @@ weights are told apart from later ones.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,12 +31,45 @@ class ScoredPart:
     is_sum: bool = False
 
 
+def environments_of(source: object) -> tuple[str, ...]:
+    """Return the names of a group's environments, those of groups in it as `group/name`.
+
+    Empty for a source that is not a group, or has no `scored_parts`.
+    """
+    return _tasks({"task": part.task} for part in _scored_parts(source) or ())
+
+
+def noted_environments(run: Run, phase: str) -> tuple[str, ...]:
+    """Return the environments of the group that played a phase of a run, else nothing."""
+    return _tasks(phase_parts(run, phase) or ())
+
+
+def _tasks(parts: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(str(part["task"]) for part in parts if part["task"]))
+
+
+def task_environment(task: str, names: Iterable[str]) -> str | None:
+    """Return which environment of a group plays rows of this task; None: none of `names`.
+
+    >>> task_environment("math/hard/7", ["math", "math/hard"])
+    'math/hard'
+    """
+    fitting = [name for name in names if f"{task}/".startswith(f"{name}/")]
+    # A name may begin with another environment's: "math/hard" is not a task of "math".
+    return max(fitting, key=len, default=None)
+
+
+def _scored_parts(source: object) -> list[ScoredPart] | None:
+    found = getattr(getattr(source, "rubric", None), "scored_parts", None)
+    return None if found is None else found()
+
+
 def note_weights(source: object, run: Run) -> None:
     """Note the weights of a source's reward functions in a run, if they differ from the last note.
 
     Nothing is noted for a source whose rubric has no `scored_parts`.
     """
-    scored_parts = getattr(getattr(source, "rubric", None), "scored_parts", None)
+    scored_parts = _scored_parts(source)
     if scored_parts is None:
         return
     env_id = str(getattr(source, "env_id", ""))
@@ -48,7 +81,7 @@ def note_weights(source: object, run: Run) -> None:
             "functions": [list(pair) for pair in p.functions],
             "is_sum": p.is_sum,
         }
-        for p in scored_parts()
+        for p in scored_parts
     ]
     notes = list(run.meta.get(META) or ())
     last = next((note for note in reversed(notes) if note.get("env_id") == env_id), None)
@@ -73,9 +106,9 @@ def noted_part(
 ) -> ScoredPart | None:
     """Return the functions that scored a rollout; the arguments are those of `noted_weights`."""
     parts = _noted_parts(notes, env_id, created_at)
+    environment = task_environment(task, _tasks(parts or ()))
     for each in parts or ():
-        is_task = each["task"] in ("", task) or task.startswith(f"{each['task']}/")
-        if is_task and each["agent"] == agent:
+        if each["task"] in ("", environment) and each["agent"] == agent:
             functions = tuple((name, weight) for name, weight in each["functions"])
             # Notes of older versions lack it.
             is_sum = bool(each.get("is_sum"))

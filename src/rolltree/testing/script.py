@@ -91,14 +91,7 @@ def as_answer(answer: AnswerLike) -> ScriptedAnswer:
         return answer
     if isinstance(answer, str):
         return ScriptedAnswer(answer)
-    calls = [
-        "<tool_call>"
-        + json.dumps(
-            {"name": call["function"]["name"], "arguments": _arguments(call)}, ensure_ascii=False
-        )
-        + "</tool_call>"
-        for call in answer.get("tool_calls") or ()
-    ]
+    calls = [f"<tool_call>{_spelled(call)}</tool_call>" for call in answer.get("tool_calls") or ()]
     return ScriptedAnswer((answer.get("content") or "") + "".join(calls))
 
 
@@ -147,9 +140,12 @@ def _ended(
     ids: list[int], reason: FinishReason, renderer: ChatRenderer, sampling: SamplingParams
 ) -> tuple[list[int], FinishReason, int]:
     """Cut `ids` where sampling would end; the last value is 1 after a stop token id, else 0."""
+    # Most answers have none, and long ones are not decoded again after every token.
+    whole = renderer.decode(ids) if sampling.stop else ""
+    has_stop = any(stop in whole for stop in sampling.stop)
     for index, token in enumerate(ids):
-        # A stop string may span tokens, so all are decoded each time; scripts are short.
-        text = renderer.decode(ids[: index + 1]) if sampling.stop else ""
+        # A stop string may span tokens, so all are decoded each time.
+        text = renderer.decode(ids[: index + 1]) if has_stop else ""
         if token in sampling.stop_token_ids and token not in renderer.end_ids:
             return ids[: index + 1], FinishReason.STOP, 1
         if any(stop in text for stop in sampling.stop):
@@ -159,6 +155,13 @@ def _ended(
     return ids, reason, 0
 
 
-def _arguments(call: ChatMessage) -> object:
-    arguments = call["function"].get("arguments") or "{}"
-    return json.loads(arguments) if isinstance(arguments, str) else arguments
+def _spelled(call: ChatMessage) -> str:
+    """Return a call as JSON, or as a model spells it whose arguments are not JSON."""
+    name, arguments = call["function"]["name"], call["function"].get("arguments")
+    said = "{}" if arguments is None else arguments
+    if isinstance(said, str):
+        try:
+            arguments = json.loads(said)
+        except (ValueError, RecursionError):
+            return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": {said}}}'
+    return json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)

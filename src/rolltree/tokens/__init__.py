@@ -17,12 +17,14 @@ from rolltree.tokens.step import (
     KeptResponse,
     RecordedStep,
     StepTokens,
+    assigned_value,
+    is_plain_step,
     mask_list,
     num_call_tokens,
     peek,
 )
 from rolltree.tokens.streams import PlacedStream, TokenStream
-from rolltree.tokens.trajectory import Trajectory, check_steps, insert_step, record_call
+from rolltree.tokens.trajectory import Trajectory, check_ids, check_steps, insert_step, record_call
 from rolltree.tokens.tree import TokenTree
 
 __all__ = [
@@ -41,6 +43,7 @@ __all__ = [
     "TokenStream",
     "TokenTree",
     "Trajectory",
+    "check_ids",
     "check_steps",
     "checked_logprobs",
     "checked_routing",
@@ -53,4 +56,6 @@ __all__ = [
     "record_call",
     "recorded_routing",
     "routing_streams",
+    "assigned_value",
+    "is_plain_step",
 ]

@@ -170,7 +170,7 @@ class TokenArena:
         start = self.num_tokens
         end = start + len(ids)
         if 4 * end > len(self._bytes):
-            self._reserve(end)
+            self._resize(end + end // 2 + 256)
         self._ids[start:end] = ids
         self.num_tokens = end
         token, run = place
@@ -194,9 +194,6 @@ class TokenArena:
         """Free memory that is reserved beyond the stored tokens."""
         if 4 * self.num_tokens < len(self._bytes):
             self._resize(self.num_tokens)
-
-    def _reserve(self, num_tokens: int) -> None:
-        self._resize(num_tokens + num_tokens // 2 + 256)
 
     def _resize(self, capacity: int) -> None:
         # Not resized in place, since readers may hold arrays that are views of the old buffer.

@@ -1,27 +1,34 @@
 """Explains why a prompt does not extend an earlier call: position, surroundings and a cause.
 
 Causes are derived from ids alone if those suffice; with a decoder, which the caller passes, equal
-text with different ids is detected, too. A broken prefix begins a new sample.
+text with different ids is detected, too, and with the messages what ids cannot tell. A prompt that
+extends no earlier call begins a new sample.
 
 The first rule that holds gives the cause:
 
 1. `agent_handoff`: this agent has no earlier call in the rollout.
-2. `retokenized` (decoder only): after the divergence both sides decode to the same text.
-3. `system_or_tools_changed`: the prompt diverges before the first sampled token, and all sampled
+2. `sampled_again`: the prompt is that of the earlier call.
+3. `another_conversation` (messages only): no earlier answer is in the prompt, and the system
+   message is another one, or the only exchange before began with another question.
+4. `retokenized` (decoder only): after the divergence both sides decode to the same text.
+5. `system_or_tools_changed`: the prompt diverges before the first sampled token, and all sampled
    tokens survive after the change.
-4. `reasoning_stripped`: the prompt diverges within 32 tokens of the start of a sampled completion,
-   whose beginning is gone and whose end survives.
-5. `compaction`: sampled completions are gone and the prompt became shorter, or the history after
+6. `reasoning_stripped`: the prompt diverges within 32 tokens of the start of a sampled completion,
+   whose beginning is gone and whose end survives; and with the messages, all that was said does.
+7. `compaction`: sampled completions are gone and the prompt became shorter, or the history after
    them survives.
-6. `history_rewritten`: everything else, including a rollback to an earlier point.
+8. `history_rewritten`: everything else, including a rollback to an earlier point.
+
+In 2 and 3 nothing was changed, so these are not breaks (`Break.is_break`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -30,6 +37,8 @@ from rolltree.tokens.tree import TokenTree
 from rolltree.types import IntArray
 
 Decoder = Callable[[list[int]], str]
+Dialogue: TypeAlias = Sequence[Mapping[str, Any]]
+"""Messages in OpenAI's shape; empty if they are not known."""
 
 # In tokens: how much a report shows on each side, and how far the rules below look.
 NEIGHBOURHOOD_TOKENS = 16
@@ -37,6 +46,7 @@ _CONTEXT_TOKENS = 8
 _WINDOW_TOKENS = 64
 _FRONT_TOKENS = 32
 _GLUE_TOKENS = 16
+_CLEAR_TOKENS = 16  # that many equal ones are the same text
 # Ends of the marks that begin or end reasoning in common templates.
 _MARKERS = ("think>", "reasoning>", "thought>", "analysis", "[/THINK]")
 
@@ -45,6 +55,8 @@ class BreakCause(StrEnum):
     """Why a prompt does not begin with the earlier path."""
 
     AGENT_HANDOFF = "agent_handoff"  # another agent's first call
+    SAMPLED_AGAIN = "sampled_again"  # the same prompt; nothing is broken
+    ANOTHER_CONVERSATION = "another_conversation"  # nothing of the earlier one; nothing is broken
     RETOKENIZED = "retokenized"  # same text, different ids
     SYSTEM_CHANGED = "system_or_tools_changed"  # the text before the first sampled token
     REASONING_STRIPPED = "reasoning_stripped"  # the template dropped earlier thinking
@@ -52,9 +64,13 @@ class BreakCause(StrEnum):
     HISTORY_REWRITTEN = "history_rewritten"  # anything else, rollbacks included
 
 
+UNBROKEN = frozenset({BreakCause.SAMPLED_AGAIN, BreakCause.ANOTHER_CONVERSATION})
+"""Causes that begin a sample without a change of what an earlier call said."""
+
+
 @dataclass(frozen=True, slots=True)
 class Break:
-    """One broken prefix.
+    """One prompt that extends no earlier call.
 
     `call` and `previous` are call handles of a tree or, in a batch of samples, steps of rollout
     `rollout`. `previous` is None if the agent had no earlier call. `position` is the number of ids
@@ -72,6 +88,11 @@ class Break:
     current_ids: IntArray
     previous_text: str | None
     current_text: str | None
+
+    @property
+    def is_break(self) -> bool:
+        """Whether a prefix was broken; else the prompt only began something new."""
+        return self.cause not in UNBROKEN
 
     def of(self, rollout: int, call: int, previous: int, agent: str) -> Break:
         """Return this break with the indices of a rollout instead of those of a tree."""
@@ -98,6 +119,8 @@ class _Divergence:
     sampled: tuple[tuple[int, int], ...]
     first_prompt_len: int
     decode: Decoder | None
+    was: Dialogue
+    now: Dialogue
 
     @cached_property
     def surviving(self) -> int:
@@ -132,6 +155,69 @@ def surviving_tail(old: IntArray, new: IntArray) -> tuple[int, int]:
     return best, start
 
 
+def _sampled_again(d: _Divergence) -> bool:
+    return not len(d.current) and d.position == d.sampled[-1][0]
+
+
+def _another_conversation(d: _Divergence) -> bool:
+    if not d.was or not d.now:
+        return False
+    (head_was, rest_was), (head_now, rest_now) = map(_parted, (d.was, d.now))
+    answers = [_turn(each) for each in rest_was if each.get("role") == "assistant"]
+    if any(_turn(each) in answers for each in rest_now):
+        return False
+    if head_was != head_now:
+        # The system message of one agent may grow, by a summary for instance.
+        texts = head_was, head_now
+        return not (all(texts) and (texts[0].startswith(texts[1]) or texts[1].startswith(texts[0])))
+    # A single exchange leaves nothing to compact.
+    first_was, first_now = rest_was[:1], rest_now[:1]
+    return len(d.sampled) == 1 and list(map(_turn, first_was)) != list(map(_turn, first_now))
+
+
+def system_text(messages: Dialogue) -> str:
+    """Return the text of the system messages at the beginning of a conversation."""
+    return _parted(messages)[0]
+
+
+def _parted(messages: Dialogue) -> tuple[str, Dialogue]:
+    size = 0
+    while size < len(messages) and messages[size].get("role") in ("system", "developer"):
+        size += 1
+    return "\n".join(map(_text, messages[:size])), messages[size:]
+
+
+def _turn(message: Mapping[str, Any]) -> tuple[Any, str, tuple[tuple[Any, Any], ...]]:
+    functions = [call.get("function") or {} for call in message.get("tool_calls") or ()]
+    called = tuple((each.get("name"), str(each.get("arguments"))) for each in functions)
+    return message.get("role"), _said(message), called
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, Sequence) else ()
+    return "".join(str(part.get("text", "")) for part in parts if isinstance(part, Mapping))
+
+
+def _said(message: Mapping[str, Any]) -> str:
+    """Return what a message says after its reasoning."""
+    text = _text(message)
+    ends = [at + len(mark) for mark in _MARKERS if (at := text.rfind(mark)) >= 0]
+    return " ".join(text[max(ends, default=0) :].split())
+
+
+def _loses_text(d: _Divergence) -> bool:
+    """Whether an answer was sent back without what it said beside its reasoning and its calls."""
+    pairs = zip(d.was, d.now, strict=False)
+    return any(
+        _said(before) not in " ".join(_text(after).split())
+        for before, after in pairs
+        if before.get("role") == after.get("role") == "assistant"
+    )
+
+
 def _retokenized(d: _Divergence) -> bool:
     if d.decode is None or not len(d.previous) or not len(d.current):
         return False
@@ -152,13 +238,17 @@ def _system_changed(d: _Divergence) -> bool:
 
 
 def _reasoning_stripped(d: _Divergence) -> bool:
+    if _loses_text(d):
+        return False
     for start, end in d.sampled:
         if not start - _GLUE_TOKENS <= d.position < end or d.position - start > _FRONT_TOKENS:
             continue
         completion = d.previous[max(0, start - d.position) : end - d.position]
         window = d.current[: len(completion) + _WINDOW_TOKENS]
+        kept, inserted = surviving_tail(completion, window)
         # Also without the last id, since a template may end an answer with a different one.
-        kept, inserted = max(surviving_tail(side, window) for side in (completion, completion[:-1]))
+        if kept < _CLEAR_TOKENS:
+            kept, inserted = max((kept, inserted), surviving_tail(completion[:-1], window))
         removed = completion[: len(completion) - kept]
         # If more was inserted than was kept, it is a rewrite.
         if not len(removed) or inserted >= max(kept, 1):
@@ -182,6 +272,8 @@ def _compaction(d: _Divergence) -> bool:
 
 
 _RULES: tuple[tuple[BreakCause, Callable[[_Divergence], bool]], ...] = (
+    (BreakCause.SAMPLED_AGAIN, _sampled_again),
+    (BreakCause.ANOTHER_CONVERSATION, _another_conversation),
     (BreakCause.RETOKENIZED, _retokenized),
     (BreakCause.SYSTEM_CHANGED, _system_changed),
     (BreakCause.REASONING_STRIPPED, _reasoning_stripped),
@@ -198,6 +290,8 @@ def explain_break(
     first_prompt_len: int = 0,
     handoff: bool = False,
     decode: Decoder | None = None,
+    was: Dialogue = (),
+    now: Dialogue = (),
 ) -> Break:
     """Compare the prompt of `call` with the path of `previous`; return where and why they differ.
 
@@ -207,29 +301,35 @@ def explain_break(
         first_prompt_len: prompt length of the agent's first call, before anything was sampled.
         handoff: `previous` is a different agent's call, and this agent had none before.
         decode: ids to text, for `retokenized` and the two texts.
+        was: the messages of the path of `previous`, with its answer.
+        now: the messages of the prompt of `call`.
     """
     calls, arena = tree.calls, tree.arena
     old_end, new_end = calls.end(previous), calls.prompt_end(call)
     # The tree knows where the paths part, so no ids are compared again.
     position = arena.depth(arena.common(old_end, new_end))
     old_len, new_len = tree.path_len(previous), tree.prompt_len(call)
+    before = _window(tree, new_end, new_len, max(0, position - NEIGHBOURHOOD_TOKENS), position)
     divergence = _Divergence(
         position=position,
-        context=_window(tree, old_end, old_len, max(0, position - _CONTEXT_TOKENS), position),
+        context=before[-_CONTEXT_TOKENS:],
         previous=_window(tree, old_end, old_len, position, old_len),
         current=_window(tree, new_end, new_len, position, new_len),
         sampled=tuple((tree.prompt_len(c), tree.path_len(c)) for c in history or (previous,)),
         first_prompt_len=first_prompt_len,
         decode=decode,
+        was=was,
+        now=now,
     )
     cause = BreakCause.AGENT_HANDOFF
     if not handoff:
         cause = next(
             (cause for cause, holds in _RULES if holds(divergence)), BreakCause.HISTORY_REWRITTEN
         )
-    low, high = position - NEIGHBOURHOOD_TOKENS, position + NEIGHBOURHOOD_TOKENS
-    was = _window(tree, old_end, old_len, max(0, low), min(high, old_len))
-    now = _window(tree, new_end, new_len, max(0, low), min(high, new_len))
+    was_ids, now_ids = (
+        np.concatenate([before, side[:NEIGHBOURHOOD_TOKENS]])
+        for side in (divergence.previous, divergence.current)
+    )
     return Break(
         rollout=0,
         call=call,
@@ -237,10 +337,10 @@ def explain_break(
         agent=tree.agent(call),
         position=position,
         cause=cause,
-        previous_ids=was,
-        current_ids=now,
-        previous_text=None if decode is None else decode(was.tolist()),
-        current_text=None if decode is None else decode(now.tolist()),
+        previous_ids=was_ids,
+        current_ids=now_ids,
+        previous_text=None if decode is None else decode(was_ids.tolist()),
+        current_text=None if decode is None else decode(now_ids.tolist()),
     )
 
 

@@ -20,6 +20,14 @@ STORED_CODES = {np.dtype(name).str: code for code, name in enumerate(STORED_DTYP
 MAX_NDIM = 8
 
 
+class UnusableLogprobs(TokenError):
+    """A value stands for a logprob that is not known; ids and other data may be right."""
+
+
+class UnusableRouting(UnusableLogprobs):
+    """Routed experts cannot be read, so it is not known of which function the logprobs are."""
+
+
 class GrowBuffer:
     """An append-only array `[size, *item_shape]` that over-allocates by half when it grows."""
 
@@ -173,15 +181,18 @@ def check_new_ids(ids: IntArray, name: str) -> None:
         )
 
 
-def checked_logprobs(values: object, count: int) -> FloatArray:
+def checked_logprobs(values: object, count: int, weight: float | NDArray[Any] = 1.0) -> FloatArray:
     """Return one logprob per sampled token as float32 `[count]`, each at most 0.
 
     The only check of logprobs in the project, both for servers' answers and for insertion into a
-    tree. By rounding, an engine's logprob may exceed 0 by up to 1e-3; such a value becomes 0.
+    tree. By rounding, an engine's logprob may exceed 0 by up to 1e-3; such a value becomes 0. So
+    does a placeholder at a token whose loss `weight` (one number, or `[count]`) is 0: nothing
+    reads it, and tokens that were forced and not sampled have -inf.
 
     Raises:
-        TokenError: the length differs, or a value is not a logprob: missing, NaN, infinite, above
-            1e-3, or below -1000 (servers report -9999 for "unknown").
+        UnusableLogprobs: a value is not a logprob: missing, NaN, infinite, above 1e-3, or below
+            -1000 (servers report -9999 for "unknown").
+        TokenError: the length differs, or they are not numbers.
     """
     try:
         array = np.asarray(values)
@@ -207,10 +218,14 @@ def checked_logprobs(values: object, count: int) -> FloatArray:
     if not count:
         return np.empty(0, np.float32)
     high, low = np.maximum.reduce(array), np.minimum.reduce(array)  # NaN if one is NaN
+    if not (high <= 1e-3 and low >= MIN_LOGPROB) and not np.all(weight):
+        unread = np.equal(weight, 0) & ~((array <= 1e-3) & (array >= MIN_LOGPROB))
+        array = np.where(unread, 0.0, array)
+        high, low = np.maximum.reduce(array), np.minimum.reduce(array)
     # Written so that NaN, for which every comparison is false, is refused.
     if not (high <= 1e-3 and low >= MIN_LOGPROB):
         bad = int(np.argmax(~((array <= 1e-3) & (array >= MIN_LOGPROB))))
-        raise TokenError(
+        raise UnusableLogprobs(
             f"the logprob of sampled token {bad} is {float(array[bad])}, a placeholder and not a "
             "logprob; it would poison the importance ratio. Check the server's logprobs setting, "
             "or pass None when it gives none."

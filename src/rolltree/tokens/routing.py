@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from rolltree.errors import TokenError
+from rolltree.tokens.buffers import UnusableRouting
 from rolltree.tokens.streams import TokenStream
 
 if TYPE_CHECKING:
@@ -30,17 +30,17 @@ def checked_routing(values: Any, path_len: int) -> NDArray[Any]:
     """Return the routed experts, `[n, layers, top_k]`, of a call of `path_len` tokens.
 
     Raises:
-        TokenError: they are not integers of that shape, or cover more tokens than the model's
+        UnusableRouting: they are not integers of that shape, or cover more tokens than the model's
             input.
     """
     array = np.asarray(values)
     if array.ndim != 3 or array.dtype.kind not in "iu" or not all(array.shape[1:]):
-        raise TokenError(
+        raise UnusableRouting(
             f"the routed experts have shape {array.shape} and type {array.dtype}; they are "
             "integers [tokens, layers, experts per token]. Check the server."
         )
     if len(array) >= max(path_len, 1):
-        raise TokenError(
+        raise UnusableRouting(
             f"there are routed experts of {len(array)} tokens, and the model was given "
             f"{max(path_len - 1, 0)} (the last sampled one is not), so they would be replayed at "
             "the wrong tokens. Check the server."
@@ -61,11 +61,17 @@ def routing_streams(
     `versions` those of its sampled tokens, as in `TokenTree.insert`.
 
     Raises:
-        TokenError: as in `checked_routing`.
+        UnusableRouting: as in `checked_routing`, or earlier calls have another shape.
     """
     if values is None:
         return {}
     array = checked_routing(values, path_len)
+    kind, known_kind = (array.dtype.str, array.shape[1:]), tree.extra.kind(ROUTED_EXPERTS)
+    if known_kind not in (None, kind):
+        raise UnusableRouting(
+            f"the routed experts are {kind}, and those of an earlier call of this rollout "
+            f"{known_kind}: they are of several models. Check the servers."
+        )
     # They end at the token before the last and may begin anywhere, since a server need not repeat
     # what it has reported.
     start = path_len - 1 - len(array)

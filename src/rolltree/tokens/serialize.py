@@ -384,9 +384,9 @@ def _load_chunk(tree: TokenTree, reader: Reader) -> None:
     _load_runs(tree, ids, starts, reader.numbers(len(starts)))
     columns = [reader.numbers(count) for _ in _SAVED_COLUMNS]
     agents = [reader.text() for _ in range(reader.number())]
-    # Pieces that earlier versions saved have only the new agents.
-    known = len(tree.agents)
-    tree.agents += agents[known:] if agents[:known] == tree.agents else agents
+    if agents[: len(tree.agents)] != tree.agents:
+        raise damaged_tokens("its agents do not continue those of the pieces before")
+    tree.agents[:] = agents
     if len(set(tree.agents)) < len(tree.agents):
         raise damaged_tokens("two agents have one name")
     for row in zip(*columns, strict=True):

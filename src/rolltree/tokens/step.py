@@ -30,11 +30,18 @@ TOKEN_KEYS = (
 )
 
 
+class _Unread:
+    def __repr__(self) -> str:
+        return "<not read yet>"
+
+
+_UNREAD: Any = _Unread()
+
+
 class LazyDict(dict[str, Any]):
-    """A dict that builds the values that hold the marker `_unread` when they are read."""
+    """A dict that builds the values that hold the marker `_UNREAD` when they are read."""
 
     __slots__ = ()
-    _unread: ClassVar[Any] = None
     _builders: ClassVar[Mapping[str, Callable[[Any], Any]]] = {}
 
     def peek(self, key: str) -> Any:
@@ -43,7 +50,7 @@ class LazyDict(dict[str, Any]):
         return self._builders[key](self) if self._is_unread(key, value) else value
 
     def _is_unread(self, key: str, value: Any) -> bool:
-        return value is self._unread and key in self._builders
+        return value is _UNREAD and key in self._builders
 
     def __getitem__(self, key: str) -> Any:
         value = dict.__getitem__(self, key)
@@ -126,7 +133,7 @@ class StepTokens(LazyDict):
     """The tokens of one call, as a dict of lists that are built when they are first read.
 
     `completion_logprobs` is empty if the engine returned none. Values that were assigned or edited
-    in place override the tree (None under one of the five keys means the tree's value). Logprobs
+    in place override the tree; None counts as in a plain dict: no logprobs, or no mask. Logprobs
     are float32, and `==` compares them as such.
     """
 
@@ -140,7 +147,7 @@ class StepTokens(LazyDict):
     }
 
     def __init__(self, tree: TokenTree, call: int) -> None:
-        super().__init__(dict.fromkeys(TOKEN_KEYS))
+        super().__init__(dict.fromkeys(TOKEN_KEYS, _UNREAD))
         self.tree = tree
         self.call = call
         # An author's own dict, and the values of its keys when it was last read.
@@ -223,12 +230,6 @@ class StepTokens(LazyDict):
 # -- the step ------------------------------------------------------------------------------------
 
 
-class _Unread:
-    def __repr__(self) -> str:
-        return "<not read yet>"
-
-
-_UNREAD: Any = _Unread()
 _NO_INFO: Mapping[str, Any] = {}
 
 
@@ -271,7 +272,6 @@ class RecordedStep(LazyDict):
     """
 
     __slots__ = ("_added", "_answer", "_kept", "call", "head", "tree")
-    _unread: ClassVar[Any] = _UNREAD
     _builders: ClassVar[Mapping[str, Callable[[Any], Any]]] = {
         "prompt": lambda step: step._build_prompt(),
         "completion": lambda step: _unpacked(step._answer),
@@ -450,15 +450,38 @@ def peek(step: Mapping[str, Any], key: str) -> Any:
     return step.get(key)
 
 
+def assigned_value(step: Mapping[str, Any], key: str, default: Any = None) -> Any:
+    """Return `step.get(key, default)`; `default` as well for what a recorded step builds itself."""
+    value = dict.get(step, key, default) if isinstance(step, LazyDict) else step.get(key, default)
+    return default if value is _UNREAD else value
+
+
+def is_plain_step(step: dict[str, Any]) -> bool:
+    """Whether a step has messages and extras, and no values of its own, as nearly all steps."""
+    get = dict.get
+    return (
+        type(get(step, "prompt")) in _MESSAGES
+        and type(get(step, "completion")) in _MESSAGES
+        and type(get(step, "extras")) is dict
+        and get(step, "reward") is None
+        and get(step, "advantage") is None
+    )
+
+
+_MESSAGES = frozenset((str, list, _Unread))
+
+
 def num_call_tokens(step: Mapping[str, Any]) -> int:
     """Return the number of prompt and sampled tokens of a step's call, as far as it is known."""
     tokens = peek(step, "tokens")
-    if tokens is None:  # the server returned no ids
-        extras = peek(step, "extras") or {}
-        return sum(extras.get(key) or 0 for key in ("num_prompt_tokens", "num_completion_tokens"))
     if isinstance(tokens, StepTokens) and tokens.as_recorded:
         return tokens.tree.path_len(tokens.call)
-    return len(tokens["prompt_ids"]) + len(tokens["completion_ids"])
+    try:
+        return len(tokens["prompt_ids"]) + len(tokens["completion_ids"])
+    except (TypeError, KeyError):  # the server returned no ids, or an environment wrote others
+        extras = peek(step, "extras") or {}
+        counts = (extras.get(key) for key in ("num_prompt_tokens", "num_completion_tokens"))
+        return sum(count for count in counts if isinstance(count, int))
 
 
 def _packed(messages: Messages) -> str | ChatMessage | tuple[ChatMessage, ...]:

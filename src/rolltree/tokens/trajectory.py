@@ -11,6 +11,7 @@ from copy import deepcopy
 from typing import Any, SupportsIndex, cast
 
 from rolltree.errors import ConfigError, TokenError
+from rolltree.tokens.buffers import UnusableLogprobs
 from rolltree.tokens.routing import recorded_routing, routing_streams
 from rolltree.tokens.step import RecordedStep, StepTokens, peek
 from rolltree.tokens.tree import TokenTree
@@ -72,13 +73,18 @@ class Trajectory(list[TrajectoryStep]):
         `step["tokens"]` is None. `extras` overrides derived values: `agent`, `turn`, `call_id`,
         `finish_reason`, `temperature`, `num_prompt_tokens`, `num_completion_tokens` and, with ids,
         `policy_version_min` and `policy_version_max`.
+        Placeholders in place of logprobs are dropped, and `info["unusable_logprobs"]` says why.
 
         Raises:
             TokenError: the response's arrays contradict each other.
         """
         # Without ids a call can be evaluated but not trained.
         has_ids = response.prompt_ids is not None and response.completion_ids is not None
-        call = self._place(response, agent, turn, streams) if has_ids else None
+        try:
+            call = self._place(response, agent, turn, streams) if has_ids else None
+        except UnusableLogprobs as error:
+            response = response.without_logprobs(str(error))
+            call = self._place(response, agent, turn, streams)
         chat = isinstance(prompt, list) and isinstance(completion, list)
         text = isinstance(prompt, str) and isinstance(completion, str)
         # A view needs every value in the tree or the record; other steps are plain dicts.
@@ -361,6 +367,21 @@ def _rebuild(tree: TokenTree, parts: list[Any], handles: dict[int, int]) -> Traj
     return made
 
 
+def check_ids(tokens: Mapping[str, Any]) -> None:
+    """Raise `TokenError` if the ids of a step's tokens are missing."""
+    if not isinstance(tokens, Mapping):
+        raise TokenError(
+            f"step['tokens'] is a {type(tokens).__name__} and not a dict of token lists, so the "
+            "step cannot be trained. Set it to None when the server gave no ids."
+        )
+    missing = [key for key in ("prompt_ids", "completion_ids") if tokens.get(key) is None]
+    if missing:
+        raise TokenError(
+            f"step['tokens'] has no {' and no '.join(missing)}; without ids the step cannot be "
+            "trained. Set step['tokens'] to None when the server gave no ids."
+        )
+
+
 def insert_step(tree: TokenTree, step: Mapping[str, Any]) -> int:
     """Insert a step with plain token lists into a tree; return the call's handle.
 
@@ -371,17 +392,18 @@ def insert_step(tree: TokenTree, step: Mapping[str, Any]) -> int:
         TokenError: a key is missing, or lengths differ.
     """
     tokens = step["tokens"]
-    missing = [key for key in ("prompt_ids", "completion_ids") if tokens.get(key) is None]
-    if missing:
-        raise TokenError(
-            f"step['tokens'] has no {' and no '.join(missing)}; without ids the step cannot be "
-            "trained. Set step['tokens'] to None when the server gave no ids."
-        )
+    check_ids(tokens)
     extras = step.get("extras") or {}
-    logprobs, mask, prompt_mask = (
-        value if value is not None and len(value) else None
-        for value in map(tokens.get, ("completion_logprobs", "completion_mask", "prompt_mask"))
-    )
+    lists = map(tokens.get, ("completion_logprobs", "completion_mask", "prompt_mask"))
+    try:
+        logprobs, mask, prompt_mask = (
+            value if value is not None and len(value) else None for value in lists
+        )
+    except TypeError as error:
+        raise TokenError(
+            f"step['tokens'] has a value that is not a list ({error}), so the step cannot be "
+            "trained. Give one number per token."
+        ) from error
     return tree.insert(
         tokens["prompt_ids"],
         tokens["completion_ids"],

@@ -187,11 +187,12 @@ class TokenTree:
         count = len(completion)
         sampled = self.sampled
         # Everything is checked before the arena grows, since nothing can be removed from it.
+        weight = 1.0 if mask is None else sampled["weight"].check(mask, count, "mask")
         values: dict[str, float | NDArray[Any] | None] = {
-            "logprob": None if logprobs is None else checked_logprobs(logprobs, count),
+            "logprob": None if logprobs is None else checked_logprobs(logprobs, count, weight),
             "temperature": sampled["temperature"].check(temperature, count, "temperature"),
             "version": sampled["version"].check(versions, count, "versions"),
-            "weight": 1.0 if mask is None else sampled["weight"].check(mask, count, "mask"),
+            "weight": weight,
             "prompt_mask": 0.0
             if prompt_mask is None
             else sampled["prompt_mask"].check(prompt_mask, prompt_len, "prompt_mask"),
@@ -417,6 +418,18 @@ class TokenTree:
     def prompt_len(self, call: int) -> int:
         """Return the number of prompt tokens."""
         return self.calls.prompt_len[call]
+
+    def known_prompt_len(self, call: int) -> int:
+        """Return a bound of how much of a prompt's beginning the calls inserted before it hold.
+
+        It is exact unless trees were merged: their tokens arrive before the first of their calls.
+        """
+        calls, arena, end = self.calls, self.arena, self.calls.prompt_end(call)
+        runs, tokens = (calls.num_runs[call - 1], calls.num_tokens[call - 1]) if call else (0, 0)
+        while end.run >= runs:
+            end = Place(arena.run_parent[end.run], arena.run_parent_run[end.run])
+        # Only the arena's last run grows, so what is new in an old one is its end.
+        return arena.depth(end) - max(0, end.token - tokens + 1)
 
     def num_sampled(self, call: int) -> int:
         """Return the number of sampled tokens."""

@@ -15,7 +15,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import msgspec
 
 from rolltree.errors import ConfigError, RolltreeError, message_of
-from rolltree.types import ToolSchema
+from rolltree.types import ErrorKind, ToolSchema
 from rolltree.untrusted import read_json, shorten, well_formed
 
 
@@ -28,6 +28,8 @@ class ToolUnavailable(RolltreeError):
 
     Other errors of a tool are answers to the model, but this one is not the model's fault.
     """
+
+    kind: ErrorKind = "machine"
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,15 +14,17 @@ import inspect
 import os
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import reduce
 from typing import Any, TypeVar
 
 import msgspec
 
-from rolltree.errors import ConfigError, message_of, record_error
+from rolltree.errors import ConfigError, Escaped, message_of, record_error
 from rolltree.steps import ToolAnswer, ToolRequest
+from rolltree.tasks import contained, wait_shielded
 from rolltree.threads import run_in_thread
 from rolltree.tools.describe import Tool, ToolUnavailable, result_text, text_for_model
 from rolltree.types import ErrorRecord
@@ -67,10 +69,8 @@ async def call_function(
     """
 
     def work() -> Any:
-        try:
+        with _quits(tool):
             return tool.func(**arguments)
-        except SystemExit as error:
-            raise ToolQuit(f"{tool.name} tried to end the program.") from error
 
     began = time.monotonic()
     if _has_process(tool):
@@ -123,13 +123,18 @@ async def answer_of(
     began = time.monotonic()
     error: ErrorRecord | None = None
     try:
-        value = await result
+        with contained():
+            value = await result
         text = "" if isinstance(value, ToolAnswer) else text_for_model(result_text(value))
     except ToolUnavailable:
         raise
-    except Exception as raised:  # noqa: BLE001  the model is told, and the trace is kept
-        value, error = None, record_error(raised, "environment")
-        text = text_for_model(_formatted(error_formatter, raised))
+    except Exception as raised:  # noqa: BLE001  the model is told; the trace is kept
+        told = raised
+        if isinstance(raised, Escaped):
+            is_exit = isinstance(raised.raised, SystemExit)
+            told = ToolQuit(f"{request.name} {'called exit()' if is_exit else f'raised {raised}'}.")
+        value, error = None, record_error(told, "environment")
+        text = text_for_model(_formatted(error_formatter, told))
     duration_s = time.monotonic() - began
     if isinstance(value, ToolAnswer):
         return replace(value, text=text_for_model(value.text), duration_s=duration_s)
@@ -161,18 +166,18 @@ async def run_all(
 
 async def side_by_side(jobs: Sequence[Awaitable[R]]) -> list[R]:
     """Return each job's result, in order; the first failure cancels the others and is raised."""
+    # Not a TaskGroup: after a failure, Python 3.11's leaves the calling task marked as cancelled,
+    # and a worker of the rollout engine would end the run.
+    tasks = [asyncio.ensure_future(job) for job in jobs]
     try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(_coroutine(job)) for job in jobs]
-    except BaseExceptionGroup as failures:
-        # Callers handle one exception; the others are cancellations that it caused, or came too
-        # late to matter.
-        raise failures.exceptions[0] from None
-    return [task.result() for task in tasks]
-
-
-async def _coroutine(awaitable: Awaitable[R]) -> R:
-    return await awaitable
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        cancelled = await wait_shielded(asyncio.gather(*tasks, return_exceptions=True))
+        if cancelled is not None:
+            raise cancelled from None
+        raise
 
 
 async def _limited(
@@ -196,10 +201,20 @@ async def _limited(
 
 
 async def _guarded(tool: Tool, result: Awaitable[Any]) -> Any:
-    try:
+    with _quits(tool):
         return await result
-    except SystemExit as error:
-        raise ToolQuit(f"{tool.name} tried to end the program.") from error
+
+
+@contextmanager
+def _quits(tool: Tool) -> Iterator[None]:
+    """Raise `ToolQuit` for what a tool raises to get past `except Exception`."""
+    try:
+        with contained():
+            yield
+    except Escaped as error:
+        is_exit = isinstance(error.raised, SystemExit)
+        what = "tried to end the program" if is_exit else f"raised {error}"
+        raise ToolQuit(f"{tool.name} {what}.") from error.raised
 
 
 async def _cancel(task: asyncio.Future[Any]) -> None:

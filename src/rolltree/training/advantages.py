@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -21,7 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rolltree.errors import ConfigError, TrainingError, look_up
+from rolltree.rubrics import are_equal
 from rolltree.samples import TruncationEffect, TruncationPolicy, truncation_effect
+from rolltree.samples.resolve import changed_sampling
 from rolltree.tokens import peek
 from rolltree.training.credit import (
     COMPARING,
@@ -34,11 +36,12 @@ from rolltree.training.credit import (
     parents_first,
     subtract_averages,
 )
-from rolltree.training.sampled import check_sampled
 from rolltree.types import RolloutResult, State
 
 OnError = Literal["exclude", "zero", "drop_group"]
 BaselineName = Literal["none", "ema"]
+BASELINE_DECAY = 0.9
+"""Decay of `ema`: it averages about the last ten steps, so it follows a policy that improves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +92,8 @@ class CreditPolicy:
     `truncation` and `max_seq_len` decide about truncated rollouts. `discount` is per agent turn;
     only `monte_carlo` reads it. `flow`: how credit moves between parents and children.
     `baseline`: `ema` subtracts each role's moving average (`baseline_decay`). `overlong` is
-    subtracted from the rewards of long rollouts.
+    subtracted from the rewards of long rollouts. `only_advantage`: a call without an advantage
+    teaches nothing, see `losses.Loss`.
     """
 
     on_error: OnError = "exclude"
@@ -98,8 +102,9 @@ class CreditPolicy:
     discount: float = 1.0
     flow: Flow = field(default_factory=lambda: Flow(down=1.0))
     baseline: BaselineName = "none"
-    baseline_decay: float = 0.9
+    baseline_decay: float = BASELINE_DECAY
     overlong: SoftOverlong | None = None
+    only_advantage: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +114,7 @@ class CreditReport:
     `advantages` has an array per trained state, float64 `[num_calls]`, one value per step of its
     trajectory. `effects` has what the truncation policy decided about each of them: pass both to
     `build_samples`. `averages` are the roles' averages after this step: pass them to the next call.
+    `problems` says of each episode without usable credit why it is left out.
     """
 
     trained: tuple[State, ...]
@@ -116,6 +122,7 @@ class CreditReport:
     effects: tuple[TruncationEffect, ...] = ()
     metrics: dict[str, float] = field(default_factory=dict)
     averages: Averages = field(default_factory=dict)
+    problems: tuple[str, ...] = ()
 
 
 class _Member(NamedTuple):
@@ -142,13 +149,18 @@ class GroupCredit:
     # One per member, one value per step of its trajectory.
     values: tuple[list[float], ...]
     tally: Mapping[str, int]
+    only_advantage: bool = True
+    problems: tuple[str, ...] = ()
 
     @property
     def has_signal(self) -> bool:
-        """Whether any call that trains has an advantage other than 0."""
+        """Whether any call that trains teaches something: has an advantage, or needs none."""
         return any(
-            any(mine) and not member.failed
+            value != 0 or not self.only_advantage
             for member, mine in zip(self.members, self.values, strict=True)
+            if not member.failed and member.effect.in_loss
+            for value, step in zip(mine, member.state.get("trajectory") or (), strict=True)
+            if changed_sampling(step) is None
         )
 
 
@@ -163,8 +175,6 @@ def assign_credit(
     Raises:
         UnknownName: there is no such credit.
         ConfigError: a baseline for a credit that has one already.
-        TrainingError: an episode that did not fail has no finite reward, or names a parent that
-            is not among its rollouts, or a call was sampled with settings that cannot be trained.
     """
     policy = policy or CreditPolicy()
     look_up("credit", credit, CREDITS)
@@ -180,11 +190,18 @@ def credit_group(
 
     Raises:
         UnknownName: there is no such credit.
-        TrainingError: as in `assign_credit`.
     """
     to_advantages = look_up("credit", credit, CREDITS)
     tally: Counter[str] = Counter()
-    members = [member for result in results for member in _members(result, policy, tally)]
+    members: list[_Member] = []
+    problems = []
+    for result in results:
+        try:
+            members += _members(result, policy, tally)
+        except TrainingError as error:
+            # One odd episode must not end a training, which would meet it again in its store.
+            tally["unusable"] += len(result.states)
+            problems.append(str(error))
     if policy.on_error == "drop_group" and any(result.error is not None for result in results):
         # `_members` has counted the failures by now, so the metrics still show them.
         members = []
@@ -195,15 +212,19 @@ def credit_group(
     values: list[list[float]] = [[] for _ in members]
     for indices in compared.values():
         rollouts = [members[index].earned for index in indices]
-        tally["flat"] += len({rollout.reward for rollout in rollouts}) == 1
+        tally["flat"] += are_equal([rollout.reward for rollout in rollouts])
         tally["alone"] += int(episode_numbers(rollouts).max()) == 0
         for index, mine in zip(indices, to_advantages(rollouts, policy.discount), strict=True):
             values[index] = mine
     tally["compared"] = len(compared)
-    names = {id(state): result.request.request_id for result in results for state in result.states}
-    # Check only what trains: a failed rollout may hold anything.
-    check_sampled((names[id(m.state)], m.state) for m in members if not m.failed)
-    return GroupCredit(tuple(results), tuple(members), tuple(values), tally)
+    return GroupCredit(
+        tuple(results),
+        tuple(members),
+        tuple(values),
+        tally,
+        policy.only_advantage,
+        tuple(problems),
+    )
 
 
 def join_credit(
@@ -244,7 +265,9 @@ def join_credit(
         metrics["credit/overlong_penalty"] = sum(m.penalty for m in members) / max(1, len(members))
     if policy.on_error == "drop_group":
         metrics["credit/num_dropped_groups"] = float(tally["dropped"])
-    metrics |= {f"credit/average/{role or 'agent'}": value for role, value in after.items()}
+    if tally["unusable"]:
+        metrics["credit/unusable_share"] = tally["unusable"] / count
+    metrics |= {_average_name(role, after): value for role, value in after.items()}
     chosen = tuple(state for state in states if id(state) in trained)
     return CreditReport(
         trained=chosen,
@@ -252,7 +275,28 @@ def join_credit(
         effects=tuple(trained[id(state)][0] for state in chosen),
         metrics=metrics,
         averages=after,
+        problems=tuple(problem for group in groups for problem in group.problems),
     )
+
+
+_AVERAGE = "credit/average/"
+_UNNAMED = "(unnamed)"
+
+
+def _average_name(role: str, averages: Averages) -> str:
+    # `agent` reads better, and an environment with names rarely has agents without one, too.
+    return _AVERAGE + (role or (_UNNAMED if "agent" in averages else "agent"))
+
+
+def averages_of(metrics: Mapping[str, float], roles: Collection[str | None]) -> dict[str, float]:
+    """Return the averages in a step's metrics, by role; `roles` are those of the run."""
+    unnamed = {_UNNAMED} if "agent" in roles else {_UNNAMED, "agent"}
+    found = {
+        name.removeprefix(_AVERAGE): value
+        for name, value in metrics.items()
+        if name.startswith(_AVERAGE)
+    }
+    return {"" if name in unnamed else name: value for name, value in found.items()}
 
 
 def by_group(results: Sequence[RolloutResult]) -> list[tuple[RolloutResult, ...]]:

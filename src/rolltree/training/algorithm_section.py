@@ -15,7 +15,8 @@ from rolltree.training.advantages import (
 )
 from rolltree.training.algorithms import Algorithm, resolve_algorithm
 from rolltree.training.credit import COMPARING, resolve_flow
-from rolltree.training.sections import AtLeast0, AtLeast1, Decay, NonNegative, Section, Share
+from rolltree.training.losses import get_loss
+from rolltree.training.sections import AtLeast0, AtLeast1, NonNegative, Section, Share
 
 
 class AlgorithmSection(Section, frozen=True):
@@ -35,8 +36,7 @@ class AlgorithmSection(Section, frozen=True):
     - `group_size`: rollouts per task; `groups_per_step`: tasks per step.
     - `dynamic_sampling_max`: groups whose rewards are all equal give no gradient; at most this many
       per step are replaced by new ones (0: none).
-    - `on_error`, `discount`, `baseline` and `baseline_decay` (None: 0.9): see
-      `advantages.CreditPolicy`.
+    - `on_error`, `discount` and `baseline`: see `advantages.CreditPolicy`.
     - `flow` and `edge_discount`: how credit moves between parents and children, see
       `credit.FLOWS`.
     - `truncation`, `truncation_penalty` and `mask_truncated_completions`: see
@@ -73,8 +73,6 @@ class AlgorithmSection(Section, frozen=True):
     flow: Literal["own", "shared", "discounted", "team"] = "shared"
     edge_discount: float | None = None
     baseline: BaselineName = "none"
-    # None and not 0.9, so that a decay without a moving average is noticed.
-    baseline_decay: Decay | None = None
 
     def __post_init__(self) -> None:
         # These calls check: a setting that cannot work is an error now, not in the first step.
@@ -100,11 +98,6 @@ class AlgorithmSection(Section, frozen=True):
             )
         resolve_flow(self.flow, self.edge_discount)
         check_baseline(algorithm.credit, self.baseline)
-        if self.baseline_decay is not None and self.baseline == "none":
-            raise ConfigError(
-                f"algorithm.baseline_decay is {self.baseline_decay}, but there is no moving "
-                "average. Use algorithm.baseline = 'ema', or leave the decay out."
-            )
         if self.dynamic_sampling_max and algorithm.credit == "zero":
             raise ConfigError(
                 "algorithm.dynamic_sampling_max is set, but the credit 'zero' gives every group "
@@ -182,6 +175,6 @@ class AlgorithmSection(Section, frozen=True):
             self.discount,
             resolve_flow(self.flow, self.edge_discount),
             self.baseline,
-            0.9 if self.baseline_decay is None else self.baseline_decay,
-            self.overlong(),
+            overlong=self.overlong(),
+            only_advantage=get_loss(self.resolve().loss).only_advantage,
         )

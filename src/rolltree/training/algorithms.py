@@ -54,12 +54,13 @@ class Algorithm:
     @property
     def only_advantage(self) -> bool:
         """Whether a token without an advantage has no gradient."""
-        return self.kl_coef == 0 and self.entropy_coef == 0 and not self.supervised
+        others = self.kl_coef != 0 or self.entropy_coef != 0
+        return get_loss(self.loss).only_advantage and not others
 
 
 ALGORITHMS: dict[str, Algorithm] = {
     # DeepSeekMath, arXiv:2402.03300
-    "grpo": Algorithm("grpo", "ppo_clip", "sequence"),
+    "grpo": Algorithm("grpo", "ppo_clip", "rollout"),
     # Understanding R1-Zero-Like Training, arXiv:2503.20783
     "dr_grpo": Algorithm("dr_grpo", "ppo_clip", "fixed_length"),
     # DAPO, arXiv:2503.14476: token mean and clip-higher
@@ -71,15 +72,15 @@ ALGORITHMS: dict[str, Algorithm] = {
     # MiniMax-M1, arXiv:2506.13585
     "cispo": Algorithm("grpo", "cispo", "token"),
     # Back to Basics, arXiv:2402.14740
-    "rloo": Algorithm("leave_one_out", "reinforce", "sequence"),
+    "rloo": Algorithm("leave_one_out", "reinforce", "rollout"),
     # Williams 1992
-    "reinforce": Algorithm("reinforce", "reinforce", "sequence"),
+    "reinforce": Algorithm("reinforce", "reinforce", "rollout"),
     # supervised fine-tuning on samples from anywhere; see supervised.py
     "sft": Algorithm("zero", "cross_entropy", "token"),
     # on-policy distillation, arXiv:2306.13649: the teacher is algorithm.reference
     "distill": Algorithm("zero", "reinforce", "token", kl="reward", kl_coef=1.0, teaches=True),
     # the control run: everything as in grpo, but nothing to learn
-    "zero": Algorithm("zero", "ppo_clip", "sequence"),
+    "zero": Algorithm("zero", "ppo_clip", "rollout"),
 }
 
 
@@ -109,7 +110,8 @@ def resolve_algorithm(
         row,
         credit=credit or row.credit,
         loss=loss or row.loss,
-        aggregation=aggregation or row.aggregation,
+        # The settings of older runs say "sequence".
+        aggregation="call" if aggregation == "sequence" else aggregation or row.aggregation,
         correction=correction or row.correction,
         kl=kl or row.kl,
         kl_coef=row.kl_coef if kl_coef is None else kl_coef,

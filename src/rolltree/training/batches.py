@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rolltree.errors import TokenError, TrainingError
+from rolltree.errors import TokenError
 from rolltree.samples import concat_records, pack_samples, prune_sample, take_records
 from rolltree.samples.resolve import resolve_tokens
 from rolltree.training.algorithms import Algorithm
@@ -79,12 +79,12 @@ def build_batch(
     counted in the normalizers: the gradient is the same. If all advantages are zero, one rollout
     stays, so that there is something to measure.
 
+    `Trainer.trainable` has masked what cannot be computed.
+
     Raises:
         TokenError: there is no loss record at all.
-        TrainingError: a logprob, advantage, weight or temperature cannot be used; the rollout is
-            named.
     """
-    # Drop masked tokens first, because they may lack values that `_check` requires.
+    # Masked tokens may lack the values that a loss reads.
     used = [_select(sample, sample.records.weight != 0) for sample in samples]
     used = [sample for sample in used if len(sample.records)]
     if not used:
@@ -92,8 +92,6 @@ def build_batch(
             "there is no loss record in these samples, so there is nothing to train on. Check that "
             "the rollouts carry token ids and that credit left some of them to train."
         )
-    for sample in used:
-        _check(sample, algorithm)
     records = concat_records([sample.records for sample in used])
     weight = coefficients(records, algorithm.aggregation, algorithm.fixed_length)
     # All terms of a rollout share one ratio, and each token moves it.
@@ -172,36 +170,6 @@ def _with_gradient(records: Records) -> BoolArray:
     return np.isin(records.rollout, moving if len(moving) else records.rollout[:1])
 
 
-def _check(sample: Sample, algorithm: Algorithm) -> None:
-    """Refuse a sample that no gradient can be computed from; supervised tokens need no logprob.
-
-    Raises:
-        TrainingError: naming the rollouts of the sample.
-    """
-    for name in algorithm.loss_inputs:
-        values = sample.records.extra.get(name)
-        if values is None or not np.isfinite(values).all():
-            raise TrainingError(
-                f"the loss {algorithm.loss!r} reads {name!r} of every token, and a token of "
-                f"rollout {rollout_names(sample)} has none. Record it as a stream of each call "
-                f"(docs/token-tree.md), and pass build_samples(..., inputs=({name!r},))."
-            )
-    # A supervised loss reads no logprob: True counts as 1 and skips the first name.
-    for name in ("logprob", "advantage", "weight", "temperature")[algorithm.supervised :]:
-        values = getattr(sample.records, name)
-        bad = ~np.isfinite(values)
-        if name == "temperature":
-            bad |= values <= 0
-        if bad.any():
-            raise TrainingError(
-                f"the {name} of a token is {float(values[bad.argmax()])}, in the sample of rollout "
-                f"{rollout_names(sample)}, so its gradient would destroy the weights. The engine "
-                "(logprob, temperature) or the reward (advantage) is the source; look at that "
-                "rollout in the run store. Training needs the engine's logprobs and a temperature "
-                "above 0."
-            )
-
-
 def rollout_names(sample: Sample) -> str:
     """Return the ids of the rollouts of a sample, for messages."""
     names = list(dict.fromkeys(origin.rollout_id for origin in sample.origins))
@@ -257,7 +225,7 @@ def newest_version(results: Sequence[RolloutResult]) -> int | None:
     newest = None
     for result in results:
         for state in result.states:
-            tree, handles = resolve_tokens(0, state["trajectory"])
+            tree, handles = resolve_tokens(0, state["trajectory"], {})
             for handle in handles:
                 versions = tree.versions(handle) if handle >= 0 else ()
                 if len(versions):

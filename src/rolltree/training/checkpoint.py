@@ -27,7 +27,6 @@ from torch import Tensor
 
 from rolltree.errors import ConfigError, TrainingError
 from rolltree.files import odd_kind, read_regular, remove, sync, write_whole
-from rolltree.models.layouts import open_file
 from rolltree.training.checkpoint_formats import (
     FORMATS,
     changed_files,
@@ -63,7 +62,6 @@ class Checkpoints:
         root: created when the first checkpoint is saved.
         keep: how many complete checkpoints are kept.
         content: the row of `checkpoint_formats.FORMATS` to write; all of them can be read.
-        max_shard_size: weights of a larger model become several files.
         ranks: the processes that call `save` and `load` together; None for one process.
     """
 
@@ -73,7 +71,6 @@ class Checkpoints:
         keep: int = 2,
         *,
         content: str = "full",
-        max_shard_size: str = "5GB",
         ranks: Ranks | None = None,
     ) -> None:
         self.root, self.keep, self.content = Path(root), keep, content
@@ -83,7 +80,7 @@ class Checkpoints:
                 "someone else's run it could lead anywhere. Link the whole run directory instead, "
                 "or set run.dir to the other disk."
             )
-        self.max_shard_size, self.ranks = max_shard_size, ranks
+        self.ranks = ranks
         self._verified: Path | None = None  # by `latest`, so that `load` need not do it again
 
     def latest(self, notify: Callable[[str], None] = lambda message: None) -> Path | None:
@@ -145,7 +142,7 @@ class Checkpoints:
             # The others write into the directory that rank 0 makes.
             self._meet()
             write = FORMATS[self.content].write
-            write(working, model, optimizer, self.ranks, self.max_shard_size)
+            write(working, model, optimizer, self.ranks)
             # Rank 0 lists the files that all of them have written.
             self._meet()
             if self._leads:
@@ -156,8 +153,7 @@ class Checkpoints:
                 data["files"] = sync_files(working)
                 data["checksum"] = _own_checksum(data)
                 text = json.dumps(data, indent=2) + "\n"
-                (working / _STATE).write_text(text, encoding="utf-8")
-                sync(working / _STATE)
+                write_whole(working / _STATE, text, follow=False)
                 sync(working)
                 # The pointer moves last, when directory and name are on the disk: "latest" never
                 # leads to half a checkpoint. Only then are the older ones dispensable.
@@ -173,6 +169,8 @@ class Checkpoints:
         Raises:
             TrainingError: the directory is torn or damaged, or it belongs to a different model.
         """
+        from rolltree.models.layouts import open_file
+
         data = check_complete(path)
         if self._leads and path != self._verified:
             check_content(path)
@@ -253,7 +251,7 @@ def check_content(path: Path) -> None:
     Raises:
         TrainingError: a file has changed since it was written; it is named.
     """
-    files = json.loads((path / _STATE).read_text(encoding="utf-8"))["files"]
+    files = json.loads(read_regular(path / _STATE))["files"]
     changed = changed_files(path, {name: own for name, (_, own) in files.items()})
     if changed:
         more = f", and {len(changed) - 1} more" if len(changed) > 1 else ""

@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -40,18 +40,24 @@ from torch.futures import Future
 from transformers.utils import logging as hf_logging
 
 from rolltree.errors import TrainingError
-from rolltree.files import remove, sync
-from rolltree.models.layouts import Weights, open_file, open_weights
-from rolltree.training.lora import ADAPTER as NAME
-from rolltree.training.lora import is_adapted, own_tensors, peft_name, plain_tensors
+from rolltree.files import open_regular, remove, sync
 from rolltree.training.optim import Optimizer
+from rolltree.training.plain_weights import (
+    ADAPTER,
+    ADAPTER_FILE,
+    is_adapted,
+    own_tensors,
+    plain_tensors,
+)
 from rolltree.training.ranks import Ranks, own_part, reshard, whole
 
+if TYPE_CHECKING:
+    from rolltree.models.layouts import Weights
+
 OPTIMIZER = "optimizer.safetensors"
+MAX_SHARD_SIZE = "5GB"
+"""Weights above it become several files; the size that published models have on the hub."""
 SHARDS = "shards"
-ADAPTER = "adapter_model.safetensors"
-_ONE_FILE = 1 << 60
-"""Shard size of adapters in bytes: they stay one file, since peft does not read several."""
 _NUM_THREADS = 4  # zlib.crc32 runs without the interpreter's lock
 
 
@@ -71,19 +77,21 @@ def trained_tensors(model: Any) -> dict[str, Tensor]:
     }
 
 
-def write_full(
-    folder: Path, model: Any, optimizer: Optimizer, ranks: Ranks | None, max_shard_size: str
-) -> None:
+def write_full(folder: Path, model: Any, optimizer: Optimizer, ranks: Ranks | None) -> None:
     """Gather model and optimizer, tensor by tensor, and write them on rank 0."""
     writes = ranks is None or ranks.leads
     # Weights, then optimizer: only one of them is gathered in memory at a time.
     tensors = _gather(trained_tensors(model), writes)
-    if writes:
+    if writes and is_adapted(model):
+        from rolltree.training.lora import write_adapter
+
+        write_adapter(folder, model, tensors)
+    elif writes:
         with quiet():
             model.save_pretrained(
                 folder,
                 state_dict=tensors,
-                max_shard_size=_ONE_FILE if is_adapted(model) else max_shard_size,
+                max_shard_size=MAX_SHARD_SIZE,
                 save_original_format=False,  # the module's own names
             )
     del tensors
@@ -99,6 +107,8 @@ def read_full(folder: Path, model: Any, optimizer: Optimizer, ranks: Ranks | Non
         TrainingError: they belong to a different model.
         ConfigError: a file cannot be read.
     """
+    from rolltree.models.layouts import open_file
+
     read_weights(folder, model)
     _copy_in(open_file(folder / OPTIMIZER), optimizer.tensors(), folder)
 
@@ -110,21 +120,23 @@ def read_weights(folder: Path, model: Any) -> None:
         TrainingError: they belong to a different model.
         ConfigError: a file cannot be read.
     """
+    from rolltree.models.layouts import open_file, open_weights
+
     own = trained_tensors(model)
-    if is_adapted(model) != (folder / ADAPTER).is_file():
+    if is_adapted(model) != (folder / ADAPTER_FILE).is_file():
         raise TrainingError(
             f"the checkpoint {folder} was saved for another model: model.lora_rank is set for one "
             "of them and not for the other. Use the settings that the run was started with."
         )
     if is_adapted(model):
-        _copy_in(open_file(folder / ADAPTER), own, folder, peft_name)
+        from rolltree.training.lora import peft_name
+
+        _copy_in(open_file(folder / ADAPTER_FILE), own, folder, peft_name)
     else:
         _copy_in(open_weights(folder), own, folder)
 
 
-def write_sharded(
-    folder: Path, model: Any, optimizer: Optimizer, ranks: Ranks | None, max_shard_size: str
-) -> None:
+def write_sharded(folder: Path, model: Any, optimizer: Optimizer, ranks: Ranks | None) -> None:
     """Write what this rank holds; a tensor that every rank has is written by one of them."""
     # In a separate folder: DCP's reader takes every safetensors file there (design/0007).
     writer = _ShardWriter(str(folder / SHARDS), save_distributed=True)
@@ -191,7 +203,7 @@ def read_sharded(folder: Path, model: Any, optimizer: Optimizer, ranks: Ranks | 
 class Format:
     """How the contents of a checkpoint are written and read; every rank calls both."""
 
-    write: Callable[[Path, Any, Optimizer, Ranks | None, str], None]
+    write: Callable[[Path, Any, Optimizer, Ranks | None], None]
     read: Callable[[Path, Any, Optimizer, Ranks | None], None]
 
 
@@ -300,11 +312,12 @@ def changed_files(folder: Path, sums: Mapping[str, int]) -> list[str]:
 
 def file_checksum(path: Path) -> int:
     """Return the CRC-32 of a file: 3.7 GB/s per thread, 1.4 with SHA-256."""
-    # An empty file cannot be mapped.
-    if not path.stat().st_size:
-        return 0
-    with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as data:
-        return zlib.crc32(data)
+    with open(open_regular(path), "rb") as file:
+        # An empty file cannot be mapped.
+        if not os.fstat(file.fileno()).st_size:
+            return 0
+        with mmap(file.fileno(), 0, access=ACCESS_READ) as data:
+            return zlib.crc32(data)
 
 
 def _files(folder: Path) -> list[Path]:
@@ -368,7 +381,6 @@ def export_model(
     tokenizer: Any,
     path: Path,
     *,
-    max_shard_size: str = "5GB",
     ranks: Ranks | None = None,
 ) -> Path:
     """Write model and tokenizer as a folder that transformers and `load_model` read.
@@ -393,18 +405,20 @@ def export_model(
     def write_model(folder: Path) -> None:
         # A model with adapters would save only these.
         plain = _skeleton(model) if adapter else model
-        plain.save_pretrained(folder, state_dict=tensors, max_shard_size=max_shard_size)
+        plain.save_pretrained(folder, state_dict=tensors, max_shard_size=MAX_SHARD_SIZE)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
 
     _write(path, write_model)
 
-    def write_adapter(folder: Path) -> bool:
-        model.save_pretrained(folder, state_dict=adapter, max_shard_size=_ONE_FILE)
+    def fill(folder: Path) -> bool:
+        from rolltree.training.lora import write_adapter
+
+        write_adapter(folder, model, adapter)
         return _peft_reads(model, adapter, folder)
 
     if adapter:
-        _write(path.with_name("adapter"), write_adapter)
+        _write(path.with_name("adapter"), fill)
     return path
 
 
@@ -448,7 +462,7 @@ def _peft_reads(model: Any, adapter: Mapping[str, Tensor], folder: Path) -> bool
             with torch.device("meta"):  # all but the adapters
                 read = PeftModel(_skeleton(model), LoraConfig.from_pretrained(str(folder)))
             for name, module in read.named_modules():
-                if name.endswith(f".{NAME}") and ".lora_" in name:
+                if name.endswith(f".{ADAPTER}") and ".lora_" in name:
                     for parameter in module.to_empty(device="cpu").parameters():
                         # What peft leaves out stays NaN, which equals nothing.
                         parameter.data.fill_(math.nan)

@@ -53,17 +53,20 @@ def token_mean(records: Records, length: int) -> FloatColumn:
     return _ratio(weight, float(weight.sum()))
 
 
-def sequence_mean(records: Records, length: int) -> FloatColumn:
+def call_mean(records: Records, length: int) -> FloatColumn:
     """Every model call counts the same: the mean over calls of the mean over a call's tokens.
 
-    GRPO's `1 / |o_i|`: Shao et al. 2024, arXiv:2402.03300, equation 3, a call being an output.
+    A rollout of many calls weighs more than one of few.
     """
     keys = np.stack([records.rollout, records.call], axis=1).astype(np.int64)
     return _mean_of_means(keys, records.weight.astype(np.float64))
 
 
 def rollout_mean(records: Records, length: int) -> FloatColumn:
-    """Every rollout counts the same: the mean over rollouts of the mean over a rollout's tokens."""
+    """Every rollout counts the same: the mean over rollouts of the mean over a rollout's tokens.
+
+    GRPO's `1 / |o_i|`: Shao et al. 2024, arXiv:2402.03300, equation 3, a rollout being an output.
+    """
     keys = records.rollout.astype(np.int64)[:, None]
     return _mean_of_means(keys, records.weight.astype(np.float64))
 
@@ -80,7 +83,7 @@ def fixed_length(records: Records, length: int) -> FloatColumn:
 
 AGGREGATIONS: dict[str, Callable[[Records, int], FloatColumn]] = {
     "token": token_mean,
-    "sequence": sequence_mean,
+    "call": call_mean,
     "rollout": rollout_mean,
     "fixed_length": fixed_length,
 }

@@ -5,7 +5,6 @@ Unknown keys, values out of range and settings that nothing would read are error
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -28,6 +27,7 @@ from rolltree.training.sections import (
     TrackSection,
     TrainSection,
 )
+from rolltree.untrusted import read_toml
 
 MAY_CHANGE: tuple[str, ...] = (
     "run.dir",
@@ -38,7 +38,9 @@ MAY_CHANGE: tuple[str, ...] = (
     "checkpoint",
     "track",
     "train.num_steps",
+    "train.changed_sampling",
     "train.max_failed_share",
+    "train.max_mismatch",
     "train.max_tokens",
     "train.num_threads",
     "train.record_tokens",
@@ -48,6 +50,28 @@ MAY_CHANGE: tuple[str, ...] = (
 )
 """Settings in which a continued run may differ from its first start: they do not change what is
 learned from one step, or only say how long to go on. See `TrainConfig.may_change`."""
+
+
+REMOVED: dict[str, tuple[Any, str]] = {
+    "engine.reload_method": (
+        "reload_all_weights",
+        "servers that read the weights from a disk load them with `reload_all_weights`",
+    ),
+    "engine.away_limit_s": (1800.0, "a run waits 1800 s for its servers"),
+    "checkpoint.max_shard_size": ("5GB", "files of weights have at most 5 GB"),
+    "track.transcripts_every": (10, "trackers get transcripts of every tenth step"),
+    "optim.final_lr_share": (0.0, "a schedule that falls ends at 0"),
+    "algorithm.baseline_decay": (0.9, "the moving average has the decay 0.9"),
+    "cluster.orphan_s": (60.0, "a role ends 60 s after its driver"),
+    "cluster.max_restarts": (5, "a role starts again at most 5 times without progress"),
+    "cluster.queue_bytes": (2**28, "at most 256 MiB of results wait to be stored"),
+}
+"""Settings of earlier versions that no longer exist: the only value now, and what it means. Stored
+runs may hold them."""
+
+
+_ONCE_BY_CALL = ("grpo", "rloo", "reinforce", "zero")
+"""Algorithms whose aggregation was `call` before `train.changed_sampling` existed."""
 
 
 class TrainConfig(Section, frozen=True):
@@ -103,6 +127,44 @@ class TrainConfig(Section, frozen=True):
         """Return plain data: what the run store keeps, and `load_train_config` reads back."""
         data: dict[str, Any] = msgspec.to_builtins(self)
         return data
+
+
+def as_started(config: TrainConfig, stored: Mapping[str, Any]) -> TrainConfig:
+    """Return settings with the aggregation that a run's own, `stored` ones had when it began.
+
+    The same command continues a run as it was, even if the default of its algorithm has changed.
+    """
+    old, name = stored.get("algorithm") or {}, config.algorithm.name
+    is_older = "changed_sampling" not in (stored.get("train") or {})
+    was = old.get("aggregation") or ("call" if is_older else None)
+    if (
+        name not in _ONCE_BY_CALL
+        or old.get("name", name) != name
+        or config.algorithm.aggregation is not None
+        or was != "call"
+        or "algorithm" not in stored
+    ):
+        return config
+    return load_train_config(config, algorithm_aggregation=was)
+
+
+def ignored_settings(stored: Mapping[str, Any]) -> list[str]:
+    """Return a notice for each of `REMOVED` that a stored run has with another value."""
+    found = []
+    for name, (_, now) in REMOVED.items():
+        section, _, key = name.partition(".")
+        values = stored.get(section)
+        value = values.get(key) if isinstance(values, Mapping) else None
+        if not is_unchanged(name, value):
+            found.append(
+                f"the run was started with {name} = {value!r}, a setting that was removed: {now}."
+            )
+    return found
+
+
+def is_unchanged(name: str, value: object) -> bool:
+    """Whether a setting was removed, and this value means what holds now."""
+    return name in REMOVED and value in (None, REMOVED[name][0])
 
 
 def load_train_config(
@@ -194,8 +256,8 @@ def parse_value(text: str) -> Any:
     (1e-05, 'tiny')
     """
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except (tomllib.TOMLDecodeError, KeyError):
+        return read_toml(f"value = {text}")["value"]
+    except (ValueError, KeyError):
         return text
 
 
@@ -282,6 +344,10 @@ def _meant(name: str, known: Iterable[str]) -> str:
     return f" The sections are {', '.join(_SECTIONS)}; `rolltree docs settings` lists their keys."
 
 
+def _was_removed(place: str) -> str:
+    return f" It was removed: {REMOVED[place][1]}. Leave it out."
+
+
 def _apply_setting(data: dict[str, Any], name: str, value: Any) -> None:
     if name in _SECTIONS:
         if not isinstance(value, Mapping) and name in _MAIN_KEY:
@@ -296,6 +362,9 @@ def _apply_setting(data: dict[str, Any], name: str, value: Any) -> None:
         raise ConfigError(f"{name} is a key of several sections. Write one of {ways}.")
     if not found:
         known = {spelling for names in keys.values() for spelling in names}
+        for place in REMOVED:
+            if name in (place.partition(".")[2], place.replace(".", "_")):
+                raise ConfigError(f"there is no setting {name!r}.{_was_removed(place)}")
         raise ConfigError(f"there is no setting {name!r}.{_meant(name, {*known, *_SECTIONS})}")
     section, key = found[0]
     data[section] = {**_section(data, section), key: value}
@@ -319,7 +388,7 @@ def _keys(section: str) -> tuple[str, ...]:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return read_toml(path.read_text(encoding="utf-8"))
     except OSError as error:
         # `rolltree train key=value` takes the setting for the file.
         key, is_setting, _ = str(path).partition("=")
@@ -332,7 +401,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
             f"the config {path} cannot be read ({error.strerror}). Check the path; examples/ has "
             "configs to start from."
         ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise ConfigError(f"the config {path} is not TOML: {error}.") from error
 
 
@@ -342,9 +411,10 @@ def _check_names(data: Mapping[str, Any]) -> None:
             raise ConfigError(f"the config has no section {section!r}.{_meant(section, _SECTIONS)}")
         for key in values if isinstance(values, Mapping) else ():
             if key not in _keys(section):
-                raise ConfigError(
-                    f"the config has no key {section}.{key}.{_meant(str(key), _keys(section))}"
-                )
+                place = f"{section}.{key}"
+                is_old = place in REMOVED
+                hint = _was_removed(place) if is_old else _meant(str(key), _keys(section))
+                raise ConfigError(f"the config has no key {place}.{hint}")
 
 
 def _invalid(data: Any, where: str, text: str) -> str:

@@ -38,13 +38,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rolltree.errors import ConfigError, TrainingError, look_up
-from rolltree.rubrics import centred_rewards
+from rolltree.estimate import mean
+from rolltree.rubrics import centred_rewards, reward_rounding
 
 # Keeps nearly equal rewards from being divided by nearly 0.
 STD_EPSILON = 1e-6
@@ -145,11 +145,13 @@ def leave_one_out(rollouts: Sequence[Earnings], discount: float = 1.0) -> list[l
     """
     rewards, episodes = _rewards(rollouts), episode_numbers(rollouts)
     means = np.bincount(episodes, rewards) / np.bincount(episodes)
-    # For equal rewards, rounding could leave an advantage of 1e-17, which would count as a signal.
-    if len(means) == 1 or rewards.max() == rewards.min():
+    if len(means) == 1:
         return _for_every_call([0.0] * len(rewards), rollouts)
     others = (means.sum() - means[episodes]) / (len(means) - 1)
-    return _for_every_call((rewards - others).tolist(), rollouts)
+    left = rewards - others
+    # For equal rewards, rounding could leave an advantage of 1e-17, which would count as a signal.
+    left[np.abs(left) <= reward_rounding(rewards)] = 0.0
+    return _for_every_call(left.tolist(), rollouts)
 
 
 def episodic_return(rollouts: Sequence[Earnings], discount: float = 1.0) -> list[list[float]]:
@@ -348,9 +350,9 @@ def subtract_averages(
     levels: defaultdict[str, defaultdict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for rollout, own, mine in zip(rollouts, numbers, values, strict=True):
         if mine:
-            levels[rollout.role][own].append(fmean(mine))
+            levels[rollout.role][own].append(mean(mine))
     means = {
-        role: {episode: fmean(found) for episode, found in episodes.items()}
+        role: {episode: mean(found) for episode, found in episodes.items()}
         for role, episodes in levels.items()
     }
     result = []
@@ -359,10 +361,10 @@ def subtract_averages(
         if baseline is None:
             known = means.get(rollout.role, {}).items()
             others = [mean for episode, mean in known if episode != own]
-            baseline = fmean(others) if others else 0.0
+            baseline = mean(others) if others else 0.0
         result.append([value - baseline for value in mine])
     after = dict(averages)
     for role, episodes in means.items():
-        new = fmean(episodes.values())
+        new = mean(episodes.values())
         after[role] = decay * averages[role] + (1 - decay) * new if role in averages else new
     return result, after

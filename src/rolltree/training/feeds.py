@@ -28,10 +28,10 @@ from rolltree.store import Run
 from rolltree.training.advantages import GroupCredit, by_group, credit_group
 from rolltree.training.batches import newest_version, staleness_limit
 from rolltree.training.config import TrainConfig
-from rolltree.training.fork import forked_at
 from rolltree.training.no_signal_warning import NoSignalWarning
 from rolltree.training.plan import (
     Collected,
+    forked_at,
     gather,
     replacement_requests,
     step_requests,
@@ -50,12 +50,14 @@ class StepRollouts:
     """`trained` is what the step learns from; `sampled` adds groups replaced or dropped.
 
     `credit` has the credit of each group of `trained`. `metrics` describes how they were collected.
+    `is_replayed`: an earlier start had stored everything that the step asks for.
     """
 
     trained: tuple[RolloutResult, ...]
     sampled: tuple[RolloutResult, ...]
     credit: tuple[GroupCredit, ...]
     metrics: Mapping[str, float] = field(default_factory=dict)
+    is_replayed: bool = False
 
 
 class Feed(ABC):
@@ -142,13 +144,15 @@ class SyncFeed(Feed):
         found = await sample()
         results = await until_enough(found.results, again, config, self._notify)
         reused = {"rollout/reused_share": found.num_reused / len(requests)}
+        is_replayed = found.num_reused == len(requests)
         if not config.algorithm.dynamic_sampling_max:
             credit = tuple(credit_of(group, config) for group in by_group(results))
-            return StepRollouts(results, results, credit, reused)
+            return StepRollouts(results, results, credit, reused, is_replayed)
         self._warning.begin(step)
         async with self._warning.watching():
             replaced = await self._replace(step, by_group(results))
-        return replace(replaced, metrics=reused | dict(replaced.metrics))
+        metrics = reused | dict(replaced.metrics)
+        return replace(replaced, metrics=metrics, is_replayed=is_replayed)
 
     async def _replace(self, step: int, planned: Sequence[Group]) -> StepRollouts:
         """Replace groups without signal until none is left or the limit is reached."""
@@ -380,7 +384,7 @@ class StreamFeed(Feed):
         chosen = [groups[name] for name in data["groups"]]
         credit = tuple(credit_of(group, self._config) for group in chosen)
         metrics = self._metrics(credit, data["dropped"])
-        return StepRollouts(joined(chosen), joined(list(groups.values())), credit, metrics)
+        return StepRollouts(joined(chosen), joined(list(groups.values())), credit, metrics, True)
 
     def _stored(self, name: str) -> Group:
         # `train/000012/g03` was planned for step 12. A later step may have taken it.

@@ -15,22 +15,22 @@ from pathlib import Path
 from typing import Any
 
 from rolltree.errors import ConfigError, StoreError, TrainingError
-from rolltree.files import remove
+from rolltree.files import remove, write_whole
 from rolltree.redact import REDACTED
 from rolltree.store import Run, to_plain
-from rolltree.store.settings import config_differences, with_defaults
+from rolltree.store.settings import config_differences, with_defaults, without
 from rolltree.training.checkpoint import Checkpoints, check_complete
 from rolltree.training.checkpoint_formats import put_in_place, sync_files
-from rolltree.training.config import TrainConfig, load_train_config
+from rolltree.training.config import (
+    REMOVED,
+    TrainConfig,
+    as_started,
+    ignored_settings,
+    load_train_config,
+)
 from rolltree.training.given import START, START_FILE
+from rolltree.training.plan import FORKED
 from rolltree.training.ranks import is_rank0
-
-FORKED = "forked_from"
-
-
-def forked_at(run: Run) -> int:
-    """Return the step of the checkpoint that a run began with; 0 if it is not a fork."""
-    return int(run.meta.get(FORKED, {}).get("step", 0))
 
 
 def fork_run(
@@ -67,7 +67,8 @@ def fork_run(
                 f"{source} holds a run of kind {parent.meta['kind']!r}; only training runs have "
                 "checkpoints to fork."
             )
-        config = load_train_config(parent.config, overrides, **settings)
+        config = load_train_config(without(parent.config, REMOVED), overrides, **settings)
+        config = as_started(config, parent.config)
         _check_redacted(source, config.as_dict())
         for target in [Path(run_dir)] if run_dir is not None else _free_names(source):
             # The target is one of the settings that are compared below.
@@ -83,7 +84,7 @@ def fork_run(
             # Without `step` any checkpoint of this source will do, since "latest" moves on.
             same = origin == (str(source.resolve()), origin[1] if step is None else step)
             plain = to_plain(made.as_dict())
-            stored = with_defaults(stored, TrainConfig().as_dict())
+            stored = with_defaults(without(stored, REMOVED), TrainConfig().as_dict())
             if same and not config_differences(stored, plain, made.may_change()):
                 return made
         raise ConfigError(
@@ -146,7 +147,7 @@ def _make(parent: Run, config: TrainConfig, target: Path, checkpoint: Path) -> N
             f"the checkpoint {checkpoint} cannot be copied to {target}: {error}. Nothing was left "
             "there; the same command tries again."
         ) from error
-    (copy.parent / "latest").write_text(copy.name + "\n", encoding="utf-8")
+    write_whole(copy.parent / "latest", copy.name + "\n", follow=False)
     if (parent.path / START_FILE).is_file():
         shutil.copy2(parent.path / START_FILE, working)
     origin = {"run": str(parent.path.resolve()), "step": step}
@@ -158,6 +159,8 @@ def _make(parent: Run, config: TrainConfig, target: Path, checkpoint: Path) -> N
             if row.step <= step:
                 run.add_step(row.step, row.metrics)
         run.add_event("forked", origin, step=step)
+        for message in ignored_settings(parent.config):
+            run.add_event("notice", {"message": message})
     # Before the rename: a run that appears under its name is on the disk.
     sync_files(working)
     put_in_place(working, target)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,13 +26,14 @@ from rolltree.training.logprobs import (
     Teacher,
     gather_logprobs,
 )
-from rolltree.training.recompute import check_recomputation, recomputation
 from rolltree.training.rope_lengths import check_lengths, longest_exact
-from rolltree.training.routing import KEYWORD, Replay
 from rolltree.training.tree_attention import tree_attention, tree_layout
 from rolltree.training.tree_probe import probe_forest
 from rolltree.training.tree_support import check_row_support, check_tree_support, why_not_tree
 from rolltree.types import FloatArray, Sample
+
+if TYPE_CHECKING:
+    from rolltree.training.routing import Replay
 
 HiddenFn = Callable[[Any, Forest, torch.device, Tensor | None], Tensor]
 
@@ -64,7 +65,11 @@ def tree_hidden(
 
 
 def _replayed(experts: Tensor | None) -> dict[str, Tensor]:
-    return {} if experts is None else {KEYWORD: experts}
+    if experts is None:
+        return {}
+    from rolltree.training.routing import KEYWORD
+
+    return {KEYWORD: experts}
 
 
 def rows_hidden(
@@ -149,6 +154,16 @@ def _tree_or_rows(model: Any, name: str, scope: str) -> str:
     return "rows"
 
 
+def is_padding(one: int, other: int) -> bool:
+    """Whether two numbers of output rows are one vocabulary, padded to a multiple of a power of 2.
+
+    >>> is_padding(151_936, 152_064), is_padding(128_256, 151_936)
+    (True, False)
+    """
+    low, high = sorted((one, other))
+    return any(-(-low // 2**k) * 2**k == high for k in range(14))
+
+
 class LogprobModel:
     """A causal LM as a function from forests to record logprobs.
 
@@ -185,6 +200,8 @@ class LogprobModel:
         self.recomputes = False
         self.longest = longest_exact(model)
         self.replay: Replay | None = None
+        # A reference with a padded vocabulary leaves out the ids that the trained model lacks.
+        self.num_ids: int | None = None
 
     def move(self, device: torch.device) -> None:
         """Compute on `device` from now on."""
@@ -206,6 +223,8 @@ class LogprobModel:
             with self._autocast():
                 return FORWARDS[self.forward](self.model, forest, self.device, None)
 
+        from rolltree.training.recompute import check_recomputation
+
         check_recomputation(self.model, hidden, self.context)
         self.recomputes = True
 
@@ -221,6 +240,8 @@ class LogprobModel:
             if self.replay is not None:
                 held.enter_context(self.replay.installed())
             if self.recomputes:
+                from rolltree.training.recompute import recomputation
+
                 held.enter_context(recomputation(self.model))
             yield
 
@@ -266,7 +287,7 @@ class LogprobModel:
         """Return the logits `[_S, _V]` of last hidden states `[_S, _D]`."""
         # An adapter may change layers of the head, too.
         with self.around(), self._autocast():
-            return head_logits(self.model, hidden)
+            return head_logits(self.model, hidden)[:, : self.num_ids]
 
     def wanted_hidden(self, forest: Forest) -> Tensor:
         """Return the last hidden states `[_S, _D]` of the tokens whose logits a record reads.

@@ -23,7 +23,8 @@ from rolltree.models.layouts import open_file
 from rolltree.store import Run
 from rolltree.training.checkpoint_formats import trained_tensors, written
 from rolltree.training.config import TrainConfig, load_train_config
-from rolltree.training.lora import accept_adapter, is_adapted, take_off
+from rolltree.training.lora import accept_adapter, take_off
+from rolltree.training.plain_weights import is_adapted
 
 START, START_FILE = "start_weights", "start.safetensors"
 

@@ -75,8 +75,11 @@ def _entropy(logits: Tensor) -> Tensor:
 
 
 def _reverse_kl(logits: Tensor, teacher: Tensor) -> Tensor:
-    """Return `sum p (log p - log q)` `[_S]`, p of `logits` and q of `teacher`, `[_S, _V]` each."""
-    logprob = logits.log_softmax(-1)
+    """Return `sum p (log p - log q)` `[_S]`, p of `logits` and q of `teacher`, `[_S, _V]` each.
+
+    `teacher` may have fewer ids: then p is over those, too.
+    """
+    logprob = logits[:, : teacher.shape[1]].log_softmax(-1)
     return (logprob.exp() * (logprob - teacher.log_softmax(-1))).sum(-1)
 
 

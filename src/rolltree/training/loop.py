@@ -12,33 +12,35 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 
-from rolltree.errors import StoreError, TrainingError
+from rolltree.errors import NonFiniteStep, StoreError, TrainingError
 from rolltree.inference.vocabulary import Vocabulary
 from rolltree.rollouts import RolloutEngine, RolloutSource
 from rolltree.rollouts.decode import decode_results
-from rolltree.samples import SampleBatch, build_samples
+from rolltree.samples import SampleBatch, SkipReason, build_samples
+from rolltree.state import OF_ENVIRONMENT, RAISED
 from rolltree.store import Run
 from rolltree.store.metric_names import eval_numbers, numbers
+from rolltree.store.weights import environments_of
 from rolltree.tasks import run_shielded
 from rolltree.training.advantages import CreditReport, join_credit
 from rolltree.training.batches import has_loss, mask_stale, newest_version, staleness_limit
 from rolltree.training.checkpoint import Checkpoints, TrainState
-from rolltree.training.config import TrainConfig
+from rolltree.training.config import TrainConfig, as_started
 from rolltree.training.feeds import Feed, StepRollouts, StreamFeed, SyncFeed
-from rolltree.training.fork import forked_at
 from rolltree.training.metrics import MISMATCH, rollout_metrics
 from rolltree.training.no_signal_warning import NoSignalWarning
 from rolltree.training.parts import TrainParts
-from rolltree.training.publishing import Publisher, WeightLock
+from rolltree.training.plan import forked_at
+from rolltree.training.publishing import Publisher, RunHooks, WeightLock, run_hooks
 from rolltree.training.rank0 import (
     export_together,
     make_checkpoints,
@@ -48,15 +50,14 @@ from rolltree.training.rank0 import (
 )
 from rolltree.training.ranks import Ranks
 from rolltree.training.reporter import Reporter, Silent, TrainReport, TrainStart
-from rolltree.training.sampled import check_spelled
-from rolltree.training.servers import Servers
+from rolltree.training.sampled import misspelled
 from rolltree.training.token_record import TokenRecord
 from rolltree.training.trackers import Trackers
 from rolltree.training.trainer import Trainer
 from rolltree.training.transcripts import transcripts
+from rolltree.training.untrainable import MaskedCalls, note_misspelled
 from rolltree.types import RolloutResult, State
 
-T = TypeVar("T")
 Evaluate = Callable[[str, int], Awaitable[Mapping[str, Any]]]
 """(phase, step) -> metrics. It stores its own rollouts under `phase` and may be called again after
 a kill, with the same weights."""
@@ -94,8 +95,11 @@ async def run_training(
         TrainingError: a step failed; the same call continues once the cause is removed.
         ConfigError: the source and the config do not match.
     """
+    config = as_started(config, run.config)
     if config.train.num_threads is not None:
         torch.set_num_threads(config.train.num_threads)
+    shown = reporter or Silent()
+    notify = partial(run.announce, show=shown.on_notice)
     rollouts = rollouts or RolloutEngine(
         source,
         parts.client,
@@ -103,9 +107,8 @@ async def run_training(
         time_limit_s=config.engine.time_limit_s,
         deadline_s=config.engine.deadline_s,
         retries=config.engine.retries,
+        notify=notify,
     )
-    shown = reporter or Silent()
-    notify = partial(run.announce, show=shown.on_notice)
     trackers = Trackers(config, notify)
     trainer = make_trainer(parts.model, config, ranks)
     loop = _Loop(
@@ -143,6 +146,7 @@ def _renders(client: Any) -> bool:
 
 
 _PATIENCE = 10
+_MOST_SKIPPED = 3
 """Steps in a row with equal rewards before the user gets a notice."""
 
 
@@ -167,8 +171,16 @@ class _Loop:
     saved: int = 0
     num_equal: int = 0  # steps in a row whose rewards were all equal
     has_probed: bool = False  # the notice about the probe was sent
+    num_skipped: int = 0  # steps in a row whose gradient was not finite
     has_stood_still: bool = False  # the notice about a step without tokens was sent
+    has_told_problem: bool = False  # the notice about episodes without credit was sent
+    masked: set[str] = field(default_factory=set)  # why calls were masked, as notices have said
+    raised: set[str] = field(default_factory=set)  # what raised and was scored, as notices said
     is_writing: bool = False  # weights and averages may be partly updated by a step
+
+    @property
+    def hooks(self) -> RunHooks:
+        return run_hooks(self.parts.engine)
 
     async def run_all(self) -> TrainReport:
         try:
@@ -182,20 +194,17 @@ class _Loop:
         finally:
             # Not when the parts are closed, because the run's database may be closed by then. The
             # engines of a [cluster] end with their run.
-            if isinstance(self.parts.engine, Servers) and self.config.cluster is None:
+            if self.config.cluster is None:
                 with suppress(StoreError):
-                    self.parts.engine.announce_kept_weights()
+                    self.hooks.announce_kept_weights()
 
     async def _run_all(self) -> TrainReport:
         first = self._restore()
         self.done = self.saved = first.step
-        servers = self.parts.engine
-        if isinstance(servers, Servers):
-            servers.notify, servers.probe = self.notify, self.publisher.probe
-            await servers.or_lost(servers.start())
+        await self.hooks.begin(self.notify, self.publisher.probe)
         # Before the first request: an engine with a copy still has the weights that it was started
         # with, not those of the checkpoint.
-        async with servers.paused():
+        async with self.parts.engine.paused():
             await self.publisher.publish(first.version)
         await self.publisher.verify(first.version)
         self._start(first)
@@ -281,33 +290,38 @@ class _Loop:
             on_progress=self.reporter.on_rollouts,
         )
 
-    async def _or_lost(self, work: Awaitable[T]) -> T:
-        """Return what `work` returns, or raise when its servers have been away for too long."""
-        engine = self.parts.engine
-        return await (engine.or_lost(work) if isinstance(engine, Servers) else work)
-
     async def _step(self, step: int, feed: Feed) -> dict[str, float]:
         """Take one step, publish its weights, and return its metrics."""
         began = time.perf_counter()
         # Sampling may be cancelled at any moment, since every finished rollout is stored. A step
         # that has begun is always finished: weights, version and metrics belong together.
-        found = await self._or_lost(feed.next(step))
+        found = await self.hooks.guard(feed.next(step))
         return await run_shielded(self._take(step, found, began))
 
     async def _take(self, step: int, found: StepRollouts, began: float) -> dict[str, float]:
         """Train on the collected rollouts; weights, version and stored metrics change together."""
-        # Before anything is written, so an error leaves the weights of the previous step.
+        wrong: Mapping[tuple[int, int], str] = {}
         if self.vocabulary is not None:
             calls = [(each.request.request_id, s) for each in found.trained for s in each.states]
-            await asyncio.to_thread(check_spelled, calls, self.vocabulary)
+            wrong = await asyncio.to_thread(misspelled, calls, self.vocabulary)
         # Set before the first write to the weights, because `_samples` already updates the moving
         # averages.
         self.is_writing = True
         sampled_at = time.perf_counter()
         batch, record, credit = self._samples(found)
-        trained = await self._train(batch, step, record, newest_version(found.trained) is not None)
+        if wrong:
+            samples = note_misspelled(batch.samples, credit.trained, wrong)
+            batch = replace(batch, samples=samples)
+        self._tell_raised(found.sampled, step)
+        trained = await self._train(batch, step, record, _may_stand_still(found, batch))
         spent = time.perf_counter() - began
-        metrics = rollout_metrics(found.sampled) | credit.metrics | dict(found.metrics) | trained
+        environments = environments_of(self.rollouts.source)
+        metrics = (
+            rollout_metrics(found.sampled, environments)
+            | credit.metrics
+            | dict(found.metrics)
+            | trained
+        )
         sampled = metrics["rollout/total_sampled_tokens"]
         metrics |= _sample_metrics(batch) | {
             "policy/version": float(step),
@@ -339,7 +353,7 @@ class _Loop:
             )
 
     async def _train(
-        self, batch: SampleBatch, step: int, record: TokenRecord | None, has_tokens: bool
+        self, batch: SampleBatch, step: int, record: TokenRecord | None, may_stand_still: bool
     ) -> dict[str, float]:
         """Train on the samples, publish the weights as version `step`, and verify them.
 
@@ -349,8 +363,10 @@ class _Loop:
         samples, stale = batch.samples, dict[str, float]()
         if self.config.train.async_steps:
             samples, stale = mask_stale(samples, step - 1, staleness_limit(self.config))
-        # Without token ids nothing can ever be trained, and the trainer's error says so.
-        stands_still = has_tokens and not has_loss(samples)
+        samples, masked = self.trainer.trainable(samples)
+        masked.add_skipped(batch.skipped)
+        self._tell_masked(masked, step)
+        stands_still = may_stand_still and not has_loss(samples)
         if stands_still or not self.config.train.async_steps:
             # The embedded engine reads the tensors that AdamW writes: a forward pass in between
             # would use weights that never existed (design/0008).
@@ -361,25 +377,39 @@ class _Loop:
                     # Before the step: the probe is compared with the old weights as well
                     # (design/0022).
                     self.publisher.expect(samples)
-                    trained = self.trainer.step(samples, step, on_batch=on_batch)
+                    try:
+                        trained = self.trainer.step(samples, step, on_batch=on_batch)
+                        self.num_skipped = 0
+                    except NonFiniteStep as error:
+                        trained = self._skip(step, error)
                 # Also after a step that trained nothing: versions count steps, and a token's lag
                 # is a difference of versions.
                 await self.publisher.publish(step)
             spent = {"time/broadcast_weights": self.publisher.spent_s}
-            return trained | stale | spent | await self.publisher.verify(step)
+            verified = await self.publisher.verify(step)
+            return trained | masked.metrics() | stale | spent | verified
         # Gradients only read the weights, so the engine keeps sampling while they are computed. The
         # trainer's thread holds the lock from the optimizer's first write to the publish.
         self.weight_lock = lock = WeightLock(
             self.parts.engine.paused, lambda: self.publisher.publish(step)
         )
 
-        def train() -> dict[str, float]:
+        def train() -> dict[str, float] | NonFiniteStep:
             self.publisher.expect(samples)
-            return self.trainer.step(samples, step, exclusive=lock, on_batch=on_batch)
+            try:
+                return self.trainer.step(samples, step, exclusive=lock, on_batch=on_batch)
+            except NonFiniteStep as error:
+                # Publishes the same weights, since versions count steps.
+                with lock():
+                    return error
 
         # A thread cannot be cancelled. The pause must not end while it still writes.
-        trained = await run_shielded(asyncio.to_thread(train))
+        done = await run_shielded(asyncio.to_thread(train))
         self.weight_lock = None
+        if isinstance(done, NonFiniteStep):
+            trained = self._skip(step, done)
+        else:
+            trained, self.num_skipped = done, 0
         # Without tokens of the current weights `train.max_mismatch` had nothing to compare.
         is_checked = MISMATCH in trained or self.trainer.algorithm.supervised
         if not is_checked and not self.has_probed:
@@ -392,7 +422,48 @@ class _Loop:
             )
         verified = await self.publisher.verify(step, always=not is_checked)
         spent = {"time/paused_s": lock.paused_s, "time/broadcast_weights": self.publisher.spent_s}
-        return trained | stale | verified | spent
+        return trained | masked.metrics() | stale | verified | spent
+
+    def _tell_masked(self, masked: MaskedCalls, step: int) -> None:
+        """Send a notice the first time that calls are masked for a reason."""
+        for reason, sentence in masked.sentences.items():
+            if reason not in self.masked:
+                self.masked.add(reason)
+                self.notify(
+                    f"step {step} leaves {masked.num_calls[reason]} calls out of the loss, which "
+                    f"cannot be trained (masked/{reason} counts them; their rewards count): "
+                    f"{sentence}"
+                )
+
+    def _skip(self, step: int, error: NonFiniteStep) -> dict[str, float]:
+        """Return the metrics of a step that is skipped, with a notice why.
+
+        Raises:
+            NonFiniteStep: so many steps in a row cannot be chance; the weights have diverged.
+        """
+        self.num_skipped += 1
+        if self.num_skipped == _MOST_SKIPPED:
+            raise error
+        self.notify(f"step {step} is skipped: {error}")
+        return {"train/num_records": 0.0, "train/grad_norm": 0.0, "train/skipped_step": 1.0}
+
+    def _tell_raised(self, results: Sequence[RolloutResult], step: int) -> None:
+        """Send a notice the first time that a reward function or the environment raises.
+
+        Its rollouts are scored, since the answer may be the cause; so may be a mistake in the code.
+        """
+        states = (state for each in results for state in each.states)
+        found = [state.get(key) for state in states for key in RAISED]
+        for name, error in (pair for errors in found if errors for pair in errors.items()):
+            if name in self.raised:
+                continue
+            self.raised.add(name)
+            what = "the environment" if name == OF_ENVIRONMENT else f"the reward function {name}"
+            self.notify(
+                f"{what} raised in step {step} ({error['type']}: {error['message']}), and the "
+                "rollout counts with what it earned otherwise. If no answer explains that, fix "
+                "the code."
+            )
 
     def _stand_still(self, step: int) -> dict[str, float]:
         """Return the metrics of a step that trains nothing; the first time, send a notice why."""
@@ -401,7 +472,8 @@ class _Loop:
             self.notify(
                 f"step {step} has no token to train: all of its rollouts are masked or left out "
                 "(truncation, mask_truncated_completions, failures, prompts beyond "
-                "train.max_seq_len, or masks of the environment), so the weights stay as they are. "
+                "train.max_seq_len, calls that cannot be trained, which masked/* count, or masks "
+                "of the environment), so the weights stay as they are. "
                 "If that goes on, nothing is learned. Raise sampling.max_tokens or "
                 f"train.max_seq_len, or look at a few: rolltree show {self.run.path} "
                 "--transcripts 3."
@@ -414,6 +486,12 @@ class _Loop:
         results, policy = found.trained, algorithm.policy(section.max_seq_len)
         report = join_credit(results, found.credit, policy, self.averages)
         self.averages = report.averages
+        if report.problems and not self.has_told_problem:
+            self.has_told_problem = True
+            self.notify(
+                f"{len(report.problems)} episodes are left out of the training, because their "
+                f"credit is unknown (credit/unusable_share counts them): {report.problems[0]}"
+            )
         group_of: dict[int, str] = {}
         for result in results:
             for state in result.states:
@@ -434,6 +512,7 @@ class _Loop:
             max_seq_len=section.max_seq_len,
             group_key=keys[section.share_prefix_across] if section.scope == "tree" else None,
             inputs=algorithm.resolve().loss_inputs,
+            skip_invalid=True,
         )
         record = TokenRecord(results, report) if section.record_tokens else None
         return batch, record, report
@@ -524,7 +603,7 @@ class _Loop:
             # stored.
             if phase.startswith("eval_after"):
                 self.run.add_event("evaluation_begun", {"phase": phase}, step=step)
-            metrics = dict(await self._or_lost(self.evaluate(phase, step)))
+            metrics = dict(await self.hooks.guard(self.evaluate(phase, step)))
             # Last: without this event the next start makes the evaluation again, and reuses its
             # stored rollouts.
             self.run.add_event("evaluation", {"phase": phase, "metrics": metrics}, step=step)
@@ -553,6 +632,19 @@ class _Loop:
         return report
 
 
+def _may_stand_still(found: StepRollouts, batch: SampleBatch) -> bool:
+    """Return whether a step without a token to train leaves the weights as they are.
+
+    It is an error if the model was called and no answer came with token ids: such a server will not
+    begin to give them. Empty answers, and calls with invalid tokens, have or had ids. When the run
+    is continued, the step stands still, so that it gets on.
+    """
+    has_calls = any(state["trajectory"] for each in found.trained for state in each.states)
+    had_ids = any(each.reason is not SkipReason.NO_TOKENS for each in batch.skipped)
+    is_blind = has_calls and not had_ids and newest_version(found.trained) is None
+    return found.is_replayed or not is_blind
+
+
 def _sample_metrics(batch: SampleBatch) -> dict[str, float]:
     """Return metrics of the samples and tokens of a step.
 
@@ -570,7 +662,10 @@ def _sample_metrics(batch: SampleBatch) -> dict[str, float]:
         "samples/skipped_tokens": report["num_skipped_tokens"],
     }
     if batch.samples:  # none if every rollout is left out
+        # Without calls that the engine gave no logprobs for.
         logprob = np.concatenate([sample.records.logprob for sample in batch.samples])
+        logprob = logprob[np.isfinite(logprob)]
         found["samples/reuse_factor"] = report["num_raw_tokens"] / report["num_tokens"]
-        found["rollout/entropy"] = -float(np.mean(logprob))
+        if len(logprob):
+            found["rollout/entropy"] = -float(np.mean(logprob))
     return found

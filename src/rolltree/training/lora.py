@@ -9,19 +9,33 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rolltree.errors import ConfigError, TrainingError, did_you_mean, import_extra
-from rolltree.training.ranks import reshard, whole
+from rolltree.errors import (
+    ConfigError,
+    as_sentence,
+    did_you_mean,
+    import_extra,
+)
+from rolltree.training.plain_weights import (
+    ADAPTER,
+    ADAPTER_FILE,
+    copy_weights,
+    is_adapted,
+    own_tensors,
+)
+from rolltree.training.ranks import whole
 from rolltree.training.sections import ModelSection
 
-ADAPTER = "default"
 _PREFIX = "base_model.model."
 _BELOW = ".base_layer"
 
@@ -76,7 +90,15 @@ def add_adapter(model: Any, section: ModelSection, seed: int) -> None:
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about kinds of targets that a model lacks
         torch.manual_seed(seed)
-        peft.inject_adapter_in_model(config, holder, ADAPTER)
+        try:
+            peft.inject_adapter_in_model(config, holder, ADAPTER)
+        except Exception as error:  # it follows transformers' layers, which change between releases
+            raise ConfigError(
+                f"peft {peft.__version__} with transformers {transformers.__version__} could not "
+                f"put adapters on {type(model).__name__}: {as_sentence(error)} Install "
+                "versions that are tested together (`rolltree doctor` names them), name other "
+                "layers in model.lora_targets, or leave model.lora_rank out."
+            ) from error
     # peft froze these parameters; `take_off` lets them train again.
     model._rolltree_trained = trained
     # transformers sets both when it adds an adapter itself, and reads them when it saves.
@@ -87,7 +109,6 @@ def add_adapter(model: Any, section: ModelSection, seed: int) -> None:
         if ADAPTER in getattr(module, "lora_A", {}):
             other = first.setdefault(id(_weight_below(module)), module)
             module.lora_A, module.lora_B = other.lora_A, other.lora_B
-    model.set_adapter(ADAPTER)
     # peft adds its modules in training mode.
     model.eval()
     adapted_modules(model)
@@ -178,9 +199,14 @@ def _is_conv1d(module: Any) -> bool:
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
-def is_adapted(model: Any) -> bool:
-    """Whether a model has adapters, from `add_adapter` or its own."""
-    return bool(getattr(model, "_hf_peft_config_loaded", False))
+_PLAIN: dict[str, Any] = {
+    **dict.fromkeys(("use_dora", "lora_bias", "use_qalora"), False),
+    **dict.fromkeys(("modules_to_save", "trainable_token_indices", "layer_replication"), None),
+    **dict.fromkeys(("alora_invocation_tokens", "arrow_config", "kasa_config"), None),
+    **dict.fromkeys(("monteclora_config", "use_bdlora", "velora_config"), None),
+    "bias": "none",
+}
+"""Settings of peft that make an adapter more than two matrices, with the values that do not."""
 
 
 def unwrapped(model: Any) -> Any:
@@ -189,18 +215,19 @@ def unwrapped(model: Any) -> Any:
     Raises:
         ConfigError: it has anything but a single LoRA adapter of weights, called `default`.
     """
-    if not hasattr(model, "get_base_model"):
+    is_wrapped = hasattr(model, "get_base_model")
+    if not is_wrapped and not is_adapted(model):
         return model
     found = dict(model.peft_config)
     config = found.get(ADAPTER)
-    base = model.get_base_model()
+    base = model.get_base_model() if is_wrapped else model
     wrong = [
         *(["several adapters"] if len(found) > 1 else []),
         *([f"no adapter called {ADAPTER!r}"] if config is None else []),
         *([f"an adapter of type {config.peft_type}"] if config and not _is_lora(config) else []),
         *(
             f"{name} = {getattr(config, name)!r}"
-            for name, plain in (("use_dora", False), ("bias", "none"), ("modules_to_save", None))
+            for name, plain in _PLAIN.items()
             if config and (getattr(config, name, plain) or plain) != plain
         ),
         *(
@@ -209,11 +236,16 @@ def unwrapped(model: Any) -> Any:
             else []
         ),
     ]
+    # Whatever else peft may train for an adapter is none of the two matrices that are merged.
+    own = tuple(f"lora_{side}.{ADAPTER}.weight" for side in "AB")
+    others = [n for n, _ in base.named_parameters() if f".{ADAPTER}" in n and not n.endswith(own)]
+    if others and not wrong:
+        wrong = [f"the parameter {others[0]}"]
     if wrong:
         raise ConfigError(
-            f"the PeftModel that was given has {', '.join(wrong)}; what can be trained is one LoRA "
-            f"adapter of linear layers or experts, called {ADAPTER!r}. Merge it and pass the model "
-            "(model.merge_and_unload()), with model.lora_rank for a new adapter."
+            f"the adapted model that was given has {', '.join(wrong)}; what can be trained is one "
+            f"LoRA adapter of linear layers or experts, called {ADAPTER!r}. Merge it and pass the "
+            "model (model.merge_and_unload()), with model.lora_rank for a new adapter."
         )
     base._hf_peft_config_loaded, base.peft_config = True, {ADAPTER: config}
     return base
@@ -284,6 +316,16 @@ def adapters_off(model: Any) -> Iterator[None]:
             scale[ADAPTER] = value
 
 
+def write_adapter(folder: Path, model: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Write adapters, named as in `model`, as a folder that peft reads.
+
+    transformers writes the same files, but some of its releases refuse every release of peft.
+    """
+    named = {peft_name(name): tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(named, folder / ADAPTER_FILE, metadata={"format": "pt"})
+    model.peft_config[ADAPTER].save_pretrained(folder)
+
+
 def peft_name(name: str) -> str:
     """Return the name of an adapter's parameter in peft's files.
 
@@ -294,14 +336,8 @@ def peft_name(name: str) -> str:
 
 
 @torch.no_grad()
-def plain_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters and saved buffers as a model without adapters and ranks has them.
-
-    Tied parameters come once; adapters are added to the weights below them; shards are gathered,
-    one tensor at a time. Every rank has to iterate to the end.
-    """
-    # After a forward pass without a backward pass, FSDP leaves the root's parameters gathered.
-    reshard(model)
+def merged_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield what `plain_tensors` yields of a model with adapters, added to the weights below."""
     adapted = adapted_modules(model)
     for name, tensor in own_tensors(model).items():
         if ".lora_" in name:
@@ -311,14 +347,6 @@ def plain_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
             with _gathered(adapted[name]) as module:
                 value = value + module.get_delta_weight(ADAPTER)
         yield name.replace(_BELOW, ""), value
-
-
-def own_tensors(model: Any) -> dict[str, Tensor]:
-    """Return the parameters, tied ones once, and the buffers that a state dict has."""
-    # `named_buffers` also lists buffers that no state dict has, such as rotary angles.
-    saved = set(model.state_dict(keep_vars=True))
-    buffers = {name: tensor for name, tensor in model.named_buffers() if name in saved}
-    return {**dict(model.named_parameters()), **buffers}
 
 
 def _weight_below(module: Any) -> Tensor:
@@ -375,39 +403,6 @@ def _gathered(module: Any) -> Iterator[Any]:
     finally:
         for part, shard in zip(parts, shards, strict=True):
             part.weight = shard
-
-
-@torch.no_grad()
-def copy_weights(model: Any, served: Any | None) -> None:
-    """Write the weights of `model`, merged and gathered, into the plain module `served`.
-
-    The embedded engine reads the trainer's own tensors, but with several ranks these are shards,
-    and with adapters they are not the weights to sample from, so it reads this copy. Every rank
-    calls it; ranks without a copy pass None.
-
-    Raises:
-        TrainingError: the copy has different tensors, so a part of it would stay as it was.
-    """
-    targets = {} if served is None else own_tensors(served)
-    left = set(targets)
-    for name, value in plain_tensors(model):
-        # Ranks without a copy still take part in gathering each tensor.
-        if served is None:
-            continue
-        if name not in targets or targets[name].shape != value.shape:
-            raise TrainingError(
-                f"the copy of the model that is sampled from has no tensor {name} of shape "
-                f"{tuple(value.shape)}, so it would not compute what is trained. It must be a copy "
-                "of the model as it was loaded."
-            )
-        targets[name].copy_(value)
-        left.discard(name)
-    if left:
-        raise TrainingError(
-            f"{len(left)} tensors of the copy that is sampled from, {min(left)} among them, are "
-            "not among the trained model's, so they would stay as they are. It must be a copy of "
-            "the model as it was loaded."
-        )
 
 
 @torch.no_grad()

@@ -62,6 +62,8 @@ class Loss:
     `rollout_term`: set for a loss over whole rollouts. `supervised`: it reads neither advantage nor
     behaviour logprob. `least`: the smallest value of a parameter, 0 by default. `inputs`: further
     values per token, by the names of the streams that the calls were recorded with.
+    `only_advantage`: without an advantage a token has no gradient, whatever the model says. Then
+    `train.skip_zero_advantage` need not compute it, and dynamic sampling replaces groups of them.
     """
 
     fn: LossFn
@@ -70,6 +72,7 @@ class Loss:
     supervised: bool = False
     least: Mapping[str, float] = field(default_factory=dict)
     inputs: tuple[str, ...] = ()
+    only_advantage: bool = False
 
     def parameters(self, given: Mapping[str, float | None], name: str) -> dict[str, float]:
         """Return the defaults updated with what is given.
@@ -213,12 +216,20 @@ LOSSES: dict[str, Loss] = {
         ppo_clip,
         {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": math.inf},
         least={"dual_clip": 1.0},
+        only_advantage=True,
     ),
-    "reinforce": Loss(reinforce, {"ratio_cap": 2.0}),
-    "cispo": Loss(cispo, {"clip_low": 1.0, "clip_high": 2.0}),
+    "reinforce": Loss(reinforce, {"ratio_cap": 2.0}, only_advantage=True),
+    "cispo": Loss(cispo, {"clip_low": 1.0, "clip_high": 2.0}, only_advantage=True),
     # A rollout's ratio is a mean, which stays near 1. Bounds as in the papers; GMPO's are logs.
-    "gspo": Loss(gspo, {"clip_low": 3e-4, "clip_high": 4e-4}, rollout_term=_gspo_term),
-    "gmpo": Loss(gmpo, {"clip_low": 0.4, "clip_high": 0.4}, rollout_term=_gmpo_term),
+    "gspo": Loss(
+        gspo,
+        {"clip_low": 3e-4, "clip_high": 4e-4},
+        rollout_term=_gspo_term,
+        only_advantage=True,
+    ),
+    "gmpo": Loss(
+        gmpo, {"clip_low": 0.4, "clip_high": 0.4}, rollout_term=_gmpo_term, only_advantage=True
+    ),
     "cross_entropy": Loss(cross_entropy, {}, supervised=True),
 }
 

@@ -1,6 +1,6 @@
 """Metrics of a step: of its loss records, as the optimizer saw them, and of its rollouts.
 
-All trained tokens have equal weight. For metrics per task, query the run store.
+All trained tokens have equal weight. For metrics per task of one environment, query the run store.
 """
 
 from __future__ import annotations
@@ -8,14 +8,16 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from itertools import pairwise
-from statistics import fmean, pstdev
+from statistics import pstdev
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rolltree.estimate import episodes_estimate
+from rolltree.estimate import episodes_estimate, mean
+from rolltree.rubrics import are_equal
 from rolltree.samples import take_records
+from rolltree.store.weights import task_environment
 from rolltree.tasks import peak_rss_bytes
 from rolltree.types import FinishReason, IntArray, Records, RolloutResult, State
 
@@ -173,7 +175,9 @@ def _per_range(
     }
 
 
-def rollout_metrics(results: Sequence[RolloutResult]) -> dict[str, float]:
+def rollout_metrics(
+    results: Sequence[RolloutResult], environments: Sequence[str] = ()
+) -> dict[str, float]:
     """Return the metrics of all rollouts of one step.
 
     Rewards and metrics are those of the episodes' own rollouts; with several agents, or delegation,
@@ -182,17 +186,12 @@ def rollout_metrics(results: Sequence[RolloutResult]) -> dict[str, float]:
     Rewards and `metrics/*` are means over rollouts that have the value; failed rollouts have none
     and are counted in `error/*`. Lengths count sampled tokens (`rollout/max_sampled_tokens`: of one
     call), `rollout/length_cut_share` is the share of calls that reached their token limit.
+
+    `environments` names those of a group; if there are several, `env/<name>/...` are the rewards,
+    metrics and failures of each.
     """
     states = [state for result in results for state in result.states]
-    # The reward of an episode is that of its own rollouts, not of those that they delegated to.
-    own = [state for state in states if state.get("parent_rollout") is None]
-    metrics = _rewards(results) | _agent_rewards(states)
-    by_name: defaultdict[str, list[float]] = defaultdict(list)
-    for state in own:
-        for name, value in (state.get("metrics") or {}).items():
-            if isinstance(value, int | float):
-                by_name[name].append(float(value))
-    metrics |= {f"metrics/{name}": fmean(values) for name, values in sorted(by_name.items())}
+    metrics = _rewards(results) | _agent_rewards(states) | _metrics_of_rubrics(results)
     extras = [_extras(step) for state in states for step in state.get("trajectory") or ()]
     sampled = [int(extra.get("num_completion_tokens") or 0) for extra in extras]
     prompts = [int(extra.get("num_prompt_tokens") or 0) for extra in extras]
@@ -222,7 +221,39 @@ def rollout_metrics(results: Sequence[RolloutResult]) -> dict[str, float]:
     errors = Counter(result.error.type for result in results if result.error is not None)
     metrics["error/mean"] = sum(errors.values()) / max(1, len(results))
     metrics |= {f"error/{kind}": float(number) for kind, number in sorted(errors.items())}
+    return metrics | _per_environment(results, environments)
+
+
+def _per_environment(
+    results: Sequence[RolloutResult], environments: Sequence[str]
+) -> dict[str, float]:
+    if len(environments) < 2:
+        return {}
+    parts: defaultdict[str | None, list[RolloutResult]] = defaultdict(list)
+    for result in results:
+        task = str(result.request.input["task"])
+        parts[task_environment(task, environments)].append(result)
+    metrics: dict[str, float] = {}
+    for name in filter(parts.get, environments):
+        part = parts[name]
+        own = _rewards(part) | _metrics_of_rubrics(part)
+        own["error/mean"] = sum(each.error is not None for each in part) / len(part)
+        own["num_rollouts"] = float(len(part))
+        metrics |= {f"env/{name}/{key}": value for key, value in own.items()}
     return metrics
+
+
+def _metrics_of_rubrics(results: Sequence[RolloutResult]) -> dict[str, float]:
+    """Return the mean of each metric over the episodes' own rollouts."""
+    by_name: defaultdict[str, list[float]] = defaultdict(list)
+    for result in results:
+        for state in result.states:
+            # An episode's metrics are those of its own rollouts, not of those they delegated to.
+            if state.get("parent_rollout") is None:
+                for name, value in (state.get("metrics") or {}).items():
+                    if isinstance(value, int | float):
+                        by_name[name].append(float(value))
+    return {f"metrics/{name}": mean(values) for name, values in sorted(by_name.items())}
 
 
 def _rewards(results: Sequence[RolloutResult]) -> dict[str, float]:
@@ -236,8 +267,8 @@ def _rewards(results: Sequence[RolloutResult]) -> dict[str, float]:
     if not rewards:
         return {}
     metrics = {
-        "reward/mean": fmean(rewards),
-        "reward/std": pstdev(rewards),
+        "reward/mean": mean(rewards),
+        "reward/std": 0.0 if are_equal(rewards) else pstdev(rewards),
         "reward/max": max(rewards),
     }
     found = episodes_estimate(groups)
@@ -255,7 +286,7 @@ def _agent_rewards(states: Sequence[State]) -> dict[str, float]:
     # `reward/mean` already is that agent's mean.
     if len(by_agent) < 2:
         return {}
-    return {f"reward/{agent}/mean": fmean(values) for agent, values in sorted(by_agent.items())}
+    return {f"reward/{agent}/mean": mean(values) for agent, values in sorted(by_agent.items())}
 
 
 def _extras(step: Any) -> dict[str, Any]:
@@ -264,4 +295,4 @@ def _extras(step: Any) -> dict[str, Any]:
 
 def _mean_timing(states: Sequence[State], name: str) -> float:
     values = [float((state.get("timing") or {}).get(name) or 0.0) for state in states]
-    return fmean(values) if values else 0.0
+    return mean(values) if values else 0.0

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from rolltree.errors import ConfigError
 from rolltree.training.algorithms import Algorithm
 from rolltree.training.coefficients import get_correction, rollout_means
 from rolltree.training.layout import FloatColumn
@@ -170,3 +172,32 @@ def _estimate(
         return got.kl
     assert reference is not None, "the reference was not computed"
     return fn(got.logprob, reference)
+
+
+_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef", "moe_loss_weight")
+
+
+def check_auxiliary(model: Any) -> None:
+    """Refuse a model whose configuration asks for a loss that the trainer does not add.
+
+    transformers adds it to the cross entropy of labels, which the trainer never asks for.
+
+    Raises:
+        ConfigError: it asks for the load balancing of routers, or for a z-loss.
+    """
+    for config in {id(c): c for c in (model.config, model.config.get_text_config())}.values():
+        known = {name: getattr(config, name) for name in _COEFFICIENTS if hasattr(config, name)}
+        asked = {"z_loss_coefficient": getattr(config, "z_loss_coefficient", 0)}
+        # Without a known coefficient, the loss may have any weight.
+        if getattr(config, "output_router_logits", False) and (any(known.values()) or not known):
+            asked = {"output_router_logits": True, **known}
+        if any(asked.values()):
+            said = ", ".join(f"{name} = {value!r}" for name, value in asked.items())
+            first = next(iter(asked))
+            off = "false" if asked[first] is True else "0"
+            raise ConfigError(
+                f"the configuration of {type(model).__name__} asks for an auxiliary loss ({said}), "
+                "which would not be trained: the objective is that of the algorithm alone. Set "
+                f"{first} to {off} in the model's config.json to train without it; with adapters "
+                "on other layers than the router, it stays as it is."
+            )

@@ -12,12 +12,12 @@ from rolltree.errors import TrainingError
 from rolltree.training.ranks import total_norm
 from rolltree.training.sections import OptimSection
 
-SCHEDULES: dict[str, Callable[[float, float], float]] = {
-    "constant": lambda done, final: 1.0,
-    "linear": lambda done, final: 1 - (1 - final) * done,
-    "cosine": lambda done, final: final + (1 - final) * (1 + math.cos(math.pi * done)) / 2,
+SCHEDULES: dict[str, Callable[[float], float]] = {
+    "constant": lambda done: 1.0,
+    "linear": lambda done: 1 - done,
+    "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
 }
-"""(share of the run that is done, final share of the rate) -> share of the rate."""
+"""Share of the run that is done -> share of the rate; one that falls ends at 0."""
 
 
 def learning_rate(config: OptimSection, update: int, num_updates: int) -> float:
@@ -27,7 +27,7 @@ def learning_rate(config: OptimSection, update: int, num_updates: int) -> float:
         return config.lr * (update + 1) / (config.warmup_steps + 1)
     span = max(1, num_updates - config.warmup_steps)
     done = min(1.0, (update - config.warmup_steps) / span)
-    return config.lr * SCHEDULES[config.schedule](done, config.final_lr_share)
+    return config.lr * SCHEDULES[config.schedule](done)
 
 
 class Optimizer:

@@ -7,28 +7,22 @@ a plain copy of the weights; vLLM and servers have copies that `publish` renews.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
+from rolltree import wings
 from rolltree.errors import ConfigError
-from rolltree.inference import ChatRenderer, EndpointPool
 from rolltree.inference.local import local_client
-from rolltree.inference.vllm import vllm_client
-from rolltree.models import resolve_model
 from rolltree.store import Run
-from rolltree.training.config import TrainConfig
-from rolltree.training.lora import check_copy, is_adapted, remove_adapters
-from rolltree.training.publishing import WeightTarget
+from rolltree.training.config import REMOVED, TrainConfig, as_started
+from rolltree.training.plain_weights import is_adapted
+from rolltree.training.publishing import WeightTarget, run_hooks
 from rolltree.training.rank0 import adapt, load_trained
 from rolltree.training.ranks import Ranks
-from rolltree.training.server_client import TrainedServer, server_client
-from rolltree.training.servers import (
-    Servers,
-    check_served_names,
-    weight_way,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +40,7 @@ class TrainParts:
 
     async def aclose(self) -> None:
         """Close the client, with an engine in this process, and connections to servers."""
-        if isinstance(self.engine, Servers):
-            await self.engine.aclose()
+        await run_hooks(self.engine).aclose()
         await self.client.aclose()
 
 
@@ -80,16 +73,23 @@ def build_parts(
         # Before `adapt`, so the only adapters it can have are those of a given model.
         served = copy.deepcopy(model).to(device)
         if is_adapted(served):
+            from rolltree.training.lora import remove_adapters
+
             remove_adapters(served)
     adapt(model, config)
     # While the model is whole: the trainer will shard it.
     if config.model.lora_rank:
+        from rolltree.training.lora import check_copy
+
         check_copy(model, served)
-    client, engine = _ENGINES[config.engine.kind](config, served, tokenizer)
+    kind = config.engine.kind
+    make = _local if kind == "local" else wings.load_wing("engine", kind)
+    client, engine = make(config, served, tokenizer)
     return TrainParts(model, tokenizer, engine, client, served)
 
 
-def _options(config: TrainConfig) -> dict[str, Any]:
+def engine_options(config: TrainConfig) -> dict[str, Any]:
+    """Return the arguments that a config gives to an engine in this process."""
     section = config.engine
     return {
         "name": config.model.name,
@@ -104,46 +104,21 @@ def _options(config: TrainConfig) -> dict[str, Any]:
 
 def _local(config: TrainConfig, model: Any, tokenizer: Any) -> tuple[Any, WeightTarget]:
     invariant = config.engine.batch_invariant
-    client = local_client(model, tokenizer, batch_invariant=invariant, **_options(config))
+    client = local_client(model, tokenizer, batch_invariant=invariant, **engine_options(config))
     return client, client.engine
 
 
-def _vllm(config: TrainConfig, model: Any, tokenizer: Any) -> tuple[Any, WeightTarget]:
-    check_served_names(model, "engine.kind = 'servers' with engine.publish = 'disk'")
-    folder = resolve_model(config.model.name)
-    client = vllm_client(folder, model, tokenizer, **_options(config))
-    return client, client.engine
+def settings_of_run(config: TrainConfig) -> Mapping[str, Any]:
+    """Return the stored settings of the run that the config names; empty if there is none."""
+    if not (Path(config.run.dir) / "run.db").exists():
+        return {}
+    with Run.open(config.run.dir, "r") as run:
+        return run.config
 
 
-def _servers(config: TrainConfig, model: Any, tokenizer: Any) -> tuple[Any, WeightTarget]:
-    section = config.engine
-    configured = getattr(model.generation_config, "eos_token_id", None)
-    known = configured if isinstance(configured, list) else [configured]
-    # A model may end its turns with more ids than the tokenizer's single one.
-    renderer = ChatRenderer(tokenizer, end_ids=[int(i) for i in known if i is not None])
-    vocab_size = int(model.get_input_embeddings().weight.shape[0])
-    clients = [
-        server_client(TrainedServer, config, url, renderer, vocab_size) for url in section.urls
-    ]
-    limit_s = section.away_limit_s
-    # A call may wait as long as the run does, and then needs its own time in addition.
-    pool = EndpointPool(clients, deadline_s=limit_s + max(c.server.deadline_s for c in clients))
-    way = weight_way(
-        model,
-        # Absolute, because servers have different working directories.
-        Path(config.run.dir).absolute() / "weights",
-        publish=section.publish,
-        method=section.reload_method,
-        address=section.transfer_address,
-    )
-    return pool, Servers(clients, way, away_limit_s=limit_s, pool=pool)
-
-
-_ENGINES: dict[str, Callable[[TrainConfig, Any, Any], tuple[Any, WeightTarget]]] = {
-    "local": _local,
-    "vllm": _vllm,
-    "servers": _servers,
-}
+def started_settings(config: TrainConfig) -> TrainConfig:
+    """Return what `as_started` does for the run that the config names, if it exists."""
+    return as_started(config, settings_of_run(config))
 
 
 def open_run(config: TrainConfig) -> Run:
@@ -153,6 +128,12 @@ def open_run(config: TrainConfig) -> Run:
         ConfigError: it was started with other settings (`TrainConfig.may_change` may differ).
     """
     path, schedule = config.run.dir, config.optim.schedule
+    started = started_settings(config)
+    may_change = config.may_change()
+    # Also if the caller has already asked for the settings that it was started with.
+    default = replace(config, algorithm=replace(config.algorithm, aggregation=None))
+    if started_settings(default) == started != default:
+        may_change += ("algorithm.aggregation",)
     advice = [
         f"`rolltree fork {path} --set section.key=value` goes on from its last checkpoint with "
         "other settings, in its own run."
@@ -163,9 +144,10 @@ def open_run(config: TrainConfig) -> Run:
         )
     return Run.open_or_create(
         path,
-        config=config.as_dict(),
+        config=started.as_dict(),
         kind="train",
-        may_change=config.may_change(),
+        may_change=may_change,
         defaults=TrainConfig().as_dict(),
+        removed=REMOVED,
         advice=" ".join(advice),
     )

@@ -17,7 +17,7 @@ from time import monotonic
 
 import numpy as np
 
-from rolltree.errors import INFRASTRUCTURE, ConfigError, TrainingError, as_sentence
+from rolltree.errors import ConfigError, TrainingError, as_sentence
 from rolltree.inference.request_fields import distribution_changes
 from rolltree.inference.retry import RetryPolicy
 from rolltree.rollouts import (
@@ -31,15 +31,25 @@ from rolltree.rollouts import (
 )
 from rolltree.rollouts.decode import decode_results
 from rolltree.rollouts.record import run_stored
+from rolltree.rollouts.settle import settle_state
+from rolltree.samples.resolve import not_the_models_own
 from rolltree.store import Run
 from rolltree.training.config import TrainConfig
-from rolltree.training.sampled import not_the_models_own
 from rolltree.types import RolloutRequest, RolloutResult, SamplingParams
 
 PHASE = "train"
+FORKED = "forked_from"
+AWAY_LIMIT_S = 1800.0
+"""How long a run waits for servers or sandboxes: longer than a machine's restart and the loading of
+a large model. After it the same command continues the run, so nothing is lost."""
 # Per start of the run; the next start repeats them again (design/0014).
 _NUM_REPEATS = 3
 _WAITS = RetryPolicy(first_wait_s=0.5, max_wait_s=30.0)
+
+
+def forked_at(run: Run) -> int:
+    """Return the step of the checkpoint that a run began with; 0 if it is not a fork."""
+    return int(run.meta.get(FORKED, {}).get("step", 0))
 
 
 def training_sampling(config: TrainConfig, source: RolloutSource) -> SamplingParams:
@@ -236,8 +246,12 @@ def lost_rollouts(results: Iterable[RolloutResult], source: RolloutSource) -> se
     If the members of a group are compared, these are whole groups.
     """
     results = list(results)
-    lost = {r.request.request_id for r in results if r.error and r.error.type in INFRASTRUCTURE}
+    lost = {result.request.request_id for result in results if _is_lost(result)}
     return _whole_groups(lost, results, source)
+
+
+def _is_lost(result: RolloutResult) -> bool:
+    return result.error is not None and result.error.kind == "infrastructure"
 
 
 def _whole_groups(
@@ -257,7 +271,10 @@ def stored_results(requests: Sequence[RolloutRequest], run: Run) -> dict[str, Ro
     # By step and group, which the store has indexes for.
     groups = sorted({request.group_id for request in requests})
     rows = run.rollouts(phase=PHASE, train_step=requests[0].train_step, group_id=groups)
-    results = decode_results(row for row in rows if row.request_id in wanted)
+    results = list(decode_results(row for row in rows if row.request_id in wanted))
+    # Rollouts of an older version may have rewards that are not finite numbers.
+    for state in (state for result in results for state in result.states):
+        settle_state(state)
     return {result.request.request_id: result for result in results}
 
 
@@ -280,7 +297,7 @@ async def until_enough(
     each time, and call `again`, which runs the failed ones again and returns the new results.
 
     Raises:
-        TrainingError: other failures are too many, or `engine.away_limit_s` passed.
+        TrainingError: other failures are too many, or `AWAY_LIMIT_S` passed.
     """
     began = monotonic()
     for number in itertools.count():
@@ -288,18 +305,17 @@ async def until_enough(
         problem = _why_not(step, config.train.max_failed_share)
         if problem is None:
             return results
-        num_lost = sum(r.error is not None and r.error.type in INFRASTRUCTURE for r in results)
+        num_lost = sum(map(_is_lost, results))
         num_failed = sum(result.error is not None for result in step)
         # Even if every lost rollout works in the end, the other failures stop the step.
         hopeless = too_many(num_failed - num_lost, len(step), config.train.max_failed_share)
-        limit_s = config.engine.away_limit_s
-        if not num_lost or hopeless or monotonic() - began >= limit_s:
+        if not num_lost or hopeless or monotonic() - began >= AWAY_LIMIT_S:
             raise TrainingError(problem)
         if not number:
             notify(
                 f"step {results[0].request.train_step} waits: servers or sandboxes failed "
                 f"{num_lost} of its {len(results)} rollouts. They are run again until they work, "
-                f"for at most {limit_s:g} s (engine.away_limit_s)."
+                f"for at most {AWAY_LIMIT_S:g} s."
             )
         # `gather` has already waited `_NUM_REPEATS` times.
         await asyncio.sleep(_WAITS.wait_s(number + _NUM_REPEATS, None))

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from rolltree.tasks import run_shielded
 from rolltree.training.ranks import reshard
 from rolltree.types import FloatArray, GenerateRequest, IntArray, Sample, SamplingParams
 
+T = TypeVar("T")
 Score = Callable[[IntArray], FloatArray]
 """Prompts `[_N, _T]` -> the trainer's logprobs of every next token `[_N, _V]`."""
 
@@ -54,6 +55,52 @@ class WeightTarget(Protocol):
     def publish(self, version: int) -> Awaitable[None] | None:
         """Use the current weights as those of `version`; a coroutine is awaited."""
         ...
+
+
+@runtime_checkable
+class RunHooks(Protocol):
+    """What an engine does besides, if it can fail apart from the run."""
+
+    async def begin(
+        self, notify: Callable[[str], None], probe: Callable[[Any, int], Awaitable[None]]
+    ) -> None:
+        """Get ready to sample; `notify` gets notices, `probe` checks one part with a version."""
+
+    async def guard(self, work: Awaitable[T]) -> T:
+        """Return what `work` returns, or raise if the engine is lost meanwhile."""
+        ...
+
+    def announce_kept_weights(self) -> None:
+        """Tell the user at the end of a run where the trained weights are still served."""
+
+    async def aclose(self) -> None:
+        """Release what the engine holds for the run."""
+
+
+class _NoHooks:
+    """The hooks of an engine in this process."""
+
+    async def begin(
+        self, notify: Callable[[str], None], probe: Callable[[Any, int], Awaitable[None]]
+    ) -> None:
+        pass
+
+    async def guard(self, work: Awaitable[T]) -> T:
+        return await work
+
+    def announce_kept_weights(self) -> None:
+        pass
+
+    async def aclose(self) -> None:
+        pass
+
+
+_NO_HOOKS = _NoHooks()
+
+
+def run_hooks(engine: WeightTarget) -> RunHooks:
+    """Return the engine's own hooks, or some that do nothing."""
+    return engine if isinstance(engine, RunHooks) else _NO_HOOKS
 
 
 class Publisher:
@@ -100,8 +147,8 @@ class Publisher:
         Weights that an engine fails to renew show where they were trained, so the next probe uses
         pieces of the samples that end before trained tokens.
         """
-        # Without a copy no weights can be out of date.
-        if self.shares_memory():
+        # Without a copy no weights can be out of date. Without samples the step raises.
+        if self.shares_memory() or not samples:
             return
         ids = np.concatenate([sample.ids for sample in samples])
         # Where each sample begins in `ids`. `source` is the position before a trained token, so a
@@ -218,7 +265,7 @@ class Publisher:
                 return found
         raise TrainingError(
             f"version {version} was published to {client!r}, and it serves other weights: {why}. "
-            "Usual causes: the reload left a part as it was (engine.reload_method), another model "
+            "Usual causes: the reload left a part as it was, another model "
             "or another precision than when the run started, or 16-bit weights there "
             "(engine.probe_tolerance = 0.5)."
         )

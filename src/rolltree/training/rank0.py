@@ -12,7 +12,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,13 @@ from typing import Any
 import msgspec
 import torch
 
+from rolltree.errors import NonFiniteStep
 from rolltree.models import load_model
 from rolltree.training.checkpoint import Checkpoints, TrainState
 from rolltree.training.checkpoint_formats import export_model
 from rolltree.training.config import TrainConfig
-from rolltree.training.lora import add_adapter, copy_weights, is_adapted
 from rolltree.training.optim import Optimizer
+from rolltree.training.plain_weights import copy_weights, is_adapted
 from rolltree.training.publishing import next_logprobs
 from rolltree.training.ranks import STOP, Ranks, samples_from_data, samples_to_data
 from rolltree.training.trainer import Exclusive, OnBatch, Trainer
@@ -51,6 +52,8 @@ def adapt(model: Any, config: TrainConfig) -> None:
         ConfigError: see `lora.add_adapter`.
     """
     if config.model.lora_rank and not is_adapted(model):  # a model may come with its own
+        from rolltree.training.lora import add_adapter
+
         add_adapter(model, config.model, config.run.seed)
 
 
@@ -101,7 +104,6 @@ def make_checkpoints(root: Path, config: TrainConfig, ranks: Ranks | None) -> Ch
         root,
         section.keep,
         content=section.format,
-        max_shard_size=section.max_shard_size,
         ranks=ranks,
     )
 
@@ -129,8 +131,7 @@ def export_together(
     """Do what `export_model` does, on all ranks."""
     if ranks is not None:
         ranks.tell("export", {"path": str(path)})
-    size = config.checkpoint.max_shard_size
-    return export_model(model, tokenizer, path, max_shard_size=size, ranks=ranks)
+    return export_model(model, tokenizer, path, ranks=ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +142,9 @@ class _Follower:
 
     def step(self, data: Mapping[str, Any]) -> None:
         # Without `exclusive` and `on_batch`: only rank 0 has the engine and the store.
-        self.trainer.step(samples_from_data(data["samples"]), data["step"])
+        # All ranks decide alike, and rank 0 whether the run goes on.
+        with suppress(NonFiniteStep):
+            self.trainer.step(samples_from_data(data["samples"]), data["step"])
 
     def save(self, data: Mapping[str, Any]) -> None:
         state = msgspec.convert(data["state"], TrainState)

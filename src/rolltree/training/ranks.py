@@ -1,9 +1,9 @@
 """The processes that train one model together, and the model sharded over them.
 
-torchrun starts them; without it there is one process and torch.distributed is never set up. Rank 0
-runs everything that a single process would (rollouts, store, engine, evaluation) and sends the
-others commands as msgpack, never pickle. The model is sharded with FSDP2 (`fully_shard`, Zhao et
-al. 2023, arXiv:2304.11277); gradients are summed, not averaged, because losses carry global
+torchrun or a `[cluster]` starts them; otherwise there is one process and torch.distributed is never
+set up. Rank 0 runs everything that a single process would (rollouts, store, engine, evaluation) and
+sends the others commands as msgpack, never pickle. The model is sharded with FSDP2 (`fully_shard`,
+Zhao et al. 2023, arXiv:2304.11277); gradients are summed, not averaged, because losses carry global
 normalizers. There is no tensor or pipeline parallelism.
 """
 
@@ -34,7 +34,6 @@ from torch.distributed.tensor import DTensor
 from rolltree.errors import ConfigError, RankLost
 from rolltree.samples import SampleStream
 from rolltree.training.forward import LogprobModel
-from rolltree.training.recompute import outermost
 from rolltree.types import Sample
 
 STOP = "stop"
@@ -132,7 +131,7 @@ def is_rank0() -> bool:
 
 @contextmanager
 def start_ranks(device: str = "cpu", init_method: str = "env://") -> Iterator[Ranks | None]:
-    """Join the ranks that torchrun started, or yield None when this process is alone.
+    """Join the ranks that were started together, or yield None when this process is alone.
 
     `init_method` is torch.distributed's: where the ranks find each other. All ranks leave the
     context together, unless one leaves it with an error, which the others notice when its process
@@ -199,14 +198,20 @@ def decode(data: bytes) -> Any:
 
 def samples_to_data(samples: Sequence[Sample]) -> list[Sample]:
     """Return samples for `encode`, with only the part of `info` that training reads."""
-    return [replace(s, info={"streams": s.info.get("streams", {})}) for s in samples]
+    read: dict[str, Any] = {"streams": {}, "rollouts": (), "changed_sampling": (), "misspelled": ()}
+    return [
+        replace(s, info={name: s.info.get(name, empty) for name, empty in read.items()})
+        for s in samples
+    ]
 
 
 def samples_from_data(data: Sequence[Mapping[str, Any]]) -> list[Sample]:
     """Return the samples that `samples_to_data` described, after `decode`."""
     samples = msgspec.convert(data, list[Sample], dec_hook=lambda kind, array: array)
     return [
-        replace(s, info={"streams": {k: _stream(**v) for k, v in s.info["streams"].items()}})
+        replace(
+            s, info={**s.info, "streams": {k: _stream(**v) for k, v in s.info["streams"].items()}}
+        )
         for s in samples
     ]
 
@@ -282,6 +287,8 @@ def _own_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     def stands_alone(child: torch.nn.Module) -> bool:
         # Every use of its parameters is inside it.
         return type(child).__name__ in names and uses(child).items() <= everywhere.items()
+
+    from rolltree.training.recompute import outermost
 
     return outermost(model, stands_alone)
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from rolltree.advice import Advice, advise, of_training
 from rolltree.finished import Finished
 from rolltree.html_view import html_lines, html_table
-from rolltree.machine import has_gpu
+from rolltree.models.load import has_gpu
 from rolltree.store import Run, StoredEvaluation
 
 # What a printed report shows; `rows` has every metric.

@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from rolltree.errors import ConfigError, TrainingError, UnsupportedSetting
+from rolltree.errors import TrainingError, UnsupportedSetting
 from rolltree.inference.local.routing import (
     Router,
     RouterCall,
@@ -27,39 +28,10 @@ from rolltree.inference.local.routing import (
     replace_forward,
 )
 from rolltree.inference.local.shell import body_of
-from rolltree.training.layout import Forest
+from rolltree.training.layout import BoolArray, Forest
 
 KEYWORD = "routed_experts"
 _WITHOUT = "Set train.replay_experts = false to train with the trainer's own choice of experts."
-
-
-_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef", "moe_loss_weight")
-
-
-def check_auxiliary(model: Any) -> None:
-    """Refuse a model whose configuration asks for a loss that the trainer does not add.
-
-    transformers adds it to the cross entropy of labels, which the trainer never asks for.
-
-    Raises:
-        ConfigError: it asks for the load balancing of routers, or for a z-loss.
-    """
-    for config in {id(c): c for c in (model.config, model.config.get_text_config())}.values():
-        known = {name: getattr(config, name) for name in _COEFFICIENTS if hasattr(config, name)}
-        asked = {"z_loss_coefficient": getattr(config, "z_loss_coefficient", 0)}
-        # Without a known coefficient, the loss may have any weight.
-        if getattr(config, "output_router_logits", False) and (any(known.values()) or not known):
-            asked = {"output_router_logits": True, **known}
-        if any(asked.values()):
-            said = ", ".join(f"{name} = {value!r}" for name, value in asked.items())
-            first = next(iter(asked))
-            off = "false" if asked[first] is True else "0"
-            raise ConfigError(
-                f"the configuration of {type(model).__name__} asks for an auxiliary loss ({said}), "
-                "which would not be trained: the objective is that of the algorithm alone. Set "
-                f"{first} to {off} in the model's config.json to train without it; with adapters "
-                "on other layers than the router, it stays as it is."
-            )
 
 
 class Replay:
@@ -99,28 +71,41 @@ class Replay:
         found = forest.routed_experts
         if found is None:
             return None
-        if found.shape[1:] != self.shape:
-            raise self._foreign(
-                f"has {found.shape[1]} layers with {found.shape[2]} experts each, but the model "
-                f"{self.shape[0]} with {self.shape[1]}"
-            )
-        for layer, router in self.routers.items():
-            chosen = np.sort(found[:, layer], axis=-1)
-            if chosen[:, -1].max(initial=-1) >= router.num_experts:
-                raise self._foreign(
-                    f"names expert {int(chosen.max())} of {router.num_experts} in layer {layer}"
-                )
-            # Only -1, "unknown", may repeat.
-            twice = (chosen[:, 1:] == chosen[:, :-1]) & (chosen[:, 1:] >= 0)
-            if twice.any():
-                raise self._foreign(f"names an expert of layer {layer} twice for one token")
+        bad, why = self.foreign(found)
+        if bad.any():
+            raise TrainingError(why)
         return torch.from_numpy(found).to(device)
 
-    def _foreign(self, what: str) -> TrainingError:
-        return TrainingError(
+    def foreign(self, values: Any) -> tuple[BoolArray, str]:
+        """Return which tokens `[_T]` have experts that are not this model's, and why the first."""
+        bad, what = np.ones(len(values), np.bool_), "is not one array of integers"
+        if not isinstance(values, tuple) and values.ndim == 3 and values.dtype.kind in "iu":
+            if values.shape[1:] == self.shape:
+                bad, what = self._misfits(values)
+            else:
+                what = (
+                    f"has {values.shape[1]} layers with {values.shape[2]} experts each, but the "
+                    f"model {self.shape[0]} with {self.shape[1]}"
+                )
+        return bad, (
             f"the recorded routing {what}: it is not that of {self._name}, so replaying it would "
             f"train a different function. Does the engine have the trainer's model? {_WITHOUT}"
         )
+
+    def _misfits(self, values: NDArray[Any]) -> tuple[BoolArray, str]:
+        bad, what = np.zeros(len(values), np.bool_), ""
+        for layer, router in self.routers.items():
+            chosen = np.sort(values[:, layer], axis=-1)
+            # Only -1, "unknown", may repeat.
+            twice = ((chosen[:, 1:] == chosen[:, :-1]) & (chosen[:, 1:] >= 0)).any(-1)
+            over = chosen[:, -1] >= router.num_experts
+            if over.any():
+                named = f"names expert {int(chosen.max())} of {router.num_experts} in layer {layer}"
+                what = what or named
+            elif twice.any():
+                what = what or f"names an expert of layer {layer} twice for one token"
+            bad |= over | twice
+        return bad, what
 
     @contextmanager
     def installed(self) -> Iterator[None]:

@@ -88,12 +88,10 @@ class EngineSection(Section, frozen=True):
       of these that works, and a notice says which.
     - `served_model`: the model's name on the servers (None: `model.name`). `api_key_env`: the
       environment variable with their API key; `admin_key_env`: with the key that publishes weights,
-      if that is different. `reload_method`: see `publish_weights`.
+      if that is different.
     - `probe_tolerance`: after every publish engines that hold a copy of the weights are probed. The
       bound follows from the step and from the engine's first difference; it is never more
       than this (16-bit servers need about 0.5).
-    - `away_limit_s`: how long the run waits while no server answers (5 s at the start) before it
-      ends; the same command then continues it.
     - `max_batch`: sequences decoded together. `max_context`: tokens of prompt and completion (None:
       the engine's default). `kv_budget_bytes`: memory of the KV cache (None: `max_batch` full
       sequences; `vllm`: 1 GiB). `prefill_chunk`: maximum prompt tokens in one forward pass.
@@ -113,9 +111,7 @@ class EngineSection(Section, frozen=True):
     served_model: str | None = None
     api_key_env: str | None = None
     admin_key_env: str | None = None
-    reload_method: str = "reload_all_weights"
     probe_tolerance: Positive = 0.01
-    away_limit_s: Positive = 1800.0
     max_batch: AtLeast1 = 64
     max_context: AtLeast1 | None = None
     kv_budget_bytes: AtLeast1 | None = None
@@ -150,16 +146,10 @@ class EngineSection(Section, frozen=True):
                 "out here."
             )
         others = (
-            *("served_model", "api_key_env", "admin_key_env", "away_limit_s"),
-            *("reload_method", "publish", "transfer_address"),
+            *("served_model", "api_key_env", "admin_key_env"),
+            *("publish", "transfer_address"),
         )
-        unused = {
-            "auto": ("reload_method",),
-            "shared": ("reload_method", "transfer_address"),
-            "transfer": ("reload_method",),
-            "disk": ("transfer_address",),
-        }
-        other_way = unused[self.publish]
+        other_way = ("transfer_address",) if self.publish in ("shared", "disk") else ()
         # A struct does not know which fields were given, so a default that is written out passes.
         defaults = {f.name: f.default for f in msgspec.structs.fields(type(self))}
         for name in (*ignored, *other_way) if self.kind == "servers" else others:
@@ -239,15 +229,13 @@ class CheckpointSection(Section, frozen=True):
 
     `every`: steps between checkpoints (the last step always gets one). `keep`: how many to keep.
     `format`: `full` gathers the weights and writes Hugging Face's layout, `sharded` lets every rank
-    write its part; any number of ranks reads both. `max_shard_size`: a larger model becomes several
-    files, such as `"5GB"`. `export`: write the trained model in Hugging Face's layout at the end.
+    write its part; any number of ranks reads both. `export`: write the trained model in Hugging
+    Face's layout at the end.
     """
 
     every: AtLeast1 = 10
     keep: AtLeast1 = 2
     format: Literal["full", "sharded"] = "full"
-    # As `save_pretrained` reads it.
-    max_shard_size: Annotated[str, Meta(pattern=r"^[1-9]\d*[KMGT]?B$")] = "5GB"
     export: bool = True
 
 
@@ -257,14 +245,13 @@ class TrackSection(Section, frozen=True):
     `to`: any of `"tensorboard"`, `"wandb"`, `"trackio"`, `"mlflow"`; each needs its package
     (`pip install 'rolltree[track]'`). `project`: the project or experiment. `name`: the run's name
     there (None: that of the run directory). `transcripts`: rollouts to send of each evaluation, of
-    the first step, and of every `transcripts_every`-th step after it.
+    the first step, and of every tenth step after it.
     """
 
     to: tuple[str, ...] = ()
     project: Text = "rolltree"
     name: str | None = None
     transcripts: AtLeast0 = 4
-    transcripts_every: AtLeast1 = 10
 
     def __post_init__(self) -> None:
         if len(set(self.to)) < len(self.to):
@@ -276,8 +263,7 @@ class OptimSection(Section, frozen=True):
 
     `lr`, `beta1`, `beta2`, `eps`: AdamW's. `weight_decay` applies to matrices only. The gradient is
     scaled down to `max_grad_norm` (inf: no clipping). `schedule`: a row of `optim.SCHEDULES`, after
-    `warmup_steps` of linear warm-up; `final_lr_share` is where a falling schedule ends, relative to
-    `lr`.
+    `warmup_steps` of linear warm-up.
     """
 
     lr: Positive = 1e-5
@@ -288,17 +274,11 @@ class OptimSection(Section, frozen=True):
     max_grad_norm: Positive = 1.0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: AtLeast0 = 0
-    final_lr_share: Share = 0.0
 
     def __post_init__(self) -> None:
         # `gt=0` lets infinity through, which `max_grad_norm` may be.
         if not math.isfinite(self.lr):
             raise ConfigError(f"optim.lr is {self.lr}. Use a finite learning rate.")
-        if self.final_lr_share and self.schedule == "constant":
-            raise ConfigError(
-                "optim.final_lr_share is set, but the constant schedule never falls. Use "
-                "optim.schedule = 'linear' or 'cosine', or leave the share out."
-            )
 
 
 class TrainSection(Section, frozen=True):
@@ -333,6 +313,9 @@ class TrainSection(Section, frozen=True):
     - `max_mismatch`: stop if trainer and engine logprobs differ by more on average over the tokens
       that the current weights sampled. After a step without any, as happens in asynchronous runs,
       the engine answers a probe instead (`engine.probe_tolerance`).
+    - `changed_sampling`: what becomes of a call that was not sampled from the model's own
+      distribution (top-k, a penalty, forced tools, a response format). `mask` leaves it out of the
+      loss and counts it, `refuse` ends the run.
     - `record_tokens`: store what each step computed for every trained token (advantage, loss
       weight, the trainer's logprob, entropy), which `Run.trained` returns.
     - `num_threads`: torch's number of threads (None: torch's default).
@@ -356,6 +339,7 @@ class TrainSection(Section, frozen=True):
     max_lag: AtLeast0 | None = None
     max_failed_share: Share = 0.5
     max_mismatch: Positive = 0.1
+    changed_sampling: Literal["mask", "refuse"] = "mask"
     record_tokens: bool = True
     num_threads: AtLeast1 | None = None
 
@@ -405,10 +389,7 @@ class ClusterSection(Section, frozen=True):
       Ray cluster, which `address` names (`auto`: the existing one; empty: a new local one).
     - `rollout_workers`: processes that play rollouts, each at most `slots_per_worker` at a time.
     - `engines` (`count`, `gpus`, `kind`) sample; `trainer` (`ranks`, `gpus`) trains.
-    - `stall_s`: a notice names a role that is silent for this long. `orphan_s`: a role ends if it
-      cannot reach the driver for this long. `max_restarts`: how often in a row a role is
-      restarted while the run makes no progress.
-    - `queue_bytes`: results that may wait to be stored; workers keep the others.
+    - `stall_s`: a notice names a role that is silent for this long.
     """
 
     launcher: Literal["local", "ray"] = "local"
@@ -417,10 +398,7 @@ class ClusterSection(Section, frozen=True):
     engines: ClusterEngines = ClusterEngines()
     trainer: ClusterTrainer = ClusterTrainer()
     stall_s: Positive = 20.0
-    orphan_s: Positive = 60.0
-    max_restarts: AtLeast0 = 5
     slots_per_worker: AtLeast1 = 64
-    queue_bytes: AtLeast1 = 2**28
 
     def __post_init__(self) -> None:
         if self.address and self.launcher != "ray":

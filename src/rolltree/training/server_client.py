@@ -12,8 +12,8 @@ from rolltree.errors import BadResponse, ConfigError, ConnectionFailed, ModelErr
 from rolltree.inference import ChatRenderer
 from rolltree.inference.call import ModelCall
 from rolltree.inference.openai_client import OpenAIClient, OpenAIMemory
+from rolltree.inference.reachable import served_version
 from rolltree.inference.retry import RetryPolicy
-from rolltree.inference.weights.publish import served_version
 from rolltree.training.config import TrainConfig
 from rolltree.types import ModelResponse
 

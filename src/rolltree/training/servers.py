@@ -4,7 +4,7 @@ A server gets requests only while it has the published weights, and its answer c
 still has them afterwards. If one fails, the run waits for it and asks for the version of its
 weights before the next request; a restarted server reports "default" and gets the weights again.
 Calls wait meanwhile, so no rollout is lost and none is sampled from other weights. When every
-server has been away for `engine.away_limit_s`, the run ends.
+server has been away for `plan.AWAY_LIMIT_S`, the run ends.
 """
 
 from __future__ import annotations
@@ -23,15 +23,21 @@ from rolltree.errors import (
     PublishFailed,
     TrainingError,
 )
+from rolltree.inference import ChatRenderer
 from rolltree.inference.pool import EndpointPool
-from rolltree.inference.reachable import FIRST_ANSWER_TIMEOUT_S
+from rolltree.inference.reachable import FIRST_ANSWER_TIMEOUT_S, served_version
 from rolltree.inference.retry import RetryPolicy
-from rolltree.inference.weights.publish import RELOAD_METHOD, HasServer, served_version
+from rolltree.inference.weights.publish import HasServer
 from rolltree.inference.weights.ways import AutoWay, DiskWay, SharedWay, TransferWay, Way
+from rolltree.models import resolve_model
 from rolltree.rollouts.requests import current_episode
 from rolltree.training.checkpoint_formats import export_model
-from rolltree.training.lora import plain_tensors
-from rolltree.training.server_client import ASK_S, PROBED, TrainedServer
+from rolltree.training.config import TrainConfig
+from rolltree.training.parts import engine_options
+from rolltree.training.plain_weights import plain_tensors
+from rolltree.training.plan import AWAY_LIMIT_S
+from rolltree.training.publishing import WeightTarget
+from rolltree.training.server_client import ASK_S, PROBED, TrainedServer, server_client
 
 T = TypeVar("T")
 _WAITS = RetryPolicy(first_wait_s=0.5, max_wait_s=15.0)
@@ -59,7 +65,7 @@ class Servers:
         clients: Sequence[HasServer],
         way: Way,
         *,
-        away_limit_s: float = 1800.0,
+        away_limit_s: float = AWAY_LIMIT_S,
         pool: EndpointPool | None = None,
     ) -> None:
         self._clients, self._limit_s = list(clients), away_limit_s
@@ -80,6 +86,8 @@ class Servers:
         """Probes one server with a version; the loop sets its publisher's function."""
         self._lock = asyncio.Lock()
         self._revivals: dict[TrainedServer, asyncio.Task[None]] = {}
+        self.are_restarted = False
+        """Whether something starts servers again, so that one that has not answered yet will."""
         self._has_answered = False
         self._lost = asyncio.Event()
         self._failure: Exception | None = None
@@ -132,11 +140,19 @@ class Servers:
             await asyncio.sleep(_WAITS.wait_s(number, None))
         self.version, self.labels = version, frozenset([str(version)])
 
-    async def start(self) -> None:
-        """Wait until a server answers, for a few seconds only: perhaps none was ever started.
+    async def begin(
+        self, notify: Callable[[str], None], probe: Callable[[Any, int], Awaitable[None]]
+    ) -> None:
+        """Wait until a server answers; `probe` checks one of them with a version.
 
-        `or_lost` raises if none answers.
+        Raises:
+            TrainingError: none has answered within some seconds: perhaps none was ever started.
         """
+        self.notify, self.probe = notify, probe
+        await self.guard(self.start())
+
+    async def start(self) -> None:
+        """Wait until a server answers, for a few seconds only."""
         # As if all had failed: each has to answer once before it gets a call.
         for server in self._watched:
             server.is_suspect = True
@@ -221,11 +237,11 @@ class Servers:
             task.cancel()
         self._way.forget(server)
 
-    async def or_lost(self, work: Awaitable[T]) -> T:
+    async def guard(self, work: Awaitable[T]) -> T:
         """Return what `work` returns.
 
         Raises:
-            TrainingError: no server answered for `engine.away_limit_s`; `work` was cancelled.
+            TrainingError: no server answered for the limit; `work` was cancelled.
         """
         task = asyncio.ensure_future(work)
         lost = asyncio.create_task(self._lost.wait())
@@ -273,7 +289,7 @@ class Servers:
                     if num_refused == _MAX_REFUSALS:
                         self._give_up(server, error)
                         return
-                except Exception as error:  # noqa: BLE001  `or_lost` raises it
+                except Exception as error:  # noqa: BLE001  `guard` raises it
                     self.lose(error)
                     return
             else:
@@ -283,9 +299,9 @@ class Servers:
                 if self._away_s() >= self._patience_s:
                     self.lose(
                         TrainingError(
-                            f"no server has answered for {self._patience_s:g} s "
-                            f"({self._limit_name()}): {self._urls()}. Nothing is lost: start "
-                            "the servers, then run the same command, which continues from here."
+                            f"no server has answered for {self._patience()}: {self._urls()}. "
+                            "Nothing is lost: start the servers, then run the same command, which "
+                            "continues from here."
                         )
                     )
                     return
@@ -368,18 +384,19 @@ class Servers:
         server.away_since_s = monotonic()
         rest = "Its calls go to other servers."
         if all(each.away_since_s is not None for each in self._watched):
-            rest = f"The run waits, and ends after {self._patience_s:g} s ({self._limit_name()})."
+            rest = f"The run waits, and ends after {self._patience()}."
         self.notify(f"{server.server.root_url} does not answer. {rest}")
 
     @property
     def _patience_s(self) -> float:
-        """How long all servers may be away: only briefly until one has answered."""
-        return self._limit_s if self._has_answered else min(self._limit_s, FIRST_ANSWER_TIMEOUT_S)
+        """How long all servers may be away: only briefly if perhaps none was ever started."""
+        if self._has_answered or self.are_restarted:
+            return self._limit_s
+        return min(self._limit_s, FIRST_ANSWER_TIMEOUT_S)
 
-    def _limit_name(self) -> str:
-        """Return which limit `_patience_s` is."""
+    def _patience(self) -> str:
         is_start = self._patience_s < self._limit_s
-        return "none answered at the start" if is_start else "engine.away_limit_s"
+        return f"{self._patience_s:g} s{' (none answered at the start)' if is_start else ''}"
 
     def _note_back(self, server: TrainedServer) -> None:
         server.is_suspect, self._has_answered = False, True
@@ -401,7 +418,7 @@ class Servers:
         return ", ".join(each.server.root_url for each in self._watched)
 
     def lose(self, failure: Exception) -> None:
-        """End the run with this error: `or_lost` raises the first one."""
+        """End the run with this error: `guard` raises the first one."""
         self._failure = self._failure or failure
         self._lost.set()
 
@@ -411,7 +428,6 @@ def weight_way(
     folder: Path,
     *,
     publish: PublishName = "auto",
-    method: str = RELOAD_METHOD,
     address: str | None = None,
 ) -> Way:
     """Return the `Way` in which servers get a model's weights; `engine.publish` names it.
@@ -421,7 +437,6 @@ def weight_way(
         folder: where versions are written for `disk`.
         publish: with `auto`, each server uses the first that works of shared memory, transfer and
             disk.
-        method: the worker's method that reloads from disk, see `publish_weights`.
         address: of this machine, as servers reach it; None: found automatically.
 
     Raises:
@@ -433,7 +448,7 @@ def weight_way(
         return plain_tensors(model)
 
     def disk() -> Way:
-        return DiskWay(lambda path: export_model(model, None, path), folder, method=method)
+        return DiskWay(lambda path: export_model(model, None, path), folder)
 
     def transfer() -> Way:
         device = next(model.parameters()).device
@@ -474,3 +489,37 @@ def check_served_names(model: Any, alternative: str) -> None:
             f"was read, so vLLM would not know their names. Use {alternative}, which writes "
             "them as they were."
         )
+
+
+def vllm_engine(config: TrainConfig, model: Any, tokenizer: Any) -> tuple[Any, WeightTarget]:
+    """Return the client and the engine of `engine.kind = "vllm"`."""
+    from rolltree.inference.vllm import vllm_client
+
+    check_served_names(model, "engine.kind = 'servers' with engine.publish = 'disk'")
+    folder = resolve_model(config.model.name)
+    client = vllm_client(folder, model, tokenizer, **engine_options(config))
+    return client, client.engine
+
+
+def server_engine(config: TrainConfig, model: Any, tokenizer: Any) -> tuple[Any, WeightTarget]:
+    """Return the client and the engine of `engine.kind = "servers"`."""
+    section = config.engine
+    configured = getattr(model.generation_config, "eos_token_id", None)
+    known = configured if isinstance(configured, list) else [configured]
+    # A model may end its turns with more ids than the tokenizer's single one.
+    renderer = ChatRenderer(tokenizer, end_ids=[int(i) for i in known if i is not None])
+    vocab_size = int(model.get_input_embeddings().weight.shape[0])
+    clients = [
+        server_client(TrainedServer, config, url, renderer, vocab_size) for url in section.urls
+    ]
+    # A call may wait as long as the run does, and then needs its own time in addition.
+    deadline_s = AWAY_LIMIT_S + max(client.server.deadline_s for client in clients)
+    pool = EndpointPool(clients, deadline_s=deadline_s)
+    way = weight_way(
+        model,
+        # Absolute, because servers have different working directories.
+        Path(config.run.dir).absolute() / "weights",
+        publish=section.publish,
+        address=section.transfer_address,
+    )
+    return pool, Servers(clients, way, away_limit_s=AWAY_LIMIT_S, pool=pool)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 
 from rolltree.samples.resolve import resolve_tokens
 from rolltree.store import TrainedRollout
+from rolltree.tokens import StepTokens, peek
 from rolltree.training.advantages import CreditReport
 from rolltree.training.batches import Batch
 from rolltree.training.layout import FloatColumn, LongArray
@@ -103,5 +105,14 @@ class TokenRecord:
 
     @staticmethod
     def _num_sampled(state: State) -> list[int]:
-        tree, handles = resolve_tokens(0, state["trajectory"])
-        return [tree.num_sampled(handle) if handle >= 0 else 0 for handle in handles]
+        tree, handles = resolve_tokens(0, state["trajectory"], {})
+        return [
+            tree.num_sampled(handle) if handle >= 0 else _num_recorded(step)
+            for handle, step in zip(handles, state["trajectory"], strict=True)
+        ]
+
+
+def _num_recorded(step: Any) -> int:
+    """Return how many tokens a step sampled whose tokens, as assigned later, cannot be used."""
+    tokens = peek(step, "tokens")
+    return tokens.tree.num_sampled(tokens.call) if isinstance(tokens, StepTokens) else 0

@@ -6,7 +6,6 @@ A continued run keeps its name in the tracker. Steps that are repeated after a k
 from __future__ import annotations
 
 import hashlib
-import importlib
 import os
 import re
 import shlex
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rolltree.errors import ConfigError, look_up
+from rolltree.errors import ConfigError, import_extra, look_up
 from rolltree.files import odd_kind, read_regular, write_whole
 from rolltree.redact import redact, redact_text, shown_command
 from rolltree.training.config import TrainConfig
@@ -116,6 +115,8 @@ def trackio(run: TrackedRun) -> Sink:
     return Sink(lambda values, step: package.log(dict(values), step=step), show, package.finish)
 
 
+TRANSCRIPTS_EVERY = 10
+"""Steps between those whose transcripts are sent; all of them are in the run's store."""
 _NOT_IN_MLFLOW = re.compile(r"[^\w\-. :/]")
 """Characters that MLflow rejects in the name of a metric."""
 
@@ -179,13 +180,17 @@ def _literal(text: str) -> str:
 
 
 def _package(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ConfigError(
-            f"track.to asks for {name!r}, which is not installed ({error}), so its metrics would "
-            f"be lost. Install it: pip install 'rolltree[track]' (or pip install {name})."
-        ) from error
+    return import_extra(name, f"track.to = {name!r}", "rolltree[track]", f" (or {name} alone)")
+
+
+def check_trackers(config: TrainConfig) -> None:
+    """Check the names in `track.to`.
+
+    Raises:
+        UnknownName: one of them does not exist.
+    """
+    for name in config.track.to:
+        look_up("tracker", name, TRACKERS)
 
 
 class Trackers:
@@ -201,8 +206,7 @@ class Trackers:
     def __init__(self, config: TrainConfig, notify: Callable[[str], None]) -> None:
         self._config, self._notify = config, notify
         self._sinks: dict[str, Sink] = {}
-        for name in config.track.to:
-            look_up("tracker", name, TRACKERS)
+        check_trackers(config)
 
     def open(self, path: Path, first_step: int) -> None:
         """Open the trackers of the run at `path`.
@@ -228,7 +232,7 @@ class Trackers:
     def wants(self, step: int | None = None) -> int:
         """Return how many transcripts to send of a step, or of an evaluation (None)."""
         section = self._config.track
-        is_shown = step is None or (step - 1) % section.transcripts_every == 0
+        is_shown = step is None or (step - 1) % TRANSCRIPTS_EVERY == 0
         return section.transcripts if self._sinks and is_shown else 0
 
     def show(self, name: str, read: Callable[[], Sequence[Transcript]], step: int) -> None:

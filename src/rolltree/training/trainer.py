@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,21 +22,33 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rolltree.errors import ConfigError, TrainingError
-from rolltree.inference.local.routing import is_mixture
+from rolltree.errors import ConfigError, NonFiniteStep, TrainingError
+from rolltree.inference.local.shell import is_mixture
 from rolltree.models import load_model
 from rolltree.tokens import ROUTED_EXPERTS
 from rolltree.training.algorithms import Algorithm
-from rolltree.training.batches import Batch, Pack, build_batch, rollout_names, split_rollouts
+from rolltree.training.batches import (
+    Batch,
+    Pack,
+    build_batch,
+    has_loss,
+    rollout_names,
+    split_rollouts,
+)
 from rolltree.training.config import TrainConfig
-from rolltree.training.forward import LogprobModel, backward_precision, choose_forward
+from rolltree.training.forward import (
+    LogprobModel,
+    backward_precision,
+    choose_forward,
+    is_padding,
+)
 from rolltree.training.layout import FloatColumn, collate
 from rolltree.training.logprobs import RecordLogprobs
-from rolltree.training.lora import adapters_off, changes_nothing, is_adapted
 from rolltree.training.losses import KLS
 from rolltree.training.metrics import MISMATCH, RecordStats
 from rolltree.training.objective import (
     FixedTerms,
+    check_auxiliary,
     fixed_terms_need_whole_rollouts,
     fixed_terms_of,
     needs_fixed_terms,
@@ -43,8 +56,9 @@ from rolltree.training.objective import (
     rollout_ratios,
 )
 from rolltree.training.optim import Optimizer, learning_rate
+from rolltree.training.plain_weights import is_adapted
 from rolltree.training.ranks import Ranks, shard
-from rolltree.training.routing import Replay, check_auxiliary
+from rolltree.training.untrainable import MaskedCalls, TrainableLimits, mask_untrainable
 from rolltree.types import Sample
 
 Exclusive = Callable[[], AbstractContextManager[None]]
@@ -83,7 +97,16 @@ class Trainer:
         self.algorithm: Algorithm = config.algorithm.resolve()
         check_auxiliary(model)
         self.logprobs = self._reader(model)
-        self._no_replay = self._prepare_replay()
+        self._limits = self._find_limits()
+        no_replay = self._prepare_replay()
+        if self.logprobs.replay is not None:
+            self._limits = replace(self._limits, foreign_routing=self.logprobs.replay.foreign)
+        elif no_replay:
+            # Whatever was recorded is not this model's.
+            self._limits = replace(
+                self._limits,
+                foreign_routing=lambda values: (np.ones(len(values), np.bool_), no_replay),
+            )
         self._whole_kl = self.algorithm.kl_coef > 0 and KLS[self.algorithm.kl].fn is None
         # Before sharding: the reference may be a copy of the model, and shards cannot be copied.
         self.reference = self._reference(reference)
@@ -102,6 +125,7 @@ class Trainer:
                 shard(self.reference, ranks)
         # After sharding, which replaces the parameters.
         self.optimizer = Optimizer(model, config.optim)
+        self._has_written = False
 
     def _reader(self, model: Any) -> LogprobModel:
         section = self.config.train
@@ -111,6 +135,30 @@ class Trainer:
             compute_dtype=getattr(torch, self.config.model.compute_dtype),
             chunk_rows=section.chunk_rows,
         )
+
+    def _find_limits(self) -> TrainableLimits:
+        # The head may be larger than the embedding, or smaller.
+        ends = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
+        longest = self.logprobs.longest
+        max_tokens = self.config.train.max_tokens
+        return TrainableLimits(
+            min(len(end.weight) for end in ends),
+            max_tokens if longest is None else min(longest[0], max_tokens),
+        )
+
+    def trainable(self, samples: Sequence[Sample]) -> tuple[list[Sample], MaskedCalls]:
+        """Return the samples without the calls that cannot be trained, and an account of those.
+
+        `step` does the same with samples that still hold such calls.
+
+        Raises:
+            TrainingError: a call has other sampling settings, and `train.changed_sampling` is
+                `refuse`.
+        """
+        found, masked = mask_untrainable(samples, self.algorithm, self._limits)
+        if self.config.train.changed_sampling == "refuse":
+            masked.check()
+        return found, masked
 
     def _prepare_replay(self) -> str:
         """Make the reader replay routed experts, or return why it cannot.
@@ -128,6 +176,8 @@ class Trainer:
                 "configuration counts no experts. "
                 "Set train.replay_experts = false to leave them alone."
             )
+        from rolltree.training.routing import Replay
+
         try:
             self.logprobs.replay = Replay(self.model)
         except TrainingError as error:
@@ -140,8 +190,7 @@ class Trainer:
         """Return the share of tokens whose experts are replayed as a metric, if there are any.
 
         Raises:
-            TrainingError: routed experts were recorded but cannot be replayed, or are required
-                but missing.
+            TrainingError: they are required but missing.
         """
         wanted = self.config.train.replay_experts
         known = [
@@ -159,8 +208,6 @@ class Trainer:
             )
         if wanted is False or not any(known):
             return {}
-        if self.logprobs.replay is None:
-            raise TrainingError(self._no_replay)
         return {"routing/replayed_share": sum(known) / sum(s.num_tokens for s in samples)}
 
     def _reference(self, given: Any) -> LogprobModel | None:
@@ -181,6 +228,8 @@ class Trainer:
         # Then each rank needs the whole reference, but the model below adapters is sharded.
         whole_on_ranks = self._whole_kl and self.ranks is not None
         if given is None and name is None and is_adapted(self.model):
+            from rolltree.training.lora import changes_nothing
+
             if not changes_nothing(self.model):
                 raise ConfigError(
                     "the KL is computed against the model as it is now, adapter included, but "
@@ -199,12 +248,15 @@ class Trainer:
             )
         reader = self._reader(given.requires_grad_(False).eval())
         rows = [len(module.get_output_embeddings().weight) for module in (self.model, reader.model)]
-        if rows[0] != rows[1]:
+        if not is_padding(*rows):
             raise ConfigError(
                 f"the trained model has a vocabulary of {rows[0]:,} tokens and the reference one "
                 f"of {rows[1]:,}, so their logprobs cannot be compared. Use a reference with "
                 "the same tokenizer."
             )
+        # Both distributions are over the ids that both have; padding is never sampled.
+        reader.num_ids = min(rows)
+        self._limits = replace(self._limits, vocab_size=min(self._limits.vocab_size, *rows))
         return reader
 
     def _below_adapters(self) -> LogprobModel:
@@ -212,6 +264,8 @@ class Trainer:
         reader = copy.copy(self.logprobs)
         # The reference chooses its own experts (design/0023).
         reader.replay = None
+        from rolltree.training.lora import adapters_off
+
         reader.around = partial(adapters_off, self.model)
         return reader
 
@@ -232,14 +286,22 @@ class Trainer:
         norm of the last.
 
         Raises:
-            TrainingError: a number is not finite (the rollout is named and the weights are as they
-                were before the update), or trainer and engine disagree on logprobs.
+            NonFiniteStep: the first gradient is not finite; the rollout is named.
+            TrainingError: no call can be trained, a later gradient is not finite (the weights are
+                as they were before that update), or trainer and engine disagree on logprobs.
             TokenError: there is nothing to train on.
         """
         began = time.perf_counter()
         # Drop the gradients of a step that raised.
         self.optimizer.zero_grad()
+        self._has_written = False
         section = self.config.train
+        samples, masked = self.trainable(samples)
+        if masked.sentences and not has_loss(samples):
+            raise TrainingError(
+                f"none of the {masked.num_calls.total()} calls of step {step} can be trained. "
+                f"{' '.join(masked.sentences.values())}"
+            )
         routing = self._check_routing(samples)
         # With a KL or entropy term, tokens without an advantage have a gradient too.
         skip = section.skip_zero_advantage and self.algorithm.only_advantage
@@ -280,6 +342,7 @@ class Trainer:
                 if update == 0:
                     # Not earlier: an asynchronous engine samples while gradients are computed.
                     held.enter_context(exclusive())
+                self._has_written = True
                 self.optimizer.step(lr)
                 metrics |= {"train/grad_norm": norm, "train/learning_rate": lr}
         spent = time.perf_counter() - began
@@ -293,6 +356,7 @@ class Trainer:
             "train/lag_mean": float(
                 np.mean(step - 1 - np.concatenate([b.records.version for b in batches]))
             ),
+            **masked.metrics(),
             "time/train_s": spent,
             "train/tokens_per_s": num_tokens * num_updates / len(batches) / spent,
             **routing,
@@ -427,7 +491,9 @@ class Trainer:
             ),
             "none of the samples alone, their sum overflows",
         )
-        raise TrainingError(
+        # A loop may skip a step that has not written anything.
+        kind = TrainingError if self._has_written else NonFiniteStep
+        raise kind(
             f"the loss or its gradient is not finite; it comes from {culprit}. The weights were "
             "not changed by this update. Look at that sample's tokens and advantages; if all are "
             "bad, the weights have diverged: continue from an earlier checkpoint with a lower "

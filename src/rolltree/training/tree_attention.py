@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -25,9 +25,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from rolltree.errors import TrainingError
 from rolltree.training.layout import FULL, Pattern
+from rolltree.training.recurrent_layers import recurrent_layers
 from rolltree.training.tree_blocks import TreeLayout, forest_attention
 from rolltree.training.tree_blocks import tree_layout as tree_layout
-from rolltree.training.tree_recurrence import tree_recurrence
 
 NAME = "rolltree_tree"
 _OWN: dict[str, str] = {}
@@ -241,6 +241,15 @@ def register_tree_attention(own: str) -> str:
     return name
 
 
+def _recurrence(model: Any) -> AbstractContextManager[None]:
+    """Return the context in which recurrent layers, if there are any, follow the forest."""
+    if not recurrent_layers(model):
+        return nullcontext()
+    from rolltree.training.tree_recurrence import tree_recurrence
+
+    return tree_recurrence(model, _active.get)
+
+
 @contextmanager
 def tree_attention(model: Any) -> Iterator[None]:
     """Make `model` accept the keyword `tree_layout` while the context is open.
@@ -254,7 +263,7 @@ def tree_attention(model: Any) -> Iterator[None]:
     model.config._attn_implementation = register_tree_attention(before or "eager")
     token = _active.set(True)
     try:
-        with tree_recurrence(model, _active.get):
+        with _recurrence(model):
             yield
     finally:
         _active.reset(token)

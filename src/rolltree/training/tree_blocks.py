@@ -9,18 +9,20 @@ and no `_T` x `_T` matrix exists.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import scaled_dot_product_attention
 
 from rolltree.training.layout import DEFAULT_BLOCK, FULL, Forest, Pattern, key_blocks
-from rolltree.training.recurrence_layout import RecurrenceLayout
-from rolltree.training.tree_flex import flex_forest_attention, flex_mask
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    from rolltree.training.recurrence_layout import RecurrenceLayout
 
 _UNSEEN = -1e30
 """Added to the score of a key that is not seen: finite, as a row may see nothing of a block."""
@@ -94,12 +96,16 @@ class TreeLayout:
         return bool((self.subtree_end == self.num_tokens).all())
 
     def _make_recurrence(self, _pattern: Pattern) -> RecurrenceLayout:
+        from rolltree.training.recurrence_layout import RecurrenceLayout
+
         return RecurrenceLayout(self.subtree_end, self.device)
 
     def _make_is_full(self, pattern: Pattern) -> bool:
         return pattern.limit(self.depth) is None
 
     def _make_flex_mask(self, pattern: Pattern) -> BlockMask:
+        from rolltree.training.tree_flex import flex_mask
+
         return flex_mask(self.subtree_end, self.device, depth=self.depth, pattern=pattern)
 
     def _make_blocks(self, pattern: Pattern) -> tuple[Block, ...]:
@@ -304,6 +310,8 @@ def forest_attention(
     if full:
         pattern = FULL
     if layout.flex:
+        from rolltree.training.tree_flex import flex_forest_attention
+
         mask = layout.flex_mask(pattern)
         return flex_forest_attention(query, key, value, mask, scale, softcap=softcap, sinks=sinks)
     result: Tensor = _TreeAttention.apply(  # type: ignore[no-untyped-call]

@@ -9,9 +9,7 @@ for the layers of this model only.
 
 from __future__ import annotations
 
-import functools
 import inspect
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -26,6 +24,7 @@ from transformers.activations import ACT2FN
 
 from rolltree.errors import TrainingError
 from rolltree.training.recurrence_layout import Chunks, RecurrenceLayout
+from rolltree.training.recurrent_layers import KERNELS, mixing_functions, recurrent_layers
 
 CHUNK, CHANNEL_CHUNK = 64, 16
 """Tokens per chunk, with one decay per head and with one per channel (design/0021)."""
@@ -208,7 +207,7 @@ def _unit(rows: Tensor) -> Tensor:
     return rows * torch.rsqrt((rows * rows).sum(-1, keepdim=True) + 1e-6)
 
 
-def _gated_delta_rule(
+def gated_delta_rule(
     layout: RecurrenceLayout,
     query: Tensor,
     key: Tensor,
@@ -219,6 +218,7 @@ def _gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
 ) -> tuple[Tensor, None]:
+    """Return what the kernel of Qwen3-Next's layers returns, with one decay per head."""
     q, k, v, decay, rate = _exact(query, key, value, g, beta)
     if use_qk_l2norm_in_kernel:
         q, k = _unit(q), _unit(k)
@@ -227,7 +227,7 @@ def _gated_delta_rule(
     return out[None].to(query.dtype), None
 
 
-def _convolution(
+def convolution(
     layout: RecurrenceLayout,
     hidden_states: Tensor,
     weight: Tensor,
@@ -257,7 +257,7 @@ def _convolution(
     return out.to(hidden_states.dtype)
 
 
-def _kimi_delta_attention(
+def kimi_delta_attention(
     layout: RecurrenceLayout,
     query: Tensor,
     key: Tensor,
@@ -268,6 +268,7 @@ def _kimi_delta_attention(
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
 ) -> tuple[Tensor, None]:
+    """Return what the kernel of Kimi's layers returns, with one decay per channel."""
     q, k, v, decay, rate = _exact(query, key, value, g, beta)
     if use_qk_l2norm_in_kernel:
         q, k = _unit(q), _unit(k)
@@ -276,7 +277,7 @@ def _kimi_delta_attention(
     return out[None].to(query.dtype), None
 
 
-def _state_space(
+def state_space(
     layout: RecurrenceLayout,
     hidden_states: Tensor,
     dt: Tensor,
@@ -303,7 +304,7 @@ def _state_space(
     return out[None]
 
 
-def _selective_scan(
+def selective_scan(
     layout: RecurrenceLayout,
     hidden_states: Tensor,
     dt: Tensor,
@@ -343,71 +344,15 @@ def _selective_scan(
     return out if z is None else out * silu(z)
 
 
-def _not_fused(*_: Any, **__: Any) -> None:
+def not_fused(*_: Any, **__: Any) -> None:
     """Replace the kernels of whole layers: return None, as transformers' own stand-in does."""
-
-
-KERNELS: dict[str, Callable[..., Any]] = {
-    "causal_conv1d_fn": _convolution,
-    "torch_chunk_gated_delta_rule": _gated_delta_rule,
-    "chunk_kimi_delta_attention": _kimi_delta_attention,
-    "mamba2_chunk_scan": _state_space,
-    "mamba2_split_conv1d_scan_combined": _not_fused,
-    "mamba_selective_scan": _selective_scan,
-    "mamba_inner_fn": _not_fused,
-}
-"""The name that a layer's forward calls -> its replacement over a forest, layout first."""
-
-_ONE_TOKEN = frozenset(
-    {"causal_conv1d_update", "torch_recurrent_gated_delta_rule", "recurrent_kimi_delta_attention"}
-    | {"mamba2_selective_state_update", "mamba_selective_state_update"}
-)
-"""Functions that these layers call only for one token with a cache, so never here."""
-
-_MIXES = re.compile(r"conv1d|scan|delta|recurren|mamba|kda")
-"""Names of functions that probably mix tokens."""
-
-RECURRENT_TYPES = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
-"""`config.layer_types` of layers that carry a state from token to token."""
-
-
-def unknown_recurrence(model: Any, config: Any) -> str | None:
-    """Return why the states of `model` cannot follow a tree, or None if they can."""
-    layers = recurrent_layers(model)
-    if unknown := sorted(
-        set().union(*(_mixing(layer.__class__) - KERNELS.keys() for layer in layers))
-    ):
-        return f"its layers call {', '.join(unknown)}, which rolltree has no tree form of"
-    types = [kind for kind in getattr(config, "layer_types", None) or () if kind in RECURRENT_TYPES]
-    expected = len(types) or getattr(model, "_is_stateful", False)
-    if len(layers) >= expected:
-        return None
-    what = f"layers of type {', '.join(sorted({*types}))}" if types else "layers"
-    return (
-        f"its {what} carry a state from token to token in a way that rolltree has no tree form of"
-    )
-
-
-def recurrent_layers(model: Any) -> list[Any]:
-    """Return the modules of `model` that call one of `KERNELS`."""
-    return [module for module in model.modules() if KERNELS.keys() & _mixing(module.__class__)]
-
-
-@functools.cache
-def _mixing(kind: Any) -> frozenset[str]:
-    """Return the names of functions with which the forward of a module class mixes tokens."""
-    forward: Any = inspect.unwrap(kind.forward)
-    if not inspect.isfunction(forward):
-        return frozenset()
-    # `co_names` also lists attributes, such as `self.conv1d`; only globals are kernels.
-    names = frozenset(name for name in forward.__code__.co_names if _MIXES.search(name))
-    return (names & forward.__globals__.keys()) - _ONE_TOKEN
 
 
 def _over_forest(kind: Any, layout: RecurrenceLayout) -> Any:
     """Return the forward of a module class with its kernels replaced by those for `layout`."""
     forward: Any = inspect.unwrap(kind.forward)
-    swapped = {name: partial(KERNELS[name], layout) for name in KERNELS.keys() & _mixing(kind)}
+    called = KERNELS.keys() & mixing_functions(kind)
+    swapped = {name: partial(globals()[KERNELS[name]], layout) for name in called}
     # Copy the function with different globals, because all models of this class share those of
     # its file.
     found = FunctionType(

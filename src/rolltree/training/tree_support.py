@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from rolltree.errors import TrainingError
+from rolltree.training.recurrent_layers import RECURRENT_TYPES, unknown_recurrence
 from rolltree.training.tree_probe import why_rows_differ, why_tree_differs
-from rolltree.training.tree_recurrence import RECURRENT_TYPES, unknown_recurrence
 
 Check: TypeAlias = Callable[[Any], str | None]
 """Takes a model's text configuration; returns why tree training is not exact for it, or None."""

@@ -200,6 +200,7 @@ def _rollouts(
     *,
     phase: str | None = None,
     step: Step | None = None,
+    trained: Step | None = None,
     where: str | None = None,
     sort: str | None = None,
     text: str | None = None,
@@ -210,6 +211,7 @@ def _rollouts(
         run,
         phase=phase,
         step=step,
+        trained=trained,
         where=where,
         sort=sort,
         text=text,
@@ -285,11 +287,14 @@ def _groups(
     *,
     phase: str | None = None,
     step: Step | None = None,
+    trained: Step | None = None,
     sort: Literal["-train_step"] | None = None,
     offset: Offset = 0,
     limit: Limit = 100,
 ) -> Any:
-    return group_page(run, phase=phase, step=step, sort=sort, offset=offset, limit=limit)
+    return group_page(
+        run, phase=phase, step=step, trained=trained, sort=sort, offset=offset, limit=limit
+    )
 
 
 def _group(run: Run, *, id: str, agent: str | None = None) -> Any:

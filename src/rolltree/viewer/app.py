@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import os
-import socket
-import sys
-from collections.abc import Collection
+from collections.abc import AsyncIterator, Collection
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -24,8 +21,6 @@ from rolltree.untrusted import shorten
 from rolltree.viewer.api import Api, api_response
 from rolltree.viewer.bundle import STATIC
 
-EXCHANGE = "/api/token"
-_TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 _TYPES = {
     ".css": "text/css; charset=utf-8",
     ".html": "text/html; charset=utf-8",
@@ -60,7 +55,7 @@ HEADERS = {
 
 
 def create_viewer_app(
-    root: Path, token: str, hosts: Collection[str], *, code: str | None = None
+    root: Path, token: str, hosts: Collection[str], *, redirect: Path | None = None
 ) -> Starlette:
     """Return the ASGI application for the runs at and below `root`.
 
@@ -68,71 +63,45 @@ def create_viewer_app(
         root: a run directory, or a folder with runs below it.
         token: the bearer token that requests for data must have.
         hosts: the `Host` headers that are answered, such as `127.0.0.1:8321`.
-        code: a code that can be exchanged for the token, once.
+        redirect: a file that leads a browser to the page, removed once it has and when the server
+            stops.
     """
     api = Api(root)
+
+    def remove_redirect() -> None:
+        if redirect is not None:
+            redirect.unlink(missing_ok=True)
+
+    async def check_token(request: Request) -> Response:
+        # The guard has compared the token.
+        if request.query_params.get("from") == "file":
+            remove_redirect()
+        return api_response({})
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        yield
+        # Here, because the signal that stops the server then ends the process.
+        remove_redirect()
+
     app = Starlette(
         routes=[
             Route("/", _page),
             Route("/static/{name}", _static),
-            Route(EXCHANGE, Exchange(token, code).answer),
+            Route("/api/token", check_token),
             Route("/api/{rest:path}", api.answer),
         ],
         middleware=[Middleware(Guard, token=token, hosts=hosts)],
         exception_handlers={HTTPException: _refused},
+        lifespan=lifespan,
     )
     app.router.redirect_slashes = False
     return app
 
 
-class Exchange:
-    """Returns the token to requests that have it, and once to a request that has the code."""
-
-    # The arguments of a browser are in the list of processes, which every user of the machine can
-    # read. So the link has a code, which is worthless after its use and rejected if another user's
-    # program sends it.
-
-    def __init__(self, token: str, code: str | None) -> None:
-        self._token, self._code = token, code
-
-    async def answer(self, request: Request) -> Response:
-        """Answer requests that have the token, and the first one that has the code."""
-        if _is_same(request.headers.get("authorization", ""), f"Bearer {self._token}"):
-            return api_response({"token": self._token})
-        given = request.headers.get("x-code", "")
-        if self._code is None or not _is_same(given, self._code) or _is_foreign(request):
-            said = "the link was already used. Open the one that `rolltree view` printed."
-            return api_response({"error": said}, 401)
-        self._code = None
-        return api_response({"token": self._token})
-
-
 def _is_same(given: str, secret: str) -> bool:
     # In constant time, so that the time says nothing about where a guess differs.
     return hmac.compare_digest(given.encode("utf-8", "replace"), secret.encode())
-
-
-def _is_foreign(request: Request) -> bool:
-    """Whether the request comes from another user's program, as far as Linux shows it."""
-    if request.client is None:
-        return False
-    # A port of this machine is open to all of its users, but the kernel knows whose connection it
-    # is. Without Linux's tables, only the code protects the token.
-    user = user_of(request.client.host, request.client.port, request.scope["server"][1])
-    return user not in (None, os.getuid(), 0)
-
-
-def user_of(host: str, port: int, server_port: int | None) -> int | None:
-    """Return the user id of a connection from an IPv4 address to a local port, or None."""
-    number = int.from_bytes(socket.inet_aton(host), sys.byteorder)
-    here, there = f"{number:08X}:{port:04X}", f":{server_port or 0:04X}"
-    for table in _TABLES:
-        with contextlib.suppress(OSError):
-            for row in table.read_text(encoding="ascii").splitlines()[1:]:
-                words = row.split()
-                if words[1].endswith(here) and words[2].endswith(there):
-                    return int(words[7])
-    return None
 
 
 async def _page(request: Request) -> Response:
@@ -206,8 +175,6 @@ class Guard:
             return None
         if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
             return 403, "the request comes from another page."
-        if scope["path"] == EXCHANGE:
-            return None
         if not _is_same(headers.get("authorization", ""), self._bearer):
             return 401, "the token is missing or old. Open the link that `rolltree view` printed."
         return None

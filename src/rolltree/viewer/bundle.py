@@ -15,6 +15,8 @@ from urllib.parse import quote
 
 STATIC = Path(__file__).parent / "static"
 _ENTRY = "main.js"
+PAGE_DATA = b'<script type="application/json" id="data">'
+"""What stands before the data of a page in one file."""
 _ICON = '<link rel="icon" href="static/icon.svg">'
 _STYLE = '<link rel="stylesheet" href="static/style.css">'
 _SCRIPT = f'<script type="module" src="static/{_ENTRY}"></script>'
@@ -60,7 +62,7 @@ def page_with(data: bytes) -> str:
         ),
         (
             "  </body>",
-            f'    <script type="application/json" id="data">{escaped(data)}</script>\n  </body>',
+            f"    {PAGE_DATA.decode()}{escaped(data)}</script>\n  </body>",
         ),
     ):
         before, found, after = page.partition(wanted)

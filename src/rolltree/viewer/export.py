@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from rolltree.errors import ConfigError, StoreError, UnknownName
-from rolltree.files import write_whole
+from rolltree.files import check_replaced, write_whole
 from rolltree.records.chosen import shown_requests, telling_requests
 from rolltree.records.comparison import held_out_gain
 from rolltree.records.curves import run_curves
@@ -39,7 +39,7 @@ from rolltree.records.token_lens import COLUMNS, token_lens
 from rolltree.records.values import clean_text, json_bytes
 from rolltree.redact import redact
 from rolltree.store import Run, to_plain
-from rolltree.viewer.bundle import page_with
+from rolltree.viewer.bundle import PAGE_DATA, page_with
 
 MAX_BYTES = 12_000_000
 """Size limit of the embedded data unless rollouts are chosen: mail takes 20 MB after encoding."""
@@ -74,7 +74,7 @@ def export_page(
 
     Args:
         path: the run.
-        target: the file to write, which ends with `.html`. An existing file is replaced when the
+        target: the file to write, which ends with `.html`. An earlier page is replaced when the
             new one is complete.
         where: conditions that rollouts must meet, as in `Run.rollouts`.
         sort: the order in which rollouts are taken.
@@ -82,7 +82,8 @@ def export_page(
             three, the most informative requests are taken (`telling_requests`), up to `MAX_BYTES`.
 
     Raises:
-        ConfigError: the file has a different suffix, a filter is invalid, or no rollout passes it.
+        ConfigError: the file has a different suffix, or is there and is no such page; a filter is
+            invalid, or no rollout passes it.
         StoreError: the run is missing or damaged, or the file cannot be written.
     """
     target = Path(target)
@@ -91,6 +92,7 @@ def export_page(
             f"{target} does not end with .html, so browsers would not open it as a page. Name it, "
             f"for instance, {target.with_suffix('.html').name}."
         )
+    check_replaced(target, lambda file: PAGE_DATA in file.read_bytes())
     with Run.open(path, mode="r") as run:
         story = run_story(run)
         if where or sort is not None or limit:

@@ -19,7 +19,7 @@ logger = logging.getLogger("rolltree.viewer")
 
 _PAUSE = 20
 """A run in progress is examined again after this many times as long as it took."""
-_VERSION = 1
+_VERSION = 2
 """Version of the values of `run_glance`; kept values of other versions are computed again."""
 
 
@@ -46,7 +46,7 @@ class Glances:
         wanted: list[tuple[Path, str]] = []
         now = time.monotonic()
         for name, folder in folders:
-            mark = f"{_VERSION} {change_mark([folder])}"
+            mark = _mark(folder)
             seen = self._seen.get(folder)
             if seen is not None:
                 found[name] = seen.value
@@ -80,6 +80,20 @@ class Glances:
             self._seen[folder] = _Seen(mark, value, now + _PAUSE * (now - began))
 
 
+def known_glance(folder: Path) -> dict[str, Any]:
+    """Return the health and curve of a run, which are kept until the run changes."""
+    mark = _mark(folder)
+    value: dict[str, Any] | None = kept(folder, mark)
+    if value is None:
+        value = _glance(folder)
+        keep(folder, mark, value)
+    return value
+
+
+def _mark(folder: Path) -> str:
+    return f"{_VERSION} {change_mark([folder])}"
+
+
 def _glance(folder: Path) -> dict[str, Any]:
     try:
         with Run.open(folder, mode="r", check="rows") as run:
@@ -87,7 +101,7 @@ def _glance(folder: Path) -> dict[str, Any]:
     except (RolltreeError, OSError) as error:
         said = f"The run cannot be read: {error}"
     except Exception as error:  # a run that rolltree did not write must not hide the others
-        logger.warning("no health of %s", folder, exc_info=error)
+        logger.info("no health of %s", folder, exc_info=error)
         said = f"The run cannot be read ({type(error).__name__}): check it with `rolltree audit`."
     sentence = {"kind": "unreadable", "severity": "error", "text": said, "evidence": None}
     return {"health": sentence, "curve": []}

@@ -204,7 +204,7 @@ class GymWorld(Adapter):
                 return bad_action(error)
         observation, reward, terminated, truncated, info = self.env.step(action)
         return StepOutcome(
-            self._to_text(observation), float(reward), bool(terminated), bool(truncated), info
+            self._to_text(observation), reward, bool(terminated), bool(truncated), info
         )
 
     def _render(self, observation: Any) -> str:

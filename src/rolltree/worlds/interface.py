@@ -41,7 +41,12 @@ class World(Protocol):
 
 
 class ParallelWorld(Protocol):
-    """A world in which all live agents act at once."""
+    """A world in which all live agents act at once.
+
+    The optional attribute `needs_all` says that it can only be stepped with an action of every live
+    agent (default: no). Such a world may refuse actions: it returns outcomes for their agents only,
+    with `BAD_ACTION` in their info, and changes nothing.
+    """
 
     possible_agents: list[str]
 

@@ -7,7 +7,6 @@ form of actions), and needs neither package.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -129,6 +128,8 @@ class OpenEnvWorld:
     async def step(self, action: Any) -> StepOutcome:
         """Take the action in the model's text; if the server rejects it, the outcome says so.
 
+        An action to which there is no answer in time ends the episode, if the server is well.
+
         Raises:
             WorldUnavailable: the server hung up or failed.
         """
@@ -137,7 +138,13 @@ class OpenEnvWorld:
             fields = self.to_action(action) if isinstance(action, str) else action
         except ValueError as error:
             return bad_action(error)
-        answer = await self._ask("step", dict(fields))
+        try:
+            answer = await self._ask("step", dict(fields))
+        except WorldUnavailable as error:
+            if not isinstance(error.__cause__, TimeoutError) or not await self._is_well():
+                raise
+            told = f"Your action had no result in {self.message_limit_s:g} s."
+            return StepOutcome(told, truncated=True)
         if answer["type"] == "error":
             if _code_of(answer) in _ACTION_CODES:
                 return bad_action(ValueError(_message_of(answer)))
@@ -166,6 +173,18 @@ class OpenEnvWorld:
             await socket.close()
         if http is not None:
             await http.close()
+
+    async def _is_well(self) -> bool:
+        """Whether the server answers a request."""
+        import aiohttp
+
+        assert self._http is not None
+        limit = aiohttp.ClientTimeout(total=min(self.message_limit_s, 5.0))
+        try:
+            async with self._http.get(f"{self.url}/schema", timeout=limit):
+                return True
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return False
 
     async def _action_schema(self) -> Mapping[str, Any]:
         import aiohttp
@@ -229,12 +248,12 @@ class OpenEnvWorld:
         observation, reward = data.get("observation"), data.get("reward")
         if not isinstance(observation, dict):
             raise self._broken("answered without an observation")
-        value = 0.0 if reward is None else float(reward)
-        if not math.isfinite(value):
-            raise self._broken(f"gave the reward {value}")
         info: Info = dict(data.get("metadata") or {})
         return StepOutcome(
-            self.to_text(observation), value, terminated=bool(data.get("done")), info=info
+            self.to_text(observation),
+            0.0 if reward is None else reward,
+            terminated=bool(data.get("done")),
+            info=info,
         )
 
     def _broken(self, what: str) -> WorldUnavailable:

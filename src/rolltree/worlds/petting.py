@@ -52,7 +52,7 @@ class _Game(Adapter):
     ) -> None:
         super().__init__(_maker(self._kind, world, world_args or {}), **settings)
         self.possible_agents: list[str] = list(self.env.possible_agents)
-        self._to_text = to_text
+        self._to_text, self._to_action = to_text, to_action
         self._readers = {
             agent: to_action or action_reader(self.env.action_space(agent), tuple(action_names))
             for agent in self.possible_agents
@@ -69,23 +69,27 @@ class ParallelGame(_Game):
     """A `ParallelEnv`: a `ParallelWorld` over text.
 
     An agent without an action (its answer held none, or its text is not an action of its space)
-    takes `idle_action`.
+    takes `idle_action`. Without one, the game waits until every agent has given an action.
 
     Args:
         world: a PettingZoo id such as "classic/rps-v2", a world, or a function that returns one.
-        idle_action: the action of an agent that gives none.
+        idle_action: the action of an agent that gives none, or its text.
         settings: `to_text(observation, agent)`, `to_action(text)`, `action_names`, `world_args`,
             `snapshots` and `in_thread`, as in `GymWorld`.
 
     Raises:
-        ConfigError: the id is unknown, or an action space needs `to_action`.
+        ConfigError: the id is unknown, an action space needs `to_action`, or `idle_action` is not
+            an action of every agent.
     """
 
     _kind = "parallel"
 
     def __init__(self, world: Any, *, idle_action: Any = None, **settings: Any) -> None:
         super().__init__(world, **settings)
-        self._idle_action = idle_action
+        self.needs_all = idle_action is None
+        self._idle: dict[str, Any] = {}
+        for agent in () if self.needs_all else self.possible_agents:
+            self._idle[agent] = self._checked_idle(idle_action, agent)
 
     @property
     def agents(self) -> list[str]:
@@ -101,10 +105,10 @@ class ParallelGame(_Game):
         }
 
     def step(self, actions: Mapping[str, Any]) -> dict[str, StepOutcome]:
-        """Take the agents' actions.
+        """Take the agents' actions; return the outcome for every agent.
 
-        Raises:
-            ConfigError: an agent gave no action, and there is no `idle_action`.
+        Without an `idle_action`, nothing changes while an agent has no action: only those without
+        one have an outcome, which tells them so.
         """
         # All act at once, so an agent whose text is not an action must not stop the others: it
         # takes the idle action, and is told why.
@@ -117,12 +121,16 @@ class ParallelGame(_Game):
                 problems[agent] = str(error)
                 done[agent] = None
             if done[agent] is None:
-                done[agent] = self._idle(agent)
+                done[agent] = self._idle.get(agent)
+            if done[agent] is None:
+                problems.setdefault(agent, "the game needs an action from every agent")
+        if self.needs_all and problems:
+            return {agent: bad_action(ValueError(why)) for agent, why in problems.items()}
         seen, rewards, terminated, truncated, infos = self.env.step(done)
         return {
             agent: StepOutcome(
                 self._seen(observation, agent),
-                float(rewards[agent]),
+                rewards[agent],
                 bool(terminated[agent]),
                 bool(truncated[agent]),
                 {
@@ -133,13 +141,18 @@ class ParallelGame(_Game):
             for agent, observation in seen.items()
         }
 
-    def _idle(self, agent: str) -> Any:
-        if self._idle_action is None:
+    def _checked_idle(self, idle_action: Any, agent: str) -> Any:
+        try:
+            action = self._action(idle_action, agent)
+        except ValueError as error:
+            raise ConfigError(f"idle_action {idle_action!r} of {agent!r}: {error}.") from error
+        # With a `to_action`, only the game knows its actions.
+        if self._to_action is None and not self.env.action_space(agent).contains(action):
             raise ConfigError(
-                f"{agent!r} gave no action, and this world needs one from every agent. Pass "
-                "idle_action=..., the action of an agent that gives none."
+                f"idle_action is {idle_action!r}, which is not in the action space of {agent!r} "
+                f"({self.env.action_space(agent)}), so the game could not take it."
             )
-        return self._idle_action
+        return action
 
 
 class TurnGame(_Game):
@@ -185,7 +198,7 @@ class TurnGame(_Game):
         outcomes = {
             name: StepOutcome(
                 self.observe(name),
-                float(self.env.rewards.get(name, 0.0)),
+                self.env.rewards.get(name, 0.0),
                 bool(self.env.terminations.get(name, False)),
                 bool(self.env.truncations.get(name, False)),
                 dict(self.env.infos.get(name) or {}),

@@ -74,9 +74,16 @@ class TextArenaWorld(Adapter):
         return outcome.obs, {}
 
     def step(self, action: str) -> StepOutcome:
-        """Play a move, and the opponents' moves after it."""
+        """Play a move, and the opponents' moves after it.
+
+        A text that makes the game raise (a number of 5,000 digits does in some) is an empty move,
+        which the game judges by its rules.
+        """
         with self._own_random():
-            done, info = self.env.step(action=action)
+            try:
+                done, info = self.env.step(action=action)
+            except Exception:  # noqa: BLE001  whatever a game does with a text
+                done, info = self.env.step(action="")
             return self._ended(info) if done else self._until_our_turn()
 
     def snapshot(self) -> Any:
@@ -111,7 +118,7 @@ class TextArenaWorld(Adapter):
         said = str((info or {}).get("reason") or last.get("reason") or "The game is over.")
         return StepOutcome(
             said,
-            reward=float((rewards or {}).get(0, 0.0)),
+            reward=(rewards or {}).get(0, 0.0),
             terminated=True,
             info={key: value for key, value in last.items() if key != "role"},
         )

@@ -47,9 +47,23 @@ def chat(served: Served, messages: object, **fields: Any) -> tuple[int, dict[str
     return ask(served, "/v1/chat/completions", json.dumps(body).encode())
 
 
+WORK = b"[%b]" % b",".join([b"65"] * 2_000_000)
+
+
+def work_s() -> float:
+    """Return how long a fixed piece of work takes here and now: 0.1 s on a quiet machine."""
+    start = time.monotonic()
+    json.loads(WORK)
+    return time.monotonic() - start
+
+
 def slowest_health(served: Served, body: bytes, path: str) -> tuple[float, int]:
-    """Return how long `/health` took at most while a request is answered, and its status."""
+    """Return how long `/health` took at most while a request is answered, and its status.
+
+    The unit is `work_s`, before or after: a busy machine stretches both.
+    """
     found: list[int] = []
+    before = work_s()
     asking = threading.Thread(target=lambda: found.append(ask(served, path, body)[0]))
     asking.start()
     slowest = 0.0
@@ -57,7 +71,7 @@ def slowest_health(served: Served, body: bytes, path: str) -> tuple[float, int]:
         start = time.monotonic()
         assert ask(served, "/health", None)[0] == 200
         slowest = max(slowest, time.monotonic() - start)
-    return slowest, found[0]
+    return slowest / max(before, work_s()), found[0]
 
 
 class TestLarge:
@@ -72,7 +86,14 @@ class TestLarge:
         path = "/v1/chat/completions" if kind == "messages" else "/v1/completions"
         slowest, status = slowest_health(served, json.dumps(body).encode(), path)
         assert status == 400
-        assert slowest < 2.0
+        assert slowest < 30
+
+    def test_a_length_over_the_limit_is_refused_before_the_body_comes(self, served: Served) -> None:
+        with socket.create_connection(address(served), timeout=60) as sent:
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: {urlsplit(served.url).netloc}\r\n"
+            head += f"Authorization: Bearer {served.token}\r\nContent-Length: 10000000000\r\n\r\n"
+            sent.sendall(head.encode())
+            assert b" 413 " in sent.recv(65536).splitlines()[0]
 
     def test_a_body_over_the_limit_is_refused(self, served: Served) -> None:
         body = json.dumps({"prompt": "a" * 20_000_000}).encode()
@@ -84,13 +105,13 @@ class TestLarge:
         body = json.dumps({"prompt": ["a"] * 1024, "n": 256, "max_tokens": 1}).encode()
         slowest, status = slowest_health(served, body, "/v1/completions")
         assert status == 400
-        assert slowest < 2.0
+        assert slowest < 30
 
     def test_the_largest_request_leaves_health_alone(self, served: Served) -> None:
         body = json.dumps({"prompt": ["a"] * 256, "n": 4, "max_tokens": 1}).encode()
         slowest, status = slowest_health(served, body, "/v1/completions")
         assert status == 200
-        assert slowest < 2.0
+        assert slowest < 30
 
     @pytest.mark.parametrize(
         ("path", "name", "number"),
@@ -107,7 +128,7 @@ class TestLarge:
         ids = b'{"%b": [%b]}' % (name.encode(), b",".join([b"65"] * number))
         slowest, status = slowest_health(served, ids, path)
         assert status == 400
-        assert slowest < 1.0
+        assert slowest < 15
 
     def test_ids_that_fit_are_text(self, served: Served) -> None:
         status, answer = ask(served, "/detokenize", json.dumps({"tokens": [65] * 2048}).encode())
@@ -133,13 +154,13 @@ class TestLarge:
         body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, **fields}
         slowest, status = slowest_health(served, json.dumps(body).encode(), "/v1/chat/completions")
         assert status == 400
-        assert slowest < 2.0
+        assert slowest < 30
 
     def test_a_body_of_too_many_objects_is_refused_unread(self, served: Served) -> None:
         body = b'{"prompt": [%b]}' % b",".join([b"{}"] * 5_000_000)
         slowest, status = slowest_health(served, body, "/tokenize")
         assert status == 413
-        assert slowest < 1.0
+        assert slowest < 15
 
     def test_what_is_wrong_is_said_in_short(self, served: Served) -> None:
         for fields in ({"a" * 10**6: 1}, {"model": ["a"] * 10**6}, {"stop": [1] * 4000}):

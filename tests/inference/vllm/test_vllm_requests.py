@@ -102,5 +102,6 @@ def test_only_the_callers_own_stops_are_named():
 
 
 def test_an_unknown_end_is_not_passed_off_as_a_known_one():
-    with pytest.raises(ValueError, match="repetition"):
-        pending().output("repetition", None)
+    with pytest.raises(ValueError, match="somehow"):
+        pending().output("somehow", None)
+    assert pending().output("repetition", None).finish_reason == FinishReason.LENGTH

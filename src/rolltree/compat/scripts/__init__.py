@@ -1,4 +1,4 @@
-"""`vf-eval`, `vf-init`, `vf-install` and `vf-tui` of verifiers 0.1.8.
+"""`vf-eval`, `vf-init` and `vf-install` of verifiers 0.1.8.
 
 If the real package is installed, too, the commands of these names are its own.
 """
@@ -23,9 +23,7 @@ def _run(name: str) -> None:
     messages(lambda: import_module(f"{__name__}.{name}").main())
 
 
-vf_eval, vf_init, vf_install, vf_tui = (
-    partial(_run, name) for name in ("eval", "init", "install", "tui")
-)
+vf_eval, vf_init, vf_install = (partial(_run, name) for name in ("eval", "init", "install"))
 
 
 def messages(main: Any) -> None:

@@ -30,7 +30,7 @@ _plan: ContextVar[AttentionPlan] = ContextVar("rolltree_slots_plan")
 _IGNORABLE = frozenset(
     {"dropout", "is_causal", "sliding_window", "position_ids", "use_cache", "output_attentions"}
     | {"output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch"}
-    | {"logits_to_keep", "cache_position", "past_key_values", "layer_idx"}
+    | {"logits_to_keep", "cache_position", "cache", "past_key_values", "layer_idx"}
 )
 
 

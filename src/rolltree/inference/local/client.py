@@ -46,6 +46,11 @@ class LocalClient(TokenClient):
         """The version of the engine's weights."""
         return self.engine.version
 
+    @property
+    def max_context(self) -> int:
+        """The most tokens of a prompt and its completion."""
+        return self.engine.max_context
+
     async def sample(
         self, request: GenerateRequest, on_token: Callable[[SampledToken], None] | None = None
     ) -> Answer:

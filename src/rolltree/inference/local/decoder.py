@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,12 +19,14 @@ from numpy.typing import NDArray
 
 from rolltree.errors import ModelError
 from rolltree.inference.engine import EngineOutput, EngineRequest, EngineStats, SampledToken
-from rolltree.inference.local.routing import ExpertTable
-from rolltree.inference.local.rows import RowRunner
 from rolltree.inference.local.runner import ModelRunner
 from rolltree.inference.local.sampling import Adjusted, Processors, sample
 from rolltree.inference.local.slots import SlotTable
 from rolltree.types import FinishReason
+
+if TYPE_CHECKING:
+    from rolltree.inference.local.routing import ExpertTable
+    from rolltree.inference.local.rows import RowRunner
 
 # A request waits for another request's prompt if that saves computing more tokens than this.
 _WORTH_WAITING = 8

@@ -16,7 +16,6 @@ from rolltree.errors import ConfigError, UnsupportedSetting
 from rolltree.inference.engine import DEFAULT_MAX_CONTEXT, EngineThread
 from rolltree.inference.local.decoder import Decoder, LocalRequest
 from rolltree.inference.local.probe import check_invariance, choose_route, max_stable_positions
-from rolltree.inference.local.routing import ExpertTable
 from rolltree.inference.local.sampling import PROCESSED, make_processors
 from rolltree.inference.local.slots import SlotTable
 from rolltree.types import IntArray, SamplingParams
@@ -130,7 +129,11 @@ class LocalEngine(EngineThread[LocalRequest]):
         self._device = model.device
         capacity = self.max_context
         runner = route.runner(model, num_slots, capacity, packed=packed, invariant=batch_invariant)
-        experts = ExpertTable(model, runner, num_slots, capacity) if record_experts else None
+        experts = None
+        if record_experts:
+            from rolltree.inference.local.routing import ExpertTable
+
+            experts = ExpertTable(model, runner, num_slots, capacity)
         self.route = route
         if route.row_mode is not None:
             logger.warning(

@@ -10,18 +10,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from rolltree.errors import UnsupportedSetting
-from rolltree.inference.local.rows import RowMode, RowRunner, state_bytes
 from rolltree.inference.local.runner import ModelRunner
-from rolltree.inference.local.shell import MOVING_ROPE, SHORT, shell_of, trial_copy
+from rolltree.inference.local.shell import MOVING_ROPE, SHORT, cache_of, shell_of, trial_copy
 from rolltree.inference.local.slots import DummyLayer, KvShape, LayerShape
 from rolltree.types import IntArray
+
+if TYPE_CHECKING:
+    from rolltree.inference.local.rows import RowMode, RowRunner
+
+    Runner = ModelRunner | RowRunner
 
 # Tolerances for logits, relative to the largest logit, in fp32 and in lower precision. A correct
 # runner stays below 3e-6 in fp32; a layer with wrong positions differs by 5e-2 (design/0002).
@@ -32,7 +36,6 @@ _FAILURES = (
     *(NotImplementedError, ArithmeticError, UnsupportedSetting),
 )
 _PROBE_LEN, _CAPACITY = 4 * SHORT, 5 * SHORT
-Runner = ModelRunner | RowRunner
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,8 @@ class Route:
     ) -> Runner:
         """Make the runner that computes this model's logits."""
         if self.shape is None:
+            from rolltree.inference.local.rows import RowRunner
+
             assert self.row_mode is not None
             return RowRunner(model, self.row_mode, num_slots)
         return ModelRunner(
@@ -105,13 +110,18 @@ def choose_route(model: Any, max_context: int, packed: bool = False) -> Route:
         reason = _slots_reason(trials, lean=lean, counts=counts, packed=packed)
         if reason is None:
             return Route(replace(_kv_shape(shell_of(model)), counts=counts), lean)
+    from rolltree.inference.local.rows import RowMode, RowRunner
+
+    slower = None
     for mode in RowMode:
         makers = [partial(RowRunner, tried, mode, 3) for tried, _ in trials]
-        slow_reason = _first_reason(trials, makers)
-        if slow_reason is None:
+        before, slower = slower, _first_reason(trials, makers)
+        if slower is None:
+            if mode is RowMode.WHOLE:
+                reason = f"{reason}, and every token computes its whole row again: it {before}"
             row_bytes = _row_bytes(model, mode, max_context)
             return Route(None, row_mode=mode, row_bytes=row_bytes, reason=reason or "")
-    raise _refusal(model, slow_reason or "")
+    raise _refusal(model, slower or "")
 
 
 def _slots_reason(trials: list[_Trial], *, lean: bool, counts: bool, packed: bool) -> str | None:
@@ -168,7 +178,7 @@ class _Expected:
         try:
             gaps = list(self._gaps(make_runner()))
         except _FAILURES as error:
-            return f"fails with the engine's cache: {type(error).__name__}: {error}"
+            return f"fails with a cache: {type(error).__name__}: {error}"
         gap = max(gaps)
         # In low precision, an MoE router may choose a different expert for an occasional token,
         # whose logits then differ by any amount.
@@ -200,7 +210,7 @@ def _kv_shape(model: Any) -> KvShape:
     """
     ids = torch.arange(4, device=model.device)[None] % model.config.get_text_config().vocab_size
     output = model(input_ids=ids, use_cache=True)
-    layers = getattr(getattr(output, "past_key_values", None), "layers", [])
+    layers = getattr(cache_of(output), "layers", [])
     if not any(isinstance(layer, DynamicLayer) for layer in layers):
         raise ValueError("returned no cache of keys and values")
     shapes: list[LayerShape | None] = []
@@ -220,6 +230,8 @@ def _kv_shape(model: Any) -> KvShape:
 
 def _row_bytes(model: Any, mode: RowMode, max_context: int) -> int:
     """Return the memory of a row's two states at full length, extrapolated from 4 and 8 tokens."""
+    from rolltree.inference.local.rows import RowMode, RowRunner, state_bytes
+
     if mode is RowMode.WHOLE:
         return 0
     sizes = []

@@ -27,7 +27,6 @@ from rolltree.inference.local.shell import body_of, shell_of
 from rolltree.types import IntArray
 
 _TOPK = (torch.topk, torch.Tensor.topk)
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # A prime that is not a usual number of experts or heads, so a matrix with this many rows has one
 # row per token.
 _PROBE_LEN = 7
@@ -69,12 +68,6 @@ class Routers:
     def dtype(self) -> np.dtype[Any]:
         """The smallest dtype for an expert's index, as in vLLM: uint8 or uint16."""
         return np.dtype(np.uint8 if self.num_experts <= 256 else np.uint16)
-
-
-def is_mixture(model: Any) -> bool:
-    """Whether a model's configuration names several experts."""
-    config = model.config.get_text_config(decoder=True)
-    return any((getattr(config, name, None) or 0) > 1 for name in _EXPERT_COUNTS)
 
 
 @torch.no_grad()

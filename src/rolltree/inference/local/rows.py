@@ -18,12 +18,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rolltree.inference.local.shell import shell_of
+from rolltree.inference.local.shell import cache_argument, cache_of, shell_of
 from rolltree.inference.local.slots import SlotTable
 from rolltree.types import IntArray
-
-# Names of the cache in models' outputs and arguments.
-_NAMES = ("past_key_values", "cache_params", "state", "mems")
 
 
 class RowMode(StrEnum):
@@ -105,7 +102,7 @@ class RowRunner:
     lean = False
 
     def __init__(self, model: Any, mode: RowMode, num_slots: int) -> None:
-        self._source, self._mode, self._name = model, mode, _NAMES[0]
+        self._source, self._mode = model, mode
         self.cache = RowCaches(num_slots)
         self._read_model()
 
@@ -157,10 +154,9 @@ class RowRunner:
         if self._mode is RowMode.TOKENS and state.position:
             step = 1
         for begin in range(0, len(ids), step):
-            known = {} if state.cache is None else {self._name: state.cache}
+            known = {} if state.cache is None else {cache_argument(self._model): state.cache}
             logits, output = self._logits(ids[begin : begin + step], use_cache=True, **known)
-            self._name = next(name for name in _NAMES if getattr(output, name, None) is not None)
-            state.cache = getattr(output, self._name)
+            state.cache = cache_of(output)
             state.position += len(ids[begin : begin + step])
         return logits
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from rolltree.inference.local.attention import NAME, use_plan
 from rolltree.inference.local.lean import LeanForward
 from rolltree.inference.local.plan import AttentionPlan, invariant_plans, make_plan
-from rolltree.inference.local.shell import shell_of
+from rolltree.inference.local.shell import cache_argument, shell_of
 from rolltree.inference.local.slots import KvShape, SlotCache
 from rolltree.types import IntArray
 
@@ -105,8 +105,8 @@ class ModelRunner:
             output = self._model(
                 input_ids=plan.tokens[None],
                 position_ids=plan.positions[None],
-                past_key_values=self.cache,
                 use_cache=True,
+                **{self._cache_name: self.cache},
                 # Only the last token of each row needs the head, which is a large matrix.
                 **({"logits_to_keep": plan.newest} if self._keeps else {}),
             )
@@ -120,6 +120,7 @@ class ModelRunner:
             if self.lean
             else _slot_shell(self._source)
         )
+        self._cache_name = "" if self.lean else cache_argument(self._source)
         self._keeps = "logits_to_keep" in inspect.signature(self._source.forward).parameters
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import itertools
 from typing import Any
 
@@ -22,6 +23,9 @@ _WINDOWS = (
     *("sliding_window", "attention_chunk_size", "floor_scale", "window_size"),
     *("attention_window_size", "keep_window_size", "index_topk"),
 )
+# Names of a model's cache, in its arguments and in its output. transformers 5.24 calls both `cache`
+# and warns of the names before it, so these are tried last.
+_CACHE_NAMES = ("cache", "state", "mems", "past_key_values", "cache_params")
 MOVING_ROPE = ("dynamic", "longrope")
 _FULL_COPY_BYTES = 2**31
 _SMALL = 2**16
@@ -43,6 +47,31 @@ def body_of(model: Any) -> Any:
     """Return the part of `model` that computes the last hidden states, or `model` itself."""
     name = body_name(model)
     return model if name is None else getattr(model, name)
+
+
+def cache_argument(model: Any) -> str:
+    """Return the name of the argument with which `model` takes a cache.
+
+    Raises:
+        ValueError: it takes none.
+    """
+    takes = inspect.signature(model.forward).parameters
+    for name in _CACHE_NAMES:
+        if name in takes:
+            return name
+    raise ValueError("takes no cache")
+
+
+def cache_of(output: Any) -> Any:
+    """Return the cache in a model's output.
+
+    Raises:
+        ValueError: there is none.
+    """
+    for name in _CACHE_NAMES:
+        if (found := getattr(output, name, None)) is not None:
+            return found
+    raise ValueError("returned no cache")
 
 
 def shell_of(model: Any) -> Any:
@@ -131,3 +160,12 @@ def shorten_windows(model: Any, max_context: int) -> None:
 @functools.cache
 def _drawn() -> torch.Tensor:
     return torch.randn(_NUM_DRAWN, generator=torch.Generator().manual_seed(0))
+
+
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+def is_mixture(model: Any) -> bool:
+    """Whether a model's configuration names several experts."""
+    config = model.config.get_text_config(decoder=True)
+    return any((getattr(config, name, None) or 0) > 1 for name in _EXPERT_COUNTS)

@@ -32,6 +32,8 @@ MAX_BODY_BYTES = 16 * 2**20
 # Decoding blocks the interpreter, and `/health` with it: five million empty objects take a second.
 MAX_CONTAINERS = 200_000
 READ_TIMEOUT_S = 30.0
+# How long the rest of a refused body is read and dropped.
+_LINGER_S = 2.0
 # Paths that need no token: they show only whether the engine runs.
 _OPEN = ("/health",)
 
@@ -133,6 +135,9 @@ async def request_body(request: Request) -> bytes:
     """
     limit_s = request.app.state.read_timeout_s
     parts, size, receive, is_whole = list[bytes](), 0, request.receive, False
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and (len(declared) > 19 or int(declared) > MAX_BODY_BYTES):
+        raise _too_large()
     try:
         async with asyncio.timeout(limit_s):
             while not is_whole:
@@ -140,18 +145,17 @@ async def request_body(request: Request) -> bytes:
                 if message["type"] == "http.disconnect":
                     raise ClientDisconnect
                 is_whole = not message.get("more_body", False)
-                # Read the rest of a too large body: a client that still writes reads no answer.
-                if size <= MAX_BODY_BYTES:
-                    parts.append(message.get("body", b""))
-                    size += len(parts[-1])
+                parts.append(message.get("body", b""))
+                size += len(parts[-1])
+                if size > MAX_BODY_BYTES:
+                    raise _too_large()
     except TimeoutError as error:
-        if size <= MAX_BODY_BYTES:
-            raise RequestError(
-                f"the body did not arrive within {limit_s:g} s.", status=408
-            ) from error
-    if size > MAX_BODY_BYTES:
-        raise RequestError(f"the body is larger than {MAX_BODY_BYTES} bytes.", status=413)
+        raise RequestError(f"the body did not arrive within {limit_s:g} s.", status=408) from error
     return b"".join(parts)
+
+
+def _too_large() -> RequestError:
+    return RequestError(f"the body is larger than {MAX_BODY_BYTES} bytes.", status=413)
 
 
 def object_in(content: bytes) -> dict[str, Any]:
@@ -168,8 +172,9 @@ def object_in(content: bytes) -> dict[str, Any]:
         )
     try:
         body = msgspec.json.decode(content)
-    # RecursionError: objects nested deeper than msgspec or the interpreter allows.
-    except (ValueError, RecursionError) as error:
+    # MsgspecError: older releases of msgspec do not make it a ValueError. RecursionError: objects
+    # nested deeper than msgspec or the interpreter allows.
+    except (ValueError, msgspec.MsgspecError, RecursionError) as error:
         raise RequestError(f"the body is not JSON ({error}).") from error
     if not isinstance(body, dict):
         raise RequestError("the body is JSON, but not an object.")
@@ -263,12 +268,16 @@ def protocol_with_head_timeout(limit_s: float) -> type[asyncio.Protocol]:
         _late: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: Any) -> None:
-            super().connection_made(_GatheredWrites(transport, self.loop))
+            super().connection_made(_GatheredWrites(transport, self.loop, self._is_body_unread))
             self._watch()
 
         def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            self._watch()
+            if not self.transport.is_closing():
+                super().data_received(data)
+                self._watch()
+
+        def _is_body_unread(self) -> bool:
+            return self.cycle is not None and bool(self.cycle.more_body)
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop()
@@ -292,14 +301,18 @@ class _GatheredWrites:
     """A transport that sends everything written in one turn of the event loop at once.
 
     uvicorn writes the head and the body of an answer separately, and each system call may take
-    longer than the Python code does.
+    longer than the Python code does. If the client still sends a body that nobody reads, `close`
+    drops it for a while: closing at once would reset the connection, and the answer with it.
     """
 
     _MOST_BYTES = 2**16
 
-    def __init__(self, transport: Any, loop: asyncio.AbstractEventLoop) -> None:
-        self._transport, self._loop = transport, loop
+    def __init__(
+        self, transport: Any, loop: asyncio.AbstractEventLoop, is_body_unread: Callable[[], bool]
+    ) -> None:
+        self._transport, self._loop, self._is_body_unread = transport, loop, is_body_unread
         self._parts: list[bytes] = []
+        self._is_lingering = False
 
     def write(self, data: bytes) -> None:
         """Send `data` at the end of this turn."""
@@ -317,7 +330,17 @@ class _GatheredWrites:
     def close(self) -> None:
         """Send what has been written, and close."""
         self._send()
-        self._transport.close()
+        if self._is_lingering or not self._is_body_unread() or not self._transport.can_write_eof():
+            self._transport.close()
+            return
+        self._is_lingering = True
+        self._transport.write_eof()
+        self._transport.resume_reading()
+        self._loop.call_later(_LINGER_S, self._transport.close)
+
+    def is_closing(self) -> bool:
+        """Whether `close` was called, or the connection is lost."""
+        return self._is_lingering or bool(self._transport.is_closing())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)

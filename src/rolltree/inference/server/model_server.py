@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from rolltree.errors import PromptTooLong, TokenError
+from rolltree.errors import TokenError
 from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.client import check_shown_tools
 from rolltree.inference.engine import EngineOutput, EngineThread, SampledToken
@@ -86,20 +86,7 @@ class ServedModel:
         return await asyncio.get_running_loop().run_in_executor(self._worker, work)
 
     def _check_size(self, size: int, what: str = "characters", longest: int | None = None) -> None:
-        """Refuse a prompt that is certainly too long, before it is rendered and tokenized.
-
-        `longest` is the most of it (in the unit of `size`) that one token can cover.
-
-        Raises:
-            PromptTooLong: the tokens of the context cannot hold as much.
-        """
-        longest = longest or self.renderer.vocabulary.longest_token
-        most = self.engine.max_context * longest
-        if size > most:
-            raise PromptTooLong(
-                f"the prompt has {size:,} {what}, and max_context is {self.engine.max_context:,} "
-                f"tokens, which are at most {most:,} {what}. Shorten the prompt."
-            )
+        self.renderer.vocabulary.check_size(size, self.engine.max_context, what, longest)
 
     def chat_prompt(
         self,

@@ -67,7 +67,10 @@ class VllmRequest(EngineRequest):
             # vLLM's rounding can give a logprob slightly above 0.
             logprobs=np.minimum(np.array(self.logprobs, np.float32), np.float32(0)),
             versions=np.array(self.versions, np.int32),
-            finish_reason=FinishReason(finish_reason or "stop"),
+            # vLLM cuts an answer that repeats itself, if it is asked to.
+            finish_reason=FinishReason.LENGTH
+            if finish_reason == "repetition"
+            else FinishReason(finish_reason or "stop"),
             stop=stop if own else None,
             num_prompt_tokens=len(self.prompt),
             num_cached_tokens=self.num_cached,
@@ -182,7 +185,7 @@ class VllmEngine(EngineThread[VllmRequest]):
             self._backend.add(name, request.prompt.tolist(), request.fields)
         except (ValueError, TypeError) as error:
             request.settle(
-                ModelError(
+                UnsupportedSetting(
                     f"vLLM refused the request ({error}), so it has no answer. Change its sampling "
                     "settings."
                 )

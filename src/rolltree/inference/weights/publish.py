@@ -13,14 +13,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
-
-import msgspec
+from typing import Protocol
 
 from rolltree.errors import BadResponse, ConfigError, ModelError, PublishFailed, ServerError
 from rolltree.inference.http import HttpClient
-from rolltree.inference.retry import RetryPolicy
-from rolltree.inference.wire import UNREADABLE
+from rolltree.inference.reachable import call, served_version
 
 RELOAD_METHOD = "reload_all_weights"
 """The worker's method that reloads all weights; in vLLM, a worker extension provides it."""
@@ -70,8 +67,7 @@ async def publish_weights(
                 f"the workers of {server.root_url} have no method {method!r}, so no weights were "
                 "loaded. Start vLLM with --worker-extension-cls "
                 "rolltree.inference.vllm.worker.WeightReload. Without it there is only vLLM's own "
-                "method 'reload_weights' (engine.reload_method), which leaves a tied output layer "
-                "as it was on a CPU."
+                "method 'reload_weights', which leaves a tied output layer as it was on a CPU."
             ) from error
 
     await publish_by(lambda server: update_server(server, load, version), clients, version)
@@ -142,23 +138,6 @@ async def publish_by(update: Update, clients: Sequence[HasServer], version: int)
         ) from next(iter(failed.values()))
 
 
-async def served_version(
-    server: HttpClient, *, timeout_s: float | None = None, retry: RetryPolicy | None = None
-) -> str:
-    """Return the version that a server reports for its weights (initially "default").
-
-    Raises:
-        ModelError: it does not report one.
-    """
-    answer = await call(server, "/weight_info", None, timeout_s=timeout_s, retry=retry)
-    version = answer.get("weight_version") if isinstance(answer, dict) else None
-    if not isinstance(version, str):
-        raise BadResponse(
-            f"{server.root_url}/weight_info answered {answer!r}, without a weight_version."
-        )
-    return version
-
-
 def _weights_in(folder: Path) -> Path:
     # Not resolved: `/proc/PID/fd/N` would resolve to a name that other processes cannot open.
     if folder.is_file():
@@ -200,51 +179,3 @@ async def update_server(server: HttpClient, load: Update, version: int) -> None:
         raise ModelError(f"{error} {paused}") from error
     # Only a server that has reported the right version is resumed.
     await call(server, "/resume", {})
-
-
-async def call(
-    server: HttpClient,
-    path: str,
-    body: dict[str, Any] | None,
-    decode: Callable[[bytes], Any] | None = None,
-    *,
-    retry: RetryPolicy | None = None,
-    timeout_s: float | None = None,
-) -> Any:
-    """Send a request with the admin token and return the answer, from JSON if `decode` is None.
-
-    Raises:
-        ModelError: as `HttpClient.post` does.
-    """
-    try:
-        outcome = await server.post(
-            path,
-            body,
-            decode or _decode,
-            at_root=True,
-            as_admin=True,
-            retry=retry,
-            timeout_s=timeout_s,
-        )
-        return outcome.value
-    except ServerError as error:
-        # The 404 of `rolltree serve` already says what the server was started without.
-        if error.status != 404 or "rolltree serve" in str(error):
-            raise
-        raise ServerError(
-            f"{server.root_url} has no {path.partition('?')[0]} (404), so it cannot be given "
-            "weights. Start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment and the flags of "
-            "docs/inference.md, vLLM, or use `rolltree serve`. Other servers cannot be used for "
-            "training.",
-            status=404,
-            retryable=False,
-        ) from error
-
-
-def _decode(body: bytes) -> Any:
-    try:
-        return msgspec.json.decode(body) if body else None
-    except UNREADABLE as error:
-        raise BadResponse(
-            f"a server answered with something that is not JSON ({error})."
-        ) from error

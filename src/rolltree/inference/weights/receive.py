@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rolltree.errors import ConfigError
+from rolltree.files import read_regular
 from rolltree.untrusted import shorten
 
 if TYPE_CHECKING:
@@ -217,9 +218,8 @@ def safetensors_files(folder: Path) -> list[Path]:
 
 def _read_index(path: Path) -> Iterable[str]:
     # A publisher can name any folder, so its index must not fill the memory.
-    if path.stat().st_size > _MAX_INDEX_BYTES:
-        raise ValueError(f"{INDEX} has more than {_MAX_INDEX_BYTES:,} bytes")
-    return msgspec.json.decode(path.read_bytes(), type=_Index).weight_map.values()
+    content = read_regular(path, _MAX_INDEX_BYTES, follow=True)
+    return msgspec.json.decode(content, type=_Index).weight_map.values()
 
 
 class _Index(msgspec.Struct):

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from rolltree.errors import BadResponse, ConfigError, ConnectionFailed, ModelError, ServerError
 from rolltree.inference.http import HttpClient
+from rolltree.inference.reachable import call
 from rolltree.inference.retry import RetryPolicy
 from rolltree.inference.weights.buckets import Bucket, TensorSpec, fill_buckets, specs_to_data
 from rolltree.inference.weights.channel import (
@@ -31,7 +32,7 @@ from rolltree.inference.weights.channel import (
     check_backend,
     send,
 )
-from rolltree.inference.weights.publish import HasServer, call, publish_by, update_server
+from rolltree.inference.weights.publish import HasServer, publish_by, update_server
 from rolltree.tasks import wait_shielded
 
 SETUP = (

@@ -19,13 +19,8 @@ from typing import Any
 from torch import Tensor
 
 from rolltree.errors import ModelError, PublishFailed, as_sentence
-from rolltree.inference.weights.publish import (
-    RELOAD_METHOD,
-    HasServer,
-    call,
-    publish_weights,
-    served_version,
-)
+from rolltree.inference.reachable import call, served_version
+from rolltree.inference.weights.publish import HasServer, publish_weights
 from rolltree.inference.weights.shared import SharedWeights
 from rolltree.inference.weights.transfer import WeightTransfer
 
@@ -65,15 +60,12 @@ class DiskWay(Way):
     Args:
         export: writes the weights as a folder of safetensors.
         folder: the folder for versions, which servers can read under the same path.
-        method: the worker's method that reloads; see `publish_weights`.
     """
 
     name = "disk"
 
-    def __init__(
-        self, export: Callable[[Path], object], folder: Path, *, method: str = RELOAD_METHOD
-    ) -> None:
-        self._export, self._folder, self._method = export, folder, method
+    def __init__(self, export: Callable[[Path], object], folder: Path) -> None:
+        self._export, self._folder = export, folder
         self._written: Path | None = None
 
     def outdate(self) -> None:
@@ -86,7 +78,7 @@ class DiskWay(Way):
             path = self._folder / f"version-{version:06d}"
             await asyncio.to_thread(self._export, path)
             self._written = path
-        await publish_weights(clients, self._written, version, method=self._method)
+        await publish_weights(clients, self._written, version)
         # The current version is kept for servers that come back.
         for old in self._folder.glob("version-*"):
             if old != self._written:

@@ -27,8 +27,8 @@ _NO_LIMIT = 3e38
 # the first.
 _LOGPROB_NOISE = 1e-3
 _RELATIVE = 1e-4
-# The recorded values, except masks, that an environment may replace.
-_TOKEN_LISTS = frozenset(("prompt_ids", "completion_ids", "completion_logprobs"))
+# Recorded values that an environment may replace, and with them what the tokens are.
+_TOKEN_LISTS = frozenset(("prompt_ids", "completion_ids"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,26 +48,38 @@ def used_tokens(
     lag: NDArray[Any] | None,
     max_lag: int,
     max_seq_len: int | None,
+    *,
+    is_supervised: bool = False,
 ) -> UsedTokens:
-    """Return which tokens masks, `lag` (None: all 0) and `max_seq_len` leave in the loss."""
+    """Return which tokens masks, `lag` (None: all 0) and `max_seq_len` leave in the loss.
+
+    Calls that were not sampled from the model's own distribution, or without logprobs, are left out
+    as a whole, except for supervised losses.
+    """
     used = np.ones(row.num_tokens, np.bool_)
     at, is_known = 0, True
     for call in calls:
         size, prompt = call.num_sampled, call.tokens.tree.prompt_len(call.handle)
+        if not call.is_valid:
+            used[at : at + size] = False
+            at += size
+            continue
         mask: Any = None
         if "completion_mask" in call.tokens.assigned:
             mask = call.tokens["completion_mask"]
         elif call.value_range("weight") != (1.0, 1.0):
             mask = call.tokens.tree.mask(call.handle)
         is_known = is_known and not _TOKEN_LISTS & {*call.tokens.assigned}
-        if mask is not None:
-            values = np.asarray(mask, np.float32)
-            if len(values) != size or not np.isin(values, (0.0, 1.0)).all():
+        if mask is not None and np.size(mask):  # an empty one, as None, says nothing
+            values = np.broadcast_to(np.asarray(mask, np.float32), size)
+            if not np.isin(values, (0.0, 1.0)).all():
                 is_known = False
             else:
                 used[at : at + size] = values != 0
         if not prompt:  # the first token has no context to be predicted from
             used[at : at + 1] = False
+        if not is_supervised and (call.changed_sampling or call.logprobs is None):
+            used[at : at + size] = False
         if max_seq_len is not None and prompt + size > max_seq_len:
             used[at + max(0, max_seq_len - prompt) : at + size] = False
         at += size
@@ -80,7 +92,7 @@ def note_weights_of_calls(
     known: TrainedFacts,
     row: TrainedRollout,
     tokens: UsedTokens,
-    engine: NDArray[np.float64] | None,
+    engine: NDArray[np.float64],
     config: TrainConfig,
     algorithm: Algorithm,
 ) -> None:
@@ -91,10 +103,11 @@ def note_weights_of_calls(
     if not tokens.is_known or not len(sizes):
         return
     starts = np.concatenate([[0], np.cumsum(sizes)[:-1]])
+    known.used = np.add.reduceat(used, starts, dtype=np.int64).tolist()
     weight = row.weight.astype(np.float64)
     least = most = weight
     if algorithm.correction is not None:
-        if engine is None or config.train.minibatches > 1:
+        if config.train.minibatches > 1:
             # Later mini-batches are corrected by logprobs from before the first update, but the
             # stored ones are from after it.
             known.is_weighted = False
@@ -104,7 +117,6 @@ def note_weights_of_calls(
         most = np.where(low > 0, weight / np.maximum(low, 1e-30), _NO_LIMIT)
     if not used.all():
         least, most = np.where(used, least, 0.0), np.where(used, most, _NO_LIMIT)
-    known.used = np.add.reduceat(used, starts, dtype=np.int64).tolist()
     known.least = np.maximum.reduceat(least, starts).tolist()
     known.most = np.minimum.reduceat(most, starts).tolist()
 
@@ -129,13 +141,27 @@ def _factors(
     return low, high
 
 
+def minibatches(
+    rows: Sequence[TrainedFacts], in_loss: Sequence[bool], config: TrainConfig
+) -> list[list[int]] | None:
+    """Return which rows each mini-batch of a step has, as `split_rollouts` cuts them.
+
+    Rows that train nothing are in none. None if it is not known what the rows train.
+    """
+    if not all(len(row.used) == len(row.sampling_calls) for row in rows):
+        return None
+    trained = [at for at, row in enumerate(rows) if in_loss[at] and any(row.used)]
+    parts = np.array_split(trained, max(1, min(config.train.minibatches, len(trained))))
+    return [part.tolist() for part in parts]
+
+
 def differing_weights(
     rows: Sequence[TrainedFacts], in_loss: Sequence[bool], config: TrainConfig, algorithm: Algorithm
 ) -> list[tuple[int, int, float]]:
     """Return the calls of a step that were trained with other weights than the aggregation's.
 
     Args:
-        rows: what the step trained, in its order.
+        rows: what the step trained, in the trainer's order.
         in_loss: whether the truncation policy leaves each of them in the loss.
         config: the run's settings.
         algorithm: the run's algorithm, resolved.
@@ -144,7 +170,8 @@ def differing_weights(
         `(row, call, the right coefficient)` for the first call of each row that differs; `call`
         counts only calls that sampled tokens.
     """
-    if not all(row.is_weighted for row in rows):
+    parts = minibatches(rows, in_loss, config)
+    if parts is None or not all(row.is_weighted for row in rows):
         return []
     used = [
         np.array(row.used, np.float32) * is_in for row, is_in in zip(rows, in_loss, strict=True)
@@ -153,9 +180,7 @@ def differing_weights(
     call = np.concatenate([np.arange(len(each)) for each in used]) if used else np.empty(0)
     weight = np.concatenate(used) if used else np.empty(0, np.float32)
     right = np.zeros(len(weight))
-    # Mini-batches are cut as by `split_rollouts`: whole rollouts, in their order.
-    trained = np.unique(place[weight > 0])
-    for part in np.array_split(trained, max(1, min(config.train.minibatches, len(trained)))):
+    for part in parts:
         at = np.flatnonzero(np.isin(place, part) & (weight > 0))
         if not len(at):
             continue

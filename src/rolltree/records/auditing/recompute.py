@@ -20,8 +20,10 @@ from rolltree.models.load import found_model, load_model
 from rolltree.records.auditing.report import Finding, Ledger, some, tolerance
 from rolltree.rollouts.decode import decode_rollout
 from rolltree.samples import build_samples
+from rolltree.samples.transform import take_records
 from rolltree.store import Run
-from rolltree.training.config import TrainConfig, load_train_config
+from rolltree.store.settings import without
+from rolltree.training.config import REMOVED, TrainConfig, load_train_config
 from rolltree.types import FloatArray, Sample
 
 # The default of `train.max_mismatch`.
@@ -60,7 +62,8 @@ def recompute_logprobs(run: Run, ledger: Ledger, number: int) -> Mapping[str, fl
         there = some(weights.versions) or "none"
         raise ConfigError(
             f"{run.path} has no rollout that can be recomputed: the weights here are of version "
-            f"{there}, and no rollout with logprobs was sampled by one of these alone. The setting "
+            f"{there}, and no rollout with logprobs of the model's own distribution was sampled by "
+            "one of these alone. The setting "
             "checkpoint.keep keeps more of them; leave --recompute out to check the rest."
         )
     ledger.skipped.pop("logprobs", None)
@@ -99,11 +102,25 @@ def _choose(run: Run, weights: VersionedWeights, number: int) -> Iterator[_Chose
     for request_id, index, version in (known[place] for place in places.tolist()):
         for row in run.rollouts(request_id=request_id, trajectory_index=index):
             states = decode_rollout(row).states
-            samples = build_samples([states[0]["trajectory"]], "interleave").samples
+            steps = [states[0]["trajectory"]]
+            samples = build_samples(steps, "interleave", skip_invalid=True).samples
             # NaN stands for a logprob that the engine did not give.
-            samples = [s for s in samples if not np.isnan(s.records.logprob).any()]
+            samples = [
+                s
+                for s in map(_of_own, samples)
+                if not np.isnan(s.records.logprob).any() and s.records
+            ]
             if samples:
                 yield _Chosen(request_id, index, version, samples)
+
+
+def _of_own(sample: Sample) -> Sample:
+    """Leave out calls with `top_p` and the like: their logprobs are of another distribution."""
+    changed = [call for _, call, _ in sample.info.get("changed_sampling", ())]
+    if not changed:
+        return sample
+    keep = ~np.isin(sample.records.call, changed)
+    return replace(sample, records=take_records(sample.records, keep))
 
 
 def _explain(item: _Chosen, weights: VersionedWeights, limit: float) -> Finding:
@@ -205,7 +222,7 @@ class VersionedWeights:
 
 def _settings(run: Run) -> TrainConfig:
     """Return the settings of a run that determine its weights."""
-    config = run.config
+    config = without(run.config, REMOVED)
     if run.meta["kind"] == "train":
         return load_train_config({name: config.get(name, {}) for name in ("run", "model")})
     name = config.get("model")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any
@@ -26,11 +26,11 @@ from rolltree.redact import REDACTED
 from rolltree.rollouts.decode import UNREADABLE, decode_rollout
 from rolltree.rollouts.record import encode_result
 from rolltree.samples.build import trajectory_breaks
+from rolltree.samples.resolve import changed_sampling, not_the_models_own, resolve_tokens
 from rolltree.seeds import derive_seed
 from rolltree.store import StoredRollout, dumps
 from rolltree.tokens import RecordedStep, StepTokens, peek
 from rolltree.training.plan import group_seed
-from rolltree.training.sampled import not_the_models_own
 from rolltree.types import RolloutRequest, State
 
 # The columns that follow from the record. Secrets are cut out of both, but a label may have a cut
@@ -70,11 +70,29 @@ class Call:
     tokens: StepTokens
     step: Any
     extras: Mapping[str, Any]
+    # Whether what an environment assigned to its tokens can be read; if not, it is not trained.
+    is_valid: bool = True
 
     @property
     def num_sampled(self) -> int:
         """How many tokens the call sampled."""
         return self.tokens.tree.num_sampled(self.handle)
+
+    @property
+    def changed_sampling(self) -> str | None:
+        """The settings for which it was not sampled from the model's own distribution, if any."""
+        temperature, _ = self.value_range("temperature") or (1.0, 1.0)
+        return changed_sampling(self.step) or not_the_models_own(float(temperature), {})
+
+    @property
+    def logprobs(self) -> Any:
+        """The engine's logprob of each sampled token, or what replaced it; None if unknown."""
+        if not self.is_valid:
+            return None
+        if "completion_logprobs" not in self.tokens.assigned:
+            return self.tokens.tree.logprobs(self.handle)
+        given = self.tokens["completion_logprobs"]
+        return None if given is None or not len(given) else given
 
     @property
     def versions(self) -> Any:
@@ -83,11 +101,11 @@ class Call:
 
     @property
     def answer(self) -> Mapping[str, Any]:
-        """The response's record; of a live response only `sent_s`, when the call was sent."""
-        record = self.response_record
-        return (
-            record if isinstance(record, Mapping) else {"sent_s": getattr(record, "sent_s", None)}
-        )
+        """What is stored of the answer: when it was sent, its times, what the server says."""
+        record, names = self.response_record, ("sent_s", "time_s", "wait_s", "info")
+        if isinstance(record, Mapping):
+            return record
+        return {name: getattr(record, name, None) for name in names}
 
     @property
     def response_record(self) -> Any:
@@ -120,7 +138,8 @@ class TrainedFacts:
     sum_entropy: float = 0.0  # of the computed tokens
     sum_lag: float = 0.0  # of the computed tokens
     num_fresh: int = 0  # tokens that `mismatch` is the mean of
-    sum_logprob: float | None = None  # the engine's, of all tokens
+    num_logprobs: int = 0  # tokens with a logprob of the engine
+    sum_logprob: float = 0.0  # of these
 
     @property
     def sampling_calls(self) -> list[int]:
@@ -136,6 +155,8 @@ class RolloutFacts:
     trajectory_index: int
     num_trajectories: int
     group_id: str
+    index_in_group: int
+    task: str
     phase: str
     train_step: int | None
     parent_rollout: str | None
@@ -169,9 +190,9 @@ class RolloutFacts:
 
 
 _OF_ROW = (
-    *("request_id", "trajectory_index", "num_trajectories", "group_id", "phase", "train_step"),
-    *("parent_rollout", "reward", "error_type", "env_id", "started_at", "created_at"),
-    *("depth", "num_calls", "max_version"),
+    *("request_id", "trajectory_index", "num_trajectories", "group_id", "index_in_group"),
+    *("task", "phase", "train_step", "parent_rollout", "reward", "error_type", "env_id"),
+    *("started_at", "created_at", "depth", "num_calls", "max_version"),
 )
 
 
@@ -212,6 +233,8 @@ class RolloutAudit:
         self._seeds(result.request)
         state = result.states[0] if result.states else None
         if state is not None:
+            # First: credit needs every member of a group, even one whose checks end early.
+            self._keep(state)
             self._calls(state["trajectory"])
         # Encoding the decoded result gives what every column should hold, by the writer's own code,
         # so writer and audit cannot drift apart.
@@ -233,7 +256,6 @@ class RolloutAudit:
                 self.ledger.breaks[str(found.cause)] += 1
         if self.text is not None:
             self.text.check(self, result.request.sampling.stop or ())
-        self._keep(state)
 
     # -- columns and rewards ---------------------------------------------------------------------
 
@@ -262,7 +284,8 @@ class RolloutAudit:
         question = [asked.get(name) for name in ("example_id", "task", "prompt", "answer")]
         facts.asked = crc32(_digestible(question))
         facts.has_answers = None if state is None else _has_answers(state)
-        if state is None or not self.calls:
+        # A call that lost its tokens has no prompt to compare.
+        if state is None or not self.calls or self.calls[0].index:
             return
         first = self.calls[0]
         facts.first_prompt = crc32(first.tokens.tree.prompt_ids(first.handle).tobytes())
@@ -308,7 +331,7 @@ class RolloutAudit:
 
     def _step_rewards(self, state: State) -> None:
         reward, steps = self.row.reward, state["trajectory"]
-        rewards = [step["reward"] for step in steps if step["reward"] is not None]
+        rewards = [step["reward"] for step in steps if isinstance(step["reward"], int | float)]
         if reward is None or not rewards or len(rewards) < len(steps):
             return
         own = dict.get(state, "has_step_rewards")
@@ -342,6 +365,10 @@ class RolloutAudit:
                 self.find("alignment", "contradiction", what)
         for name in ("tokens", "spans"):
             self.ledger.count(name, len(self.calls))
+        if any(call.tokens.assigned for call in self.calls):
+            problems: dict[int, str] = {}
+            resolve_tokens(0, steps, problems)
+            self.calls = [replace(call, is_valid=call.index not in problems) for call in self.calls]
         handles = [call.handle for call in self.calls]
         if twice := _repeated(handles):
             at = [call.index for call in self.calls if call.handle == twice[0]]
@@ -407,14 +434,14 @@ class RolloutAudit:
         for name in recorded.keys() & {name for name, value in given.items() if value is not None}:
             values: Any = recorded[name]
             values = np.empty(0) if values is None else values
-            if not np.array_equal(np.asarray(given[name], values.dtype), values):
+            if not _holds(given[name], values):
                 self.find(
                     *("spans", "changed_after_sampling"),
                     f"{name} of call {handle} were replaced after the engine had answered; what is "
                     "trained would not be what was sampled",
                 )
         # Only values per token; an environment may assign flags, too.
-        lengths = {name: len(value) for name, value in given.items() if hasattr(value, "__len__")}
+        lengths = {name: len(value) for name, value in given.items() if _is_list(value)}
         sampled = lengths.get("completion_ids", tree.num_sampled(handle))
         prompt = lengths.get("prompt_ids", tree.prompt_len(handle))
         sizes = {"prompt_mask": prompt, "completion_mask": sampled, "completion_logprobs": sampled}
@@ -430,17 +457,11 @@ class RolloutAudit:
         said, recorded = extras.get("temperature"), call.value_range("temperature")
         assert recorded is not None
         # Trees hold float32, in which the request's 0.7 is a slightly different number.
-        if said is not None and recorded != (np.float32(said), np.float32(said)):
-            wrong = next(value for value in recorded if value != np.float32(said))
+        if said is not None and not _holds([said, said], np.array(recorded)):
+            wrong = next(value for value in recorded if not _holds(said, np.array(value)))
             self.find(
                 *("sampler", "temperature"),
-                f"call {handle} says temperature {said:g}, but its tokens say {wrong:g}",
-            )
-        changes = not_the_models_own(float(recorded[0]), extras.get("sampling") or {})
-        if changes and self.is_trained:
-            self.find(
-                *("sampler", "not_the_models_own"),
-                f"call {handle} was sampled with {changes}; ratios of such tokens would be wrong",
+                f"call {handle} says temperature {said}, but its tokens say {wrong:g}",
             )
         # An agent of a protocol may have a limit of its own, which the request does not name.
         if limit is not None and call.num_sampled > limit and not extras.get("agent"):
@@ -526,6 +547,18 @@ def _digestible(value: Any) -> bytes:
         return dumps(value).encode()
 
 
+def _is_list(value: Any) -> bool:
+    return hasattr(value, "__len__") and not isinstance(value, str)
+
+
+def _holds(given: Any, values: Any) -> bool:
+    """Whether what an environment assigned, which may be anything, are the recorded values."""
+    try:
+        return np.array_equal(np.asarray(given, values.dtype), values)
+    except (TypeError, ValueError, OverflowError):
+        return False
+
+
 def _has_answers(state: State) -> bool | None:
     """Whether the completion has every call's answer, in order; None if that is not known."""
     completion, steps = state.get("completion"), state["trajectory"]
@@ -557,5 +590,6 @@ def _repeated(values: Sequence[Any]) -> list[Any]:
 def _same(one: Any, other: Any) -> bool:
     """Whether two values are equal; numbers may differ by the rounding of a sum."""
     if isinstance(one, int | float) and isinstance(other, int | float):
-        return math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-9)
+        both_nan = math.isnan(one) and math.isnan(other)
+        return both_nan or math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-9)
     return bool(one == other)

@@ -6,7 +6,6 @@ A row has the check and the cause of its findings, and the function that yields 
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -87,6 +86,26 @@ def _negative_times(audit: RolloutAudit, request: RolloutRequest) -> Iterator[st
         value = getattr(audit.row, name)
         if value is not None and not 0 <= value < math.inf:
             yield f"its {name} is {value:g}; times must be finite and not negative"
+    for call in audit.calls:
+        for name in ("sent_s", "time_s", "wait_s"):
+            value = call.answer.get(name)
+            if isinstance(value, int | float) and not 0 <= value < math.inf:
+                yield (
+                    f"the {name} of call {call.index} is {value:g}; times must be finite and not "
+                    "negative"
+                )
+
+
+def _cached_tokens(audit: RolloutAudit, request: RolloutRequest) -> Iterator[str]:
+    for call in audit.calls:
+        info = call.answer.get("info")
+        num = number_of(info.get("num_cached_tokens")) if isinstance(info, Mapping) else None
+        num_prompt = call.tokens.tree.prompt_len(call.handle)
+        if num is not None and not 0 <= num <= num_prompt:
+            yield (
+                f"call {call.index} found {num:g} tokens in the prefix cache, but its prompt has "
+                f"{num_prompt}"
+            )
 
 
 def _backward_times(audit: RolloutAudit, request: RolloutRequest) -> Iterator[str]:
@@ -130,7 +149,7 @@ def _weighted_sum(audit: RolloutAudit, request: RolloutRequest) -> Iterator[str]
         return
     values = {name: number_of(row.metrics[name]) for name in paid}
     known = [paid[name] * value for name, value in values.items() if value is not None]
-    right = math.fsum(known)
+    right = sum(known)
     size = max(1.0, *map(abs, known), abs(row.reward)) if known else 1.0
     if len(known) < len(paid) or abs(row.reward - right) > 1e-6 * size:
         said = ", ".join(f"{paid[name]:g} * {name} = {value}" for name, value in values.items())
@@ -209,6 +228,7 @@ ROLLOUT_RULES: tuple[AuditRule[InRollout], ...] = (
     AuditRule("times", "negative_time", _negative_times),
     AuditRule("times", "backward_time", _backward_times),
     AuditRule("times", "longer_than_its_whole", _long_times),
+    AuditRule("alignment", "more_cached_than_prompt", _cached_tokens),
     AuditRule("rewards", "not_the_sum", _weighted_sum),
     AuditRule("sampler", "other_settings", _planned_sampling),
     AuditRule("sampler", "seed", _planned_seed),
@@ -415,7 +435,7 @@ _SETTINGS = ("confidence", "pass_threshold")
 
 def _other_numbers(told: Mapping[str, Any], right: Mapping[str, Any]) -> Iterator[str]:
     """Yield the counts, means and intervals of a report that differ from its rollouts'."""
-    said, found = _numbers(told), _numbers(right)
+    said, found = _numbers(_comparable(told, right)), _numbers(right)
     for name in sorted(said.keys() | found.keys()):
         # Another version of rolltree may report fewer or more families of numbers. In a family of
         # counts, a kind of failure that only one side has is a difference.
@@ -424,27 +444,32 @@ def _other_numbers(told: Mapping[str, Any], right: Mapping[str, Any]) -> Iterato
             continue
         one, other = said.get(name, 0.0), found.get(name, 0.0)
         is_compared = (name in said and name in found) or family in _COUNTED
-        if is_compared and not _close(one, other):
+        if is_compared and not math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-9):
             yield f"{name} = {one:g}, but its rollouts give {other:g}: one of the two was changed"
 
 
 _COUNTED = ("failures", "truncations", "stops")
 
 
+def _comparable(told: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what was told without intervals that another version computed by another method."""
+    is_other = told.get("method") != right.get("method")
+    return {
+        name: _comparable(value, right[name])
+        if isinstance(value, Mapping) and isinstance(right.get(name), Mapping)
+        else value
+        for name, value in told.items()
+        if not (is_other and name in ("low", "high", "num_values"))
+    }
+
+
 def _numbers(report: Mapping[str, Any]) -> dict[str, float]:
     flat = numbers({name: report[name] for name in report if name not in _OWN})
-    # Older versions computed the interval of pass@1 over examples instead of rollouts.
-    named = {name.replace("/", "."): value for name, value in flat.items()}
-    is_old = re.compile(r"pass_at\.1\.(?!mean)").match
-    return {name: value for name, value in named.items() if not is_old(name)}
+    return {name.replace("/", "."): value for name, value in flat.items()}
 
 
 # Values of one start of the evaluation, which do not follow from its rollouts.
 _OWN = (*_SETTINGS, "elapsed_s", "num_resumed", "advice", "scoring_errors", "failure_messages")
-
-
-def _close(one: float, other: float) -> bool:
-    return math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-9)
 
 
 def _future_versions(stored: Stored) -> Iterator[Found]:

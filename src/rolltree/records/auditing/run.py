@@ -12,12 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import msgspec
 
 from rolltree.errors import ConfigError, StoreError
+from rolltree.estimate import mean
 from rolltree.files import read_regular
 from rolltree.models.load import found_model
 from rolltree.records.auditing.report import CHECKS, AuditReport, Ledger, Place, grouped, some
@@ -28,8 +28,9 @@ from rolltree.records.auditing.text import TextCheck
 from rolltree.records.auditing.training import MOST_ENTROPY, TrainingAudit
 from rolltree.records.tokenizer import RunTokenizer, found_tokenizer
 from rolltree.store import Run, StoredRollout
+from rolltree.store.settings import without
 from rolltree.store.weights import META as REWARD_WEIGHTS
-from rolltree.training.config import load_train_config
+from rolltree.training.config import REMOVED, as_started, ignored_settings, load_train_config
 from rolltree.training.plan import PHASE
 from rolltree.workers import WorkerCallError, WorkerPool
 
@@ -174,8 +175,14 @@ class _Audit:
             self._skip_training("the run trained nothing")
             return None
         known = meta.get("config") or {}
+        # Nothing else that was removed decides a number that the audit computes again.
+        for message in ignored_settings({"algorithm": known.get("algorithm")}):
+            self._skip_training(message)
+            return None
+        known = without(known, REMOVED)
         try:  # only sections that affect training; a newer rolltree may reject other settings
             config = load_train_config({name: known.get(name, {}) for name in _SECTIONS})
+            config = as_started(config, known)
         except ConfigError as error:
             self._skip_training(f"this rolltree cannot read the run's settings: {error}")
             return None
@@ -371,9 +378,9 @@ class _Audit:
             # Advantages of several agents follow the environment's own rules.
             if len({item.parent_rollout for item, _, _ in members}) > 1:
                 continue
-            mean = fmean(reward for _, reward, _ in members)
+            level = mean(reward for _, reward, _ in members)
             for item, reward, advantage in members:
-                right = reward - mean
+                right = reward - level
                 if not math.isclose(advantage, right, rel_tol=1e-6, abs_tol=1e-6):
                     self.ledger.find(
                         *("advantages", "advantage_differs"),

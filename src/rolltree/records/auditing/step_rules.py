@@ -11,33 +11,33 @@ from rolltree.errors import StoreError
 from rolltree.files import read_regular
 from rolltree.records.auditing.rules import CLOCK_S, AuditRule, Found, InRun, Stored
 from rolltree.records.values import number_of
+from rolltree.store.metric_table import metric_of
 from rolltree.training.plan import PHASE
 
 _MOST_BYTES = 2**24
-# Prefixes and suffixes of metric names, and the smallest and largest value that these can have.
-_RANGES: tuple[tuple[tuple[str, ...], tuple[str, ...], float, float], ...] = (
-    (("time/", "error/", "train/num_", "mismatch_kl/", "train/grad_norm"), (), 0.0, math.inf),
-    ((), ("_ms", "_bytes", "_tokens", "_length", "/std", "difference/max"), 0.0, math.inf),
-    (("train/frac_", "train/clip_ratio/", "is_truncated/"), ("_share",), 0.0, 1.0),
-    (("ratio/ess",), (), 0.0, 1.0),
-    (("error/mean",), (), 0.0, 1.0),
-)
 _ROUNDING = 1e-4
+_PARTS_OF_STEP = ("time/wait_for_batch", "time/train_s", "time/broadcast_weights", "time/paused_s")
 
 
 def _impossible_metrics(stored: Stored) -> Iterator[Found]:
     for row in stored.run.steps():
         for name, given in row.metrics.items():
-            value = number_of(given)
-            if value is None:
+            metric = metric_of(name)
+            if metric is None:
+                yield Found(f"a training stores no metric {name}", step=row.step)
                 continue
-            for starts, ends, least, most in _RANGES:
-                if not (name.startswith(starts) or (ends and name.endswith(ends))):
-                    continue
-                if not least - _ROUNDING <= value <= most + _ROUNDING:
-                    span = "0 or more" if most == math.inf else f"from {least:g} to {most:g}"
-                    yield Found(f"{name} is {value:g}, but it can only be {span}", step=row.step)
-                    break
+            value, (least, most) = number_of(given), metric.bounds
+            if value is None or least - _ROUNDING <= value <= most + _ROUNDING:
+                continue
+            span = f"{least:g} or more" if most == math.inf else f"from {least:g} to {most:g}"
+            yield Found(f"{name} is {value:g}, but it can only be {span}", step=row.step)
+        whole = number_of(row.metrics.get("time/step"))
+        for name in _PARTS_OF_STEP:
+            part = number_of(row.metrics.get(name))
+            if whole is not None and part is not None and part > whole + _ROUNDING:
+                yield Found(
+                    f"time/step is {whole:g} s, but {name} in it is {part:g} s", step=row.step
+                )
 
 
 def _differing_settings(stored: Stored) -> Iterator[Found]:

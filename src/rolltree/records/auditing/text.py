@@ -10,7 +10,7 @@ import numpy as np
 
 from rolltree.records.tokenizer import RunTokenizer
 from rolltree.tokens import peek
-from rolltree.types import ModelResponse
+from rolltree.types import FinishReason, ModelResponse
 
 if TYPE_CHECKING:
     from rolltree.records.auditing.rollout import Call, RolloutAudit
@@ -51,12 +51,15 @@ class TextCheck:
         if not isinstance(text, str):
             return
         ids = call.tokens.tree.completion_ids(call.handle)
+        has_ended = len(ids) > 0 and int(ids[-1]) in self.end_ids
         while len(ids) and int(ids[-1]) in self.end_ids:
             ids = ids[:-1]
         sampled = _squeezed(self.tokenizer.decode(ids.tolist()))
         said = _squeezed(text)
-        # Engines cut the sampled stop sequence, and what follows it, off the text.
-        cut = bool(stop) and sampled.startswith(said)
+        # Engines cut the sampled stop sequence, and what follows it, off the text. An agent may
+        # have given one of its own, which nothing else ends like this.
+        is_own = not has_ended and call.extras.get("finish_reason") == FinishReason.STOP
+        cut = (bool(stop) or is_own) and sampled.startswith(said)
         if sampled != said and not cut and said != self._without_special(ids):
             audit.find(
                 *("text", "answer_differs"),

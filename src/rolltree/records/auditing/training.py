@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any, TypeAlias, cast
 
@@ -14,29 +15,35 @@ from numpy.typing import NDArray
 from rolltree.errors import RolltreeError
 from rolltree.records.auditing.loss_weights import (
     differing_weights,
+    minibatches,
     note_weights_of_calls,
     used_tokens,
 )
+from rolltree.records.auditing.older_intervals import older_interval
 from rolltree.records.auditing.report import Ledger, Place, grouped, some, tolerance
 from rolltree.records.auditing.rollout import Call, RolloutFacts, TrainedFacts
+from rolltree.records.trained_steps import LEDGER
 from rolltree.store import Run, StepRow
 from rolltree.store.trained import TrainedRollout
-from rolltree.training.advantages import CreditReport, credit_group, join_credit
+from rolltree.store.weights import noted_environments
+from rolltree.training.advantages import CreditReport, averages_of, credit_group, join_credit
 from rolltree.training.algorithms import Algorithm
 from rolltree.training.batches import staleness_limit
 from rolltree.training.config import TrainConfig
 from rolltree.training.metrics import rollout_metrics
-from rolltree.training.plan import group_name
+from rolltree.training.plan import PHASE, group_name
 from rolltree.types import RolloutResult
 
-# The kind of event that notes which groups a step of asynchronous training takes.
-LEDGER = "batch"
-_AVERAGE = "credit/average/"
 _OF_FIRST_UPDATE = ("train/entropy", "train/sampling/sampling_logp_difference/mean")
 # The entropy limit if the run's vocabulary is not known: that of a million tokens.
 MOST_ENTROPY = math.log(2**20)
 # A softmax in 16 bits may leave [0, 1] by this much.
 _ROUNDING = 1e-2
+# Reasons to mask a call that depend on the model, or on settings that may change.
+_NOT_STORED = (
+    *("vocabulary", "length", "input", "weight"),
+    *("advantage", "misspelled", "routing"),
+)
 _Where: TypeAlias = tuple[Place, int]
 """A rollout, and the step that trained it."""
 
@@ -54,11 +61,14 @@ class TrainingAudit:
     first: int = 0
     taken: dict[int, Mapping[str, Any]] = field(init=False)  # step -> its groups
     records_tokens: bool = field(init=False)  # whether the run stored what it trained, by token
+    recorded_steps: set[int] = field(init=False)  # those that did: a later start may change that
     most_entropy: float = MOST_ENTROPY  # of a token, in nats
     algorithm: Algorithm = field(init=False)
+    environments: tuple[str, ...] = field(init=False)  # of a group
 
     def __post_init__(self) -> None:
         self.algorithm = self.config.algorithm.resolve()
+        self.environments = noted_environments(self.run, PHASE)
         events = self.run.events(LEDGER)
         self.taken = {event.step: event.data for event in events if event.step is not None}
         self.records_tokens = any(True for _ in self.run.trained())
@@ -140,7 +150,7 @@ class TrainingAudit:
         row: TrainedRollout,
         calls: Sequence[Call],
         lag: NDArray[Any] | None,
-        engine: NDArray[np.float64] | None,
+        engine: NDArray[np.float64],
         where: _Where,
     ) -> None:
         section = self.config.train
@@ -150,13 +160,16 @@ class TrainingAudit:
             lag if section.async_steps else None,
             staleness_limit(self.config),
             section.max_seq_len,
+            is_supervised=self.algorithm.supervised,
         )
         computed = np.isfinite(row.logprob)
         known.num_computed = int(computed.sum())
         known.sum_lag = 0.0 if lag is None else float(lag[computed].sum())
         known.sum_entropy = float(row.entropy[computed].sum(dtype=np.float64))
-        known.sum_logprob = None if engine is None else float(engine.sum())
+        given = np.isfinite(engine)
+        known.num_logprobs, known.sum_logprob = int(given.sum()), float(engine[given].sum())
         masked = self._masked(row, calls, where)
+        masked |= self._changed_sampling(row, calls, where)
         if tokens.is_known and not masked and (wrong := ~tokens.used & (row.weight != 0)).any():
             self.ledger.find(
                 *("alignment", "unused_token_trained"),
@@ -165,6 +178,20 @@ class TrainingAudit:
                 *where,
             )
         note_weights_of_calls(known, row, tokens, engine, self.config, self.algorithm)
+
+    def _changed_sampling(self, row: TrainedRollout, calls: Sequence[Call], where: _Where) -> bool:
+        """Whether tokens were trained that the model's own distribution did not give: a finding."""
+        trained = np.add.reduceat(row.weight != 0, _starts(calls), dtype=np.int64)
+        for call, count in zip(calls, trained.tolist(), strict=True):
+            if count and (changes := call.changed_sampling) and not self.algorithm.supervised:
+                self.ledger.find(
+                    *("sampler", "not_the_models_own"),
+                    f"call {call.handle} was sampled with {changes}, and step {row.step} trained "
+                    f"{count} tokens of it; their ratios are wrong",
+                    *where,
+                )
+                return True
+        return False
 
     def _masked(self, row: TrainedRollout, calls: Sequence[Call], where: _Where) -> bool:
         """Whether tokens with mask 0 were trained, which is a finding."""
@@ -210,12 +237,14 @@ class TrainingAudit:
         self,
         row: TrainedRollout,
         lag: NDArray[np.int64] | None,
-        engine: NDArray[np.float64] | None,
+        engine: NDArray[np.float64],
     ) -> tuple[float | None, int]:
         """Return the mean distance of engine and trainer logprobs, and the number of tokens."""
         # Only tokens of the version that the step began with: older ones rightly differ.
-        known = np.isfinite(row.logprob) if lag is None else np.isfinite(row.logprob) & (lag == 0)
-        if engine is None or not known.any():
+        known = np.isfinite(row.logprob) & np.isfinite(engine)
+        if lag is not None:
+            known &= lag == 0
+        if not known.any():
             return None, 0
         self.ledger.count("logprobs")
         mismatch = float(np.abs(row.logprob[known] - engine[known]).mean())
@@ -227,19 +256,19 @@ class TrainingAudit:
         """Check every step, after all rollouts were read."""
         steps = self.run.steps()
         self._contiguous(steps)
+        # In the trainer's order, by which it cuts mini-batches; rollouts are stored as they finish.
+        facts = sorted(facts, key=lambda item: (item.index_in_group, item.trajectory_index))
+        self.recorded_steps = {known.step for item in facts for known in item.trained}
         by_group = grouped((item.group_id, item) for item in facts)
         by_step = grouped((item.train_step, item) for item in facts)
         # The baseline of a step is the average that the previous step left, so steps are checked in
         # order; those before a fork are in the run that was forked.
         averages: dict[str, float] = {}
+        roles = {item.state.get("agent") for item in facts if item.state is not None}
         for row in steps:
             if row.step > self.first:
                 self._check_step(row, by_step.get(row.step, []), by_group, averages)
-            averages = {
-                name.removeprefix(_AVERAGE): value
-                for name, value in row.metrics.items()
-                if name.startswith(_AVERAGE)
-            }
+            averages = averages_of(row.metrics, roles)
         self._check_mismatch(facts)
         self._check_taken(facts)
 
@@ -335,7 +364,7 @@ class TrainingAudit:
             self.ledger.find("advantages", "no_credit", str(error), step=row.step)
             return
         self._metrics(row, sampled, report.metrics)
-        if not self.records_tokens:
+        if row.step not in self.recorded_steps:
             return
         self._tokens_of_step(row, [item for group, _ in taken for item in group], report)
         pairs = zip(report.trained, report.advantages, strict=True)
@@ -368,7 +397,7 @@ class TrainingAudit:
     ) -> None:
         # By the function that training used. Without a state of any rollout, only errors count.
         try:
-            found = rollout_metrics(_results(sampled))
+            found = rollout_metrics(_results(sampled), self.environments)
         except (TypeError, ValueError, AttributeError, OverflowError) as error:
             said = (
                 f"the metrics of step {row.step} cannot be computed: a record was changed ({error})"
@@ -376,11 +405,22 @@ class TrainingAudit:
             self.ledger.find("steps", "metrics_differ", said, step=row.step)
             return
         is_played = any(item.state is not None for item in sampled)
+        groups = grouped(
+            (item.group_id, item.reward)
+            for item in sampled
+            if item.parent_rollout is None and item.state is not None and item.reward is not None
+        )
+        ends = older_interval(list(groups.values())) if groups else None
+        older: dict[str, list[float]] = {}
+        for name, end in zip(("reward/low", "reward/high"), ends or (), strict=False):
+            # The oldest versions did not cut them, so they lie anywhere beyond 0 and 1.
+            stored = float(row.metrics.get(name, end))
+            older[name] = [end, stored] if end in (0.0, 1.0) and not 0 < stored < 1 else [end]
         right = dict(credit)
         right |= {name: found[name] for name in found if is_played or name.startswith("error/")}
         for name, value in right.items():
             if name != "memory/peak_rss_bytes":
-                self._metric(row, name, value)
+                self._metric(row, name, value, older=older.get(name, ()))
         for name in row.metrics:
             if name.startswith(("metrics/", "error/")) and name not in right:
                 self.ledger.find(
@@ -390,16 +430,24 @@ class TrainingAudit:
                     step=row.step,
                 )
 
-    def _metric(self, row: StepRow, name: str, value: float, relative: float = 1e-6) -> None:
+    def _metric(
+        self,
+        row: StepRow,
+        name: str,
+        value: float,
+        relative: float = 1e-6,
+        older: Sequence[float] = (),
+    ) -> None:
+        """Compare a stored metric with its `value`, or with those that older versions computed."""
         stored = row.metrics.get(name)
         if stored is None:
             return
         self.ledger.count("steps")
-        # Older versions of rolltree did not cut intervals of shares at 0 and 1.
-        if name in ("reward/low", "reward/high") and value in (0.0, 1.0):
-            stored = min(1.0, max(0.0, float(stored)))
-        if not math.isclose(
-            float(stored), value, rel_tol=relative, abs_tol=max(1e-9, relative / 10)
+        if all(
+            not math.isclose(
+                float(stored), each, rel_tol=relative, abs_tol=max(1e-9, relative / 10)
+            )
+            for each in (value, *older)
         ):
             self.ledger.find(
                 *("steps", "metrics_differ"),
@@ -422,14 +470,25 @@ class TrainingAudit:
             known[0].num_counted = sum(known[0].used) * effect.in_loss
             found.append((item, known[0], effect.in_loss))
         rows = [known for _, known, _ in found]
+        in_loss = [each for _, _, each in found]
         section = self.config.train
+        # Why calls were left out for these reasons is not stored with the rollout.
+        is_known = not any(row.metrics.get(f"masked/{reason}") for reason in _NOT_STORED)
+        if section.minibatches > 1:
+            # The other parts are read after the first update, with other weights.
+            parts = minibatches(rows, in_loss, self.config) if is_known else None
+            for index, mine in enumerate(rows):
+                if parts is None or index not in parts[0]:
+                    mine.mismatch, mine.num_fresh = None, 0
         for name, value, relative in _of_tokens(rows):
             # These metrics cover only the first update, or only tokens that were not cut.
             is_part = name in _OF_FIRST_UPDATE and section.minibatches > 1
             is_cut = name == "rollout/entropy" and section.max_seq_len is not None
-            if not (is_part or is_cut):
+            is_unknown = name == "train/num_skipped_records" and not is_known
+            if not (is_part or is_cut or is_unknown):
                 self._metric(row, name, value, relative)
-        in_loss = [each for _, _, each in found]
+        if not is_known:
+            return
         wrong = differing_weights(rows, in_loss, self.config, self.algorithm)
         for index, call, right in wrong:
             item, mine, _ = found[index]
@@ -495,12 +554,16 @@ class TrainingAudit:
                 self.ledger.find("counted_once", "missing_rollout", said, place)
 
 
-def _engine_logprobs(calls: Sequence[Call]) -> NDArray[np.float64] | None:
-    """Return the engine's logprobs of sampled tokens, float64 `[_T]`; None if a call lacks them."""
-    logprobs: list[Any] = [call.tokens.tree.logprobs(call.handle) for call in calls]
-    if any(each is None for each in logprobs):
-        return None
-    return np.concatenate(logprobs).astype(np.float64)
+def _starts(calls: Sequence[Call]) -> list[int]:
+    """Return where the sampled tokens of each call begin among those of all."""
+    return list(accumulate((call.num_sampled for call in calls[:-1]), initial=0))
+
+
+def _engine_logprobs(calls: Sequence[Call]) -> NDArray[np.float64]:
+    """Return the engine's logprobs of sampled tokens, float64 `[_T]`; NaN if they are unknown."""
+    pairs = [(call.logprobs, call.num_sampled) for call in calls]
+    found = [np.full(size, np.nan) if each is None else np.asarray(each) for each, size in pairs]
+    return np.concatenate(found).astype(np.float64)
 
 
 def _of_tokens(rows: Sequence[TrainedFacts]) -> Iterator[tuple[str, float, float]]:
@@ -521,11 +584,9 @@ def _of_tokens(rows: Sequence[TrainedFacts]) -> Iterator[tuple[str, float, float
         total = sum(row.mismatch * row.num_fresh for row in rows if row.mismatch is not None)
         # Logprobs are stored as float32, and their differences are small.
         yield "train/sampling/sampling_logp_difference/mean", total / fresh, 1e-2
-    sums = [row.sum_logprob for row in rows if row.sum_logprob is not None]
-    num_tokens = sum(row.num_tokens for row in rows)
-    if num_tokens and len(sums) == len(rows):
+    if num_logprobs := sum(row.num_logprobs for row in rows):
         # The step computed this mean in float32.
-        yield "rollout/entropy", -sum(sums) / num_tokens, 1e-4
+        yield "rollout/entropy", -sum(row.sum_logprob for row in rows) / num_logprobs, 1e-4
 
 
 def _results(facts: Sequence[RolloutFacts]) -> list[RolloutResult]:
@@ -533,7 +594,8 @@ def _results(facts: Sequence[RolloutFacts]) -> list[RolloutResult]:
     results = []
     for request_id, members in grouped((item.request_id, item) for item in facts).items():
         members.sort(key=lambda item: item.trajectory_index)
-        request = SimpleNamespace(request_id=request_id, group_id=members[0].group_id)
+        asked = {"task": members[0].task}
+        request = SimpleNamespace(request_id=request_id, group_id=members[0].group_id, input=asked)
         states = tuple(item.state for item in members if item.state is not None)
         kind = members[0].error_type if any(item.failed for item in members) else None
         error = None if kind is None else SimpleNamespace(type=kind)

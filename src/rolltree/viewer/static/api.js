@@ -3,17 +3,18 @@
 import { keep, kept, withQuery } from "./dom.js";
 import { file, storedApi } from "./stored.js";
 
-/** The link has the token, or a code for it that works once, after its `#`. It is removed from the address and kept in
- * this origin's storage, which other ports do not share, unlike a cookie. A link with a wrong token, which any page
- * can open, does not replace a valid one. */
+/** The link has the token after its `#`, and says whether it was printed or in a file, which is then removed. The token
+ * is removed from the address and kept in this origin's storage, which other ports do not share, unlike a cookie. A
+ * link with a wrong token, which any page can open, does not replace a valid one. */
 async function takeToken() {
   if (file) return null;
-  const given = /^#(token|code)=([\w-]+)/.exec(location.hash);
+  const given = /^#(token|file)=([\w-]+)/.exec(location.hash);
   if (given) {
     history.replaceState(null, "", `${location.pathname}#/`);
-    const headers = given[1] === "token" ? { Authorization: `Bearer ${given[2]}` } : { "X-Code": given[2] };
-    const answer = await fetch("api/token", { headers }).catch(() => null);
-    if (answer?.ok) return keep("token", (await answer.json()).token);
+    const headers = { Authorization: `Bearer ${given[2]}` };
+    const answer = await fetch(`api/token?from=${given[1]}`, { headers }).catch(() => null);
+    await answer?.text(); // else the connection stays busy
+    if (answer?.ok) return keep("token", given[2]);
   }
   return kept("token");
 }
@@ -24,7 +25,7 @@ const taken = takeToken();
 const reached = (state) => document.dispatchEvent(new CustomEvent("reached", { detail: state }));
 
 addEventListener("hashchange", () => { // a new link was opened in this tab
-  if (/^#(token|code)=/.test(location.hash)) location.reload();
+  if (/^#(token|file)=/.test(location.hash)) location.reload();
 });
 
 async function get(path, query, signal) {

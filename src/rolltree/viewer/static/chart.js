@@ -35,6 +35,12 @@ function powers(low, high) {
   return found.filter((_, at) => at % every === 0);
 }
 
+/** Whether a line is level, so that its band would be a block that says less than the number does. */
+function isLevel({ values, is_points: arePoints }) {
+  const known = values.filter(Number.isFinite);
+  return !arePoints && known.every((value) => value === known[0]);
+}
+
 /** The range of a chart's lines and intervals, with a margin. */
 function limits(series, steps, range) {
   const isSeen = (value, at) => Number.isFinite(value) && steps[at] >= range[0] && steps[at] <= range[1];
@@ -164,7 +170,9 @@ export function board(begun, panels, { onStep, readout }) {
     function draw() {
       plot.setAttribute("viewBox", `0 0 ${width} ${height}`);
       const logarithms = scaled();
-      const [low, high] = limits(logarithms ?? panel.series, steps, range);
+      const ranged = (logarithms ?? panel.series).map((each, at) =>
+        isLevel(panel.series[at]) ? { values: each.values } : each);
+      const [low, high] = limits(ranged, steps, range);
       const tall = height - TOP - BOTTOM;
       const place = (value) => TOP + (1 - (clipped(value) - low) / (high - low)) * tall;
       const y = (value) => place(logarithms ? Math.log10(value) : value);
@@ -192,7 +200,7 @@ export function board(begun, panels, { onStep, readout }) {
           });
           return;
         }
-        if (each.low && each.high) {
+        if (each.low && each.high && !isLevel(each)) {
           const band = [...points(each.high).filter(Boolean), ...points(each.low).filter(Boolean).reverse()];
           if (band.length) parts.push(s("path", { class: `band c${number % 8}`, d: `${path(band)}Z` }));
         }

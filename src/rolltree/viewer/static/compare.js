@@ -14,9 +14,6 @@ export async function render(root, params, api) {
   }));
 }
 
-const OVERLAID = ["reward/mean", "eval/reward", "train/entropy", "train/kl", "train/grad_norm",
-  "train/completions/mean_length"];
-
 /** The curves of several training runs, overlaid in one chart per metric. */
 async function overlaid(arms, api) {
   const runs = [...new Map(arms.map((arm) => [arm.id, arm])).values()];
@@ -27,13 +24,15 @@ async function overlaid(arms, api) {
     const known = new Map(own.map((step, at) => [step, values?.[at]]));
     return values && steps.map((step) => known.get(step) ?? null);
   };
-  const panels = OVERLAID.flatMap((name) => {
+  const every = found.flatMap(({ series }) => series);
+  const names = new Set(every.filter((each) => each.is_compared).map(({ name }) => name));
+  const panels = [...names].flatMap((name) => {
     const series = runs.flatMap((arm, at) => {
       const own = found[at].series.find((each) => each.name === name);
       return own ? [{ ...own, label: arm.name, values: along(found[at].steps, own.values),
         low: along(found[at].steps, own.low), high: along(found[at].steps, own.high) }] : [];
     });
-    const first = found.flatMap((each) => each.series).find((each) => each.name === name);
+    const first = every.find((each) => each.name === name);
     return series.length > 1 ? [{ title: first.label, unit: first.unit, group: "", series }] : [];
   });
   if (!panels.length) return null;

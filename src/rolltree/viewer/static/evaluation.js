@@ -49,7 +49,11 @@ export async function render(root, { run, phase }, api) {
     ]),
     estimates(`A pass is a reward of at least ${num(report.pass_threshold)}`, Object.fromEntries(passes)),
     estimates("Metrics", report.metrics),
-    Object.keys(report.tasks ?? {}).length > 1 && estimates("Reward by task", report.tasks),
+    estimates("Environments", Object.fromEntries(Object.entries(report.env ?? {}).flatMap(([name, own]) =>
+      [[name, own.reward], ...Object.entries(own.metrics).map(([metric, each]) => [`${name}, ${metric}`, each])])
+      .filter(([, each]) => each))),
+    Object.keys(report.tasks ?? {}).length > 1 && Object.keys(report.tasks).some((name) => !report.env?.[name]) &&
+      estimates("Reward by task", report.tasks),
     Object.keys(failures ?? {}).length > 0 && section("Failures", plainTable(["kind", "rollouts", "first message"],
       Object.entries(failures).map(([kind, number]) => [
         h("a", { class: "bad", href: rollouts({ where: `error_type = "${kind}"` }) }, kind), count(number),

@@ -35,11 +35,13 @@ export async function render(root, params, api) {
   const scored = members.map((each) => each.reward).filter((value) => value !== null);
   const low = Math.min(...scored);
   const high = Math.max(...scored);
+  // Equal but for rounding, as in training.
+  const isFlat = high - low <= 1e-9 * Math.max(1, Math.abs(low), Math.abs(high));
   let drawn = 0;
 
   /** The class of a branch by its reward in the group: better, worse, between, or none. */
   function tone(segment) {
-    if (segment.reward === null || high === low || segment.members.length === members.length) return "";
+    if (segment.reward === null || isFlat || segment.members.length === members.length) return "";
     const share = (segment.reward - low) / (high - low);
     return share > 0.66 ? "better" : share < 0.34 ? "worse" : "between";
   }
@@ -97,7 +99,7 @@ export async function render(root, params, api) {
   put(root, h("div", { class: "bar" }, h("h1", null, "Group"), muted(about.filter(Boolean).join(" · ")),
     button("Tree picture", href(["run", run, "tree", id]))),
     agentsOf(found, agent, params),
-    scored.length > 1 && low === high && h("p", { class: "sentence warning" },
+    scored.length > 1 && isFlat && h("p", { class: "sentence warning" },
       "All rewards are equal, so this group teaches nothing."),
     h("ol", { class: "members", "aria-label": "Rewards" }, order.map((member) =>
       h("li", null, named(member), member.advantage !== null && advantage(member.advantage)))),

@@ -34,7 +34,9 @@ export async function render(root, params, api) {
       typeof expected === "string" ? expected : JSON.stringify(expected), 400))],
     ["reward", reward(row.reward)],
     ["ended by", ending(row) || "–"],
-    ["phase", `${row.phase ?? "–"}${isNone(row.train_step) ? "" : `, step ${row.train_step}`}`],
+    ["phase", `${row.phase ?? "–"}${isNone(row.train_step) ? "" : `, step ${row.train_step}`}`
+      + (isNone(row.trained_step) || row.trained_step === row.train_step
+        ? "" : `, trained in step ${row.trained_step}`)],
     ["environment", [row.env_id, row.task].filter(Boolean).join(" · ") || "–"],
     ["example", row.example_id],
     ["agent", row.agent || null],

@@ -2,7 +2,7 @@
 
 import { follow, markOf } from "./api.js";
 import {
-  button, count, duration, h, href, isNone, keep, kept, line, num, put, reward, s, select, showLive,
+  button, count, duration, h, href, isNone, keep, kept, line, muted, num, put, reward, s, select, showLive,
 } from "./dom.js";
 import { PAGE, virtualTable } from "./table.js";
 import { opened } from "./walk.js";
@@ -125,17 +125,17 @@ async function indexed(api, run, say) {
 }
 
 export async function render(root, params, api) {
-  const { run, by, step, where, sort, text } = params;
+  const { run, by, step, trained, where, sort, text } = params;
   const isGroups = by === "group";
   const asked = api.run(run); // in parallel with the table, unless the table depends on it
   const namesOf = (found) => (found.phases ?? []).map((each) => each.phase);
   const isTrained = isGroups && params.phase === undefined && namesOf(await asked).includes("train");
   const phase = params.phase ?? (isTrained ? "train" : ALL); // groups matter for training
-  const shown = { by, phase: params.phase, step, where, sort, text };
+  const shown = { by, phase: params.phase, step, trained, where, sort, text };
   const go = (changes) => { location.hash = href(["run", run, "rollouts"], { ...shown, ...changes }); };
   const total = h("span", { class: "muted", role: "status" });
   const choice = h("details", { class: "choice" }, h("summary", null, "Columns"));
-  const part = { phase: phase === ALL ? null : phase, step };
+  const part = { phase: phase === ALL ? null : phase, step, trained };
   const query = isGroups ? { ...part, sort: "-train_step" } : { ...part, where, sort, text };
   const fetchRows = async (offset, limit) => {
     const page = await (isGroups ? api.groups : api.rollouts)(run, { ...query, offset, limit });
@@ -165,7 +165,7 @@ export async function render(root, params, api) {
       onOpen: (row, at) => opened(run, shown, row, at),
       complete: isGroups || api.isExported ? null : complete,
       empty: isGroups ? "No groups here." : text ? "No rollout contains that."
-        : where || phase !== ALL || step ? "No rollout matches the filter." : "The run has no rollouts yet.",
+        : where || phase !== ALL || step || trained ? "No rollout matches the filter." : "The run has no rollouts yet.",
     });
   }
 
@@ -186,21 +186,25 @@ export async function render(root, params, api) {
   };
   const reading = read().catch(failed);
   const [summary, table] = await Promise.all([asked, needsIndex ? null : reading]);
-  const phases = h("select", { "aria-label": "Phase", onchange: () => go({ phase: phases.value, step: null }) },
+  const choose = () => go({ phase: phases.value, step: null, trained: null });
+  const phases = h("select", { "aria-label": "Phase", onchange: choose },
     h("option", { value: ALL }, "all phases"));
   const known = new Set();
   const addPhases = (found) => namesOf(found).filter((name) => !known.has(name)).forEach((name) => {
     known.add(name);
     phases.append(h("option", { value: name, selected: name === phase }, name));
   });
+  // The step that rollouts were played for or, from a curve, the one that trained them.
+  const [chosen, place] = trained === undefined ? ["step", step] : ["trained", trained];
   const at = h("input", {
-    type: "number", min: 0, placeholder: "step", "aria-label": "Step", value: step, class: "step",
-    onchange: () => go({ step: at.value }),
+    type: "number", min: 0, placeholder: "step", "aria-label": chosen === "step" ? "Step" : "Trained in step",
+    title: chosen === "step" ? "the step they were played for" : "the step that trained them",
+    value: place, class: "step", onchange: () => go({ [chosen]: at.value }),
   });
   const turn = (by, sign, name) => h("button", {
     type: "button", [name]: true, "aria-label": by < 0 ? "Earlier" : "Later",
-    disabled: step === undefined ? by > 0 : Number(step) + by < 1 || Number(step) + by > summary.num_steps,
-    onclick: () => go({ step: step === undefined ? summary.num_steps : Number(step) + by }),
+    disabled: place === undefined ? by > 0 : Number(place) + by < 1 || Number(place) + by > summary.num_steps,
+    onclick: () => go({ [chosen]: place === undefined ? summary.num_steps : Number(place) + by }),
   }, sign);
   const field = (name, label, placeholder, more) => h("input", {
     type: "search", value: params[name], "aria-label": label, placeholder, ...more,
@@ -217,11 +221,12 @@ export async function render(root, params, api) {
       (value) => go({ sort: value })),
     choice,
   ];
-  const other = href(["run", run, "rollouts"], { by: isGroups ? null : "group", phase: params.phase, step });
+  const other = href(["run", run, "rollouts"], { by: isGroups ? null : "group", phase: params.phase, step, trained });
   const box = h("div", null, table);
   const steps = summary.num_steps > 0 && [turn(-1, "←", "data-previous"), at, turn(1, "→", "data-next")];
   put(root, h("div", { class: "bar" },
-    h("h1", null, isGroups ? "Groups" : "Rollouts"), phases, h("span", null, steps || at),
+    h("h1", null, isGroups ? "Groups" : "Rollouts"), phases,
+    h("span", null, chosen === "trained" && muted("trained in step "), steps || at),
     !isGroups && filters, total, button(isGroups ? "Rollouts" : "Groups", other)), box);
   if (needsIndex) reading.then((element) => put(box, element), () => null);
 

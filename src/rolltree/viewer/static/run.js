@@ -9,15 +9,7 @@ import {
 import { comparison, failures, progress, stateBadge } from "./runs.js";
 import { file } from "./stored.js";
 
-const TOGETHER = [
-  { title: "reward", names: ["reward/mean", "eval/reward"] },
-  { title: "ended early", names: ["is_truncated/mean", "rollout/length_cut_share", "error/mean"] },
-  { title: "trainer minus engine logprob", names: ["train/sampling/sampling_logp_difference/mean", "mismatch/mean"] },
-  { title: "speed", names: ["rollout/tokens_per_s", "train/tokens_per_s"] },
-  { title: "time", names: ["time/step", "time/wait_for_batch", "time/train_s"] },
-];
 const MOST_DRAWN = 120;
-const FIRST = ["Reward", "Policy", "Engine against trainer", "Rollouts", "Speed"];
 
 export async function render(root, params, api) {
   const { run } = params;
@@ -70,7 +62,7 @@ const bounds = ({ low, high }, sign) => isNone(low) ? "" : ` [${num(low, sign)},
 
 /** The first and the last held-out evaluation, and their difference. */
 function gained(found, run) {
-  const { a, b, before, after, difference, phases, verdict } = found;
+  const { a, b, before, after, difference, phases, verdict, environments } = found;
   const part = (name, value, said) =>
     h("div", null, h("dt", null, name), h("dd", null, h("b", null, value), muted(said)));
   const of = (phase, name) => h("a", { href: href(["run", run, "evaluation", phase]) }, name);
@@ -78,6 +70,8 @@ function gained(found, run) {
     part(["held out, ", of(phases[0], a)], num(before.mean), bounds(before)),
     part(["held out, ", of(phases[1], b)], num(after.mean), bounds(after)),
     part("difference", num(difference.mean, true), [bounds(difference, true), ` ${verdict}`]),
+    Object.entries(environments ?? {}).map(([name, own]) => part(name, num(own.difference.mean, true),
+      [bounds(own.difference, true), ` ${own.verdict}, ${num(own.before.mean)} to ${num(own.after.mean)}`])),
     h("div", null, h("dt", null, `${count(difference.num_examples)} examples`), h("dd", null,
       h("a", { href: comparison(phases.map((phase) => `${run}:${phase}`)) }, "what changed"))));
 }
@@ -160,11 +154,9 @@ const isConstant = ({ series }) => series.every(({ values }) => {
 
 /** Curves that belong together share a chart, in the place of the first; the others have their own. */
 function panelsOf(series) {
-  const known = new Map(series.map((each) => [each.name, each]));
   return series.flatMap((each) => {
-    const found = TOGETHER.find(({ names }) => names.includes(each.name));
-    const members = found ? found.names.map((name) => known.get(name)).filter(Boolean) : [each];
-    const title = members.length > 1 ? found.title : each.label;
+    const members = each.chart ? series.filter(({ chart }) => chart === each.chart) : [each];
+    const title = members.length > 1 ? each.chart : each.label;
     return members[0] === each ? [{ title, unit: each.unit, group: each.group, series: members }] : [];
   });
 }
@@ -186,7 +178,9 @@ function curvesOf(params) {
     isWhole = true;
     draw();
   } });
-  const onStep = (step) => { location.hash = href(["run", params.run, "rollouts"], { phase: "train", step }); };
+  const onStep = (step) => {
+    location.hash = href(["run", params.run, "rollouts"], { phase: "train", trained: step });
+  };
   let data = { steps: [], series: [] };
   let drawn = null;
   let names = "";
@@ -201,7 +195,7 @@ function curvesOf(params) {
     const all = top ? [{ ...top, isLarge }, ...others] : [];
     const about = (panel) => [panel.title, panel.group, ...panel.series.flatMap((each) => [each.name, each.label])];
     if (wanted) return all.filter((panel) => about(panel).join(" ").toLowerCase().includes(wanted));
-    const first = all.filter((panel) => FIRST.includes(panel.group));
+    const first = all.filter((panel) => panel.series[0].is_first);
     return isWhole || !first.length ? all : first;
   }
 

@@ -41,12 +41,14 @@ export function isInside(address) {
 }
 
 /** A page of the file's rows, and `of`: the number of rows in the run that pass the same filter. */
-async function page(table, { phase, step, where, sort, offset, limit }) {
+async function page(table, { phase, step, trained, where, sort, offset, limit }) {
   const filter = table.filters.find((each) => each.where === (where || null));
   if (!filter) throw new Error("This file has only the filters of its links; `rolltree view` has all.");
   const isWanted = (of, at) => (!phase || of === phase) && (!step || at === Number(step));
-  const rows = filter.rows.map((at) => table.rows[at]).filter((row) => isWanted(row.phase, row.train_step));
-  const of = filter.counts.reduce((sum, [its, at, number]) => sum + (isWanted(its, at) ? number : 0), 0);
+  const rows = filter.rows.map((at) => table.rows[at])
+    .filter((row) => isWanted(row.phase, row.train_step) && (!trained || row.trained_step === Number(trained)));
+  const counted = filter.counts.reduce((sum, [its, at, number]) => sum + (isWanted(its, at) ? number : 0), 0);
+  const of = trained ? undefined : counted; // the file does not say how many others a step trained
   if (sort) {
     const name = sort.replace("-", "");
     const sign = sort.startsWith("-") ? -1 : 1;

@@ -2,7 +2,8 @@
 
 `provide()` is called when an environment is loaded. It gives way to the real package unless it
 is forced. `install()` is the same for scripts that import `verifiers` themselves. Modules are
-registered under both names, so that each class exists once.
+registered under both names, so that each class exists once. Nothing of `rolltree.compat` is loaded
+before something imports `verifiers`.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from threading import RLock
 from types import ModuleType
 from typing import Any
 
-from rolltree.compat.names import MODULES, SCRIPTS
+from rolltree import wings
 from rolltree.errors import ConfigError
 
-_OURS = "rolltree.compat.verifiers"
+_OURS = wings.find("import", "verifiers").module
 _THEIRS = "verifiers"
 _lock = RLock()
 
@@ -51,7 +52,7 @@ class VerifiersFinder(MetaPathFinder, Loader):
                 "rolltree.train or `rolltree train`; see docs/training.md.",
                 name=fullname,
             )
-        known = [*MODULES, *SCRIPTS]
+        known = _modules()
         if rest not in known:
             return None
         return self._spec(fullname, any(name.startswith(f"{rest}.") for name in known))
@@ -62,7 +63,7 @@ class VerifiersFinder(MetaPathFinder, Loader):
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Return rolltree's module, which is already imported."""
         path = spec.name.removeprefix(_THEIRS)
-        module = import_module(SCRIPTS.get(path[1:]) or _OURS + path)
+        module = import_module(wings.load_wing("import", "SCRIPTS").get(path[1:]) or _OURS + path)
         # The import system writes the spec of the second name into the module.
         spec.loader_state = module.__spec__
         return module
@@ -114,8 +115,13 @@ def uninstall() -> None:
     with _lock:
         sys.meta_path[:] = [each for each in sys.meta_path if not isinstance(each, VerifiersFinder)]
         if is_ours():
-            for path in ("", *(f".{path}" for path in (*MODULES, *SCRIPTS))):
+            for path in ("", *(f".{path}" for path in _modules())):
                 sys.modules.pop(_THEIRS + path, None)
+
+
+def _modules() -> list[str]:
+    """Return the modules of rolltree's package `verifiers`."""
+    return [*wings.load_wing("import", "MODULES"), *wings.load_wing("import", "SCRIPTS")]
 
 
 def is_ours() -> bool:

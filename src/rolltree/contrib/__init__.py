@@ -1,1 +1,0 @@
-"""Adapters that no real counterpart has tested yet. Import them by module."""

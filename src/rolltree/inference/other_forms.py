@@ -1,0 +1,215 @@
+"""Other forms of a conversation, for a chat template or server that refuses it as it is.
+
+Templates refuse what a model may well write (several calls in one message, arguments that are not
+an object, an empty answer) and what a world may well show it (two messages in a row). The
+conversation goes on in the mildest form that they take, because a rollout without a reward would
+leave the baseline by what the model wrote. What the model sampled does not change: only prompts
+that are rendered from messages do.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import reduce
+from hashlib import blake2b
+from itertools import takewhile
+from typing import Any, TypeAlias
+
+from rolltree.types import ChatMessage
+from rolltree.untrusted import read_json
+
+_Change: TypeAlias = Callable[[list[ChatMessage]], list[ChatMessage]]
+_SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+
+
+def other_forms(messages: Sequence[ChatMessage]) -> Iterator[list[ChatMessage]]:
+    """Yield a refused conversation in other forms, the mildest first.
+
+    Each change is tried alone, then all of them, and last with calls and results as plain text.
+    """
+    original = list(messages)
+    tried = [original]
+    for change in (*_CHANGES, _changed, _changed_and_spoken):
+        form = change(original)
+        if form not in tried:
+            tried.append(form)
+            yield form
+
+
+def _changed(messages: list[ChatMessage]) -> list[ChatMessage]:
+    return reduce(lambda history, change: change(history), _CHANGES, messages)
+
+
+def _changed_and_spoken(messages: list[ChatMessage]) -> list[ChatMessage]:
+    return _in_turns(_spoken(_changed(messages)))
+
+
+def _one_call_each(messages: list[ChatMessage]) -> list[ChatMessage]:
+    """Split messages with several calls; each call is followed by its result."""
+    made: list[ChatMessage] = []
+    at = 0
+    while at < len(messages):
+        message, calls = messages[at], _calls(messages[at])
+        at += 1
+        if len(calls) < 2:
+            made.append(message)
+            continue
+        results = list(takewhile(_is_result, messages[at:]))
+        at += len(results)
+        for index, call in enumerate(calls):
+            head = {"role": "assistant", "content": ""} if index else message
+            made.append({**head, "tool_calls": [call]})
+            mine = [r for r in results if r.get("tool_call_id") == _read(call, "id")][:1]
+            made += mine
+            results = [r for r in results if not any(r is each for each in mine)]
+        made += results
+    return made
+
+
+def _with_objects(messages: list[ChatMessage]) -> list[ChatMessage]:
+    """Make the arguments of every call an object: `""` is an empty one."""
+
+    def change(call: Any) -> Any:
+        function = _read(call, "function")
+        if not isinstance(function, Mapping):
+            return call
+        return {**call, "function": {**function, "arguments": _object(function.get("arguments"))}}
+
+    return [_with_calls(message, change) for message in messages]
+
+
+def _object(arguments: Any) -> Any:
+    value = arguments
+    if isinstance(arguments, str):
+        try:
+            value = read_json(arguments)
+        except ValueError:
+            value = arguments.strip() or None
+    if isinstance(value, dict):
+        return arguments
+    # Named, so that the model still sees what it wrote.
+    return json.dumps({} if value is None else {"arguments": value}, ensure_ascii=False)
+
+
+def _with_short_ids(messages: list[ChatMessage]) -> list[ChatMessage]:
+    """Give calls and results the ids that Mistral's templates take: nine letters and digits."""
+
+    def short(name: Any) -> str:
+        text = str(name)
+        return text if _SHORT_ID.fullmatch(text) else _hash(text)
+
+    def change(call: Any) -> Any:
+        return {**call, "id": short(call.get("id"))} if isinstance(call, Mapping) else call
+
+    return [
+        {**message, "tool_call_id": short(message.get("tool_call_id"))}
+        if _is_result(message)
+        else _with_calls(message, change)
+        for message in messages
+    ]
+
+
+def _hash(text: str) -> str:
+    return blake2b(text.encode(errors="surrogatepass")).hexdigest()[:9]
+
+
+def _never_empty(messages: list[ChatMessage]) -> list[ChatMessage]:
+    """Write a space as the text of an answer that has neither text nor calls."""
+    return [
+        {**message, "content": " "}
+        if message.get("role") == "assistant" and not message.get("content") and not _calls(message)
+        else message
+        for message in messages
+    ]
+
+
+def _without_marks(messages: list[ChatMessage]) -> list[ChatMessage]:
+    """Break the control tokens that an answer spells out: gpt-oss's template refuses some."""
+    return [
+        {
+            name: value.replace("<|", "< |") if isinstance(value, str) else value
+            for name, value in message.items()
+        }
+        if message.get("role") == "assistant"
+        else message
+        for message in messages
+    ]
+
+
+def _without_reasoning(messages: list[ChatMessage]) -> list[ChatMessage]:
+    return [
+        {name: value for name, value in message.items() if name not in _REASONING}
+        for message in messages
+    ]
+
+
+def _in_turns(messages: list[ChatMessage]) -> list[ChatMessage]:
+    """Join a message with the one before if templates want their roles to alternate.
+
+    The text of a user after a tool's result, such as a call that could not be read, joins it.
+    """
+    made: list[ChatMessage] = []
+    for message in messages:
+        roles = (made[-1].get("role") if made else None, message.get("role"))
+        texts = (made[-1].get("content") if made else None, message.get("content"))
+        joins = roles in (("user", "user"), ("tool", "user")) or (
+            roles == ("assistant", "assistant") and not _calls(made[-1]) and not _calls(message)
+        )
+        if joins and all(isinstance(text, str) for text in texts):
+            made[-1] = {**made[-1], "content": "\n\n".join(text for text in texts if text)}
+        else:
+            made.append(message)
+    return made
+
+
+def _spoken(messages: list[ChatMessage]) -> list[ChatMessage]:
+    """Write calls as text of the answer, and results as messages of the user."""
+    made: list[ChatMessage] = []
+    for message in messages:
+        if _is_result(message):
+            made.append({"role": "user", "content": message.get("content")})
+        elif calls := _calls(message):
+            rest = {name: value for name, value in message.items() if name != "tool_calls"}
+            functions = [_read(call, "function") for call in calls]
+            lines = [
+                json.dumps({"name": _read(f, "name"), "arguments": _read(f, "arguments")})
+                for f in functions
+            ]
+            content = message.get("content")
+            said = [content] if isinstance(content, str) and content.strip() else []
+            made.append({**rest, "content": "\n".join([*said, *lines])})
+        else:
+            made.append(message)
+    return made
+
+
+_CHANGES: tuple[_Change, ...] = (
+    _with_objects,
+    _one_call_each,
+    _with_short_ids,
+    _never_empty,
+    _without_marks,
+    _without_reasoning,
+    _in_turns,
+)
+
+
+def _calls(message: ChatMessage) -> list[Any]:
+    calls = message.get("tool_calls")
+    return list(calls) if isinstance(calls, list | tuple) else []
+
+
+def _with_calls(message: ChatMessage, change: Callable[[Any], Any]) -> ChatMessage:
+    calls = _calls(message)
+    return {**message, "tool_calls": [change(call) for call in calls]} if calls else message
+
+
+def _is_result(message: ChatMessage) -> bool:
+    return message.get("role") == "tool"
+
+
+def _read(value: Any, name: str) -> Any:
+    return value.get(name) if isinstance(value, Mapping) else None

@@ -1,0 +1,240 @@
+"""What an author's code raises past `except Exception` fails or scores its own rollout only."""
+
+import asyncio
+
+import pytest
+from env_scripts import ROWS, Echo, ScriptedModel, a_request, exact, single
+
+from rolltree.agents import Agent, ToolAgent
+from rolltree.environments import (
+    ProtocolEnvironment,
+    ToolEnv,
+    cleanup,
+    teardown,
+)
+from rolltree.protocols import (
+    DelegatingProtocol,
+    SingleAgentProtocol,
+    SubAgent,
+    delegate_tool,
+)
+from rolltree.records.recorded import ReplayStopped
+from rolltree.rollouts import RolloutEngine
+from rolltree.rubrics import Rubric, run_inline
+from rolltree.steps import StepOutcome
+from rolltree.tasks import Terminated
+from rolltree.testing import ScriptedClient
+from rolltree.types import State
+
+
+class Own(BaseException):
+    """An author's own way to jump out of everything."""
+
+
+ESCAPES = [Own("out"), KeyboardInterrupt(), SystemExit(3), BaseExceptionGroup("two", [Own()])]
+escapes = pytest.mark.parametrize("error", ESCAPES, ids=lambda error: type(error).__name__)
+
+
+def hooked(name, error, *, after=0):
+    """Return an Echo whose method `name` raises once the model has answered `after` times."""
+
+    async def method(self, *given, **named):
+        state = next(each for each in given if isinstance(each, State))
+        if len(state.get("trajectory") or ()) >= after:
+            raise error
+        return await getattr(Echo, name)(self, *given, **named)
+
+    return type("Hooked", (Echo,), {name: method})()
+
+
+async def played(env, client, num=2):
+    """Return the results of so many rollouts, played two at a time."""
+    requests = [a_request(env, index) for index in range(num)]
+    return await asyncio.wait_for(
+        RolloutEngine(env, client, max_concurrent=2).run_all(requests), 60
+    )
+
+
+@escapes
+@pytest.mark.parametrize("name", ["env_response", "is_completed", "won"])
+async def test_a_hook_that_escapes_after_an_answer_is_scored(name, error):
+    env = hooked(name, error, after=1)
+    for result in await played(env, ScriptedModel("two")):
+        (state,) = result.states
+        raised = state["environment_errors"]["environment"]
+        assert (result.error, raised["type"]) == (None, type(error).__name__)
+        assert "in method" in raised["traceback"]
+        assert (state["reward"], state["stop_condition"]) == (0.0, "environment_raised")
+
+
+@escapes
+@pytest.mark.parametrize("name", ["setup_state", "get_model_response"])
+async def test_a_hook_that_escapes_before_an_answer_fails_its_rollout_alone(name, error):
+    async def method(self, *given, **named):
+        if name == "get_model_response" or given[-1]["example_id"] == 0:
+            raise error
+
+    env = type("Hooked", (Echo,), {name: method})()
+    for result in await played(env, ScriptedModel("one")):
+        phase = "setup" if name == "setup_state" else "environment"
+        assert (result.error.type, result.error.phase) == (type(error).__name__, phase)
+        assert result.states[0]["reward"] is None
+
+
+@escapes
+async def test_a_cleanup_that_escapes_is_recorded_and_the_others_run(error):
+    log = []
+
+    class Hooked(Echo):
+        @cleanup(priority=1)
+        async def first(self, state):
+            raise error
+
+        @cleanup
+        async def second(self, state):
+            log.append("second")
+
+        @teardown
+        async def last(self):
+            raise error
+
+    env = Hooked()
+    (result,) = await played(env, ScriptedModel("one"), 1)
+    assert result.states[0]["cleanup_errors"][0]["type"] == type(error).__name__
+    assert (result.states[0]["reward"], log) == (1.0, ["second"])
+    await env.aclose()
+
+
+@escapes
+@pytest.mark.parametrize("kind", ["async", "inline", "thread"])
+async def test_a_tool_that_escapes_is_told_to_the_model(kind, error):
+    if kind == "async":
+
+        async def broken(x: int) -> str:
+            """Break."""
+            raise error
+    else:
+
+        def broken(x: int) -> str:
+            """Break."""
+            raise error
+
+    tool = run_inline(broken) if kind == "inline" else broken
+    call = {"id": "c", "function": {"name": "broken", "arguments": '{"x": 1}'}}
+    model = ScriptedModel({"role": "assistant", "content": "", "tool_calls": [call]}, "one")
+    env = ToolEnv(tools=[tool], dataset=ROWS, rubric=Rubric([exact]))
+    for result in await played(env, model):
+        (state,) = result.states
+        assert (result.error, state["reward"]) == (None, 1.0)
+        assert "broken" in str(state["completion"][1]["content"])
+
+
+@escapes
+@pytest.mark.parametrize("kind", ["rollout", "step", "group"])
+async def test_a_reward_function_that_escapes_counts_as_nothing(kind, error):
+    async def later(state):
+        raise error
+
+    async def in_step(step):
+        raise error
+
+    async def compares(states) -> list:
+        raise error
+
+    rubric = Rubric([exact])
+    if kind == "step":
+        rubric.add_step_reward_func(in_step)
+    else:
+        rubric.add_reward_func(later if kind == "rollout" else compares)
+    for result in await played(single(rubric=rubric), ScriptedModel("one")):
+        (state,) = result.states
+        assert (result.error, state["reward"]) == (None, 1.0)
+        (record,) = state["scoring_errors"].values()
+        assert record["type"] == type(error).__name__
+
+
+@escapes
+async def test_a_rubric_that_escapes_fails_its_rollout_alone(error):
+    class Broken(Rubric):
+        async def score_rollout(self, state, score_sem=None):
+            raise error
+
+    for result in await played(single(rubric=Broken([exact])), ScriptedModel("one")):
+        assert (result.error.type, result.error.phase) == (type(error).__name__, "scoring")
+
+
+class Broken:
+    """A world whose method `broken` raises `error`."""
+
+    in_thread = False
+    broken, error = "", Own()
+
+    def __init__(self, row=None):
+        pass
+
+    def reset(self, *, seed=None):
+        self.play("reset")
+        return "go", {}
+
+    def step(self, action):
+        self.play("step")
+        return StepOutcome("more", 0.5, terminated=True)
+
+    def close(self):
+        self.play("close")
+
+    def play(self, name):
+        if name == self.broken:
+            raise self.error
+
+
+@escapes
+@pytest.mark.parametrize("name", ["reset", "step", "close"])
+async def test_a_world_that_escapes_ends_its_own_episode(name, error):
+    make = type("Hooked", (Broken,), {"broken": name, "error": error})
+    protocol = SingleAgentProtocol(lambda: Agent(name="player"), max_steps=2)
+    env = ProtocolEnvironment(protocol, make, num_train=1, num_eval=1)
+    for result in await played(env, ScriptedClient(["one"])):
+        (state,) = result.states
+        if name == "reset":
+            assert result.error.type == type(error).__name__
+        else:
+            assert result.error is None
+            assert state["reward"] == (0.0 if name == "step" else 0.5)
+
+
+@escapes
+async def test_agents_that_escape_end_their_own_rollouts(error):
+    """Two children act in tasks of their own, where `exit()` would end the event loop."""
+
+    class Escaping(Agent):
+        async def act(self):
+            await super().act()
+            raise error
+
+    protocol = DelegatingProtocol(
+        lambda: ToolAgent(name="parent", external_tools=[delegate_tool("ask")]),
+        {"ask": SubAgent(lambda: Escaping(name="child"))},
+    )
+    call = {"function": {"name": "ask", "arguments": '{"task": "x"}'}}
+    asks = {"role": "assistant", "tool_calls": [call, call]}
+
+    def answer(messages):
+        if messages[0]["content"] == "x":
+            return "X"
+        return asks if len(messages) == 1 else "one"
+
+    env = ProtocolEnvironment(protocol, dataset=ROWS, rubric=Rubric([exact]))
+    for result in await played(env, ScriptedClient(answer)):
+        assert result.error is None
+        assert result.states[0]["reward"] == 1.0
+        assert len(result.states) == 3
+
+
+@pytest.mark.parametrize(
+    "error", [Terminated(143), ReplayStopped("the replay is over")], ids=lambda e: type(e).__name__
+)
+async def test_the_end_of_the_program_or_of_a_replay_passes(error):
+    env = hooked("env_response", error, after=1)
+    with pytest.raises(type(error)):
+        await env.rollout(env.example("eval", 0), ScriptedModel("two"), "m")

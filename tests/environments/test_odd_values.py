@@ -1,0 +1,266 @@
+"""What an environment's or an agent's code leaves behind: odd rewards, odd values in the state."""
+
+import numpy as np
+import pytest
+
+import rolltree as rt
+from rolltree.agents import Agent
+from rolltree.environments import ProtocolEnvironment
+from rolltree.protocols import SingleAgentProtocol, TurnProtocol
+from rolltree.records import audit
+from rolltree.steps import ParseResult, StepOutcome
+from rolltree.store import Run
+
+ROWS = [{"question": f"{i}?", "answer": "12"} for i in range(2)]
+ODD_REWARDS = [float("nan"), float("inf"), -float("inf"), None, "1", [1.0], 10**400, 1e300, {}]
+
+
+class PaidWorld:
+    """Gives one reward, whatever the move."""
+
+    in_thread = False
+    possible_agents = ("x", "o")
+
+    def __init__(self, reward, is_over=True):
+        self.reward, self.is_over, self.current = reward, is_over, "x"
+
+    def reset(self, *, seed=None):
+        return "go", {}
+
+    def step(self, action):
+        return StepOutcome("seen", reward=self.reward, terminated=self.is_over)
+
+    def close(self):
+        pass
+
+
+class TurnWorld(PaidWorld):
+    """Two agents: the first moves once, and both get the reward."""
+
+    def observe(self, agent):
+        return "your move"
+
+    def step(self, action):
+        self.current = None
+        return {name: super(TurnWorld, self).step(action) for name in self.possible_agents}
+
+
+def one(completion):
+    return 1.0
+
+
+def an_agent(parser=None):
+    settings = {} if parser is None else {"parser": parser}
+    return Agent(reject_incomplete_completions=False, **settings)
+
+
+def a_world_env(reward, parser=None, **settings):
+    return ProtocolEnvironment(
+        SingleAgentProtocol(lambda: an_agent(parser), max_steps=2),
+        world=lambda row: PaidWorld(reward),
+        num_train=2,
+        num_eval=2,
+        env_id="paid",
+        **settings,
+    )
+
+
+def stored_evaluation(env, path, answers=("x",) * 3):
+    """Evaluate into a run, audit it, and return the report and the stored states."""
+    with Run.open_or_create(path, config={}, kind="eval") as run:
+        report = rt.evaluate(env, rt.ScriptedClient(list(answers)), run=run)
+    assert audit(path).ok
+    with rt.read_run(path) as data:
+        return report, list(data.rollouts().rows())
+
+
+def named(state):
+    return state["environment_errors"]["environment"]["message"]
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [np.float32(0.5), np.float64(0.5), np.int64(1), np.bool_(True), np.array(0.5), True, 1],
+)
+def test_a_world_may_give_any_number_as_a_reward(reward, tmp_path):
+    report, rows = stored_evaluation(a_world_env(reward), tmp_path / "run")
+    assert [row["reward"] for row in rows] == [float(reward)] * 2
+    assert report.reward.mean == float(reward)
+
+
+@pytest.mark.parametrize("reward", ODD_REWARDS, ids=str)
+def test_a_worlds_odd_reward_counts_as_zero_and_is_named(reward, tmp_path):
+    report, rows = stored_evaluation(a_world_env(reward), tmp_path / "run")
+    assert [row["reward"] for row in rows] == [0.0, 0.0]
+    assert not report.num_failed
+    (state, _) = a_world_env(reward).evaluate_sync(rt.ScriptedClient(["x"])).state
+    assert state["reward"] == 0.0
+    assert state["error"] is None
+    assert named(state).startswith("the world or a parser gave the reward")
+    scored = a_world_env(reward, rubric=rt.Rubric([one])).evaluate_sync(rt.ScriptedClient(["x"]))
+    assert [state["reward"] for state in scored.state] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("reward", ODD_REWARDS, ids=str)
+def test_a_parsers_odd_reward_counts_as_zero(reward):
+    env = a_world_env(0.5, parser=lambda text: ParseResult(text, reward=reward))
+    (state, _) = env.evaluate_sync(rt.ScriptedClient(["x"])).state
+    assert state["reward"] == 0.5
+    assert "world or a parser" in named(state)
+
+
+@pytest.mark.parametrize("reward", ODD_REWARDS, ids=str)
+def test_a_players_odd_reward_for_the_others_move_counts_as_zero(reward):
+    env = ProtocolEnvironment(
+        TurnProtocol({"x": an_agent, "o": an_agent}),
+        world=lambda row: TurnWorld(reward),
+        num_eval=1,
+        env_id="turns",
+    )
+    result = env.evaluate_sync(rt.ScriptedClient(["a"] * 4)).results[0]
+    assert result.error is None
+    assert [state["reward"] for state in result.states] == [0.0, 0.0]
+    assert all("gave the reward" in named(state) for state in result.states)
+
+
+class Writes(rt.MultiTurnEnv):
+    """Calls a function with the state after each answer."""
+
+    def __init__(self, write, **settings):
+        settings = {"max_turns": 2, "env_id": "writes", "rubric": rt.Rubric([one])} | settings
+        super().__init__(dataset=ROWS, **settings)
+        self.write = write
+
+    async def env_response(self, messages, state):
+        self.write(state)
+        return [{"role": "user", "content": "more"}]
+
+
+@pytest.mark.parametrize("reward", [each for each in ODD_REWARDS if each is not None], ids=str)
+def test_a_reward_that_an_environment_writes_itself_is_checked(reward, tmp_path):
+    def write(state):
+        state["reward"] = reward
+
+    env = Writes(write, rubric=rt.Rubric())
+    _, rows = stored_evaluation(env, tmp_path / "run")
+    assert [row["reward"] for row in rows] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("reward", [each for each in ODD_REWARDS if each is not None], ids=str)
+def test_a_reward_that_an_overridden_rubric_writes_is_checked(reward):
+    class Own(rt.Rubric):
+        async def score_rollout(self, state):
+            state["reward"] = reward
+
+    for rubric in (Own(), rt.RubricGroup([Own(), rt.Rubric([one])])):
+        env = rt.SingleTurnEnv(dataset=ROWS, rubric=rubric, env_id="own")
+        (state, _) = env.evaluate_sync(rt.ScriptedClient(["x"])).state
+        assert state["reward"] == (1.0 if isinstance(rubric, rt.RubricGroup) else 0.0)
+        assert "Own" in state["scoring_errors"]
+        assert state["error"] is None
+
+
+WRITES = {
+    "error text": lambda s: s.__setitem__("error", "invalid move"),
+    "error exception": lambda s: s.__setitem__("error", ValueError("invalid move")),
+    "error dict": lambda s: s.__setitem__("error", {"type": "Bad", "message": "invalid move"}),
+    "metrics": lambda s: s.__setitem__("metrics", 5),
+    "metric": lambda s: s.__setitem__("metrics", {"a": "x", "b": np.float32(1), 3: [1]}),
+    "input": lambda s: s.__setitem__("input", None),
+    "empty input": lambda s: s.__setitem__("input", {}),
+    "depth": lambda s: s.__setitem__("depth", "deep"),
+    "clear": lambda s: s.clear(),
+    "timing": lambda s: s.__setitem__("timing", None),
+    "times": lambda s: s.__setitem__("timing", {"start_time": "now"}),
+    "final": lambda s: s.__setitem__("final_env_response", "bye"),
+    "final number": lambda s: s.__setitem__("final_env_response", 5),
+    "completion": lambda s: s["trajectory"][-1].__setitem__("completion", None),
+    "prompt": lambda s: s["trajectory"][-1].__setitem__("prompt", 5),
+    "extras": lambda s: s["trajectory"][-1].__setitem__("extras", 5),
+    "counts": lambda s: s["trajectory"][-1]["extras"].__setitem__("num_prompt_tokens", "x"),
+    "step reward": lambda s: s["trajectory"][-1].__setitem__("reward", "x"),
+    "step advantage": lambda s: s["trajectory"][-1].__setitem__("advantage", "x"),
+    "advantage": lambda s: s.__setitem__("advantage", "x"),
+    "tokens": lambda s: s["trajectory"][-1].__setitem__("tokens", "x"),
+    "step": lambda s: s["trajectory"].append(5),
+    "trajectory": lambda s: s.__setitem__("trajectory", "gone"),
+    "no trajectory": lambda s: s.pop("trajectory"),
+    "agent": lambda s: s.__setitem__("agent", 7),
+    "reason": lambda s: (s.__setitem__("truncated", True), s.__setitem__("truncation_reason", 5)),
+    "stop": lambda s: s.__setitem__("stop_condition", 5),
+    "environment_errors": lambda s: s.__setitem__("environment_errors", "x"),
+    "scoring_errors": lambda s: s.__setitem__("scoring_errors", {"x": 5}),
+    "tool_errors": lambda s: s.__setitem__("tool_errors", "x"),
+    "has_step_rewards": lambda s: s.__setitem__("has_step_rewards", "x"),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_an_odd_value_in_the_state_ends_neither_the_run_nor_the_rollout(write, tmp_path):
+    with Run.open_or_create(tmp_path / "run", config={}, kind="eval") as run:
+        report = rt.evaluate(Writes(write), rt.ScriptedClient(["x"] * 4), run=run)
+    assert report.num_failed == 0
+    assert report.reward.mean == 1.0
+    audit(tmp_path / "run")
+    with rt.read_run(tmp_path / "run") as data:
+        assert [row["reward"] for row in data.rollouts().rows()] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("name", ["error text", "error exception", "error dict"])
+def test_an_error_that_an_environment_writes_after_an_answer_is_named_and_scored(name):
+    (state, _) = Writes(WRITES[name]).evaluate_sync(rt.ScriptedClient(["x"] * 3)).state
+    assert state["error"] is None
+    assert state["reward"] == 1.0
+    assert named(state) == "invalid move"
+
+
+def test_an_error_that_an_environment_writes_before_the_first_answer_fails_the_rollout():
+    class Early(rt.SingleTurnEnv):
+        async def setup_state(self, state):
+            state["error"] = "no board"
+            state["final_env_response"] = [{"role": "user", "content": "no board"}]
+            return state
+
+    (state, _) = (
+        Early(dataset=ROWS, rubric=rt.Rubric([one])).evaluate_sync(rt.ScriptedClient(["x"])).state
+    )
+    assert state["reward"] is None
+    assert state["error"].phase == "environment"
+    assert state["error"].message == "no board"
+
+
+class NumberWorld(PaidWorld):
+    """Its second observation is a number, which nobody set a `to_text` for."""
+
+    def __init__(self, is_at_reset):
+        super().__init__(1.0)
+        self.is_at_reset = is_at_reset
+        self.action_space = Text()
+
+    def reset(self, *, seed=None, options=None):
+        return 5 if self.is_at_reset else "go", {}
+
+    def step(self, action):
+        return 5, 1.0, True, False, {}
+
+
+class Text:
+    """Any text, as Gymnasium's space of this name."""
+
+    def __contains__(self, text):
+        return True
+
+
+def test_an_observation_that_is_not_text_after_an_answer_is_scored_and_named():
+    env = rt.GymEnv(lambda: NumberWorld(False), num_eval=1, max_turns=2, env_id="number")
+    (state,) = env.evaluate_sync(rt.ScriptedClient(["x"])).state
+    assert state["reward"] == 0.0
+    assert state["error"] is None
+    assert "not text" in named(state)
+
+
+def test_an_observation_that_is_not_text_at_reset_fails_the_rollout():
+    env = rt.GymEnv(lambda: NumberWorld(True), num_eval=1, max_turns=2, env_id="number")
+    (state,) = env.evaluate_sync(rt.ScriptedClient(["x"])).state
+    assert state["reward"] is None
+    assert (state["error"].type, state["error"].kind) == ("ConfigError", "machine")
