@@ -283,7 +283,10 @@ def escape(error):
 
 @pytest.mark.parametrize(
     "error",
-    [Own(), SystemExit(2), KeyboardInterrupt(), BaseExceptionGroup("", [Own(), ValueError()])],
+    [
+        *(Own(), SystemExit(2), KeyboardInterrupt(), asyncio.CancelledError()),
+        BaseExceptionGroup("", [Own(), ValueError()]),
+    ],
 )
 def test_what_code_raises_to_end_the_program_is_contained(error):
     with pytest.raises(Escaped) as contained_error:
@@ -294,17 +297,23 @@ def test_what_code_raises_to_end_the_program_is_contained(error):
     assert "in escape" in record.traceback
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        *(ValueError(), Terminated(1), GeneratorExit(), asyncio.CancelledError()),
-        BaseExceptionGroup("", [Own(), asyncio.CancelledError()]),
-    ],
-)
-def test_the_end_of_a_task_or_of_the_program_is_not_contained(error):
+@pytest.mark.parametrize("error", [ValueError(), Terminated(1), GeneratorExit()])
+def test_the_end_of_the_program_is_not_contained(error):
     with pytest.raises(type(error)) as passed:
         escape(error)
     assert passed.value is error
+
+
+async def test_the_cancellation_of_a_task_is_not_contained():
+    async def waits():
+        with contained():
+            await asyncio.sleep(60)
+
+    task = asyncio.create_task(waits())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 def test_the_users_ctrl_c_is_not_contained():

@@ -39,7 +39,10 @@ _YOUNG_BEFORE = (700, 2000)
 def being_cancelled() -> bool:
     """Whether the current task has been cancelled and has not ended yet."""
     # A CancelledError alone proves nothing: awaiting a cancelled task raises one, too.
-    task = asyncio.current_task()
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # a thread without an event loop
+        return False
     return task is not None and task.cancelling() > 0
 
 
@@ -51,7 +54,7 @@ class contained:  # noqa: N801  (a context manager that reads as an adjective)
     """`with contained():` turns what other people's code raises into an `Exception` (`Escaped`).
 
     `exit()`, `raise KeyboardInterrupt` and classes of the author's own would end every rollout. The
-    end of this task or of the program passes: a cancellation, SIGTERM and the user's Ctrl-C.
+    end of this task or of the program passes: its cancellation, SIGTERM and the user's Ctrl-C.
     """
 
     __slots__ = ()
@@ -71,6 +74,9 @@ def _must_pass(error: BaseException) -> bool:
         )
     if isinstance(error, KeyboardInterrupt):
         return _is_of_user(error)
+    if type(error) is asyncio.CancelledError:
+        # Code that awaits a task that it cancelled itself has failed.
+        return being_cancelled()
     return isinstance(error, Terminated | GeneratorExit | asyncio.CancelledError)
 
 

@@ -31,7 +31,10 @@ class Own(BaseException):
     """An author's own way to jump out of everything."""
 
 
-ESCAPES = [Own("out"), KeyboardInterrupt(), SystemExit(3), BaseExceptionGroup("two", [Own()])]
+ESCAPES = [
+    *(Own("out"), KeyboardInterrupt(), SystemExit(3), BaseExceptionGroup("two", [Own()])),
+    asyncio.CancelledError(),  # as from awaiting a task that this code cancelled
+]
 escapes = pytest.mark.parametrize("error", ESCAPES, ids=lambda error: type(error).__name__)
 
 
@@ -238,3 +241,12 @@ async def test_the_end_of_the_program_or_of_a_replay_passes(error):
     env = hooked("env_response", error, after=1)
     with pytest.raises(type(error)):
         await env.rollout(env.example("eval", 0), ScriptedModel("two"), "m")
+
+
+async def test_a_client_that_cancels_a_call_is_the_weather():
+    def closed(messages):
+        raise asyncio.CancelledError
+
+    for result in await played(Echo(), ScriptedModel("two", closed)):
+        assert (result.error.type, result.error.kind) == ("ConnectionFailed", "infrastructure")
+        assert result.states[0]["reward"] is None

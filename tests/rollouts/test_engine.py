@@ -302,7 +302,7 @@ async def test_something_cancelled_inside_an_episode_fails_that_episode_alone():
 
     results = await engine(play, max_concurrent=1).run_all(requests(3))
     assert [result.error is None for result in results] == [True, False, True]
-    assert (results[1].error.type, results[1].error.phase) == ("CancelledError", "cancelled")
+    assert (results[1].error.type, results[1].error.phase) == ("CancelledError", "environment")
 
 
 # Time limits

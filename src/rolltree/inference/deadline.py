@@ -12,11 +12,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from rolltree.errors import ConnectionFailed
 from rolltree.inference.call import ModelCall
 from rolltree.inference.client import ModelClient
 from rolltree.inference.client_base import DelegatingClient
 from rolltree.seeds import CallSeeds
-from rolltree.tasks import yield_fairly
+from rolltree.tasks import being_cancelled, yield_fairly
 from rolltree.types import ModelResponse
 
 
@@ -221,6 +222,14 @@ class RolloutClient(DelegatingClient):
             await yield_fairly()
             wait_s += time.monotonic() - answered
             return response
+        except asyncio.CancelledError as error:
+            # A replay that stops has a class of its own.
+            if type(error) is not asyncio.CancelledError or being_cancelled():
+                raise
+            raise ConnectionFailed(
+                "the model's client cancelled the call, which the rollout had not asked for, so "
+                "there is no answer. Has the client been closed, or its event loop ended?"
+            ) from error
         finally:
             clock.call_ended(wait_s)
 
