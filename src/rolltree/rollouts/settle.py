@@ -16,11 +16,12 @@ from typing import Any
 
 from rolltree.errors import follows_from_answer, record_error
 from rolltree.state import INPUT_FIELDS, OF_ENVIRONMENT, RAISED
-from rolltree.steps import as_number
+from rolltree.steps import MAX_REWARD, as_number
 from rolltree.tokens import Trajectory, assigned_value, is_plain_step
 from rolltree.types import ErrorRecord, RolloutTiming, State
 
 _TEXTS = ("agent", "parent_rollout", "stop_condition", "truncation_reason")
+_NUMBERS = ("reward", "advantage", "bootstrap_value")
 _TIMES = tuple(RolloutTiming.__annotations__)
 
 
@@ -34,6 +35,9 @@ def settle_state(
         row: the rollout's row; with it, a lost input, trajectory and timing are restored as well.
         calls: the model calls that the environment recorded, in case the state has lost them.
     """
+    # This runs several times for every rollout, and nearly every one has nothing odd.
+    if (row is None or _is_whole(state, row)) and _is_plain(state):
+        return
     settled = _Settled(state)
     if row is not None:
         settled.restore(row, calls)
@@ -43,6 +47,46 @@ def settle_state(
     if settled.odd:
         message = f"{', '.join(settled.odd[:8])}: not what belongs there, so it was replaced."
         settled.note(ErrorRecord("ValueError", message, "", "environment", "episode"))
+
+
+_NONE = type(None)
+_PLAIN_TYPES = (
+    *((key, frozenset([_NONE])) for key in ("error", "final_env_response", *RAISED)),
+    *((key, frozenset([float, _NONE])) for key in _NUMBERS),
+    *((key, frozenset([str, _NONE])) for key in _TEXTS),
+    ("depth", frozenset([int, _NONE])),
+    ("metrics", frozenset([dict, _NONE])),
+    ("completion", frozenset([str, list, _NONE])),
+)
+
+
+def _is_plain(state: State) -> bool:
+    """Whether a state needs no repair; False if only the longer look can tell."""
+    get = dict.get
+    for key, types in _PLAIN_TYPES:
+        if type(get(state, key)) not in types:
+            return False
+    numbers = [number for key in _NUMBERS if (number := get(state, key)) is not None]
+    metrics = get(state, "metrics")
+    if metrics:
+        numbers += metrics.values()
+    if not all(type(number) is float and abs(number) <= MAX_REWARD for number in numbers):
+        return False
+    steps = get(state, "trajectory")
+    return isinstance(steps, list) and all(
+        isinstance(step, dict) and is_plain_step(step) for step in steps
+    )
+
+
+def _is_whole(state: State, row: Mapping[str, Any]) -> bool:
+    """Whether a state still has the inputs of its row, and its times."""
+    source, timing = dict.get(state, "input"), dict.get(state, "timing")
+    return (
+        isinstance(source, dict)
+        and isinstance(timing, dict)
+        and all(key in source for key in INPUT_FIELDS if key in row)
+        and all(_is_finite(timing.get(key)) for key in _TIMES)
+    )
 
 
 class _Settled:
@@ -116,12 +160,12 @@ class _Settled:
                 isinstance(errors, dict) and all(isinstance(e, Mapping) for e in errors.values())
             ):
                 self.put(key, {})
-        for key, instead in (("reward", 0.0), ("advantage", None), ("bootstrap_value", None)):
+        for key in _NUMBERS:
             value = self.get(key)
             number = _number(value)
             if number is not value:
                 if number is None:
-                    self.put(key, instead)
+                    self.put(key, 0.0 if key == "reward" else None)
                 else:
                     dict.__setitem__(self.state, key, number)
         for key in _TEXTS:

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from rolltree.steps import MAX_REWARD
 from rolltree.tokens.buffers import readable_floats
 from rolltree.tokens.tree import TokenTree
 from rolltree.types import ChatMessage, FinishReason, FloatArray, Messages, ModelResponse
@@ -457,18 +458,20 @@ def assigned_value(step: Mapping[str, Any], key: str, default: Any = None) -> An
 
 
 def is_plain_step(step: dict[str, Any]) -> bool:
-    """Whether a step has messages and extras, and no values of its own, as nearly all steps."""
+    """Whether a step surely holds what its keys take, as nearly all steps do."""
     get = dict.get
+    reward, advantage = get(step, "reward"), get(step, "advantage")
     return (
         type(get(step, "prompt")) in _MESSAGES
         and type(get(step, "completion")) in _MESSAGES
-        and type(get(step, "extras")) is dict
-        and get(step, "reward") is None
-        and get(step, "advantage") is None
+        and type(get(step, "extras")) in _EXTRAS
+        and (reward is None or (type(reward) is float and abs(reward) <= MAX_REWARD))
+        and (advantage is None or (type(advantage) is float and abs(advantage) <= MAX_REWARD))
     )
 
 
 _MESSAGES = frozenset((str, list, _Unread))
+_EXTRAS = frozenset((dict, _Unread))
 
 
 def num_call_tokens(step: Mapping[str, Any]) -> int:
