@@ -8,8 +8,10 @@ from env_scripts import ROWS, ScriptedModel, assistant, user
 
 from rolltree.environments import ToolEnv
 from rolltree.errors import ConfigError
+from rolltree.inference import OpenAIClient
 from rolltree.rollouts import RolloutEngine, build_requests
 from rolltree.rubrics import run_inline
+from rolltree.testing import DirectTransport, Reply
 
 INPUT = {"prompt": user("say one"), "answer": "one", "example_id": 0, "task": "t"}
 
@@ -278,3 +280,26 @@ async def test_hidden_arguments_come_from_the_state():
     assert answers(second) == ["1 lines"]
     refused = await play(environment, calling(("write", {"text": "a", "board": []})), "done")
     assert "board" in answers(refused)[0]
+
+
+@pytest.mark.parametrize("arguments", [{"a": 41}, [1], 7, None])
+async def test_arguments_that_a_server_sends_as_data_are_one_answer(arguments):
+    """Not a failed request, which would be made again and leave the rollout without a reward."""
+
+    async def handle(request):
+        asked.append(json.loads(request.body)["messages"])
+        call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": arguments}}
+        message = {"content": None, "tool_calls": [call]} if len(asked) == 1 else {"content": "42"}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        return Reply(200, json.dumps({"choices": [choice]}).encode())
+
+    asked = []
+    client = OpenAIClient("http://m/v1", "m", transport=DirectTransport(handle), token_ids="off")
+    state = await env().rollout(INPUT, client, "m")
+    await client.aclose()
+    assert state["error"] is None
+    assert len(asked) == 2
+    (sent,) = asked[1][1]["tool_calls"]
+    assert isinstance(sent["function"]["arguments"], str)
+    told = {"[1]": "must be a JSON object", "7": "must be a JSON object", "": "required field `a`"}
+    assert told.get(sent["function"]["arguments"], "42") in answers(state)[0]
