@@ -497,7 +497,8 @@ def as_rubric(rubric: Any, kind: type[Rubric] = Rubric) -> Any:
 class ToolRubric(Rubric):
     """A rubric with metrics about tool calls, of weight 0.
 
-    `total_tool_calls`, `failed_tool_calls` (the tool raised) and, for each tool, `<name>_calls`.
+    `total_tool_calls`, `failed_tool_calls` (the tool raised), `unreadable_tool_calls` and, for each
+    tool, `<name>_calls`.
 
     Args:
         funcs, weights, parser: as in `Rubric`; the metrics come after these functions.
@@ -518,6 +519,7 @@ class ToolRubric(Rubric):
         ]
         self.add_metric(total_tool_calls)
         self.add_metric(failed_tool_calls)
+        self.add_metric(unreadable_tool_calls)
         for name in self.tool_names:
             self.add_metric(_counter(name))
 
@@ -532,6 +534,13 @@ def total_tool_calls(completion: Messages) -> float:
 def failed_tool_calls(state: State) -> float:
     """Return the number of calls in which the tool raised."""
     return float(len(state.get("tool_errors") or ()))
+
+
+@run_inline
+def unreadable_tool_calls(completion: Messages) -> float:
+    """Return the number of calls that could not be read, and so are in neither of the others."""
+    messages = [] if isinstance(completion, str) else completion or []
+    return float(sum(len(message.get("parse_problems") or ()) for message in messages))
 
 
 def _counter(tool: str) -> RewardFunc:
