@@ -86,10 +86,15 @@ class Scores:
             except Exception as error:  # noqa: BLE001  a `__float__` may raise anything
                 # A score that is not a number is an error of the function, like an exception.
                 outcome = scoring_error(function.func, function.name, error)
-        self.errors[function.name] = outcome.as_dict()
         # A failed metric affects nothing else.
         if not function.weight:
+            self.errors[function.name] = outcome.as_dict()
             return None
+        return self.fail(function.name, outcome)
+
+    def fail(self, name: str, outcome: ErrorRecord) -> float | None:
+        """Add the error of what gives rewards; return what it counts as: 0, or None if unknown."""
+        self.errors[name] = outcome.as_dict()
         # Without a reward the rollout would count nowhere, which the model must not be able to
         # choose.
         if self.answered and outcome.kind == "episode":
@@ -366,6 +371,21 @@ def write_scores(state: State, scores: Scores, elapsed_s: float) -> None:
         # A group is scored at once, so each member gets the time of the whole group.
         timing["scoring_ms"] = elapsed_s * 1000.0
         timing["total_ms"] = timing["generation_ms"] + timing["scoring_ms"]
+
+
+def failed_scores(states: Sequence[State], rubric: object, error: BaseException) -> list[Scores]:
+    """Return the scores of rollouts whose rubric raised: as of one function that raises for all."""
+    found = [Scores(scored=True, answered=bool(state.trajectory)) for state in states]
+    record = record_error(error, "scoring")
+    for scores in found:
+        scores.fail(type(rubric).__name__, record)
+    return found
+
+
+def write_failure(states: Sequence[State], rubric: object, error: BaseException) -> None:
+    """Write `failed_scores` into the rollouts."""
+    for state, scores in zip(states, failed_scores(states, rubric, error), strict=True):
+        write_scores(state, scores, 0.0)
 
 
 def settle_rewards(state: State, rubric: Rubric) -> None:
