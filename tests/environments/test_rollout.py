@@ -528,8 +528,9 @@ async def test_a_single_turn_env_has_no_second_turn():
         max_turns_reached = None
 
     state = await play(Endless(dataset=ROWS), ScriptedModel("a"))
-    assert state["error"].type == "ConfigError"
-    assert "MultiTurnEnv" in state["error"].message
+    error = state["environment_errors"]["environment"]
+    assert (state["error"], error["type"]) == (None, "ConfigError")
+    assert "MultiTurnEnv" in error["message"]
 
 
 # Limits
@@ -692,6 +693,17 @@ async def test_code_that_raises_on_an_answer_ends_a_rollout_which_counts(method,
     assert state["stop_condition"] == "environment_raised"
     assert state["completion"] == assistant("two")
     assert state["environment_errors"]["environment"]["type"] == "KeyError"
+
+
+async def test_a_setting_of_ones_own_that_is_wrong_for_an_answer_ends_a_scored_rollout():
+    class Chosen(Echo):
+        async def env_response(self, messages, state):
+            raise ConfigError(f"there is no level {messages[-1]['content']!r}")
+
+    env = Chosen()
+    (state,) = await env.run_request(a_request(env), ScriptedModel("two"))
+    assert (state["error"], state["reward"]) == (None, 0.0)
+    assert state["environment_errors"]["environment"]["type"] == "ConfigError"
 
 
 async def test_code_whose_network_is_away_fails_the_rollout():
