@@ -24,6 +24,14 @@ def derive_seed(run_seed: int, *parts: str | int) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") % MAX_SEED
 
 
+def asked_seed(own: int, asked: int) -> int:
+    """Return the seed of a call whose agent asks for the seed `asked`, in a rollout with its `own`.
+
+    An agent that always asks for the same seed must not make the rollouts of a group equal.
+    """
+    return derive_seed(own, "asked", asked)
+
+
 class CallSeeds:
     """The seeds of one rollout's model calls, handed out as the calls are made.
 

@@ -157,13 +157,15 @@ async def test_a_reward_function_that_escapes_counts_as_nothing(kind, error):
 
 
 @escapes
-async def test_a_rubric_that_escapes_fails_its_rollout_alone(error):
+async def test_a_rubric_that_escapes_counts_as_a_function_that_does(error):
     class Broken(Rubric):
         async def score_rollout(self, state, score_sem=None):
             raise error
 
     for result in await played(single(rubric=Broken([exact])), ScriptedModel("one")):
-        assert (result.error.type, result.error.phase) == (type(error).__name__, "scoring")
+        (state,) = result.states
+        assert (result.error, state["reward"]) == (None, 0.0)
+        assert state["scoring_errors"]["Broken"]["type"] == type(error).__name__
 
 
 class Broken:

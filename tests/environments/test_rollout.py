@@ -8,13 +8,13 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from env_scripts import ROWS, Echo, ScriptedModel, a_request, assistant, single, user
+from env_scripts import ROWS, Echo, ScriptedModel, a_request, assistant, exact, single, user
 
 from rolltree.environments import MultiTurnEnv, SingleTurnEnv, stop
 from rolltree.errors import ConfigError, PromptTooLong, ServerError, UnsupportedSetting
 from rolltree.inference import OpenAIClient, RetryPolicy, as_client
 from rolltree.rollouts import RolloutEngine, RolloutSource, derive_seed
-from rolltree.rubrics import Rubric
+from rolltree.rubrics import Rubric, RubricGroup, run_inline
 from rolltree.testing import ScriptedClient, ScriptedServer
 from rolltree.tokens import Trajectory
 from rolltree.types import ErrorRecord, ModelResponse, SamplingParams, State, TruncationReason
@@ -528,8 +528,9 @@ async def test_a_single_turn_env_has_no_second_turn():
         max_turns_reached = None
 
     state = await play(Endless(dataset=ROWS), ScriptedModel("a"))
-    assert state["error"].type == "ConfigError"
-    assert "MultiTurnEnv" in state["error"].message
+    error = state["environment_errors"]["environment"]
+    assert (state["error"], error["type"]) == (None, "ConfigError")
+    assert "MultiTurnEnv" in error["message"]
 
 
 # Limits
@@ -694,6 +695,17 @@ async def test_code_that_raises_on_an_answer_ends_a_rollout_which_counts(method,
     assert state["environment_errors"]["environment"]["type"] == "KeyError"
 
 
+async def test_a_setting_of_ones_own_that_is_wrong_for_an_answer_ends_a_scored_rollout():
+    class Chosen(Echo):
+        async def env_response(self, messages, state):
+            raise ConfigError(f"there is no level {messages[-1]['content']!r}")
+
+    env = Chosen()
+    (state,) = await env.run_request(a_request(env), ScriptedModel("two"))
+    assert (state["error"], state["reward"]) == (None, 0.0)
+    assert state["environment_errors"]["environment"]["type"] == "ConfigError"
+
+
 async def test_code_whose_network_is_away_fails_the_rollout():
     class Remote(Echo):
         async def env_response(self, messages, state):
@@ -792,15 +804,29 @@ async def test_failed_rollouts_are_not_scored():
     assert state["reward"] is None
 
 
-async def test_a_rubric_that_raises_is_recorded():
-    class Bad(Rubric):
-        async def score_rollout(self, state):
-            raise TypeError("judge")
+@pytest.mark.parametrize("method", ["score_rollout", "score_group", "evaluate"])
+@pytest.mark.parametrize("error", [TypeError("judge"), ConnectionError("judge")])
+async def test_an_overridden_rubric_that_raises_counts_as_a_function_that_does(method, error):
+    async def raises(self, *given, **named):
+        raise error
 
-    env = single(rubric=Bad())
-    state = (await env.run_request(a_request(env), ScriptedModel("one")))[0]
-    assert (state["error"].type, state["error"].phase) == ("TypeError", "scoring")
-    assert state["reward"] is None
+    def rank(states) -> list[float]:
+        return [1.0 for _ in states]
+
+    bad = type("Bad", (Rubric,), {method: raises})([rank] if method == "score_group" else [exact])
+    for rubric in (bad, RubricGroup([bad, Rubric([run_inline(lambda state: 0.5)])])):
+        env = single(rubric=rubric)
+        requests = [a_request(env, index) for index in range(2)]
+        for result in await RolloutEngine(env, ScriptedModel("one")).run_all(requests):
+            (state,) = result.states
+            assert state["scoring_errors"]["Bad"]["type"] == type(error).__name__
+            if isinstance(error, TypeError):
+                assert state["error"] is None
+                expected = 0.0 if rubric is bad else 0.5
+                assert (state["reward"], state["trajectory"][0]["reward"]) == (expected, expected)
+            else:  # a judge that is away says nothing about the answer
+                assert (result.error.type, result.error.phase) == ("ConnectionError", "scoring")
+                assert state["reward"] is None
 
 
 async def test_with_group_rewards_the_reward_waits_for_the_group():

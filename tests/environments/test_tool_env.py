@@ -8,8 +8,10 @@ from env_scripts import ROWS, ScriptedModel, assistant, user
 
 from rolltree.environments import ToolEnv
 from rolltree.errors import ConfigError
+from rolltree.inference import ChatRenderer, OpenAIClient
 from rolltree.rollouts import RolloutEngine, build_requests
-from rolltree.rubrics import run_inline
+from rolltree.rubrics import ToolRubric, run_inline
+from rolltree.testing import ByteTokenizer, DirectTransport, Reply, ScriptedClient
 
 INPUT = {"prompt": user("say one"), "answer": "one", "example_id": 0, "task": "t"}
 
@@ -181,6 +183,38 @@ async def test_mistakes_are_answers_to_the_model(call, told):
     assert state["terminated"]
 
 
+GOOD = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+OOPS = "<tool_call>{oops}</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("said", "role", "result"), [(OOPS, "user", ""), (GOOD + OOPS, "tool", "2\n\n")]
+)
+async def test_a_call_that_cannot_be_read_is_told_to_the_model(said, role, result):
+    """In an answer that continues the sampled ids; the rollout goes on."""
+    renderer = ChatRenderer(ByteTokenizer(), tool_parser="hermes")
+    client = ScriptedClient([said, "done"], renderer=renderer)
+    state = await env(rubric=ToolRubric()).rollout(INPUT, client, "m")
+    assert state["error"] is None
+    first, second = state["trajectory"]
+    told = state["completion"][1]
+    assert told["role"] == role
+    assert told["content"].startswith(f"{result}Your tool call could not be read: tool call ")
+    assert state["completion"][-1]["content"] == "done"
+    one, two = first["tokens"], second["tokens"]
+    ids = [*one["prompt_ids"], *one["completion_ids"]]
+    assert two["prompt_ids"][: len(ids)] == ids
+    await ToolRubric().score_rollout(state)
+    assert state["metrics"]["unreadable_tool_calls"] == 1.0
+
+
+async def test_a_model_that_never_writes_a_call_that_can_be_read_is_truncated():
+    renderer = ChatRenderer(ByteTokenizer(), tool_parser="hermes")
+    client = ScriptedClient(lambda messages: OOPS, renderer=renderer)
+    state = await env(max_turns=3).rollout(INPUT, client, "m")
+    assert (len(state["trajectory"]), state["truncation_reason"]) == (3, "max_steps")
+
+
 async def test_a_tool_that_raises_leaves_its_traceback():
     state = await play(env(), calling(("explode", {"text": "this"})), "sorry")
     error = state["tool_errors"][0]
@@ -278,3 +312,26 @@ async def test_hidden_arguments_come_from_the_state():
     assert answers(second) == ["1 lines"]
     refused = await play(environment, calling(("write", {"text": "a", "board": []})), "done")
     assert "board" in answers(refused)[0]
+
+
+@pytest.mark.parametrize("arguments", [{"a": 41}, [1], 7, None])
+async def test_arguments_that_a_server_sends_as_data_are_one_answer(arguments):
+    """Not a failed request, which would be made again and leave the rollout without a reward."""
+
+    async def handle(request):
+        asked.append(json.loads(request.body)["messages"])
+        call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": arguments}}
+        message = {"content": None, "tool_calls": [call]} if len(asked) == 1 else {"content": "42"}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        return Reply(200, json.dumps({"choices": [choice]}).encode())
+
+    asked = []
+    client = OpenAIClient("http://m/v1", "m", transport=DirectTransport(handle), token_ids="off")
+    state = await env().rollout(INPUT, client, "m")
+    await client.aclose()
+    assert state["error"] is None
+    assert len(asked) == 2
+    (sent,) = asked[1][1]["tool_calls"]
+    assert isinstance(sent["function"]["arguments"], str)
+    told = {"[1]": "must be a JSON object", "7": "must be a JSON object", "": "required field `a`"}
+    assert told.get(sent["function"]["arguments"], "42") in answers(state)[0]

@@ -15,7 +15,7 @@ import aiohttp
 import httpx
 import openai
 import pytest
-from gateway_kit import Lingering, is_one_path, openai_agent
+from gateway_kit import Lingering, calling, is_one_path, openai_agent
 
 import rolltree as rt
 from rolltree.errors import ConfigError, ConnectionFailed, ServerError, StoreError
@@ -194,6 +194,51 @@ async def test_a_body_that_is_not_an_object_is_refused(content):
         status, body = await post(f"{s.base_url}/chat/completions", content, s.api_key)
         assert status == 400
         assert body["error"]["type"] == "invalid_request_error"
+
+
+LONE = "half \ud800"
+
+
+HALF = {"role": "user", "content": LONE}
+SAID = {
+    "chat/completions": {
+        "messages": [HALF, {"role": "assistant", **calling("f", LONE)}, HALF],
+    },
+    "responses": {
+        "input": [
+            HALF,
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": LONE},
+            HALF,
+        ],
+    },
+    "messages": {
+        "messages": [
+            HALF,
+            {
+                "role": "assistant",
+                "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {"text": LONE}}],
+            },
+            HALF,
+        ],
+        "max_tokens": 5,
+    },
+}
+
+
+@pytest.mark.parametrize("path", SAID)
+async def test_half_of_a_surrogate_pair_becomes_a_replacement_character(path):
+    """An agent sends back what a model wrote; refused, the model could end its rollout."""
+    seen = []
+    client = ScriptedClient(lambda messages: seen.append(messages) or "ok")
+    body = json.dumps({"model": "m", **SAID[path]}).encode()
+    assert rb"\ud800" in body
+    async with rt.gateway(client) as g, g.session() as s:
+        status, answer = await post(f"{s.base_url}/{path}", body, s.api_key)
+    assert status == 200, answer
+    first, second, _ = seen[0]
+    assert first["content"] == "half \ufffd"
+    (call,) = second["tool_calls"]
+    assert "half \ufffd" in call["function"]["arguments"]
 
 
 async def test_paths_that_are_not_served():

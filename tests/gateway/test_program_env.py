@@ -32,6 +32,7 @@ from rolltree.errors import (
     UnknownArgument,
     UnsupportedSetting,
 )
+from rolltree.gateway.calls import AgentCall
 from rolltree.inference.deadline import Clock
 from rolltree.rollouts import build_requests
 from rolltree.rollouts.requests import Episode, playing
@@ -39,6 +40,7 @@ from rolltree.samples import build_samples
 from rolltree.sandbox import Limits
 from rolltree.testing import ScriptedClient
 from rolltree.tokens import peek
+from rolltree.types import SamplingParams
 
 
 def test_a_command_is_given_a_folder_a_url_a_key_and_nothing_else(monkeypatch, tmp_path):
@@ -78,6 +80,24 @@ print(ask(sys.argv[1]), sys.stdin.read(), open("task/row.json").read(), sep="|")
     assert "answer" not in json.loads(row)
     assert state["completion"] == [{"role": "assistant", "content": "answer 0"}]
     assert (state["terminated"], state["stop_condition"]) == (True, "program_exit")
+
+
+def test_a_fixed_seed_of_the_agent_does_not_make_a_group_equal():
+    async def agent(session, state):
+        for seed in (42, 42, 7, None):
+            messages = [{"role": "user", "content": "?"}]
+            await session.complete(AgentCall(messages, SamplingParams(seed=seed)))
+
+    client = ScriptedClient(lambda messages: "yes")
+    env = rt.ProgramEnv(agent, dataset=rows(1), rubric=rt.Rubric([one]))
+    for _ in range(2):
+        env.evaluate_sync(client, rollouts_per_example=2, max_concurrent=1)
+    seeds = [call.sampling.seed for call in client.calls]
+    assert seeds[:8] == seeds[8:]  # an evaluation can be repeated
+    assert None not in seeds
+    first, second = seeds[:4], seeds[4:8]
+    assert first[0] == first[1] != first[2]
+    assert not set(first) & set(second)
 
 
 @pytest.mark.parametrize("num_after", [0, 100, 990, 1010, 1030])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -278,10 +279,54 @@ def test_a_lone_surrogate_that_a_model_wrote_is_replaced(message: Any, part: str
         begin_answer({**chat_response(), name: "\ud800"})
 
 
-@pytest.mark.parametrize("call", ["[" * 100_000, "{"])
-def test_a_stored_call_that_is_no_json_is_a_bad_response(call: str) -> None:
-    with pytest.raises(BadResponse, match="not JSON"):
-        extract_message(chat_response(message={"content": "", "tool_calls": [call]}), "chat")
+@pytest.mark.parametrize(
+    ("calls", "name", "arguments"),
+    [
+        ([{"function": {"name": "f", "arguments": {"a": "\u00e9"}}}], "f", '{"a": "\u00e9"}'),
+        ([{"function": {"name": "f", "arguments": [1]}}], "f", "[1]"),
+        ([{"function": {"name": "f", "arguments": []}}], "f", "[]"),
+        ([{"function": {"name": "f", "arguments": 7}}], "f", "7"),
+        ([{"function": {"name": "f", "arguments": None}}], "f", ""),
+        ([{"function": {"arguments": "{}"}}], "", "{}"),
+        ([{"function": {"name": 5, "arguments": "{}"}}], "5", "{}"),
+        ([{"function": "f"}], "", ""),
+        ({"function": {"name": "f", "arguments": "{}"}}, "f", "{}"),
+        (['{"function": {"name": "f", "arguments": "{}"}}'], "f", "{}"),
+        (["[" * 100_000], "", "[" * 100_000),
+        (["{"], "", "{"),
+        (["\ud800"], "", "\ufffd"),
+        ([[1]], "", "[1]"),
+        ([None], "", ""),
+    ],
+)
+def test_odd_tool_calls_are_calls_that_the_model_can_be_told_about(
+    calls: Any, name: str, arguments: str
+) -> None:
+    message = {"content": "", "tool_calls": calls}
+    sent = json.dumps({"choices": [{"message": message}]})
+    for response in (chat_response(message=message), decode_response(sent.encode())):
+        (call,) = extract_message(response, "chat")[0]["tool_calls"]
+        assert call["function"] == {"name": name, "arguments": arguments}
+        assert call["id"] == "call_0"
+
+
+@pytest.mark.parametrize(
+    ("message", "content", "reasoning"),
+    [
+        ({"content": [{"type": "text", "text": "a"}, {"text": "b"}], "tool_calls": {}}, "ab", None),
+        ({"content": [{"type": "thinking"}]}, '[{"type": "thinking"}]', None),
+        ({"content": {"a": 1}, "reasoning": {"summary": "s"}}, '{"a": 1}', '{"summary": "s"}'),
+        ({"content": [], "reasoning_content": [], "reasoning": {}}, "", None),
+        ({"content": 7, "tool_calls": []}, "7", None),
+    ],
+)
+def test_odd_contents_are_texts(message: Any, content: str, reasoning: str | None) -> None:
+    sent = json.dumps({"choices": [{"message": message}]})
+    for response in (chat_response(message=message), decode_response(sent.encode())):
+        found, text = extract_message(response, "chat")
+        assert (found["content"], text) == (content, content)
+        assert found.get("reasoning_content") == reasoning
+        assert "tool_calls" not in found
 
 
 @pytest.mark.parametrize("count", [-1, 2**31, 2**700])

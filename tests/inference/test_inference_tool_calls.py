@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rolltree.inference import TOOL_PARSERS, ToolCall
 from rolltree.inference.completion import CompletionParser
-from rolltree.inference.tool_calls import call_messages, find_tool_parser
+from rolltree.inference.tool_calls import ToolCalls, call_messages, find_tool_parser
 from rolltree.types import FinishReason
 
 BAR, SPACE = "\uff5c", "\u2581"
@@ -84,7 +84,8 @@ BROKEN = [
     ("hermes", '<tool_call>{"name": "add", "arguments": [1]}</tool_call>'),
     ("hermes", "<tool_call>[1]</tool_call>"),
     ("llama3", '{"name": "add", "parameters": {'),
-    ("llama3", '{"answer": 5}'),
+    ("llama3", '<|python_tag|>{"answer": 5}'),
+    ("llama3", '{"name": 5}'),
     ("mistral", "[TOOL_CALLS]nothing"),
     ("mistral", "[TOOL_CALLS][1]"),
     ("deepseek", deepseek("tool call begin") + "add" + deepseek("tool call end")),
@@ -99,6 +100,11 @@ def test_a_malformed_call_stays_in_the_content_and_is_named(style: str, text: st
     assert found.calls == ()
     assert found.content == text
     assert len(found.problems) == 1
+
+
+@pytest.mark.parametrize("text", ['{"answer": 5}', "{x} is a set", '{"a": {"b": 1'])
+def test_an_answer_in_json_is_no_call_of_llamas(text: str) -> None:
+    assert TOOL_PARSERS["llama3"](text) == ToolCalls(text)
 
 
 def test_a_good_call_beside_a_bad_one_is_read() -> None:

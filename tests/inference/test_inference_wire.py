@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rolltree.errors import BadResponse, TokenError
 from rolltree.inference.parse import extract_tokens
-from rolltree.inference.wire import PromptReader, decode_response
+from rolltree.inference.wire import PromptReader, decode_chunk, decode_response
 
 
 def body(prompt: list[Any] | None, *, of_choice: bool = False, **more: Any) -> bytes:
@@ -126,6 +126,12 @@ def test_json_that_is_nested_too_deeply_is_a_bad_response(opening: bytes, closed
             None,
             '{"a": 1}',
         ),
+        (
+            b'{"tool_calls": [{"function": {"name": "f", "arguments": {"a": %b}}}]}'
+            % (b"9" * 5000),
+            None,
+            '{"a": "%s"}' % ("9" * 5000),
+        ),
     ],
 )
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
@@ -138,6 +144,17 @@ def test_what_servers_write_for_a_text_is_read(
     calls = choice.message.tool_calls or []
     assert [call.function.arguments for call in calls if call.function] == [arguments] * len(calls)
     assert len(calls) == (arguments is not None)
+
+
+def test_chunks_are_read_likewise() -> None:
+    call = b'{"index": 1, "function": {"name": "f", "arguments": {"a": 1}}}'
+    sent = b'{"choices": [{"delta": {"content": [{"text": "a"}], "tool_calls": [%b]}}]}' % call
+    (choice,) = decode_chunk(sent).choices
+    assert choice.delta is not None
+    assert choice.delta.content == "a"
+    (found,) = choice.delta.tool_calls or ()
+    assert found.function is not None
+    assert (found.index, found.function.name, found.function.arguments) == (1, "f", '{"a": 1}')
 
 
 def test_null_and_missing_ids_and_spaces() -> None:

@@ -159,6 +159,26 @@ class TestFailures:
         }
         assert batch.batch.report["num_calls_without_advantage"] == 0
 
+    @pytest.mark.parametrize("credit", [None, partial(assign_credit, credit="dr_grpo")])
+    async def test_a_call_whose_tokens_contradict_themselves_is_left_out_alone(self, credit):
+        class Careless(ProtocolEnvironment):
+            async def run_request(self, request, client):
+                (state,) = await super().run_request(request, client)
+                if request.index_in_group == 0:
+                    step = state["trajectory"][0]
+                    step["tokens"] = {**step["tokens"], "completion_logprobs": [-1.0]}
+                return [state]
+
+        environment = Careless(
+            SingleAgentProtocol(lambda: Agent(name="a", parser=some)), Twice, num_train=1
+        )
+        requests = build_requests(environment, "train", indices=range(1), group_size=2)
+        ready = RolloutEngine(environment, ScriptedClient(["one", "two"]))
+        batch = await ready.generate_batch(requests, scope="step", credit=credit)
+        assert len(batch.samples) == 3
+        (skipped,) = batch.batch.skipped
+        assert (skipped.reason, skipped.call) == ("invalid_tokens", 0)
+
     async def test_without_credit_it_is_counted(self):
         batch = await batch_of(["one", "two"])
         assert batch.batch.report["num_calls_without_advantage"] == 2

@@ -28,7 +28,7 @@ async def test_calls_are_counted_and_not_rewarded():
             calls("add", "add", "unknown"),
             {"role": "tool", "tool_call_id": "x", "content": "1"},
             calls("add"),
-            {"role": "assistant", "content": "done"},
+            {"role": "assistant", "content": "done", "parse_problems": ["one", "two"]},
         ]
     )
     state["tool_errors"] = [{"tool": "add"}]
@@ -38,6 +38,7 @@ async def test_calls_are_counted_and_not_rewarded():
         "half": 0.5,
         "total_tool_calls": 4.0,
         "failed_tool_calls": 1.0,
+        "unreadable_tool_calls": 2.0,
         "add_calls": 3.0,
         "search_calls": 0.0,
     }

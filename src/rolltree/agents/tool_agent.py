@@ -21,7 +21,7 @@ from rolltree.steps import (
     ToolAnswer,
     ToolRequest,
 )
-from rolltree.tools import RawToolCall, Tool, Toolset, answer_request
+from rolltree.tools import RawToolCall, Tool, Toolset, answer_request, unreadable
 from rolltree.types import ChatMessage, ModelResponse, ToolSchema, TrajectoryStep
 
 ToolLike: TypeAlias = "Callable[..., Any] | Tool"
@@ -198,7 +198,7 @@ class ToolAgent(Agent):
     def _complain(
         self, response: ModelResponse, record: TrajectoryStep, problems: Sequence[str]
     ) -> bool:
-        text = _unreadable(problems)
+        text = unreadable(problems)
         parsed = ParseResult(response.text, self.bad_call_penalty, text)
         self._add_step(response, record, "internal", parsed, info={"tool_problems": list(problems)})
         self.history.extend(self.tool_call_format.complain(self._with_last_call(text)))
@@ -260,7 +260,7 @@ class ToolAgent(Agent):
     def _say_answers(self, answers: Sequence[ToolAnswer]) -> None:
         answers = list(answers)
         problems = self.steps[-1].info.get("tool_problems")
-        notes = [answers[-1].text, *([_unreadable(problems)] if problems else [])]
+        notes = [answers[-1].text, *([unreadable(problems)] if problems else [])]
         answers[-1] = replace(answers[-1], text=self._with_last_call("\n\n".join(notes)))
         self.history.extend(self.tool_call_format.write(answers))
 
@@ -307,10 +307,6 @@ async def _answered_elsewhere(**arguments: Any) -> None:
 
 def _is_external(request: ToolRequest) -> bool:
     return request.scope == "external" and request.problem is None
-
-
-def _unreadable(problems: Sequence[str]) -> str:
-    return f"Your tool call could not be read: {'; '.join(problems)}"
 
 
 def _errors(answers: Sequence[ToolAnswer]) -> dict[str, Any]:

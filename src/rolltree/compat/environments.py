@@ -47,7 +47,7 @@ from rolltree.environments.dataset import Data, RowFormat, Rows
 from rolltree.environments.lifecycle import Mark, Role, mark_of, register
 from rolltree.environments.multiturn import invalid_response_error
 from rolltree.errors import BadResponse, ConfigError
-from rolltree.inference.parse import read
+from rolltree.inference.wire import read
 from rolltree.rollouts import Split, current_episode
 from rolltree.rubrics import as_rubric
 from rolltree.tasks import contained

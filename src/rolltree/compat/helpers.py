@@ -12,7 +12,8 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rolltree.errors import BadResponse
-from rolltree.inference.parse import extract_message, read, sampled_entries, spelled_ids
+from rolltree.inference.parse import extract_message, sampled_entries, spelled_ids
+from rolltree.inference.wire import read
 from rolltree.parsers import text_of
 from rolltree.tokens import peek
 from rolltree.types import (

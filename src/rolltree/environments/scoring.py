@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 
-from rolltree.errors import record_error
 from rolltree.rollouts import current_episode
 from rolltree.rollouts.settle import settle_state
-from rolltree.rubrics import Rubric, settle_rewards
+from rolltree.rubrics import Rubric, settle_rewards, write_failure
 from rolltree.tasks import contained
 from rolltree.types import State
 
@@ -31,4 +30,5 @@ async def score_episode(rubric: Rubric, states: Sequence[State]) -> None:
                     await rubric.score_rollout(state)
                 settle_rewards(state, rubric)
             except Exception as error:  # noqa: BLE001  an overridden rubric may raise: it is data
-                state.error, state.reward = record_error(error, "scoring"), None
+                settle_state(state)
+                write_failure([state], rubric, error)

@@ -1,7 +1,7 @@
 """`ToolEnv` and `StatefulToolEnv`: conversations in which the model calls Python functions.
 
-The model's mistakes (malformed JSON, an unknown tool, wrong arguments) and the exceptions of tools
-are reported to the model and never fail the rollout.
+The model's mistakes (a call that cannot be read, malformed JSON, an unknown tool, wrong arguments)
+and the exceptions of tools are reported to the model and never fail the rollout.
 """
 
 from __future__ import annotations
@@ -18,7 +18,15 @@ from rolltree.environments.lifecycle import stop
 from rolltree.environments.multiturn import MultiTurnEnv
 from rolltree.errors import ConfigError, did_you_mean
 from rolltree.steps import ToolRequest
-from rolltree.tools import RawToolCall, Tool, Toolset, answer_of, call_function, raw_tool_calls
+from rolltree.tools import (
+    RawToolCall,
+    Tool,
+    Toolset,
+    answer_of,
+    call_function,
+    raw_tool_calls,
+    unreadable,
+)
 from rolltree.types import ChatMessage, Messages, State
 
 
@@ -84,14 +92,27 @@ class ToolEnv(MultiTurnEnv):
 
     @stop
     async def no_tools_called(self, state: State) -> bool:
-        """The model has answered without calling a tool."""
+        """The model has answered without calling a tool, or trying to."""
         steps = state.trajectory
-        return bool(steps) and not _calls_of(steps[-1]["completion"])
+        if not steps:
+            return False
+        said = steps[-1]["completion"]
+        return not (_calls_of(said) or _problems_of(said))
 
     async def env_response(self, messages: Messages, state: State) -> Messages:
-        """Return one tool message per call of the last message, in the calls' order."""
+        """Return one tool message per call of the last message, in the calls' order.
+
+        The last one also says which calls could not be read; without any, a user's message does.
+        """
         requests = [self.tool_map.read(call) for call in _calls_of(messages)]
-        return await self.tool_map.answer_all(requests, lambda r: self.answer_call(r, state))
+        answers = await self.tool_map.answer_all(requests, lambda r: self.answer_call(r, state))
+        if not (problems := _problems_of(messages)):
+            return answers
+        said = unreadable(problems)
+        # Many templates take no user's message after a tool's.
+        if answers and isinstance(last := answers[-1].get("content"), str):
+            return [*answers[:-1], {**answers[-1], "content": f"{last}\n\n{said}"}]
+        return [*answers, {"role": "user", "content": said}]
 
     async def answer_call(self, request: ToolRequest, state: State) -> ChatMessage:
         """Complete the arguments of one call, make the call, and return its tool message.
@@ -153,6 +174,12 @@ _STATE: ContextVar[State] = ContextVar("rolltree_tool_state", default=State())  
 def _calls_of(messages: Messages) -> list[RawToolCall]:
     """Return the tool calls of the last message, if the model wrote it."""
     return [] if isinstance(messages, str) or not messages else raw_tool_calls(messages[-1])
+
+
+def _problems_of(messages: Messages) -> Sequence[str]:
+    """Return why calls in the last message could not be read, if the model wrote it."""
+    last = messages[-1] if messages and not isinstance(messages, str) else {}
+    return last.get("parse_problems") or () if last.get("role") == "assistant" else ()
 
 
 def _message(text: str, call_id: str) -> ChatMessage:

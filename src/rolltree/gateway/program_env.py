@@ -17,7 +17,7 @@ import inspect
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -56,7 +56,7 @@ from rolltree.sandbox.folder import FolderSandbox, PrivateFolder
 from rolltree.sandbox.local import REACHED_AT
 from rolltree.sandbox.process import OutputTail
 from rolltree.sandbox.unconfined import UnconfinedBackend
-from rolltree.seeds import CallSeeds
+from rolltree.seeds import CallSeeds, asked_seed
 from rolltree.store import to_plain
 from rolltree.tasks import being_cancelled, contained, run_shielded
 from rolltree.tokens import peek
@@ -301,7 +301,7 @@ class ProgramEnv(Environment):
             asked = seeded(asked, CallSeeds(seed))
         gateway = (await self._opened(asked)).gateway
         return gateway.session(
-            client=_ProgramClient(RolloutClient(asked, watch.clock), watch),
+            client=_ProgramClient(RolloutClient(asked, watch.clock), watch, seed),
             state=state,
             sampling=args,
             limits=self.session_limits,
@@ -646,15 +646,21 @@ async def _ended(work: asyncio.Future[Any], grace_s: float | None) -> None:
 
 
 class _ProgramClient(DelegatingClient):
-    """The client of a program's session, which records its calls in a `_Watch`."""
+    """The client of a program's session, which records its calls in a `_Watch`.
 
-    def __init__(self, inner: ModelClient, watch: _Watch) -> None:
+    A seed that the program asks for is mixed with the rollout's `seed`, if there is one.
+    """
+
+    def __init__(self, inner: ModelClient, watch: _Watch, seed: int | None) -> None:
         super().__init__(inner)
-        self._watch = watch
+        self._watch, self._seed = watch, seed
 
     async def call(self, call: ModelCall) -> ModelResponse:
         """Pass the call on."""
-        watch = self._watch
+        watch, asked = self._watch, call.sampling
+        if self._seed is not None and asked.seed is not None:
+            mixed = asked_seed(self._seed, asked.seed)
+            call = replace(call, sampling=asked.with_seed(mixed))
         watch.begins(call)
         try:
             response = await call.to(self._inner)

@@ -42,7 +42,7 @@ from rolltree.inference.retry import PATIENCE_S
 from rolltree.inference.server.requests import RequestError
 from rolltree.inference.session import TokenSession
 from rolltree.samples import build_samples
-from rolltree.seeds import CallSeeds, derive_seed
+from rolltree.seeds import CallSeeds, asked_seed
 from rolltree.tasks import being_cancelled
 from rolltree.tokens import Break, Trajectory, peek, recorded_routing
 from rolltree.types import (
@@ -617,8 +617,7 @@ class GatewaySession:
             left = self._tokens_left(self.limits.max_tokens)
             max_tokens = left if max_tokens is None else min(left, max_tokens)
         if self._seeds is not None and self.seed is not None:
-            # An agent that always asks for the same seed must not make a group's rollouts equal.
-            mixed = None if asked.seed is None else derive_seed(self.seed, "asked", asked.seed)
+            mixed = None if asked.seed is None else asked_seed(self.seed, asked.seed)
             seed = self._seeds.next(mixed)
         return replace(merged, max_tokens=max_tokens, seed=seed)
 

@@ -233,7 +233,9 @@ def may_follow(error: Exception) -> bool:
     """
     if isinstance(error, ModelError) and not isinstance(error, UnsupportedSetting):
         return is_refusal(error)
-    return follows_from_answer(error)
+    # A wrong setting shows before the first answer. What shows later, such as an observation that
+    # is not text, may be a branch that an answer chose.
+    return isinstance(error, ConfigError) or follows_from_answer(error)
 
 
 def merge_sampling(

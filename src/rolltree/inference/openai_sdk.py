@@ -32,7 +32,7 @@ from rolltree.inference.message_session import (
     MessageSession,
     send_with_token_fields,
 )
-from rolltree.inference.parse import extract_finish_reason, read
+from rolltree.inference.parse import extract_finish_reason
 from rolltree.inference.request_fields import (
     LogprobsMode,
     TokenFields,
@@ -50,6 +50,7 @@ from rolltree.inference.retry import (
     with_retries,
 )
 from rolltree.inference.transport import too_large
+from rolltree.inference.wire import read
 from rolltree.types import (
     MessageType,
     ModelResponse,

@@ -9,9 +9,7 @@ become None. An incomplete answer raises `BadResponse`.
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from operator import attrgetter
@@ -23,7 +21,7 @@ import numpy as np
 from rolltree.errors import BadResponse, TokenError
 from rolltree.inference.call import Answer, ModelCall, record_of
 from rolltree.inference.routed_experts import decode_routing
-from rolltree.inference.wire import Response, TokenLogprob
+from rolltree.inference.wire import Response, TokenLogprob, as_text, call_texts, read
 from rolltree.tokens.buffers import UnusableLogprobs, UnusableRouting, as_ids, checked_logprobs
 from rolltree.types import (
     ChatMessage,
@@ -161,14 +159,15 @@ def extract_message(response: object, message_type: MessageType) -> tuple[ChatMe
             "the response's first choice has no message, so there is no answer. Is this the URL "
             "of a chat completions endpoint?"
         )
-    message: ChatMessage = {"role": "assistant", "content": _text(read(source, "content"))}
+    message: ChatMessage = {"role": "assistant", "content": as_text(read(source, "content"))}
     # The name changed between versions of vLLM.
     for name in ("reasoning_content", "reasoning"):
-        reasoning = read(source, name)
-        if isinstance(reasoning, str) and reasoning:
-            message["reasoning_content"] = _text(reasoning)
+        if reasoning := as_text(read(source, name)):
+            message["reasoning_content"] = reasoning
             break
     calls = read(source, "tool_calls")
+    if isinstance(calls, str | dict):
+        calls = [calls] if calls else []
     if isinstance(calls, list | tuple) and calls:
         message["tool_calls"] = [_tool_call(call, index) for index, call in enumerate(calls)]
     return message, str(message["content"])
@@ -417,16 +416,6 @@ async def parse_response_tokens(
     )
 
 
-def read(value: object, name: str, otherwise: object = None) -> Any:
-    """Return `value[name]` of a mapping or `value.name` of an object, or `otherwise`."""
-    if isinstance(value, msgspec.Struct):
-        return getattr(value, name, otherwise)
-    # `dict` comes first because its check is faster.
-    if isinstance(value, dict | Mapping):
-        return value.get(name, otherwise)
-    return getattr(value, name, otherwise)
-
-
 def first_choice(response: object) -> object:
     """Return the response's first choice.
 
@@ -531,22 +520,10 @@ def _text(value: Any) -> str:
 
 
 def _tool_call(call: object, index: int) -> dict[str, Any]:
-    if isinstance(call, str):  # a call that a data set stored as JSON
-        try:
-            call = json.loads(call)
-        except (ValueError, RecursionError) as error:
-            raise BadResponse(
-                f"tool call {index} of the answer is a string but not JSON ({error}), so it is not "
-                "known which tool to call. Check the server."
-            ) from error
-    function = read(call, "function")
-    identifier = read(call, "id")
+    identifier, name, arguments = call_texts(call)
     return {
         # Tool results refer to a call by its id.
-        "id": _text(identifier) or f"call_{index}",
+        "id": identifier or f"call_{index}",
         "type": "function",
-        "function": {
-            "name": _text(read(function, "name")),
-            "arguments": _text(read(function, "arguments")),
-        },
+        "function": {"name": name, "arguments": arguments},
     }

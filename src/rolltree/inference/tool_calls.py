@@ -73,8 +73,9 @@ def parse_deepseek(text: str) -> ToolCalls:
 
 def parse_llama3(text: str) -> ToolCalls:
     """Read Llama 3's JSON style: `{"name": ..., "parameters": {...}}`, several joined by `;`."""
-    body = text.strip().removeprefix("<|python_tag|>").strip()
-    if not body.startswith("{"):
+    tag, body = "<|python_tag|>", text.strip().removeprefix("<|python_tag|>").strip()
+    # An answer may be JSON, too, and no call.
+    if not body.startswith("{") or ('"name"' not in body and tag not in text):
         return ToolCalls(text)
     calls, at = [], 0
     while at < len(body):

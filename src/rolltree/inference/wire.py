@@ -8,7 +8,7 @@ decodes the rest.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, TypeAlias, TypeVar
 
@@ -144,24 +144,89 @@ def decode_chunk(data: bytes) -> Chunk:
     return _decoded(_CHUNK_DECODER, data)
 
 
-def _mended(value: Any) -> Any:
-    """Return a decoded answer with a text where servers put an object or parts of a text."""
-    if isinstance(value, list):
-        return [_mended(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    found = {key: _mended(item) for key, item in value.items()}
-    if isinstance(found.get("arguments"), dict):
-        found["arguments"] = json.dumps(found["arguments"], ensure_ascii=False)
-    parts = found.get("content")
-    if isinstance(parts, list) and all(_is_text(part) for part in parts):
-        found["content"] = "".join(part["text"] for part in parts)
-    return found
+def as_text(value: Any) -> str:
+    """Return what a server or a mock has in place of a text: parts are joined, as `as_json` else.
+
+    >>> as_text([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}])
+    'ab'
+    """
+    if isinstance(value, list | tuple) and all(map(_is_text, value)):
+        return "".join(as_json(part["text"]) for part in value)
+    return as_json(value or "")
+
+
+def as_json(value: Any) -> str:
+    """Return a text as it is, other data as JSON; None and objects that JSON lacks become ""."""
+    if not isinstance(value, str | dict | list | tuple | int | float):
+        return ""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    # A model may write a lone surrogate, which can be neither stored nor sent: it becomes U+FFFD.
+    return str(well_formed(text))
 
 
 def _is_text(part: Any) -> bool:
-    is_named = isinstance(part, dict) and part.get("type") == "text"
-    return is_named and isinstance(part.get("text"), str)
+    return isinstance(part, dict) and isinstance(part.get("text"), str)
+
+
+def _mended(answer: Any) -> Any:
+    """Return a decoded answer with texts where servers put other data that the model wrote."""
+    choices = answer.get("choices") if isinstance(answer, dict) else None
+    for choice in choices if isinstance(choices, list) else ():
+        for name in ("message", "delta"):
+            if isinstance(choice, dict) and isinstance(choice.get(name), dict):
+                choice[name] = _mended_message(choice[name])
+    return answer
+
+
+def _mended_message(message: dict[str, Any]) -> dict[str, Any]:
+    names = ("content", "reasoning_content", "reasoning")
+    found: dict[str, Any] = {name: as_text(message[name]) for name in names if name in message}
+    calls = message.get("tool_calls") or []
+    found["tool_calls"] = list(map(_mended_call, calls if isinstance(calls, list) else [calls]))
+    return found
+
+
+def _mended_call(call: Any) -> dict[str, Any]:
+    identifier, name, arguments = call_texts(call)
+    index = call.get("index") if isinstance(call, dict) else None
+    return {
+        "id": identifier,
+        "function": {"name": name, "arguments": arguments},
+        "index": index if isinstance(index, int) else None,
+    }
+
+
+def call_texts(call: Any) -> tuple[str, str, str]:
+    """Return the id, the name and the arguments of a tool call, "" for what it does not have.
+
+    What is no call becomes the arguments of one without a name, about which the model is told.
+    """
+    if isinstance(call, str):
+        with suppress(ValueError, RecursionError):
+            call = json.loads(call)  # as data sets store it
+    if isinstance(call, str | list | int | float):
+        call = {"function": {"arguments": call}}
+    function = read(call, "function")
+    name, arguments = read(function, "name"), read(function, "arguments")
+    return as_text(read(call, "id")), as_text(name), as_json(arguments)
+
+
+def read(value: object, name: str, otherwise: object = None) -> Any:
+    """Return `value[name]` of a mapping or `value.name` of an object, or `otherwise`."""
+    if isinstance(value, msgspec.Struct):
+        return getattr(value, name, otherwise)
+    # `dict` comes first because its check is faster.
+    if isinstance(value, dict | Mapping):
+        return value.get(name, otherwise)
+    return getattr(value, name, otherwise)
+
+
+def _integer(text: str) -> int | str:
+    # The model may have written it. Python reads no longer ones, and no field of ours needs them.
+    return int(text) if len(text) <= _MAX_DIGITS else text
+
+
+_MAX_DIGITS = 4300
 
 
 def _decoded(decoder: msgspec.json.Decoder[AnyResponse], body: bytes) -> AnyResponse:
@@ -172,7 +237,7 @@ def _decoded(decoder: msgspec.json.Decoder[AnyResponse], body: bytes) -> AnyResp
         # logprobs of an engine that overflowed, lone surrogates that the model wrote.
         with suppress(ValueError, RecursionError, msgspec.ValidationError):
             text = body.decode("utf-8-sig", "replace")
-            values = json.loads(text, parse_constant=lambda _: None)
+            values = json.loads(text, parse_constant=lambda _: None, parse_int=_integer)
             return msgspec.convert(_mended(well_formed(values)), decoder.type)
         start = body[:80].decode("utf-8", "replace")
         raise BadResponse(

@@ -16,7 +16,7 @@ from typing import Any
 
 from rolltree.agents import Agent
 from rolltree.errors import ConfigError, record_error
-from rolltree.inference.client import as_client
+from rolltree.inference.client import as_client, may_follow
 from rolltree.inference.deadline import Clock, RolloutClient
 from rolltree.protocols.budget import Budget
 from rolltree.protocols.episode import EpisodeContext, Recording, RolloutBuilder, open_world
@@ -26,7 +26,6 @@ from rolltree.protocols.single import (
     SingleAgentProtocol,
     check_max_steps,
     play_alone,
-    world_may_follow,
 )
 from rolltree.steps import AgentStep, ToolAnswer, ToolRequest
 from rolltree.tasks import contained
@@ -249,7 +248,7 @@ class _Delegator(Player):
             # A TimeoutError of the child's own world is not its budget's.
             late = isinstance(error, TimeoutError) and scope.expired()
             failure = record_error(error, "timeout" if late else "environment")
-            is_cut = not late and child.agent.trajectory and world_may_follow(error)
+            is_cut = not late and child.agent.trajectory and may_follow(error)
             (builder.cut if is_cut else builder.fail)(failure)
         finally:
             clock.stop()

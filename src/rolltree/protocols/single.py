@@ -77,7 +77,7 @@ class InteractionProtocol(ABC):
                 raise
             failure = record_error(error, "environment")
             # An illegal move, say. What a model wrote must not decide whether it has a reward.
-            is_cut = world_may_follow(error) and any(builder.agent.trajectory for builder in own)
+            is_cut = may_follow(error) and any(builder.agent.trajectory for builder in own)
             if not any(builder.error for builder in own):
                 for builder in own:
                     (builder.cut if is_cut else builder.fail)(failure)
@@ -200,13 +200,6 @@ async def play_alone(
         player.builder.end(reason=TruncationReason.MAX_STEPS)
     except EpisodeCut as cut:
         player.builder.end(reason=cut.reason)
-
-
-def world_may_follow(error: Exception) -> bool:
-    """Whether a failure of a world, after a model call, may follow from what the model wrote."""
-    # A wrong setting shows in `reset`, so what shows later, such as an observation that is not
-    # text, may be a branch that an answer chose.
-    return isinstance(error, ConfigError) or may_follow(error)
 
 
 def check_max_steps(max_steps: int) -> None:

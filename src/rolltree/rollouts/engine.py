@@ -35,6 +35,7 @@ from rolltree.rollouts.requests import (
     with_tools,
 )
 from rolltree.rollouts.settle import settle_state
+from rolltree.rubrics import write_failure
 from rolltree.samples import (
     DEFAULT_SCOPE,
     SampleBatch,
@@ -145,7 +146,9 @@ def batch_of(
     # A delegated rollout may have failed although its episode did not.
     if credit is None:
         states = [s for result in kept for s in result.states if s.get("error") is None]
-        batch = build_samples(states, scope, truncation=truncation, max_seq_len=max_seq_len)
+        batch = build_samples(
+            states, scope, truncation=truncation, max_seq_len=max_seq_len, skip_invalid=True
+        )
     else:
         credited = credit(kept)
         states = credited.trained
@@ -155,6 +158,7 @@ def batch_of(
             advantages=credited.advantages,
             truncation=credited.effects if truncation is None else truncation,
             max_seq_len=max_seq_len,
+            skip_invalid=True,
         )
     meta = tuple(tuple(sample_meta(sample, states)) for sample in batch.samples)
     return GeneratedBatch(tuple(results), batch, meta, tuple(dropped))
@@ -263,7 +267,8 @@ class RolloutEngine:
         """Run all requests and return training samples with their metadata.
 
         A failed episode does not affect the others. `whole_groups` drops the groups that it leaves
-        incomplete, and `GeneratedBatch.dropped` lists them.
+        incomplete, and `GeneratedBatch.dropped` lists them. A call whose tokens contradict
+        themselves is left out alone, and `GeneratedBatch.batch.skipped` lists it.
 
         Args:
             requests: the requests to run.
@@ -555,7 +560,6 @@ class _Groups:
         members = sorted(self._members.pop(group), key=lambda r: r.request.index_in_group)
         # A failed member has no completion to compare; it keeps its error and gets no reward.
         states = [s for member in members if member.error is None for s in member.states]
-        failure: ErrorRecord | None = None
         try:
             if states:
                 # The comparison begins after the last member has ended, perhaps at its deadline,
@@ -563,18 +567,17 @@ class _Groups:
                 async with asyncio.timeout(self._deadline_s) as deadline:
                     with contained():
                         await self._scorer.score_group(states)
-        except TimeoutError as error:
-            broken: Exception = error
-            if deadline.expired():
-                broken = RolloutTimeout(_past_deadline("the group's scoring", self._deadline_s))
-            failure = record_error(broken, "scoring")
-            _mark_failed(tuple(states), failure)
         except (Exception, asyncio.CancelledError) as error:
             # A CancelledError of the scorer's own is recorded like any error.
             if being_cancelled():
                 raise
-            failure = record_error(error, "scoring")
-            _mark_failed(tuple(states), failure)
+            for state in states:
+                settle_state(state)
+            if deadline.expired():
+                late = RolloutTimeout(_past_deadline("the group's scoring", self._deadline_s))
+                _mark_failed(tuple(states), record_error(late, "scoring"))
+            else:
+                write_failure(states, getattr(self._scorer, "rubric", self._scorer), error)
         for state in states:
             settle_state(state)
         return [_with_state_error(member) for member in members]

@@ -14,7 +14,8 @@ from copy import deepcopy
 from functools import partial
 from typing import Any
 
-from rolltree.errors import follows_from_answer, record_error
+from rolltree.errors import record_error
+from rolltree.inference.client import may_follow
 from rolltree.state import INPUT_FIELDS, OF_ENVIRONMENT, RAISED
 from rolltree.steps import MAX_REWARD, as_number
 from rolltree.tokens import Trajectory, assigned_value, is_plain_step
@@ -211,7 +212,7 @@ class _Settled:
             return
         if isinstance(error, BaseException):
             record = record_error(error, "environment")
-            may_follow = follows_from_answer(error)
+            is_scored = may_follow(error) if isinstance(error, Exception) else True
         else:
             told: Mapping[str, Any] = error if isinstance(error, Mapping) else {}
             name, message = told.get("type"), told.get("message")
@@ -222,9 +223,9 @@ class _Settled:
                 "environment",
                 "episode",
             )
-            may_follow = True
+            is_scored = True
         # What it wrote after an answer must not decide whether the rollout has a reward.
-        if may_follow and self.get("trajectory"):
+        if is_scored and self.get("trajectory"):
             dict.__setitem__(self.state, "error", None)
             self.note(record)
         else:

@@ -20,6 +20,7 @@ from rolltree.rubrics.rubric import (
     reward_rounding,
     settle_rewards,
     write_advantages,
+    write_failure,
 )
 
 if TYPE_CHECKING:
@@ -55,4 +56,5 @@ __all__ = [
     "reward_rounding",
     "settle_rewards",
     "write_advantages",
+    "write_failure",
 ]

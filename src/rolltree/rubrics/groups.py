@@ -12,8 +12,9 @@ from typing import Any, cast
 from rolltree.errors import ConfigError
 from rolltree.parsers import Parser
 from rolltree.rubrics.functions import RewardFunc, RewardFunction
-from rolltree.rubrics.rubric import Rubric, Scores, settle_rewards
+from rolltree.rubrics.rubric import Rubric, Scores, failed_scores, settle_rewards
 from rolltree.store.weights import ScoredPart
+from rolltree.tasks import contained
 from rolltree.types import State, TrajectoryStep
 
 
@@ -101,7 +102,12 @@ class RubricGroup(CompositeRubric):
         """Return the sum of the scores of all rubrics."""
         totals = [Scores() for _ in states]
         for rubric in self.rubrics:
-            for total, part in zip(totals, await _scores_of(rubric, states), strict=True):
+            try:
+                with contained():
+                    parts = await _scores_of(rubric, states)
+            except Exception as error:  # noqa: BLE001  an override that raises counts alone
+                parts = failed_scores(states, rubric, error)
+            for total, part in zip(totals, parts, strict=True):
                 _add(total, part)
         return totals
 

@@ -86,10 +86,15 @@ class Scores:
             except Exception as error:  # noqa: BLE001  a `__float__` may raise anything
                 # A score that is not a number is an error of the function, like an exception.
                 outcome = scoring_error(function.func, function.name, error)
-        self.errors[function.name] = outcome.as_dict()
         # A failed metric affects nothing else.
         if not function.weight:
+            self.errors[function.name] = outcome.as_dict()
             return None
+        return self.fail(function.name, outcome)
+
+    def fail(self, name: str, outcome: ErrorRecord) -> float | None:
+        """Add the error of what gives rewards; return what it counts as: 0, or None if unknown."""
+        self.errors[name] = outcome.as_dict()
         # Without a reward the rollout would count nowhere, which the model must not be able to
         # choose.
         if self.answered and outcome.kind == "episode":
@@ -368,6 +373,21 @@ def write_scores(state: State, scores: Scores, elapsed_s: float) -> None:
         timing["total_ms"] = timing["generation_ms"] + timing["scoring_ms"]
 
 
+def failed_scores(states: Sequence[State], rubric: object, error: BaseException) -> list[Scores]:
+    """Return the scores of rollouts whose rubric raised: as of one function that raises for all."""
+    found = [Scores(scored=True, answered=bool(state.trajectory)) for state in states]
+    record = record_error(error, "scoring")
+    for scores in found:
+        scores.fail(type(rubric).__name__, record)
+    return found
+
+
+def write_failure(states: Sequence[State], rubric: object, error: BaseException) -> None:
+    """Write `failed_scores` into the rollouts."""
+    for state, scores in zip(states, failed_scores(states, rubric, error), strict=True):
+        write_scores(state, scores, 0.0)
+
+
 def settle_rewards(state: State, rubric: Rubric) -> None:
     """Replace rewards that an override wrote and that are not numbers by 0, as scoring errors."""
     for scored in (state, *state.trajectory):
@@ -497,7 +517,8 @@ def as_rubric(rubric: Any, kind: type[Rubric] = Rubric) -> Any:
 class ToolRubric(Rubric):
     """A rubric with metrics about tool calls, of weight 0.
 
-    `total_tool_calls`, `failed_tool_calls` (the tool raised) and, for each tool, `<name>_calls`.
+    `total_tool_calls`, `failed_tool_calls` (the tool raised), `unreadable_tool_calls` and, for each
+    tool, `<name>_calls`.
 
     Args:
         funcs, weights, parser: as in `Rubric`; the metrics come after these functions.
@@ -518,6 +539,7 @@ class ToolRubric(Rubric):
         ]
         self.add_metric(total_tool_calls)
         self.add_metric(failed_tool_calls)
+        self.add_metric(unreadable_tool_calls)
         for name in self.tool_names:
             self.add_metric(_counter(name))
 
@@ -532,6 +554,13 @@ def total_tool_calls(completion: Messages) -> float:
 def failed_tool_calls(state: State) -> float:
     """Return the number of calls in which the tool raised."""
     return float(len(state.get("tool_errors") or ()))
+
+
+@run_inline
+def unreadable_tool_calls(completion: Messages) -> float:
+    """Return the number of calls that could not be read, and so are in neither of the others."""
+    messages = [] if isinstance(completion, str) else completion or []
+    return float(sum(len(message.get("parse_problems") or ()) for message in messages))
 
 
 def _counter(tool: str) -> RewardFunc:

@@ -22,7 +22,7 @@ from rolltree.tools.run import (
     run_all,
     side_by_side,
 )
-from rolltree.tools.toolset import RawToolCall, Toolset, raw_tool_calls
+from rolltree.tools.toolset import RawToolCall, Toolset, raw_tool_calls, unreadable
 
 __all__ = [
     "RawToolCall",
@@ -40,6 +40,7 @@ __all__ = [
     "in_process",
     "is_plain",
     "raw_tool_calls",
+    "unreadable",
     "result_text",
     "run_all",
     "side_by_side",

@@ -46,6 +46,11 @@ def raw_tool_calls(message: ChatMessage) -> list[RawToolCall]:
     return calls
 
 
+def unreadable(problems: Sequence[str]) -> str:
+    """Return what the model is told about calls that could not be read (`parse_problems`)."""
+    return f"Your tool call could not be read: {'; '.join(problems)}"
+
+
 class Toolset(dict[str, Tool]):
     """Tools by name; names are unique."""
 

@@ -243,6 +243,15 @@ def test_brackets_in_texts_are_not_objects_and_lists(
             object_in(json.dumps({"a": text, text: [{}] * 199}).encode() + end)
 
 
+def test_half_of_a_surrogate_pair_becomes_a_replacement_character() -> None:
+    assert object_in(rb'{"a\udc00": ["\ud800", "\ud83d\ude00"]}') == {
+        "a\ufffd": ["\ufffd", "\U0001f600"]
+    }
+    for content in (rb'{"a": "\ud800"', rb'["\ud800"]', rb'{"a": "\ud80"}', b'{"\\ud800": "\xff"}'):
+        with pytest.raises(RequestError, match="JSON"):
+            object_in(content)
+
+
 def test_every_field_that_clients_send_is_known() -> None:
     """What `OpenAIClient` asks of vLLM, and the token-in endpoint's parameters."""
     sent = {"return_token_ids": True, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}

@@ -366,7 +366,6 @@ class TestShape:
     @pytest.mark.parametrize(
         "body",
         [
-            b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
             b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
             b'{"messages": [], "stop": ' + b"[" * 970 + b"]" * 970 + b"}",
             b'{"prompt": ' + b"9" * 5000 + b"}",
@@ -374,7 +373,7 @@ class TestShape:
             b"[]",
             b"",
         ],
-        ids=["lone surrogate", "too deep", "deep", "large number", "no text", "a list", "empty"],
+        ids=["too deep", "deep", "large number", "no text", "a list", "empty"],
     )
     def test_bodies_that_are_no_request_are_refused(self, served: Served, body: bytes) -> None:
         status, answer = ask(served, "/v1/chat/completions", body)

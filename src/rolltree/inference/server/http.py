@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rolltree.errors import ConfigError
 from rolltree.inference.server.requests import RequestError, error_body
+from rolltree.untrusted import read_json
 
 logger = logging.getLogger("rolltree.inference")
 
@@ -159,7 +160,7 @@ def _too_large() -> RequestError:
 
 
 def object_in(content: bytes) -> dict[str, Any]:
-    """Return the JSON object of a body.
+    """Return the JSON object of a body; lone surrogates in it become U+FFFD.
 
     Raises:
         RequestError: it has more than `MAX_CONTAINERS`, or is not a JSON object.
@@ -171,7 +172,13 @@ def object_in(content: bytes) -> dict[str, Any]:
             f"the body has more than {MAX_CONTAINERS:,} objects and lists.", status=413
         )
     try:
-        body = msgspec.json.decode(content)
+        try:
+            body = msgspec.json.decode(content)
+        except (ValueError, msgspec.MsgspecError):
+            # An agent sends back what a model wrote, which may be half of a surrogate pair.
+            if b"\\u" not in content:
+                raise
+            body = read_json(content.decode())
     # MsgspecError: older releases of msgspec do not make it a ValueError. RecursionError: objects
     # nested deeper than msgspec or the interpreter allows.
     except (ValueError, msgspec.MsgspecError, RecursionError) as error:
