@@ -21,7 +21,7 @@ import numpy as np
 from rolltree.errors import BadResponse, TokenError
 from rolltree.inference.call import Answer, ModelCall, record_of
 from rolltree.inference.routed_experts import decode_routing
-from rolltree.inference.wire import Response, TokenLogprob, as_text, call_texts, read
+from rolltree.inference.wire import Response, TokenLogprob, sent_text, call_texts, read
 from rolltree.tokens.buffers import UnusableLogprobs, UnusableRouting, as_ids, checked_logprobs
 from rolltree.types import (
     ChatMessage,
@@ -159,10 +159,10 @@ def extract_message(response: object, message_type: MessageType) -> tuple[ChatMe
             "the response's first choice has no message, so there is no answer. Is this the URL "
             "of a chat completions endpoint?"
         )
-    message: ChatMessage = {"role": "assistant", "content": as_text(read(source, "content"))}
+    message: ChatMessage = {"role": "assistant", "content": sent_text(read(source, "content"))}
     # The name changed between versions of vLLM.
     for name in ("reasoning_content", "reasoning"):
-        if reasoning := as_text(read(source, name)):
+        if reasoning := sent_text(read(source, name)):
             message["reasoning_content"] = reasoning
             break
     calls = read(source, "tool_calls")

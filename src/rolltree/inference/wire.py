@@ -144,18 +144,18 @@ def decode_chunk(data: bytes) -> Chunk:
     return _decoded(_CHUNK_DECODER, data)
 
 
-def as_text(value: Any) -> str:
-    """Return what a server or a mock has in place of a text: parts are joined, as `as_json` else.
+def sent_text(value: Any) -> str:
+    """Return what a server or a mock has in place of a text: parts are joined, as `sent_json` else.
 
-    >>> as_text([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}])
+    >>> sent_text([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}])
     'ab'
     """
     if isinstance(value, list | tuple) and all(map(_is_text, value)):
-        return "".join(as_json(part["text"]) for part in value)
-    return as_json(value or "")
+        return "".join(sent_json(part["text"]) for part in value)
+    return sent_json(value or "")
 
 
-def as_json(value: Any) -> str:
+def sent_json(value: Any) -> str:
     """Return a text as it is, other data as JSON; None and objects that JSON lacks become ""."""
     if not isinstance(value, str | dict | list | tuple | int | float):
         return ""
@@ -180,7 +180,7 @@ def _mended(answer: Any) -> Any:
 
 def _mended_message(message: dict[str, Any]) -> dict[str, Any]:
     names = ("content", "reasoning_content", "reasoning")
-    found: dict[str, Any] = {name: as_text(message[name]) for name in names if name in message}
+    found: dict[str, Any] = {name: sent_text(message[name]) for name in names if name in message}
     calls = message.get("tool_calls") or []
     found["tool_calls"] = list(map(_mended_call, calls if isinstance(calls, list) else [calls]))
     return found
@@ -199,7 +199,7 @@ def _mended_call(call: Any) -> dict[str, Any]:
 def call_texts(call: Any) -> tuple[str, str, str]:
     """Return the id, the name and the arguments of a tool call, "" for what it does not have.
 
-    What is no call becomes the arguments of one without a name, about which the model is told.
+    Other data becomes the arguments of a call without a name, about which the model is told.
     """
     if isinstance(call, str):
         with suppress(ValueError, RecursionError):
@@ -208,7 +208,7 @@ def call_texts(call: Any) -> tuple[str, str, str]:
         call = {"function": {"arguments": call}}
     function = read(call, "function")
     name, arguments = read(function, "name"), read(function, "arguments")
-    return as_text(read(call, "id")), as_text(name), as_json(arguments)
+    return sent_text(read(call, "id")), sent_text(name), sent_json(arguments)
 
 
 def read(value: object, name: str, otherwise: object = None) -> Any:
