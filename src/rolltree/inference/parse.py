@@ -21,7 +21,7 @@ import numpy as np
 from rolltree.errors import BadResponse, TokenError
 from rolltree.inference.call import Answer, ModelCall, record_of
 from rolltree.inference.routed_experts import decode_routing
-from rolltree.inference.wire import Response, TokenLogprob, sent_text, call_texts, read
+from rolltree.inference.wire import Response, TokenLogprob, call_texts, read, sent_text
 from rolltree.tokens.buffers import UnusableLogprobs, UnusableRouting, as_ids, checked_logprobs
 from rolltree.types import (
     ChatMessage,
