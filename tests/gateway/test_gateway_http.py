@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
 import socket
@@ -185,6 +186,21 @@ async def test_a_body_that_is_too_large_or_does_not_come_is_answered(body):
         writer.write(f"{head}Authorization: Bearer {s.api_key}\r\n".encode() + content)
         answer = await asyncio.wait_for(reader.read(), 20)  # to the end of the connection
         assert f" {status} ".encode() in answer.splitlines()[0]
+        writer.close()
+
+
+@pytest.mark.parametrize("start", [b"GET /health HTTP/1.1\r\nX: ", b"GET /"])
+async def test_a_head_without_an_end_is_refused_at_once(start):
+    async with rt.gateway(ScriptedClient(echo), read_timeout_s=60.0) as g:
+        host, _, port = g.url.removeprefix("http://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        for _ in range(2):  # heads that have an end do not add up
+            large = f"GET /health HTTP/1.1\r\nHost: {host}:{port}\r\nX: {'a' * 50_000}\r\n\r\n"
+            writer.write(large.encode())
+            assert b" 200 " in await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)
+        with contextlib.suppress(ConnectionError):
+            writer.write(start + b"a" * 80_000)
+            await asyncio.wait_for(reader.read(), 20)  # to the end of the connection
         writer.close()
 
 

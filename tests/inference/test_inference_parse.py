@@ -46,6 +46,13 @@ def chat_response(**changes: Any) -> dict[str, Any]:
     return {"id": "x", "choices": [choice], "usage": usage, "prompt_token_ids": [7, 8]}
 
 
+def nested(depth: int) -> list[Any]:
+    found: list[Any] = []
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
 def text_response(**changes: Any) -> dict[str, Any]:
     choice = {
         "text": "12",
@@ -308,6 +315,13 @@ def test_odd_tool_calls_are_calls_that_the_model_can_be_told_about(
         (call,) = extract_message(response, "chat")[0]["tool_calls"]
         assert call["function"] == {"name": name, "arguments": arguments}
         assert call["id"] == "call_0"
+
+
+@pytest.mark.parametrize("value", [10**5000, {1, 2}, nested(5000)], ids=["long", "set", "deep"])
+def test_arguments_that_json_does_not_hold_are_a_text(value: Any) -> None:
+    call = {"function": {"name": "f", "arguments": {"a": value}}}
+    found, _ = extract_message(chat_response(message={"content": "", "tool_calls": [call]}), "chat")
+    assert found["tool_calls"][0]["function"]["arguments"].startswith("(")
 
 
 @pytest.mark.parametrize(

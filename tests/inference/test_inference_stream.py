@@ -229,6 +229,9 @@ async def test_reasoning_and_tool_calls_are_put_together() -> None:
             {"tool_calls": [{"index": 0, "function": {"name": None, "arguments": '{"a":'}}]},
             {"tool_calls": [{"index": 0, "function": {"arguments": " 1}"}}]},
             {"tool_calls": [{"index": 1, "id": "c2", "function": {"name": "b"}}]},
+            # As some servers send them: arguments, and texts, as other data.
+            {"tool_calls": {"index": 2, "id": 3, "function": {"name": "c", "arguments": {"a": 2}}}},
+            {"content": [{"type": "text", "text": "."}]},
         ]
         for chunk in chunks[1:-1]:
             chunk["choices"][0]["delta"] = deltas.pop(0) if deltas else {}
@@ -241,14 +244,18 @@ async def test_reasoning_and_tool_calls_are_put_together() -> None:
         await client.aclose()
     assert got.message == {
         "role": "assistant",
-        "content": "I call",
+        "content": "I call.",
         "reasoning_content": "hm",
         "tool_calls": [
             {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}},
             {"id": "c2", "type": "function", "function": {"name": "b", "arguments": ""}},
+            {"id": "3", "type": "function", "function": {"name": "c", "arguments": '{"a": 2}'}},
         ],
     }
-    assert heard == [{"reasoning_content": "h"}, {"reasoning_content": "m"}, {"content": "I call"}]
+    assert heard == [
+        *({"reasoning_content": "h"}, {"reasoning_content": "m"}),
+        *({"content": "I call"}, {"content": "."}),
+    ]
     assert got.completion_ids is not None
     assert got.completion_ids.tolist() == ANSWER
 

@@ -21,7 +21,7 @@ import numpy as np
 from rolltree.errors import BadResponse, TokenError
 from rolltree.inference.call import Answer, ModelCall, record_of
 from rolltree.inference.routed_experts import decode_routing
-from rolltree.inference.wire import Response, TokenLogprob, as_text, call_texts, read
+from rolltree.inference.wire import Response, TokenLogprob, call_texts, read, sent_calls, sent_text
 from rolltree.tokens.buffers import UnusableLogprobs, UnusableRouting, as_ids, checked_logprobs
 from rolltree.types import (
     ChatMessage,
@@ -34,7 +34,6 @@ from rolltree.types import (
     SamplingParams,
     TrajectoryStepTokens,
 )
-from rolltree.untrusted import well_formed
 
 _PREFIX = "token_id:"
 _UNSET = object()
@@ -152,23 +151,20 @@ def extract_message(response: object, message_type: MessageType) -> tuple[ChatMe
                 "the response's first choice has no text, so there is no answer. Is this the URL "
                 "of a text completions endpoint?"
             )
-        return {"role": "assistant", "content": _text(text)}, text
+        return {"role": "assistant", "content": sent_text(text)}, text
     source = read(choice, "message")
     if source is None:
         raise BadResponse(
             "the response's first choice has no message, so there is no answer. Is this the URL "
             "of a chat completions endpoint?"
         )
-    message: ChatMessage = {"role": "assistant", "content": as_text(read(source, "content"))}
+    message: ChatMessage = {"role": "assistant", "content": sent_text(read(source, "content"))}
     # The name changed between versions of vLLM.
     for name in ("reasoning_content", "reasoning"):
-        if reasoning := as_text(read(source, name)):
+        if reasoning := sent_text(read(source, name)):
             message["reasoning_content"] = reasoning
             break
-    calls = read(source, "tool_calls")
-    if isinstance(calls, str | dict):
-        calls = [calls] if calls else []
-    if isinstance(calls, list | tuple) and calls:
+    if calls := sent_calls(read(source, "tool_calls")):
         message["tool_calls"] = [_tool_call(call, index) for index, call in enumerate(calls)]
     return message, str(message["content"])
 
@@ -291,9 +287,9 @@ def begin_answer(response: object) -> Answer:
     stop = read(choice, "stop_reason")
     return Answer(
         _finish_reason(choice),
-        id=_text(name),
+        id=sent_text(name),
         # Interned, since thousands of answers name the same model.
-        model=sys.intern(_text(model)) if type(model) is str else None,
+        model=sys.intern(sent_text(model)) if type(model) is str else None,
         info={"stop_reason": stop} if isinstance(stop, str | int) else {},
     )
 
@@ -444,7 +440,7 @@ def _says(choice: object) -> bool:
     message = read(choice, "message")
     parts = [read(message, name) for name in ("content", "reasoning_content", "reasoning")]
     parts += [read(message, "tool_calls"), read(choice, "text")]
-    return any(isinstance(part, str | list | tuple) and len(part) for part in parts)
+    return any(isinstance(part, str | list | tuple | dict) and len(part) for part in parts)
 
 
 def names_ids(logprobs: object) -> bool:
@@ -511,12 +507,6 @@ def _spell(texts: list[Any], ids: IntArray) -> bool:
 
 def _is_openai(response: object) -> bool:
     return type(response).__module__.partition(".")[0] == "openai"
-
-
-def _text(value: Any) -> str:
-    """Return a text from the server, or an empty one if it sent something else."""
-    # A model may write a lone surrogate, which can be neither stored nor sent: it becomes U+FFFD.
-    return well_formed(value) if isinstance(value, str) else ""
 
 
 def _tool_call(call: object, index: int) -> dict[str, Any]:

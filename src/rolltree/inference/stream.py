@@ -24,11 +24,13 @@ from rolltree.inference.wire import (
     ChunkChoice,
     Decode,
     DecodeChunk,
-    Function,
     Logprobs,
     Message,
-    MessageToolCall,
     Response,
+    call_texts,
+    read,
+    sent_calls,
+    sent_text,
 )
 from rolltree.types import ChatMessage
 
@@ -222,12 +224,12 @@ class _Heard:
     def __call__(self, choice: ChunkChoice) -> None:
         delta = choice.delta or Message(choice.text)
         said: ChatMessage = {}
-        reasoning = delta.reasoning_content or delta.reasoning
+        reasoning = sent_text(delta.reasoning_content or delta.reasoning)
         if reasoning and not self._has_content:
             said["reasoning_content"] = reasoning
-        if delta.content:
+        if content := sent_text(delta.content):
             self._has_content = True
-            said["content"] = delta.content
+            said["content"] = content
         self._listener(said)
 
 
@@ -328,9 +330,9 @@ def _joined(chunks: list[ChunkChoice]) -> Choice:
     deltas = [each.delta for each in chunks if each.delta is not None]
     if deltas:
         whole.message = Message(
-            "".join(delta.content or "" for delta in deltas),
-            "".join(delta.reasoning_content or delta.reasoning or "" for delta in deltas),
-            tool_calls=_joined_calls([call for delta in deltas for call in delta.tool_calls or ()]),
+            "".join(sent_text(delta.content) for delta in deltas),
+            "".join(sent_text(delta.reasoning_content or delta.reasoning) for delta in deltas),
+            tool_calls=_joined_calls([c for delta in deltas for c in sent_calls(delta.tool_calls)]),
         )
     return whole
 
@@ -351,13 +353,14 @@ def _joined_logprobs(parts: list[Logprobs]) -> Logprobs | None:
     return whole
 
 
-def _joined_calls(parts: list[MessageToolCall]) -> list[MessageToolCall]:
-    calls: dict[int, MessageToolCall] = {}
+def _joined_calls(parts: list[Any]) -> list[dict[str, Any]]:
+    calls: dict[int, tuple[str, str, str]] = {}
     for part in parts:
-        call = calls.setdefault(part.index or 0, MessageToolCall())
-        call.id = call.id or part.id
-        whole, new = call.function or Function("", ""), part.function or Function()
-        call.function = Function(
-            (whole.name or "") + (new.name or ""), (whole.arguments or "") + (new.arguments or "")
-        )
-    return [calls[index] for index in sorted(calls)]
+        index = read(part, "index", 0)
+        at = index if isinstance(index, int) else 0
+        known, new = calls.get(at, ("", "", "")), call_texts(part)
+        calls[at] = (known[0] or new[0], known[1] + new[1], known[2] + new[2])
+    return [
+        {"id": identifier, "function": {"name": name, "arguments": arguments}}
+        for _, (identifier, name, arguments) in sorted(calls.items())
+    ]

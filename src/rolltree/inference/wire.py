@@ -35,31 +35,16 @@ class Logprobs(msgspec.Struct):
     token_logprobs: list[float | None] | None = None
 
 
-class Function(msgspec.Struct):
-    """The function of a tool call; `arguments` is JSON text.
+class Message(msgspec.Struct):
+    """An assistant message, or what a chunk adds to it.
 
-    In chunks the name comes once, the arguments in pieces.
+    `sent_text`, `sent_calls` and `call_texts` read the fields, for servers send other data, too.
     """
 
-    name: str | None = None
-    arguments: str | None = None
-
-
-class MessageToolCall(msgspec.Struct):
-    """A tool call that the server parsed, or what a chunk adds to call number `index`."""
-
-    id: str | None = None
-    function: Function | None = None
-    index: int | None = None
-
-
-class Message(msgspec.Struct):
-    """An assistant message, or what a chunk adds to it."""
-
-    content: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    tool_calls: list[MessageToolCall] | None = None
+    content: Any = None
+    reasoning_content: Any = None
+    reasoning: Any = None
+    tool_calls: Any = None
 
 
 class Span(msgspec.Struct):
@@ -144,22 +129,25 @@ def decode_chunk(data: bytes) -> Chunk:
     return _decoded(_CHUNK_DECODER, data)
 
 
-def as_text(value: Any) -> str:
-    """Return what a server or a mock has in place of a text: parts are joined, as `as_json` else.
+def sent_text(value: Any) -> str:
+    """Return what a server or a mock has in place of a text: parts are joined, as `sent_json` else.
 
-    >>> as_text([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}])
+    >>> sent_text([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}])
     'ab'
     """
     if isinstance(value, list | tuple) and all(map(_is_text, value)):
-        return "".join(as_json(part["text"]) for part in value)
-    return as_json(value or "")
+        return "".join(sent_json(part["text"]) for part in value)
+    return sent_json(value or "")
 
 
-def as_json(value: Any) -> str:
+def sent_json(value: Any) -> str:
     """Return a text as it is, other data as JSON; None and objects that JSON lacks become ""."""
     if not isinstance(value, str | dict | list | tuple | int | float):
         return ""
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    try:
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        text = f"({error})"
     # A model may write a lone surrogate, which can be neither stored nor sent: it becomes U+FFFD.
     return str(well_formed(text))
 
@@ -168,38 +156,17 @@ def _is_text(part: Any) -> bool:
     return isinstance(part, dict) and isinstance(part.get("text"), str)
 
 
-def _mended(answer: Any) -> Any:
-    """Return a decoded answer with texts where servers put other data that the model wrote."""
-    choices = answer.get("choices") if isinstance(answer, dict) else None
-    for choice in choices if isinstance(choices, list) else ():
-        for name in ("message", "delta"):
-            if isinstance(choice, dict) and isinstance(choice.get(name), dict):
-                choice[name] = _mended_message(choice[name])
-    return answer
-
-
-def _mended_message(message: dict[str, Any]) -> dict[str, Any]:
-    names = ("content", "reasoning_content", "reasoning")
-    found: dict[str, Any] = {name: as_text(message[name]) for name in names if name in message}
-    calls = message.get("tool_calls") or []
-    found["tool_calls"] = list(map(_mended_call, calls if isinstance(calls, list) else [calls]))
-    return found
-
-
-def _mended_call(call: Any) -> dict[str, Any]:
-    identifier, name, arguments = call_texts(call)
-    index = call.get("index") if isinstance(call, dict) else None
-    return {
-        "id": identifier,
-        "function": {"name": name, "arguments": arguments},
-        "index": index if isinstance(index, int) else None,
-    }
+def sent_calls(value: Any) -> list[Any]:
+    """Return what a server or a mock has in place of a list of tool calls as a list."""
+    if isinstance(value, list | tuple):
+        return list(value)
+    return [value] if value and isinstance(value, str | dict) else []
 
 
 def call_texts(call: Any) -> tuple[str, str, str]:
     """Return the id, the name and the arguments of a tool call, "" for what it does not have.
 
-    What is no call becomes the arguments of one without a name, about which the model is told.
+    Other data becomes the arguments of a call without a name, about which the model is told.
     """
     if isinstance(call, str):
         with suppress(ValueError, RecursionError):
@@ -208,7 +175,7 @@ def call_texts(call: Any) -> tuple[str, str, str]:
         call = {"function": {"arguments": call}}
     function = read(call, "function")
     name, arguments = read(function, "name"), read(function, "arguments")
-    return as_text(read(call, "id")), as_text(name), as_json(arguments)
+    return sent_text(read(call, "id")), sent_text(name), sent_json(arguments)
 
 
 def read(value: object, name: str, otherwise: object = None) -> Any:
@@ -238,7 +205,7 @@ def _decoded(decoder: msgspec.json.Decoder[AnyResponse], body: bytes) -> AnyResp
         with suppress(ValueError, RecursionError, msgspec.ValidationError):
             text = body.decode("utf-8-sig", "replace")
             values = json.loads(text, parse_constant=lambda _: None, parse_int=_integer)
-            return msgspec.convert(_mended(well_formed(values)), decoder.type)
+            return msgspec.convert(well_formed(values), decoder.type)
         start = body[:80].decode("utf-8", "replace")
         raise BadResponse(
             f"the server's answer is not a completion in JSON ({error}); it begins {start!r}. "

@@ -12,7 +12,6 @@ from rolltree.rubrics.functions import RewardFunc, RewardFunction, run_inline
 from rolltree.rubrics.rubric import (
     Rubric,
     Scores,
-    ToolRubric,
     are_equal,
     as_rubric,
     centred_rewards,
@@ -29,11 +28,13 @@ if TYPE_CHECKING:
     from rolltree.rubrics.judge import JUDGE_PROMPT as JUDGE_PROMPT
     from rolltree.rubrics.judge import JudgeRubric as JudgeRubric
     from rolltree.rubrics.math_rubric import MathRubric as MathRubric
+    from rolltree.rubrics.tool_rubric import ToolRubric as ToolRubric
 
 _MODULES = {
     "groups": "PerAgentRubric RubricGroup",
     "judge": "JUDGE_PROMPT JudgeRubric",
     "math_rubric": "MathRubric",
+    "tool_rubric": "ToolRubric",
 }
 __getattr__ = loader(__name__, _MODULES)
 

@@ -1,4 +1,4 @@
-"""`Rubric`: weighted reward functions over a finished rollout; `ToolRubric`: metrics of tool calls.
+"""`Rubric`: weighted reward functions over a finished rollout.
 
 A function that raises earns 0, since the answer may be the cause, and a model must not be able to
 choose to have no reward; `state["scoring_errors"]` holds the error under the function's name. If it
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,14 +29,13 @@ from rolltree.rubrics.functions import (
     call_all,
     group_arguments,
     rollout_arguments,
-    run_inline,
     scoring_error,
     without_semaphore,
 )
 from rolltree.state import UnscoredSnapshot
 from rolltree.steps import MAX_REWARD, as_number
 from rolltree.store.weights import ScoredPart
-from rolltree.types import ErrorRecord, Messages, State
+from rolltree.types import ErrorRecord, State
 
 
 @dataclass(slots=True)
@@ -512,69 +511,3 @@ def as_rubric(rubric: Any, kind: type[Rubric] = Rubric) -> Any:
         f"rubric is {given!r}, which cannot score a rollout. Pass a rubric, such as "
         "Rubric([function]), or a reward function."
     )
-
-
-class ToolRubric(Rubric):
-    """A rubric with metrics about tool calls, of weight 0.
-
-    `total_tool_calls`, `failed_tool_calls` (the tool raised), `unreadable_tool_calls` and, for each
-    tool, `<name>_calls`.
-
-    Args:
-        funcs, weights, parser: as in `Rubric`; the metrics come after these functions.
-        tools: the functions, or their names. Calls of other tools count only in the total.
-    """
-
-    def __init__(
-        self,
-        tools: Sequence[Callable[..., Any] | str] | None = None,
-        funcs: Sequence[RewardFunc] | None = None,
-        weights: Sequence[float] | None = None,
-        parser: Parser | None = None,
-    ) -> None:
-        super().__init__(funcs, weights, parser)
-        self.tool_names = [
-            tool if isinstance(tool, str) else str(getattr(tool, "__name__", tool))
-            for tool in tools or ()
-        ]
-        self.add_metric(total_tool_calls)
-        self.add_metric(failed_tool_calls)
-        self.add_metric(unreadable_tool_calls)
-        for name in self.tool_names:
-            self.add_metric(_counter(name))
-
-
-@run_inline
-def total_tool_calls(completion: Messages) -> float:
-    """Return the number of tool calls that the model made."""
-    return float(len(_called(completion)))
-
-
-@run_inline
-def failed_tool_calls(state: State) -> float:
-    """Return the number of calls in which the tool raised."""
-    return float(len(state.get("tool_errors") or ()))
-
-
-@run_inline
-def unreadable_tool_calls(completion: Messages) -> float:
-    """Return the number of calls that could not be read, and so are in neither of the others."""
-    messages = [] if isinstance(completion, str) else completion or []
-    return float(sum(len(message.get("parse_problems") or ()) for message in messages))
-
-
-def _counter(tool: str) -> RewardFunc:
-    @run_inline
-    def count(completion: Messages) -> float:
-        return float(_called(completion).count(tool))
-
-    count.__name__ = f"{tool}_calls"
-    return count
-
-
-def _called(completion: Messages) -> list[str]:
-    if isinstance(completion, str):
-        return []
-    from rolltree.tools import raw_tool_calls
-
-    return [call.name for message in completion or () for call in raw_tool_calls(message)]

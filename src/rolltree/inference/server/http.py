@@ -32,6 +32,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 MAX_BODY_BYTES = 16 * 2**20
 # Decoding blocks the interpreter, and `/health` with it: five million empty objects take a second.
 MAX_CONTAINERS = 200_000
+MAX_HEAD_BYTES = 64 * 2**10
 READ_TIMEOUT_S = 30.0
 # How long the rest of a refused body is read and dropped.
 _LINGER_S = 2.0
@@ -266,13 +267,20 @@ def has_left(receive: Receive) -> bool:
     return False
 
 
+_HEAD_TOO_LARGE = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
+    b"Content-Length: 0\r\nConnection: close\r\n\r\n"
+)
+
+
 def protocol_with_head_timeout(limit_s: float) -> type[asyncio.Protocol]:
-    """Return uvicorn's protocol with a time limit for request heads, after which it closes."""
-    # uvicorn waits forever for the rest of a head. `request_body` limits the time for the body.
+    """Return uvicorn's protocol with limits of time and size for request heads; then it closes."""
+    # uvicorn waits forever for the rest of a head, however long. `request_body` limits the body.
     from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
     class HeadTimeoutProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         _late: asyncio.TimerHandle | None = None
+        _num_head_bytes = 0
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(_GatheredWrites(transport, self.loop, self._is_body_unread))
@@ -282,6 +290,11 @@ def protocol_with_head_timeout(limit_s: float) -> type[asyncio.Protocol]:
             if not self.transport.is_closing():
                 super().data_received(data)
                 self._watch()
+                # Still in the head, for otherwise nothing is watched.
+                self._num_head_bytes = 0 if self._late is None else self._num_head_bytes + len(data)
+                if self._num_head_bytes > MAX_HEAD_BYTES:
+                    self.transport.write(_HEAD_TOO_LARGE)
+                    self.transport.close()
 
         def _is_body_unread(self) -> bool:
             return self.cycle is not None and bool(self.cycle.more_body)
