@@ -67,16 +67,12 @@ def _is_plain(state: State) -> bool:
     for key, types in _PLAIN_TYPES:
         if type(get(state, key)) not in types:
             return False
-    numbers = [number for key in _NUMBERS if (number := get(state, key)) is not None]
     metrics = get(state, "metrics")
-    if metrics:
-        numbers += metrics.values()
-    if not all(type(number) is float and abs(number) <= MAX_REWARD for number in numbers):
-        return False
+    for number in (*map(partial(get, state), _NUMBERS), *(metrics.values() if metrics else ())):
+        if number is not None and (type(number) is not float or not abs(number) <= MAX_REWARD):
+            return False
     steps = get(state, "trajectory")
-    return isinstance(steps, list) and all(
-        isinstance(step, dict) and is_plain_step(step) for step in steps
-    )
+    return isinstance(steps, list) and all(map(is_plain_step, steps))
 
 
 def _is_whole(state: State, row: Mapping[str, Any]) -> bool:

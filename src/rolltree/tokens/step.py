@@ -457,8 +457,10 @@ def assigned_value(step: Mapping[str, Any], key: str, default: Any = None) -> An
     return default if value is _UNREAD else value
 
 
-def is_plain_step(step: dict[str, Any]) -> bool:
-    """Whether a step surely holds what its keys take, as nearly all steps do."""
+def is_plain_step(step: Any) -> bool:
+    """Whether a step is a dict that surely holds what its keys take, as nearly all steps do."""
+    if not isinstance(step, dict):
+        return False
     get = dict.get
     reward, advantage = get(step, "reward"), get(step, "advantage")
     return (
