@@ -54,7 +54,7 @@ test-oldest: $(OLDEST_VENV)/.oldest ## run the core tests with the oldest releas
 	OMP_NUM_THREADS=1 $(OLDEST_VENV)/bin/python -m pytest -W default -rs -m "not long" $(or $(ARGS),$(OLDEST_TESTS))
 
 test-vllm: $(VENV)/.train $(VLLM_VENV)/.vllm ## run the tests against real vLLM (its own environment, 2.5 GB)
-	ROLLTREE_TEST_MODEL=$$($(BIN)/python -c 'from rolltree.models import resolve_model as r; print(r("smollm2-135m"))') \
+	ROLLTREE_TEST_MODEL=$$($(BIN)/python -c 'from rolltree.inference.models import resolve_model as r; print(r("smollm2-135m"))') \
 	  $(VLLM_VENV)/bin/python -m pytest $(VLLM_TESTS) $(ARGS)
 
 test-compat: $(VENV)/.dev $(VF_VENV)/.verifiers ## play environments on the real verifiers 0.1.8 and on rolltree, and compare (its own environment, 1 GB)
@@ -76,7 +76,7 @@ test-gpu: $(VENV)/.dev ## run the tests that need an NVIDIA GPU
 	@$(BIN)/python tests_gpu/need_cuda.py test-gpu
 	$(BIN)/python -m pytest tests_gpu --ignore tests_gpu/with_vllm $(ARGS)
 	$(MAKE) $(GPU_VLLM)/.vllm VLLM=$(VLLM_GPU) VLLM_VENV=$(GPU_VLLM)
-	ROLLTREE_TEST_MODEL=$$($(BIN)/python -c 'from rolltree.models import resolve_model as r; print(r("smollm2-135m"))') \
+	ROLLTREE_TEST_MODEL=$$($(BIN)/python -c 'from rolltree.inference.models import resolve_model as r; print(r("smollm2-135m"))') \
 	  $(GPU_VLLM)/bin/python -m pytest tests_gpu/with_vllm $(ARGS)
 
 bench-gpu: $(VENV)/.dev ## measure what needs an NVIDIA GPU (benchmarks/gpu.md)

@@ -36,8 +36,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 GREEN = ".ci/green"
 CORE = {
-    *("types.py", "errors.py", "state.py", "steps.py", "seeds.py", "tokens", "store", "samples"),
-    *("inference", "environments", "rollouts", "rubrics", "training", "evaluation"),
+    *("values", "_helpers", "tokens", "store", "samples", "inference", "environments", "rollouts"),
+    *("training", "evaluation"),
 }
 """Rooms that every run needs, for `--history`."""
 

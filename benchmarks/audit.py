@@ -26,14 +26,14 @@ import numpy as np
 from verdict import Bar, conclude, make_parser
 
 import rolltree as rt
-from rolltree.records.auditing.run import processes_for
+from rolltree.insight.auditing.run import processes_for
 from rolltree.rollouts.decode import decode_rollout
 from rolltree.samples.resolve import resolve_tokens
-from rolltree.seeds import derive_seed
 from rolltree.store import Run, StoredRollout
 from rolltree.store.trained import TrainedRollout
 from rolltree.tokens import TokenTree
 from rolltree.training import TrainConfig, assign_credit
+from rolltree.values.seeds import derive_seed
 
 GROUPS, MEMBERS = 8, 8
 MOST_S = 60.0

@@ -38,11 +38,6 @@ import torch
 from verdict import Bar, conclude, make_parser
 
 import rolltree as rt
-from rolltree.cluster.broker import Broker, Head
-from rolltree.cluster.messages import EngineState, FleetState, Served
-from rolltree.cluster.remote import RemoteRollouts
-from rolltree.cluster.worker import Engines, HeadClient, Worker
-from rolltree.inference.weights.shared import SharedWeights
 from rolltree.rollouts import RolloutEngine
 from rolltree.rollouts.requests import example_request, group_member
 from rolltree.rollouts.wire import (
@@ -51,9 +46,14 @@ from rolltree.rollouts.wire import (
     result_from_rows,
     result_to_rows,
 )
+from rolltree.scale.cluster.broker import Broker, Head
+from rolltree.scale.cluster.messages import EngineState, FleetState, Served
+from rolltree.scale.cluster.remote import RemoteRollouts
+from rolltree.scale.cluster.worker import Engines, HeadClient, Worker
+from rolltree.scale.weights.shared import SharedWeights
 from rolltree.store import Run
 from rolltree.testing import ScriptedClient
-from rolltree.types import RolloutRequest, SamplingParams
+from rolltree.values.types import RolloutRequest, SamplingParams
 
 OFFERED = 4000
 """Rollouts per second that the engines would answer, if nothing else took time."""

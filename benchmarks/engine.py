@@ -48,11 +48,11 @@ from talk import words
 from verdict import Bar, conclude, make_parser
 
 import rolltree
+from rolltree._helpers.tasks import peak_rss_bytes, yield_fairly
 from rolltree.inference.call import Answer, CallTree, ModelCall
 from rolltree.inference.client_base import RootClient
 from rolltree.store import Run
-from rolltree.tasks import peak_rss_bytes, yield_fairly
-from rolltree.types import FinishReason, ModelResponse
+from rolltree.values.types import FinishReason, ModelResponse
 
 CASES = ("fast", "slow", "stored", "show", "show_phase", "resume", "long")
 GROUP_SIZE = 10  # rollouts of an example, in `stored`

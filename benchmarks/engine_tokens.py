@@ -88,7 +88,7 @@ def by_generate(model: Any, prompts: list[Ids], new_tokens: int, temperature: fl
 
 
 def by_engine(engine: Any, prompts: list[Ids], new_tokens: int, temperature: float) -> Any:
-    from rolltree.types import GenerateRequest, SamplingParams
+    from rolltree.values.types import GenerateRequest, SamplingParams
 
     async def ask() -> list[Ids]:
         sampling = SamplingParams(temperature=temperature, max_tokens=new_tokens)
@@ -233,7 +233,7 @@ def vllm_side(folder: str, name: str, vocabulary: int, options: argparse.Namespa
 
 def beside_vllm(name: str, vocabulary: int, options: Any) -> dict[str, list[float]]:
     """Return CPU and wall seconds per row, of vLLM on the same prompts."""
-    from rolltree.models import resolve_model
+    from rolltree.inference.models import resolve_model
 
     repeats = options.repeats or (2 if name == "tiny" else 1)
     command = [VLLM, __file__, "--vllm", resolve_model(name), name, vocabulary]
@@ -297,7 +297,7 @@ def main() -> int:
 
 
 def measure(options: argparse.Namespace) -> int:
-    from rolltree.models import load_model
+    from rolltree.inference.models import load_model
 
     if options.steps:
         for name in options.models:

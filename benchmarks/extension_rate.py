@@ -28,7 +28,7 @@ from rolltree.inference import ChatRenderer
 def styles() -> dict[str, Style]:
     from transformers import AutoTokenizer
 
-    from rolltree.models import resolve_model
+    from rolltree.inference.models import resolve_model
 
     thinking = "<think>\nAdd one.\n</think>\n\n"
     return STYLES | {

@@ -94,7 +94,7 @@ def serve_gateway(port: int, upstream: str, folder: str) -> None:
 def call_directly(upstream: str, num_sessions: int, num_turns: int) -> None:
     """Make the calls from this process, and print its CPU seconds and what they took."""
     import rolltree as rt
-    from rolltree.types import ChatMessage
+    from rolltree.values.types import ChatMessage
 
     async def converse(client: Any) -> None:
         session, messages = client.session(), list[ChatMessage]()

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 from verdict import Bar, conclude, make_parser
 
-from rolltree.estimate import estimate, student_t
 from rolltree.evaluation.paired import Values, paired_difference
+from rolltree.values.estimate import estimate, student_t
 
 Draw = Callable[[np.random.Generator], tuple[Values, Values]]
 LEAST = {"seeds": 0.92, "tail": 0.9, "": 0.93}

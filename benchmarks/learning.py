@@ -54,7 +54,7 @@ def warm_up(folder: Path) -> float:
     """Teach a tiny model sums, most of them wrong, into `folder`; return the last loss."""
     import torch
 
-    from rolltree.models import load_model
+    from rolltree.inference.models import load_model
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -21,9 +21,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from verdict import Bar, conclude, make_parser
 
 import rolltree as rt
-from rolltree.models import load_model
+from rolltree.inference.models import load_model
 from rolltree.training import build_parts, load_train_config, open_run, run_training
-from rolltree.types import GenerateRequest, SamplingParams
+from rolltree.values.types import GenerateRequest, SamplingParams
 
 KINDS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {

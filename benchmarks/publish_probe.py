@@ -19,10 +19,10 @@ import torch
 from verdict import Bar, conclude, make_parser
 
 from rolltree.inference.local import local_client
-from rolltree.models import load_model
+from rolltree.inference.models import load_model
 from rolltree.training import Trainer, load_train_config
 from rolltree.training.publishing import Publisher, _compare, next_logprobs
-from rolltree.types import FinishReason, Records, Sample, SampleOrigin
+from rolltree.values.types import FinishReason, Records, Sample, SampleOrigin
 
 WORDS = ("apple", "stone", "river", "cloud")
 

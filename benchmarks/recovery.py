@@ -37,11 +37,11 @@ from typing import Any
 
 from verdict import Bar, conclude, make_parser
 
-from rolltree.cluster.launchers import marked_processes
-from rolltree.cluster.report import ask_driver
-from rolltree.cluster.state import read_state
-from rolltree.errors import ClusterError
+from rolltree.scale.cluster.launchers import marked_processes
+from rolltree.scale.cluster.report import ask_driver
+from rolltree.scale.cluster.state import read_state
 from rolltree.store import Run
+from rolltree.values.errors import ClusterError
 
 ROLES = ("worker-0", "engine-0", "trainer", "trainer-1", "driver")
 NODE_CPUS = 2

@@ -20,8 +20,8 @@ from pathlib import Path
 from verdict import Bar, conclude, make_parser
 
 import rolltree as rt
+from rolltree._helpers.tasks import peak_rss_bytes
 from rolltree.environments import load_object
-from rolltree.tasks import peak_rss_bytes
 
 ARITHMETIC = Path(__file__).resolve().parents[1] / "environments" / "arithmetic"
 GROUP = 8

@@ -30,8 +30,8 @@ from rolltree.samples import build_samples
 from rolltree.tokens import Trajectory
 from rolltree.training.forward import LogprobModel
 from rolltree.training.layout import collate
-from rolltree.training.routing import Replay
-from rolltree.types import GenerateRequest, ModelResponse, SamplingParams, State
+from rolltree.training.models.routing import Replay
+from rolltree.values.types import GenerateRequest, ModelResponse, SamplingParams, State
 
 VOCABULARY, NUM_EXPERTS, TOP_K = 512, 32, 4
 SIZES = {

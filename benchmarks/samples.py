@@ -25,7 +25,7 @@ from verdict import Bar, conclude, make_parser
 
 from rolltree.samples import build_samples
 from rolltree.tokens import StepTokens, TokenTree, Trajectory
-from rolltree.types import FinishReason, ModelResponse
+from rolltree.values.types import FinishReason, ModelResponse
 
 NEW_TOKENS, SAMPLED_TOKENS, REASONING_TOKENS = 400, 300, 200
 TURNS = (8, 32, 128)

@@ -38,9 +38,9 @@ NUM_STARTS = 10
 
 async def measure(level: str, python: str | None) -> dict[str, Any]:
     """Run every attempt and every attack at one level, as the user of this process."""
-    from rolltree.errors import SandboxUnavailable
     from rolltree.sandbox import LocalBackend
     from rolltree.sandbox.machine import PROTECTIONS
+    from rolltree.values.errors import SandboxUnavailable
 
     backend = LocalBackend(level, python=python, allow_weaker=PROTECTIONS)
     try:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from verdict import Bar, conclude, make_parser
 
-from rolltree.models import load_model
+from rolltree.inference.models import load_model
 from rolltree.samples import build_samples
 from rolltree.store import Run
 from rolltree.tokens import Trajectory
@@ -27,7 +27,7 @@ from rolltree.training.algorithms import resolve_algorithm
 from rolltree.training.batches import build_batch
 from rolltree.training.metrics import RecordStats
 from rolltree.training.token_record import TokenRecord
-from rolltree.types import FinishReason, ModelResponse, State
+from rolltree.values.types import FinishReason, ModelResponse, State
 
 
 def play(num_rollouts: int, num_turns: int, num_tokens: int) -> list[State]:

@@ -27,13 +27,13 @@ from typing import Any
 from verdict import Bar, conclude, make_parser
 
 from rolltree.agents import ToolAgent
+from rolltree.environments.rubrics import run_inline
+from rolltree.environments.tools import Tool, call_function
+from rolltree.environments.tools.run import call_in_process
 from rolltree.inference import ChatRenderer
-from rolltree.rubrics import run_inline
 from rolltree.samples import build_samples
 from rolltree.testing import ByteTokenizer, ScriptedClient
-from rolltree.tools import Tool, call_function
-from rolltree.tools.run import call_in_process
-from rolltree.types import State
+from rolltree.values.types import State
 
 TEMPLATES = Path(__file__).parents[1] / "tests" / "samples" / "templates"
 NUM_TURNS = 20

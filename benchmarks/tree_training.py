@@ -38,7 +38,7 @@ from rolltree.training import Trainer, load_train_config
 from rolltree.training.batches import build_batch
 from rolltree.training.layout import Pattern
 from rolltree.training.tree_blocks import TreeLayout, forest_attention
-from rolltree.types import FinishReason, ModelResponse, State
+from rolltree.values.types import FinishReason, ModelResponse, State
 
 VOCABULARY = 4096
 NEW_TOKENS, SAMPLED_TOKENS, REASONING_TOKENS = 40, 60, 30

@@ -23,8 +23,8 @@ from urllib.parse import quote
 from load import LONG, TURNS, make_long, make_wide
 from verdict import Bar, conclude, make_parser
 
+from rolltree.insight.page.api import index_of
 from rolltree.store import Run
-from rolltree.viewer.api import index_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from browser_kit import serving, started_chromium

@@ -35,9 +35,9 @@ import torch
 from verdict import Bar, conclude, make_parser
 
 from rolltree.inference import ChatRenderer, OpenAIClient
-from rolltree.models import load_model, resolve_model
+from rolltree.inference.models import load_model, resolve_model
+from rolltree.scale.servers import PublishName, Servers, weight_way
 from rolltree.training.publishing import Publisher
-from rolltree.training.servers import PublishName, Servers, weight_way
 
 VLLM = Path(__file__).parents[1] / ".venv-vllm/bin/python"
 VLLM_ENV = {
@@ -71,7 +71,7 @@ def vllm_command(folder: Path, port: int) -> list[str]:
         *("--served-model-name", "m", "--dtype", "float32", "--host", "127.0.0.1"),
         *("--port", str(port), "--max-model-len", "1024", "--enforce-eager", "--max-num-seqs", "8"),
         *("--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--api-key", TOKEN),
-        *("--worker-extension-cls", "rolltree.inference.vllm.worker.WeightReload"),
+        *("--worker-extension-cls", "rolltree.scale.vllm.worker.WeightReload"),
         *("--weight-transfer-config", '{"backend": "rolltree"}'),
     ]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rolltree.inference import ChatRenderer
-from rolltree.models.made import CHAT_TEMPLATE as MADE
+from rolltree.inference.models.made import CHAT_TEMPLATE as MADE
 from rolltree.testing import CHATML_TEMPLATE, ByteTokenizer
 
 TESTS = Path(__file__).parent

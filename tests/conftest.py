@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from rolltree.redact import _remembered
+from rolltree._helpers.redact import _remembered
 
 settings.register_profile(
     "suite",

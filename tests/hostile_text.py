@@ -7,7 +7,7 @@ import json
 from hypothesis import strategies as st
 
 from rolltree.inference.completion import CompletionParser
-from rolltree.types import FinishReason, ModelResponse, SamplingParams
+from rolltree.values.types import FinishReason, ModelResponse, SamplingParams
 
 BAR, SPACE = "\uff5c", "\u2581"
 MARKS = [

@@ -7,11 +7,7 @@ import aiohttp
 
 import rolltree as rt
 from rolltree.agents import Agent, ReActAgent, ToolAgent
-from rolltree.compat import verifiers as vf
-from rolltree.environments import EnvGroup, ProtocolEnvironment
-from rolltree.gateway.calls import AgentCall
-from rolltree.parsers import MaybeThinkParser, XMLParser, by_function, tagged
-from rolltree.protocols import (
+from rolltree.agents.protocols import (
     DelegatingProtocol,
     MultiAgentSyncProtocol,
     Opponent,
@@ -20,10 +16,14 @@ from rolltree.protocols import (
     TurnProtocol,
     delegate_tool,
 )
-from rolltree.rubrics import JudgeRubric, Rubric, RubricGroup, ToolRubric
+from rolltree.agents.worlds import GymWorld, ParallelGame, TurnGame, board_text
+from rolltree.environments import EnvGroup, ProtocolEnvironment
+from rolltree.environments.parsers import MaybeThinkParser, XMLParser, by_function, tagged
+from rolltree.environments.rubrics import JudgeRubric, Rubric, RubricGroup, ToolRubric
+from rolltree.gateway.calls import AgentCall
 from rolltree.testing import ScriptedAnswer, ScriptedClient
-from rolltree.types import FinishReason, SamplingParams
-from rolltree.worlds import GymWorld, ParallelGame, TurnGame, board_text
+from rolltree.values.types import FinishReason, SamplingParams
+from rolltree.verifiers import verifiers as vf
 
 # Environments
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from docs_kit import ROOT
-from rolltree.advice import MOST, RULES, Measured, advise, of_training
+from rolltree.rollouts.advice import MOST, RULES, Measured, advise, of_training
 from test_pages import anchors
 
 EVAL = Measured(kind="eval", num_rollouts=100, num_examples=50, reward=0.5, half_width=0.05)

@@ -11,8 +11,8 @@ import docs_kit
 import rolltree as rt
 from docs_kit import PAGES, ROOT, blocks, blocks_of, commands, paste, text_of
 from rolltree.cli import app
-from rolltree.errors import SandboxUnavailable
 from rolltree.training import load_train_config
+from rolltree.values.errors import SandboxUnavailable
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != "README.md"])

@@ -18,13 +18,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rolltree.environments import ToolEnv, stop
+from rolltree.environments.rubrics import Rubric
 from rolltree.inference import ChatRenderer
-from rolltree.models.made import CHAT_TEMPLATE
+from rolltree.inference.models.made import CHAT_TEMPLATE
 from rolltree.rollouts import RolloutEngine
 from rolltree.rollouts.decode import decode_results
 from rolltree.rollouts.record import encode_result
 from rolltree.rollouts.requests import build_requests
-from rolltree.rubrics import Rubric
 from rolltree.samples import build_samples
 from rolltree.store import Run
 from rolltree.testing import SPECIAL_TOKENS, ByteTokenizer, ScriptedClient, scripted_logprobs

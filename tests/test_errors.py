@@ -2,8 +2,9 @@
 
 import pytest
 
-from rolltree import errors, lazy
-from rolltree.errors import (
+from rolltree._helpers import lazy
+from rolltree.values import errors
+from rolltree.values.errors import (
     ConfigError,
     RolloutTimeout,
     ServerError,

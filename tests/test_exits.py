@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from chat_templates import all_templates
 from hostile_text import answers
 from odd_kit import ENVIRONMENTS, MORE_ENVIRONMENTS, SPELLINGS, odd_answers
-from rolltree.errors import UnsupportedSetting
 from rolltree.inference import (
     TOOL_PARSERS,
     ChatRenderer,
@@ -30,6 +29,7 @@ from rolltree.inference import (
 )
 from rolltree.rollouts import RolloutEngine, build_requests
 from rolltree.testing import HttpFault, ScriptedClient, ScriptedServer
+from rolltree.values.errors import UnsupportedSetting
 
 IS_LONG = os.environ.get("ROLLTREE_HYPOTHESIS") == "long"
 ALL = {**ENVIRONMENTS, **MORE_ENVIRONMENTS}

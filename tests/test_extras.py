@@ -4,7 +4,7 @@ import re
 import tomllib
 from pathlib import Path
 
-from rolltree.machine import PROVIDES
+from rolltree._helpers.machine import PROVIDES
 
 ROOT = Path(__file__).resolve().parent.parent
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())

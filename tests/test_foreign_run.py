@@ -18,10 +18,10 @@ from click.testing import CliRunner
 
 from golden_kit import SCHEMAS, unpack
 from rolltree.cli import app
-from rolltree.errors import StoreError
 from rolltree.store import Run, list_runs, summarize
 from rolltree.store.integrity import checksum
 from rolltree.store.rows import LIGHT, STORED, with_checksums
+from rolltree.values.errors import StoreError
 
 MODULES = ("sitecustomize", "conftest", "numpy", "rich", "torch", "pandas", "datasets", "verifiers")
 

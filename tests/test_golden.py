@@ -15,7 +15,7 @@ from golden.pack import EXPECTED, ROOT
 from golden_kit import REAL_RUNS, RUNS, SCHEMAS, unpack
 from rolltree.cli import app
 from rolltree.evaluation import stored_report
-from rolltree.models import make_tiny
+from rolltree.inference.models import make_tiny
 from rolltree.rollouts.decode import decode_results, export_line
 from rolltree.store import Run, list_runs, schema, summarize, to_plain
 from rolltree.testing import ScriptedServer

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from rolltree._helpers.redact import redact_text
+from rolltree._helpers.untrusted import read_json, visible, well_formed
 from rolltree.agents.tool_calls import ReActCalls
-from rolltree.inference import TOOL_PARSERS
-from rolltree.inference.completion import REASONING_TAGS, CompletionParser, cut_at_stop
-from rolltree.parsers import (
+from rolltree.agents.worlds.gym import plain_ansi
+from rolltree.environments.parsers import (
     MaybeThinkParser,
     XMLParser,
     extract_boxed_answer,
@@ -23,12 +24,11 @@ from rolltree.parsers import (
     tagged,
     without_thinking,
 )
-from rolltree.redact import redact_text
+from rolltree.environments.tools import Tool
+from rolltree.inference import TOOL_PARSERS
+from rolltree.inference.completion import REASONING_TAGS, CompletionParser, cut_at_stop
 from rolltree.reports.formatting import safe_text
-from rolltree.tools import Tool
-from rolltree.types import FinishReason
-from rolltree.untrusted import read_json, visible, well_formed
-from rolltree.worlds.gym import plain_ansi
+from rolltree.values.types import FinishReason
 
 MILLION = 10**6
 BOUND_S = 5.0

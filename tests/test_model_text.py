@@ -17,9 +17,7 @@ from hostile_text import NASTY, TextModel, answers, arguments
 from odd_kit import ENVIRONMENTS, ROWS, TOOLS, verdict
 from rolltree.agents.tool_calls import NativeCalls, ReActCalls
 from rolltree.environments import PythonEnv
-from rolltree.inference import TOOL_PARSERS
-from rolltree.inference.completion import REASONING_TAGS, CompletionParser
-from rolltree.parsers import (
+from rolltree.environments.parsers import (
     MaybeThinkParser,
     Parser,
     ThinkParser,
@@ -33,13 +31,15 @@ from rolltree.parsers import (
     tagged,
     without_thinking,
 )
+from rolltree.environments.rubrics import MathRubric, Rubric
+from rolltree.environments.tools import RawToolCall, Toolset, answer_request
+from rolltree.inference import TOOL_PARSERS
+from rolltree.inference.completion import REASONING_TAGS, CompletionParser
 from rolltree.rollouts import RolloutEngine, build_requests
 from rolltree.rollouts.decode import decode_results, export_line
 from rolltree.rollouts.record import encode_result
-from rolltree.rubrics import MathRubric, Rubric
 from rolltree.store import Run
-from rolltree.tools import RawToolCall, Toolset, answer_request
-from rolltree.types import FinishReason
+from rolltree.values.types import FinishReason
 
 MANY = settings(max_examples=400 if os.environ.get("ROLLTREE_HYPOTHESIS") == "long" else 60)
 SOME = settings(max_examples=100 if os.environ.get("ROLLTREE_HYPOTHESIS") == "long" else 4)

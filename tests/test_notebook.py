@@ -6,8 +6,8 @@ import pytest
 
 import rolltree as rt
 from docs_kit import blocks
+from rolltree._helpers.html_view import MOST_ROWS, html_table
 from rolltree.evaluation import build_report
-from rolltree.html_view import MOST_ROWS, html_table
 from rolltree.store import Run
 from rolltree.testing import ScriptedClient
 

@@ -151,7 +151,7 @@ def test_the_names_of_spec_1_are_at_the_root(name):
 
 
 def test_rooms_are_attributes():
-    assert rolltree.rubrics.Rubric is rolltree.Rubric
+    assert rolltree.environments.rubrics.Rubric is rolltree.Rubric
 
 
 def test_an_unknown_name_is_an_attribute_error():
@@ -192,7 +192,7 @@ HEAVY = ("torch", "transformers", "starlette", "uvicorn", "datasets", "openai", 
 def test_nothing_heavy_is_imported():
     loaded = run(
         "import sys, rolltree\n"
-        "torch_rooms = ('training', 'launch', 'inference.local', 'gateway')\n"
+        "torch_rooms = ('training', 'training.launch', 'inference.local', 'gateway')\n"
         "heavy = {name for room in torch_rooms for name in rolltree._ROOMS[room].split()}\n"
         "for name in set(rolltree.__all__) - {'evaluate', *heavy}:\n"
         "    getattr(rolltree, name)\n"

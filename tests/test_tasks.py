@@ -11,9 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-import rolltree.tasks
-from rolltree.errors import Escaped, record_error
-from rolltree.tasks import (
+import rolltree._helpers.tasks
+from rolltree._helpers.tasks import (
     ShortCollections,
     Terminated,
     being_cancelled,
@@ -22,6 +21,7 @@ from rolltree.tasks import (
     wait_shielded,
     yield_fairly,
 )
+from rolltree.values.errors import Escaped, record_error
 
 
 async def cancelled_twice(task, release):
@@ -39,9 +39,9 @@ async def cancelled_twice(task, release):
 @pytest.mark.parametrize(("platform", "unit"), [("linux", 1024), ("darwin", 1)])
 def test_the_peak_memory_is_in_bytes_on_every_system(monkeypatch, platform, unit):
     usage = SimpleNamespace(ru_maxrss=5_000_000)
-    monkeypatch.setattr(rolltree.tasks.resource, "getrusage", lambda _: usage)
+    monkeypatch.setattr(rolltree._helpers.tasks.resource, "getrusage", lambda _: usage)
     monkeypatch.setattr(sys, "platform", platform)
-    assert rolltree.tasks.peak_rss_bytes() == 5_000_000 * unit
+    assert rolltree._helpers.tasks.peak_rss_bytes() == 5_000_000 * unit
 
 
 async def test_a_result_and_an_error_pass_through():
@@ -117,7 +117,7 @@ class TestTurns:
 
     @pytest.fixture(autouse=True)
     def rounds_without_length(self, monkeypatch):
-        monkeypatch.setattr("rolltree.tasks.ROUND_S", 0.0)
+        monkeypatch.setattr("rolltree._helpers.tasks.ROUND_S", 0.0)
 
     async def test_tasks_that_are_ready_at_once_go_on_in_order_a_few_in_a_round(self):
         went, rounds = [], []
@@ -152,7 +152,7 @@ class TestTurns:
         await asyncio.wait_for(yield_fairly(), 60)
 
     async def test_while_there_is_time_nobody_waits(self, monkeypatch):
-        monkeypatch.setattr("rolltree.tasks.ROUND_S", 3600.0)
+        monkeypatch.setattr("rolltree._helpers.tasks.ROUND_S", 3600.0)
         turn = yield_fairly()
         with pytest.raises(StopIteration):
             turn.send(None)
@@ -205,9 +205,9 @@ class TestShortCollections:
             assert found() is None
 
     async def test_old_garbage_is_found_when_the_process_has_grown(self, monkeypatch):
-        peak = rolltree.tasks.peak_rss_bytes()
+        peak = rolltree._helpers.tasks.peak_rss_bytes()
         assert peak > 1_000_000
-        monkeypatch.setattr(rolltree.tasks, "peak_rss_bytes", lambda: peak)
+        monkeypatch.setattr(rolltree._helpers.tasks, "peak_rss_bytes", lambda: peak)
         with ShortCollections(1000) as collections:
             ring = Ring()
             found = weakref.ref(ring)
@@ -262,7 +262,7 @@ def test_the_soft_limit_on_open_files_is_raised():
 import resource
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))
-from rolltree.tasks import allow_open_files
+from rolltree._helpers.tasks import allow_open_files
 allow_open_files()
 print(*resource.getrlimit(resource.RLIMIT_NOFILE), hard)
 """

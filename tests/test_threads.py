@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from rolltree import threads
-from rolltree.threads import ThreadInterrupt, run_in_pool, run_in_thread
+from rolltree._helpers import threads
+from rolltree._helpers.threads import ThreadInterrupt, run_in_pool, run_in_thread
 from wait_kit import until
 
 NAME = "rolltree-test-work"
@@ -63,7 +63,7 @@ async def test_python_code_is_stopped_at_its_time_limit():
 
 
 async def test_one_that_catches_everything_is_stopped_again(monkeypatch):
-    monkeypatch.setattr("rolltree.threads._GRACE_S", 30.0)  # on a busy machine, too
+    monkeypatch.setattr("rolltree._helpers.threads._GRACE_S", 30.0)  # on a busy machine, too
     caught = []
 
     def stubborn():
@@ -81,7 +81,7 @@ async def test_one_that_catches_everything_is_stopped_again(monkeypatch):
 
 
 async def test_a_call_of_c_is_given_up_with_a_warning(caplog, monkeypatch):
-    monkeypatch.setattr("rolltree.threads._GRACE_S", 0.02)
+    monkeypatch.setattr("rolltree._helpers.threads._GRACE_S", 0.02)
     lock = threading.Lock()
     lock.acquire()
     with caplog.at_level(logging.WARNING), pytest.raises(TimeoutError):

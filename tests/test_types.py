@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from rolltree.inference.call import ModelCall
-from rolltree.types import (
+from rolltree.values.types import (
     INPUT_FIELDS,
     FinishReason,
     SamplingParams,
@@ -136,7 +136,7 @@ def test_concat_messages_joins_lists_or_strings_but_not_both():
 
 
 def test_a_response_says_what_a_steps_info_has_of_it():
-    from rolltree.types import ChatResponse
+    from rolltree.values.types import ChatResponse
 
     response = ChatResponse({"role": "assistant", "content": "cut"}, "cut", FinishReason.LENGTH)
     assert response.to_info() == {"finish_reason": "length"}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rolltree.untrusted import MAX_DEPTH, read_json
+from rolltree._helpers.untrusted import MAX_DEPTH, read_json
 
 
 @pytest.mark.parametrize("inside", ["", "1", '"[["', "{}"])

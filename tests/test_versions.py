@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from rolltree._helpers.machine import look
+from rolltree._helpers.versions import BAD_PAIRS, TESTED, TESTED_ON, version_problems
 from rolltree.cli import app
-from rolltree.machine import look
-from rolltree.versions import BAD_PAIRS, TESTED, TESTED_ON, version_problems
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -72,6 +72,6 @@ def test_what_was_tested_is_no_problem():
 )
 def test_doctor_names_what_is_outside(installed, said, monkeypatch):
     machine = replace(look(), versions=installed)
-    monkeypatch.setattr("rolltree.machine.look", lambda: machine)
+    monkeypatch.setattr("rolltree._helpers.machine.look", lambda: machine)
     text = CliRunner().invoke(app, ["doctor", "--no-measure"], catch_exceptions=False).stdout
     assert f"! {said}" in text

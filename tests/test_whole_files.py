@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import golden_kit
-from rolltree.files import read_regular, whole_file, whole_folder, write_whole
+from rolltree._helpers.files import read_regular, whole_file, whole_folder, write_whole
 
 SCRIPT = """
 import json, os, signal, sys
@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy, pyarrow.parquet, matplotlib.figure, matplotlib.backends.backend_agg
 import rolltree as rt
 from rolltree.environments.scaffold import scaffold
-from rolltree.records.export import export_run
+from rolltree.insight.export import export_run
 from rolltree.reports.curves import Curve, save_curve
 from rolltree.store.settings import write_config
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import worker_functions
-from rolltree import workers
-from rolltree.workers import WorkerCallError, WorkerDied, WorkerPool
+from rolltree._helpers import workers
+from rolltree._helpers.workers import WorkerCallError, WorkerDied, WorkerPool
 
 
 def pool_of(name, **settings):
@@ -221,7 +221,7 @@ def test_workers_die_with_the_process_that_started_them(tmp_path, how):
     program = f"""
 import sys, threading, time
 sys.path[:] = {sys.path!r}
-from rolltree.workers import WorkerPool
+from rolltree._helpers.workers import WorkerPool
 pool = WorkerPool("worker_functions:hang")
 thread = threading.Thread(target=pool.call, args=("pid",))
 thread.start()

@@ -18,7 +18,7 @@ from types import GenericAlias, ModuleType, UnionType
 from typing import Any, cast
 
 _OWN = ("verifiers", "rolltree")
-_OURS = re.compile(r"rolltree\.compat(\.verifiers)?")
+_OURS = re.compile(r"rolltree\.verifiers(\.verifiers)?")
 
 
 def main() -> None:

@@ -24,9 +24,9 @@ from rolltree.training import Trainer, load_train_config
 from rolltree.training.batches import build_batch
 from rolltree.training.forward import LogprobModel
 from rolltree.training.layout import Pattern, collate
-from rolltree.training.ranks import Ranks, whole
+from rolltree.training.models.ranks import Ranks, whole
 from rolltree.training.tree_blocks import forest_attention, tree_layout
-from rolltree.types import GenerateRequest, SamplingParams
+from rolltree.values.types import GenerateRequest, SamplingParams
 
 PATTERNS = {"full": Pattern(), "window": Pattern(window=70), "chunk": Pattern(chunk=90)}
 

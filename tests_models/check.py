@@ -26,15 +26,27 @@ import numpy as np
 import torch
 from transformers.utils import logging
 
-from rolltree.errors import RolltreeError
 from rolltree.inference.local.engine import LocalEngine
 from rolltree.samples import build_samples
 from rolltree.tokens import Trajectory
 from rolltree.training import Trainer, export_model, load_train_config
 from rolltree.training.batches import build_batch
-from rolltree.training.lora import ADAPTER, adapted_modules, add_adapter, check_copy, copy_weights
-from rolltree.training.ranks import Ranks, whole
-from rolltree.types import FinishReason, GenerateRequest, ModelResponse, SamplingParams, State
+from rolltree.training.models.lora import (
+    ADAPTER,
+    adapted_modules,
+    add_adapter,
+    check_copy,
+    copy_weights,
+)
+from rolltree.training.models.ranks import Ranks, whole
+from rolltree.values.errors import RolltreeError
+from rolltree.values.types import (
+    FinishReason,
+    GenerateRequest,
+    ModelResponse,
+    SamplingParams,
+    State,
+)
 from tests_models.architectures import ROWS, make_model, moved
 from tests_models.ranks import Pair
 from tests_models.reference import (

@@ -11,8 +11,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from rolltree.errors import RolltreeError
-from rolltree.training.ranks import start_ranks
+from rolltree.training.models.ranks import start_ranks
+from rolltree.values.errors import RolltreeError
 
 LIMIT_S = 200
 """Of one architecture: some 2 s alone. A rank that waits for one that gave up never answers."""

@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch.nn import functional
 
-from rolltree.errors import TrainingError
 from rolltree.inference.local.engine import LocalEngine
 from rolltree.inference.local.routing import (
     Router,
@@ -24,8 +23,9 @@ from rolltree.inference.local.routing import (
     record_routing,
 )
 from rolltree.inference.local.shell import body_of, is_mixture, shell_of
-from rolltree.training.routing import Replay
-from rolltree.types import GenerateRequest, SamplingParams
+from rolltree.training.models.routing import Replay
+from rolltree.values.errors import TrainingError
+from rolltree.values.types import GenerateRequest, SamplingParams
 from tests_models.architectures import ROWS, VOCAB, by_family, make_config, make_model
 
 REFUSED = {

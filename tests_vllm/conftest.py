@@ -30,7 +30,7 @@ def folder():
 def loaded(folder):
     import torch
 
-    from rolltree.models import load_model
+    from rolltree.inference.models import load_model
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     return load_model(str(folder), "float32")

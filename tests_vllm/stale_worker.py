@@ -8,7 +8,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from rolltree.inference.vllm.worker import WeightReload
+from rolltree.scale.vllm.worker import WeightReload
 
 
 class StaleReload(WeightReload):

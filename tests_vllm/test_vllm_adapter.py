@@ -9,9 +9,9 @@ from safetensors.torch import save_file
 from vllm_kit import off_by, vllm_server
 
 from rolltree.inference import ChatRenderer, OpenAIClient
-from rolltree.inference.weights.publish import publish_adapter, served_version
-from rolltree.models.made import CHAT_TEMPLATE
-from rolltree.types import SamplingParams
+from rolltree.inference.models.made import CHAT_TEMPLATE
+from rolltree.scale.weights.publish import publish_adapter, served_version
+from rolltree.values.types import SamplingParams
 
 HELLO = [{"role": "user", "content": "What is 7 + 5?"}]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16)

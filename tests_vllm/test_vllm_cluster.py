@@ -9,9 +9,9 @@ from test_vllm_away import FLAGS
 
 import rolltree as rt
 from rolltree.inference import RetryPolicy, served_version
+from rolltree.scale.server_client import TrainedServer
 from rolltree.store import Run
 from rolltree.training import Silent, build_parts, load_train_config, open_run, run_training
-from rolltree.training.server_client import TrainedServer
 
 pytestmark = pytest.mark.timeout(1500)
 NUM_STEPS = 4

@@ -11,7 +11,7 @@ from vllm_kit import vllm_server
 
 import rolltree as rt
 from rolltree.inference import ChatRenderer, EndpointPool, OpenAIClient
-from rolltree.models.made import CHAT_TEMPLATE
+from rolltree.inference.models.made import CHAT_TEMPLATE
 
 pytestmark = pytest.mark.timeout(600)
 QUESTIONS = [f"Name a thing that is number {n}." for n in range(10)]

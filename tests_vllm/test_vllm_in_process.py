@@ -16,9 +16,9 @@ from vllm_kit import (
 
 import rolltree as rt
 from rolltree.inference import ChatRenderer
-from rolltree.inference.vllm import vllm_client
-from rolltree.models.made import CHAT_TEMPLATE
-from rolltree.types import FinishReason, GenerateRequest, SamplingParams
+from rolltree.inference.models.made import CHAT_TEMPLATE
+from rolltree.scale.vllm import vllm_client
+from rolltree.values.types import FinishReason, GenerateRequest, SamplingParams
 
 HELLO = [{"role": "user", "content": "What is 7 + 5?"}]
 STORY = [{"role": "user", "content": "Tell me a long story about a ship."}]

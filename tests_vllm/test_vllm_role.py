@@ -6,8 +6,8 @@ import httpx
 import pytest
 import vllm_kit
 
-from rolltree.cluster.driver import run_cluster
-from rolltree.cluster.report import ask_driver
+from rolltree.scale.cluster.driver import run_cluster
+from rolltree.scale.cluster.report import ask_driver
 from rolltree.store import Run
 from rolltree.training import Silent, load_train_config
 

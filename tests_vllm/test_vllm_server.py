@@ -18,14 +18,14 @@ from vllm_kit import (
 )
 
 import rolltree as rt
-from rolltree.errors import TrainingError
 from rolltree.inference import ChatRenderer, OpenAIClient, WeightTransfer, as_client
-from rolltree.inference.weights import ways
-from rolltree.inference.weights.publish import publish_weights, served_version
-from rolltree.inference.weights.shared import SharedWeights
-from rolltree.models.made import CHAT_TEMPLATE
+from rolltree.inference.models.made import CHAT_TEMPLATE
+from rolltree.scale.weights import ways
+from rolltree.scale.weights.publish import publish_weights, served_version
+from rolltree.scale.weights.shared import SharedWeights
 from rolltree.store import Run
-from rolltree.types import FinishReason, GenerateRequest, SamplingParams
+from rolltree.values.errors import TrainingError
+from rolltree.values.types import FinishReason, GenerateRequest, SamplingParams
 
 HELLO = [{"role": "user", "content": "What is 7 + 5?"}]
 pytestmark = pytest.mark.timeout(600)

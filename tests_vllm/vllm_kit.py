@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 import rolltree as rt
-from rolltree.models.made import CHAT_TEMPLATE
+from rolltree.inference.models.made import CHAT_TEMPLATE
 
 START_S = 600.0
 SETTINGS = {

@@ -82,7 +82,7 @@ def vllm_side(folder: str, vocabulary: int, options: argparse.Namespace) -> None
 
 def beside_vllm(vocabulary: int, options: argparse.Namespace) -> dict[str, float]:
     """Return vLLM's seconds per batch size on the same prompts."""
-    from rolltree.models import resolve_model
+    from rolltree.inference.models import resolve_model
 
     command = [VLLM, __file__, "--vllm", resolve_model(options.model), vocabulary]
     command += ["--sizes", *options.sizes, "--tokens", options.tokens, "--dtype", options.dtype]
@@ -102,7 +102,7 @@ def beside_vllm(vocabulary: int, options: argparse.Namespace) -> dict[str, float
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return tokens per second of each side, one row per batch size."""
     from rolltree.inference.local import LocalEngine
-    from rolltree.models import load_model
+    from rolltree.inference.models import load_model
 
     model, _ = load_model(options.model, options.dtype, device=options.device)
     vocabulary = model.config.vocab_size

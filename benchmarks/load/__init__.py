@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 
 import rolltree as rt
-from rolltree.models import resolve_model
+from rolltree.inference.models import resolve_model
 from rolltree.records.token_rows import state_of
 from rolltree.rollouts.record import encode_result
 from rolltree.samples.resolve import resolve_rollout
 from rolltree.store import Run, StoredRollout, TrainedRollout
 from rolltree.tokens import Trajectory
-from rolltree.types import FinishReason, ModelResponse
+from rolltree.values.types import FinishReason, ModelResponse
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MODEL = "smollm2-135m"

@@ -12,10 +12,10 @@ from functools import cache
 
 import rolltree as rt
 from rolltree.agents import Agent
+from rolltree.agents.protocols import Opponent, TurnProtocol
+from rolltree.agents.worlds import BAD_ACTION
 from rolltree.environments import ProtocolEnvironment
-from rolltree.protocols import Opponent, TurnProtocol
-from rolltree.steps import ParseResult, StepOutcome
-from rolltree.worlds import BAD_ACTION
+from rolltree.values.steps import ParseResult, StepOutcome
 
 LINES = [(0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6)]
 SYSTEM = "We play tic-tac-toe. You are X. Free cells have numbers. Answer with one number, no more."

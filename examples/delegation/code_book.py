@@ -21,9 +21,9 @@ from typing import Any
 
 import rolltree as rt
 from rolltree.agents import Agent, ParsedCalls, ToolAgent
+from rolltree.agents.protocols import Budget, DelegatingProtocol, SubAgent, delegate_tool
 from rolltree.environments import ProtocolEnvironment
-from rolltree.protocols import Budget, DelegatingProtocol, SubAgent, delegate_tool
-from rolltree.tools import RawToolCall
+from rolltree.environments.tools import RawToolCall
 
 BOOK = dict(zip(ascii_uppercase, "39140826757163920485028461", strict=True))
 

@@ -18,10 +18,10 @@ from typing import Any
 
 import rolltree as rt
 from rolltree.agents import Agent
+from rolltree.agents.protocols import Opponent, TurnProtocol
+from rolltree.agents.worlds import TurnGame
 from rolltree.environments import ProtocolEnvironment
-from rolltree.protocols import Opponent, TurnProtocol
-from rolltree.steps import ParseResult
-from rolltree.worlds import TurnGame
+from rolltree.values.steps import ParseResult
 
 PLAYERS = ("player_1", "player_2")
 

@@ -40,12 +40,19 @@ if TYPE_CHECKING:
     from rolltree.environments import load_environment as load_environment
     from rolltree.environments import stop as stop
     from rolltree.environments import teardown as teardown
-    from rolltree.errors import ConfigError as ConfigError
-    from rolltree.errors import ModelError as ModelError
-    from rolltree.errors import PromptTooLong as PromptTooLong
-    from rolltree.errors import RolloutTimeout as RolloutTimeout
-    from rolltree.errors import RolltreeError as RolltreeError
-    from rolltree.errors import UnknownName as UnknownName
+    from rolltree.environments.parsers import MaybeThinkParser as MaybeThinkParser
+    from rolltree.environments.parsers import Parser as Parser
+    from rolltree.environments.parsers import ThinkParser as ThinkParser
+    from rolltree.environments.parsers import XMLParser as XMLParser
+    from rolltree.environments.parsers import compose_parsers as compose_parsers
+    from rolltree.environments.parsers import extract_boxed_answer as extract_boxed_answer
+    from rolltree.environments.parsers import extract_hash_answer as extract_hash_answer
+    from rolltree.environments.rubrics import JudgeRubric as JudgeRubric
+    from rolltree.environments.rubrics import MathRubric as MathRubric
+    from rolltree.environments.rubrics import Rubric as Rubric
+    from rolltree.environments.rubrics import RubricGroup as RubricGroup
+    from rolltree.environments.rubrics import ToolRubric as ToolRubric
+    from rolltree.environments.rubrics import run_inline as run_inline
     from rolltree.evaluation import evaluate as evaluate
     from rolltree.evaluation import evaluate_async as evaluate_async
     from rolltree.gateway.harbor_program import HarborProgramEnv as HarborProgramEnv
@@ -57,16 +64,7 @@ if TYPE_CHECKING:
     from rolltree.inference import parse_response_messages as parse_response_messages
     from rolltree.inference import parse_response_tokens as parse_response_tokens
     from rolltree.inference.local import local_client as local_client
-    from rolltree.launch import train as train
-    from rolltree.launch import train_async as train_async
-    from rolltree.models import load_model as load_model
-    from rolltree.parsers import MaybeThinkParser as MaybeThinkParser
-    from rolltree.parsers import Parser as Parser
-    from rolltree.parsers import ThinkParser as ThinkParser
-    from rolltree.parsers import XMLParser as XMLParser
-    from rolltree.parsers import compose_parsers as compose_parsers
-    from rolltree.parsers import extract_boxed_answer as extract_boxed_answer
-    from rolltree.parsers import extract_hash_answer as extract_hash_answer
+    from rolltree.inference.models import load_model as load_model
     from rolltree.records import AuditReport as AuditReport
     from rolltree.records import RunData as RunData
     from rolltree.records import audit as audit
@@ -80,23 +78,12 @@ if TYPE_CHECKING:
     from rolltree.rollouts import RolloutEngine as RolloutEngine
     from rolltree.rollouts import RolloutSource as RolloutSource
     from rolltree.rollouts import build_requests as build_requests
-    from rolltree.rubrics import JudgeRubric as JudgeRubric
-    from rolltree.rubrics import MathRubric as MathRubric
-    from rolltree.rubrics import Rubric as Rubric
-    from rolltree.rubrics import RubricGroup as RubricGroup
-    from rolltree.rubrics import ToolRubric as ToolRubric
-    from rolltree.rubrics import run_inline as run_inline
     from rolltree.samples import build_samples as build_samples
     from rolltree.samples import pack_samples as pack_samples
     from rolltree.samples import (
         process_trajectories_for_training as process_trajectories_for_training,
     )
     from rolltree.samples import prune_sample as prune_sample
-    from rolltree.steps import AgentStep as AgentStep
-    from rolltree.steps import EnvironmentStep as EnvironmentStep
-    from rolltree.steps import ParseResult as ParseResult
-    from rolltree.steps import Rollout as Rollout
-    from rolltree.steps import StepOutcome as StepOutcome
     from rolltree.store import Run as Run
     from rolltree.testing import ScriptedClient as ScriptedClient
     from rolltree.tokens import TokenTree as TokenTree
@@ -113,26 +100,39 @@ if TYPE_CHECKING:
     from rolltree.training import load_train_config as load_train_config
     from rolltree.training import open_run as open_run
     from rolltree.training import supervised_states as supervised_states
-    from rolltree.types import BaseRolloutInput as BaseRolloutInput
-    from rolltree.types import ChatMessage as ChatMessage
-    from rolltree.types import ErrorRecord as ErrorRecord
-    from rolltree.types import FinishReason as FinishReason
-    from rolltree.types import Info as Info
-    from rolltree.types import Messages as Messages
-    from rolltree.types import MessageType as MessageType
-    from rolltree.types import ModelResponse as ModelResponse
-    from rolltree.types import RolloutInput as RolloutInput
-    from rolltree.types import RolloutRequest as RolloutRequest
-    from rolltree.types import RolloutResult as RolloutResult
-    from rolltree.types import RolloutTiming as RolloutTiming
-    from rolltree.types import Sample as Sample
-    from rolltree.types import SamplingArgs as SamplingArgs
-    from rolltree.types import SamplingParams as SamplingParams
-    from rolltree.types import State as State
-    from rolltree.types import TrainingExample as TrainingExample
-    from rolltree.types import TrajectoryStep as TrajectoryStep
-    from rolltree.types import TrajectoryStepTokens as TrajectoryStepTokens
-    from rolltree.types import TruncationReason as TruncationReason
+    from rolltree.training.launch import train as train
+    from rolltree.training.launch import train_async as train_async
+    from rolltree.values.errors import ConfigError as ConfigError
+    from rolltree.values.errors import ModelError as ModelError
+    from rolltree.values.errors import PromptTooLong as PromptTooLong
+    from rolltree.values.errors import RolloutTimeout as RolloutTimeout
+    from rolltree.values.errors import RolltreeError as RolltreeError
+    from rolltree.values.errors import UnknownName as UnknownName
+    from rolltree.values.steps import AgentStep as AgentStep
+    from rolltree.values.steps import EnvironmentStep as EnvironmentStep
+    from rolltree.values.steps import ParseResult as ParseResult
+    from rolltree.values.steps import Rollout as Rollout
+    from rolltree.values.steps import StepOutcome as StepOutcome
+    from rolltree.values.types import BaseRolloutInput as BaseRolloutInput
+    from rolltree.values.types import ChatMessage as ChatMessage
+    from rolltree.values.types import ErrorRecord as ErrorRecord
+    from rolltree.values.types import FinishReason as FinishReason
+    from rolltree.values.types import Info as Info
+    from rolltree.values.types import Messages as Messages
+    from rolltree.values.types import MessageType as MessageType
+    from rolltree.values.types import ModelResponse as ModelResponse
+    from rolltree.values.types import RolloutInput as RolloutInput
+    from rolltree.values.types import RolloutRequest as RolloutRequest
+    from rolltree.values.types import RolloutResult as RolloutResult
+    from rolltree.values.types import RolloutTiming as RolloutTiming
+    from rolltree.values.types import Sample as Sample
+    from rolltree.values.types import SamplingArgs as SamplingArgs
+    from rolltree.values.types import SamplingParams as SamplingParams
+    from rolltree.values.types import State as State
+    from rolltree.values.types import TrainingExample as TrainingExample
+    from rolltree.values.types import TrajectoryStep as TrajectoryStep
+    from rolltree.values.types import TrajectoryStepTokens as TrajectoryStepTokens
+    from rolltree.values.types import TruncationReason as TruncationReason
 
 if TYPE_CHECKING:
     gateway = _Gateway  # the room is callable
@@ -142,29 +142,31 @@ _ROOMS: dict[str, str] = {
     "environments": "EnvGroup Environment GenerateMetadata GenerateResults GymEnv HarborEnv "
     "MCPEnv MultiTurnEnv OpenEnv PythonEnv ReasoningGymEnv SandboxEnv SingleTurnEnv "
     "StatefulToolEnv TextArenaEnv ToolEnv WorldEnv cleanup load_environment stop teardown",
-    "errors": "ConfigError ModelError PromptTooLong RolloutTimeout RolltreeError UnknownName",
+    "values.errors": "ConfigError ModelError PromptTooLong RolloutTimeout RolltreeError "
+    "UnknownName",
     "evaluation": "evaluate evaluate_async",
     "inference": "ModelClient OpenAIClient as_client parse_response_messages parse_response_tokens",
     "inference.local": "local_client",
-    "launch": "train train_async",
-    "models": "load_model",
-    "parsers": "MaybeThinkParser Parser ThinkParser XMLParser compose_parsers extract_boxed_answer "
-    "extract_hash_answer",
+    "training.launch": "train train_async",
+    "inference.models": "load_model",
+    "environments.parsers": "MaybeThinkParser Parser ThinkParser XMLParser compose_parsers "
+    "extract_boxed_answer extract_hash_answer",
     "records": "AuditReport RunData audit compare export_run read_run replay replay_many rescore",
     "rollouts": "GroupStrategy RolloutEngine RolloutSource build_requests",
-    "rubrics": "JudgeRubric MathRubric Rubric RubricGroup ToolRubric run_inline",
+    "environments.rubrics": "JudgeRubric MathRubric Rubric RubricGroup ToolRubric run_inline",
     "samples": "build_samples pack_samples process_trajectories_for_training prune_sample",
-    "steps": "AgentStep EnvironmentStep ParseResult Rollout StepOutcome",
+    "values.steps": "AgentStep EnvironmentStep ParseResult Rollout StepOutcome",
     "store": "Run",
     "tokens": "TokenTree Trajectory",
     "training": "LogprobModel Reporter Silent TrainConfig TrainReport Trainer assign_credit "
     "collate export_model load_train_config open_run supervised_states",
-    "types": "BaseRolloutInput ChatMessage ErrorRecord FinishReason Info MessageType Messages "
-    "ModelResponse RolloutInput RolloutRequest RolloutResult RolloutTiming Sample SamplingArgs "
-    "SamplingParams State TrainingExample TrajectoryStep TrajectoryStepTokens TruncationReason",
+    "values.types": "BaseRolloutInput ChatMessage ErrorRecord FinishReason Info MessageType "
+    "Messages ModelResponse RolloutInput RolloutRequest RolloutResult RolloutTiming Sample "
+    "SamplingArgs SamplingParams State TrainingExample TrajectoryStep TrajectoryStepTokens "
+    "TruncationReason",
 }
 _OLD_NAMES: dict[str, str] = {
-    "compat.verifiers": "ChatCompletionToolParam ChatMessages Endpoints GenerateOutputs "
+    "verifiers.verifiers": "ChatCompletionToolParam ChatMessages Endpoints GenerateOutputs "
     "GroupRewardFunc IndividualRewardFunc Message RewardFunc concat_messages load_example_dataset "
     "maybe_await print_prompt_completions_sample setup_logging",
 }
@@ -177,7 +179,7 @@ __all__ = sorted([*_ROOM_OF, "__version__"])
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ROOMS or name in ("compat", "gateway"):
+    if name in _ROOMS or name in ("gateway", "values", "verifiers"):
         return importlib.import_module(f"rolltree.{name}")
     room = _ROOM_OF.get(name) or _OLD_ROOM_OF.get(name)
     if room is None:

@@ -10,60 +10,62 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 _TABLE = """
-command | runs | cli.runs:list_stored_runs | | List the runs below a directory, newest first: \
-state, age, progress, rewards, health.
-command | view | cli.view:view_runs | view | Show runs in the browser, live while in progress; \
-only this machine can reach the page.
-command | data | cli.data:show_data | | Print a table of a run, or write it to a file.
-command | export | cli.data:export_rollouts | data | Write whole rollouts of a run as files for \
-other programs.
-command | audit | cli.audit:audit_run | | Check a stored run against itself: tokens, text, \
+command | runs | insight.cli.runs:list_stored_runs | | List the runs below a directory, newest \
+first: state, age, progress, rewards, health.
+command | view | insight.cli.view:view_runs | view | Show runs in the browser, live while in \
+progress; only this machine can reach the page.
+command | data | insight.cli.data:show_data | | Print a table of a run, or write it to a file.
+command | export | insight.cli.data:export_rollouts | data | Write whole rollouts of a run as \
+files for other programs.
+command | audit | insight.cli.audit:audit_run | | Check a stored run against itself: tokens, text, \
 versions, rewards, advantages, counts.
-command | compare | cli.compare:compare_stored_runs | | Compare runs with the first, example by \
-example; one run: its first and last evaluation.
-command | replay | cli.replay:replay_rollouts | | Play recorded rollouts again and show the first \
-difference.
-command | rescore | cli.rescore:rescore_run | | Score the rollouts of a run again, with \
+command | compare | insight.cli.compare:compare_stored_runs | | Compare runs with the first, \
+example by example; one run: its first and last evaluation.
+command | replay | insight.cli.replay:replay_rollouts | | Play recorded rollouts again and show \
+the first difference.
+command | rescore | insight.cli.rescore:rescore_run | | Score the rollouts of a run again, with \
 other rewards, as a new run.
-command | serve | cli.serve:serve_model | serve | Serve a model over OpenAI's API, with vLLM's \
-token ids, logprobs and weight updates.
-command | gateway | cli.gateway:serve_sessions | serve | Serve a model to agent programs, and \
-record their calls as trajectories.
-command | cluster | cli.cluster:cluster | | Inspect or scale a run with a [cluster] in its \
-config, while `rolltree train` runs it.
-command | env install | cli.install:install_environment | compat | Install an environment and \
+command | serve | gateway.cli.serve:serve_model | serve | Serve a model over OpenAI's API, with \
+vLLM's token ids, logprobs and weight updates.
+command | gateway | gateway.cli.gateway:serve_sessions | serve | Serve a model to agent programs, \
+and record their calls as trajectories.
+command | cluster | scale.cli:cluster | | Inspect or scale a run with a [cluster] in its config, \
+while `rolltree train` runs it.
+command | env install | verifiers.cli:install_environment | compat | Install an environment and \
 what it needs, without verifiers.
-section | cluster | cluster.driver:train_on_cluster | | a training run on several processes
-engine | vllm | training.servers:vllm_engine | | vLLM in the trainer's process
-engine | servers | training.servers:server_engine | | servers that sample for a run
-import | verifiers | compat.verifiers | compat | environments written for verifiers
-import | MODULES SCRIPTS | compat.names | compat | environments written for verifiers
+section | cluster | scale.cluster.driver:train_on_cluster | | a training run on several processes
+engine | vllm | scale.servers:vllm_engine | | vLLM in the trainer's process
+engine | servers | scale.servers:server_engine | | servers that sample for a run
+import | verifiers | verifiers.verifiers | compat | environments written for verifiers
+import | MODULES SCRIPTS | verifiers.names | compat | environments written for verifiers
 rolltree | Agent ReActAgent ToolAgent | agents | | agents that call models themselves
 rolltree | HarborProgramEnv ProgramEnv | gateway | serve | agent programs as environments
 rolltree | ScriptedClient | testing | | scripted models for tests
-environments | HarborEnv | environments.harbor_env | sandbox | tasks of Harbor
-environments | MCPEnv MCPServer | environments.mcp_env | mcp | tools of MCP servers
-environments | ProtocolEnvironment | environments.protocol_env | | several agents in one episode
-environments | PythonEnv SandboxEnv | environments.sandbox_env | sandbox | code in a sandbox
-environments | ReasoningGymEnv | environments.reasoning_gym_env | worlds | tasks of reasoning-gym
-environments | GymEnv OpenEnv TextArenaEnv WorldEnv | environments.worlds | worlds | games
-inference | EndpointPool | inference.pool | | several servers as one client
-inference | publish_adapter publish_weights | inference.weights.publish | | new weights for servers
-inference | WeightTransfer | inference.weights.transfer | torch | new weights for servers
-records | AuditReport CHECKS CheckResult Finding | records.auditing.report | | audits
-records | audit | records.auditing.run | | audits
-records | ComparedPair RunComparison compare | records.comparison | | comparisons of runs
-records | export_run | records.export | data | files for other programs
-records | Difference | records.recorded | | rollouts played again
-records | ReplayReport replay replay_async replay_many replay_many_async | records.replaying | | \
+environments | HarborEnv | sandbox.harbor_env | sandbox | tasks of Harbor
+environments | MCPEnv MCPServer | agents.mcp_env | mcp | tools of MCP servers
+environments | ProtocolEnvironment | agents.protocol_env | | several agents in one episode
+environments | PythonEnv SandboxEnv | sandbox.sandbox_env | sandbox | code in a sandbox
+environments | ReasoningGymEnv | agents.reasoning_gym_env | worlds | tasks of reasoning-gym
+environments | GymEnv OpenEnv TextArenaEnv WorldEnv | agents.world_env | worlds | games
+inference | EndpointPool | scale.pool | | several servers as one client
+inference | publish_adapter publish_weights | scale.weights.publish | | new weights for servers
+inference | WeightTransfer | scale.weights.transfer | torch | new weights for servers
+records | AuditReport CHECKS CheckResult Finding | insight.auditing.report | | audits
+records | audit | insight.auditing.run | | audits
+records | ComparedPair RunComparison compare | insight.comparison | | comparisons of runs
+records | export_run | insight.export | data | files for other programs
+records | Difference | insight.recorded | | rollouts played again
+records | ReplayReport replay replay_async replay_many replay_many_async | insight.replaying | | \
 rollouts played again
-records | CreditChange RescoreReport | records.rescored | | a run with other rewards
-records | rescore rescore_async | records.rescoring | | a run with other rewards
-reports | audit_lines audit_table | reports.audit | | audits
-reports | comparison_markdown comparison_parts | reports.comparison | | comparisons of runs
-reports | print_columns print_table | reports.data | data | tables of a run
-reports | difference_lines replay_lines replays_summary | reports.replay | | rollouts played again
-reports | rescore_parts | reports.rescore | | a run with other rewards
+records | CreditChange RescoreReport | insight.rescored | | a run with other rewards
+records | rescore rescore_async | insight.rescoring | | a run with other rewards
+reports | audit_lines audit_table | insight.reports.audit | | audits
+reports | comparison_markdown comparison_parts | insight.reports.comparison | | comparisons of \
+runs
+reports | print_columns print_table | insight.reports.data | data | tables of a run
+reports | difference_lines replay_lines replays_summary | insight.reports.replay | | rollouts \
+played again
+reports | rescore_parts | insight.reports.rescore | | a run with other rewards
 """
 
 

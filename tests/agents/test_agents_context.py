@@ -17,10 +17,10 @@ from rolltree.agents import (
     ToolAgent,
     TruncatedThinking,
 )
-from rolltree.errors import ConfigError
 from rolltree.samples import build_samples
 from rolltree.testing import ScriptedClient
-from rolltree.types import State
+from rolltree.values.errors import ConfigError
+from rolltree.values.types import State
 
 NUM_TURNS = 6
 

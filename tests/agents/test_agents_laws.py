@@ -17,12 +17,12 @@ from rolltree.agents import (
     ToolAgent,
     TruncatedThinking,
 )
+from rolltree.environments.parsers import tagged
 from rolltree.inference import ChatRenderer, OpenAIClient
-from rolltree.parsers import tagged
 from rolltree.samples import build_samples
-from rolltree.steps import AgentStep, ToolAnswer
 from rolltree.testing import ByteTokenizer, ScriptedAnswer, ScriptedClient, ScriptedServer
-from rolltree.types import FinishReason, State
+from rolltree.values.steps import AgentStep, ToolAnswer
+from rolltree.values.types import FinishReason, State
 
 CONTEXTS = [
     FullDialog(),

@@ -14,7 +14,7 @@ from bench_kit import load
 from rolltree.agents import ReActAgent, ToolAgent
 from rolltree.samples import build_samples
 from rolltree.testing import ByteTokenizer, ScriptedClient
-from rolltree.types import State
+from rolltree.values.types import State
 
 NUM_TURNS = 20
 

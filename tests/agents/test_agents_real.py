@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from rolltree.agents import Agent, ReActAgent, SummaryCompaction, ToolAgent
+from rolltree.agents.worlds import BAD_ACTION, GymWorld, StepOutcome, TextArenaWorld, drive
+from rolltree.environments.parsers import by_function, one_of
 from rolltree.inference.local import LocalClient, local_client
-from rolltree.models import load_model
-from rolltree.parsers import by_function, one_of
+from rolltree.inference.models import load_model
 from rolltree.samples import build_samples
-from rolltree.types import ChatMessage, State
-from rolltree.worlds import BAD_ACTION, GymWorld, StepOutcome, TextArenaWorld, drive
+from rolltree.values.types import ChatMessage, State
 
 pytestmark = pytest.mark.model
 GREEDY = {"temperature": 0.0, "max_tokens": 6}

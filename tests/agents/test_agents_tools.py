@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from rolltree.agents import ReActAgent, ToolAgent
-from rolltree.errors import BadResponse, ConfigError
-from rolltree.rubrics import run_inline
-from rolltree.steps import AgentStep, ParseResult, ToolAnswer
+from rolltree.environments.rubrics import run_inline
+from rolltree.environments.tools import ToolUnavailable
 from rolltree.testing import FaultyClient, ScriptedAnswer, ScriptedClient
-from rolltree.tools import ToolUnavailable
-from rolltree.types import FinishReason
+from rolltree.values.errors import BadResponse, ConfigError
+from rolltree.values.steps import AgentStep, ParseResult, ToolAnswer
+from rolltree.values.types import FinishReason
 from wait_kit import until
 
 

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from rolltree.agents import Agent
-from rolltree.errors import BadResponse, ConfigError
+from rolltree.environments.parsers import tagged
 from rolltree.inference import OpenAIClient
-from rolltree.parsers import tagged
 from rolltree.samples import build_samples
-from rolltree.seeds import derive_seed
-from rolltree.steps import AgentStep, EnvironmentStep, ParseResult, Rollout
 from rolltree.testing import FaultyClient, ScriptedAnswer, ScriptedClient, ScriptedServer
-from rolltree.types import ErrorRecord, FinishReason, SamplingParams, State
+from rolltree.values.errors import BadResponse, ConfigError
+from rolltree.values.seeds import derive_seed
+from rolltree.values.steps import AgentStep, EnvironmentStep, ParseResult, Rollout
+from rolltree.values.types import ErrorRecord, FinishReason, SamplingParams, State
 
 
 async def one(agent: Agent, obs: str = "obs") -> AgentStep:

@@ -3,10 +3,10 @@
 import pytest
 from click.testing import CliRunner
 
+from rolltree._helpers.redact import shown
 from rolltree.cli import app
 from rolltree.cli.arguments import default_run_dir, json_object, secret
-from rolltree.errors import ConfigError
-from rolltree.redact import shown
+from rolltree.values.errors import ConfigError
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ import re
 from click.testing import CliRunner
 
 from docs_kit import ROOT
-from rolltree.advice import RULES
 from rolltree.cli import app
+from rolltree.rollouts.advice import RULES
 
 
 def run(*words):

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner
 
+from rolltree._helpers.machine import Gpu, Host, describe, look, suggested_config, toml_sections
 from rolltree.cli import app, doctor
-from rolltree.machine import Gpu, Host, describe, look, suggested_config, toml_sections
 from rolltree.training import load_train_config
 
 BARE = Host(
@@ -46,7 +46,7 @@ def test_this_machine():
     ],
 )
 def test_what_to_type_first(machine, said, monkeypatch):
-    monkeypatch.setattr("rolltree.machine.look", lambda: machine)
+    monkeypatch.setattr("rolltree._helpers.machine.look", lambda: machine)
     text = CliRunner().invoke(app, ["doctor", "--no-measure"], catch_exceptions=False).stdout
     assert ("! " in text) == (said is not None)
     assert (said or "") in text
@@ -85,7 +85,7 @@ def test_a_model_that_samples_nothing_is_told(monkeypatch, failures, said):
     monkeypatch.setattr("rolltree.evaluate", lambda *_, **__: report)
     monkeypatch.setattr("rolltree.local_client", lambda *_, **__: None)
     model = SimpleNamespace(config=SimpleNamespace(vocab_size=2))
-    monkeypatch.setattr("rolltree.models.load_model", lambda *_, **__: (model, None))
+    monkeypatch.setattr("rolltree.inference.models.load_model", lambda *_, **__: (model, None))
     monkeypatch.setattr(doctor, "MEASURE_S", 0.01)
     done = CliRunner().invoke(app, ["doctor"], catch_exceptions=False)
     assert done.exit_code == 0

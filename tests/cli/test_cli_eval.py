@@ -16,10 +16,10 @@ import pytest
 from click.testing import CliRunner
 
 from rolltree.cli import app
-from rolltree.errors import StoreError
 from rolltree.rollouts.decode import decode_results
 from rolltree.store import Run
 from rolltree.testing import HttpFault, ScriptedServer
+from rolltree.values.errors import StoreError
 from wait_kit import wait_until
 
 ENVIRONMENT = textwrap.dedent(

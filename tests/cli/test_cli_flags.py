@@ -248,8 +248,8 @@ def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch):
     import importlib.util
 
     import rolltree as rt
-    from rolltree.errors import ConfigError
-    from rolltree.models import load
+    from rolltree.inference.models import load
+    from rolltree.values.errors import ConfigError
 
     found = importlib.util.find_spec
     monkeypatch.setattr(load, "find_spec", lambda name: None if name == "torch" else found(name))

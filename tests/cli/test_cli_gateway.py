@@ -10,7 +10,7 @@ import urllib.request
 
 import pytest
 
-from rolltree.cli.gateway import seed_of_start
+from rolltree.gateway.cli.gateway import seed_of_start
 from rolltree.rollouts.decode import decode_results
 from rolltree.store import Run
 from rolltree.testing import ScriptedServer

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import rolltree.cli
+from rolltree._helpers.untrusted import visible
 from rolltree.testing import ScriptedServer
-from rolltree.untrusted import visible
 
 PAYLOAD = (
     "\x1b]0;owned\x07\x1b[2J\x1b[31;5m[bold red]hi[/]\u202eback\U000e0041\u2066\x9b2J\x7f:bomb:"
@@ -138,9 +138,11 @@ def test_errors_of_every_kind_are_harmless(folder):
 
 def test_the_command_line_prints_in_one_place():
     """`echo` and `SafeConsole` clean what they print; a bare print would not."""
+    package = Path(rolltree.cli.__file__).parents[1]
+    files = [*package.glob("**/cli/*.py"), *package.glob("*/cli.py")]
     bare = [
         f"{file.name}: {line.strip()}"
-        for file in sorted(Path(rolltree.cli.__file__).parent.glob("*.py"))
+        for file in sorted(files, key=lambda file: file.name)
         for line in file.read_text(encoding="utf-8").splitlines()
         if re.search(r"(?<![\w.])print\(|\bConsole\(|click\.echo", line)
     ]

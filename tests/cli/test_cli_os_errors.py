@@ -13,11 +13,11 @@ from click.testing import CliRunner
 import rolltree as rt
 from golden_kit import unpack
 from rolltree.cli import app
-from rolltree.errors import ConfigError
 from rolltree.evaluation import evaluate_async
 from rolltree.inference.client import sampling_from_args
 from rolltree.store import Run
 from rolltree.testing import HttpFault, ScriptedClient, ScriptedServer
+from rolltree.values.errors import ConfigError
 
 SUM = """
 import rolltree as rt

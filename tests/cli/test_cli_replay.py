@@ -7,7 +7,7 @@ from click.testing import CliRunner
 
 import rolltree as rt
 from rolltree.cli import app
-from rolltree.environments.code import changed_code
+from rolltree.environments.code_hashes import changed_code
 
 ENV = """
 import rolltree as rt
@@ -79,7 +79,9 @@ def broken(tmp_path, setup):
 BROKEN = {
     "open('words.txt')": "FileNotFoundError: [Errno 2] No such file or directory: 'words.txt'",
     "import no_such_package": "ModuleNotFoundError: No module named 'no_such_package'",
-    "raise rt.errors.SandboxUnavailable('no sandbox here')": "SandboxUnavailable: no sandbox here",
+    "from rolltree.values.errors import SandboxUnavailable as No; raise No('no sandbox here')": (
+        "SandboxUnavailable: no sandbox here"
+    ),
 }
 
 
@@ -105,7 +107,7 @@ def test_an_environment_that_cannot_be_set_up_is_not_equal(run, tmp_path, setup)
 
 def test_a_judge_that_cannot_be_asked_is_not_equal(run, tmp_path):
     paid, dead = 'return float(completion[-1]["content"] == answer)', "ConnectionFailed('no judge')"
-    text = ENV.format(hint="'Not '").replace(paid, f"raise rt.errors.{dead}")
+    text = ENV.format(hint="'Not '").replace(paid, f"raise rt.values.errors.{dead}")
     (tmp_path / "environments" / "guess" / "guess.py").write_text(text)
     with rt.Run.create("lost", config={"env": "guess", "env_args": {}}, kind="eval") as stored:
         rt.evaluate(rt.load_environment("guess"), rt.ScriptedClient(["0", "1", "2"]), run=stored)

@@ -9,7 +9,7 @@ import textwrap
 
 import pytest
 
-from rolltree.redact import REDACTED, secrets_in, shown_command
+from rolltree._helpers.redact import REDACTED, secrets_in, shown_command
 from rolltree.testing import ScriptedServer
 
 KEY, HEADER, WORD = "plain-judge-key-4711", "plain-header-4712", "plain-command-line-4713"

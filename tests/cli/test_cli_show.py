@@ -11,13 +11,13 @@ from click.testing import CliRunner
 
 import rolltree as rt
 from rolltree.cli import app
-from rolltree.errors import ServerError, record_error
 from rolltree.evaluation.report import keep_report, stored_report
 from rolltree.rollouts.record import encode_result
 from rolltree.store import Run, StoredRollout
 from rolltree.store.database import Database
 from rolltree.tokens import Trajectory
-from rolltree.types import FinishReason, ModelResponse, RolloutRequest, RolloutResult, State
+from rolltree.values.errors import ServerError, record_error
+from rolltree.values.types import FinishReason, ModelResponse, RolloutRequest, RolloutResult, State
 
 
 def rollout(phase, example, *, reward=1.0, error=None, train_step=None, answer="12"):

@@ -12,9 +12,9 @@ from click.testing import CliRunner
 
 import rolltree as rt
 from rolltree.cli import app
-from rolltree.errors import ConfigError, StoreError
 from rolltree.store import Run
 from rolltree.training import load_train_config
+from rolltree.values.errors import ConfigError, StoreError
 from wait_kit import wait_until
 
 ENVIRONMENT = textwrap.dedent(

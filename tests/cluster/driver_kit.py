@@ -9,8 +9,8 @@ from pathlib import Path
 
 import aiohttp
 
-from rolltree.cluster.driver import Driver
-from rolltree.cluster.launchers import LocalLauncher
+from rolltree.scale.cluster.driver import Driver
+from rolltree.scale.cluster.launchers import LocalLauncher
 from rolltree.training import Silent
 from rolltree.training.sections import ClusterSection
 from wait_kit import until

@@ -7,9 +7,9 @@ import sys
 from types import SimpleNamespace
 
 import rolltree as rt
-from rolltree.cluster.messages import FleetState
-from rolltree.cluster.worker import Engines, HeadClient, Worker
 from rolltree.rollouts import RolloutEngine
+from rolltree.scale.cluster.messages import FleetState
+from rolltree.scale.cluster.worker import Engines, HeadClient, Worker
 from rolltree.testing import ScriptedClient
 
 SLOTS = 8

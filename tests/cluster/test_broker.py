@@ -9,8 +9,11 @@ import zlib
 import aiohttp
 import pytest
 
-from rolltree.cluster.broker import Broker, Head
-from rolltree.cluster.messages import (
+from rolltree.inference import OpenAIClient
+from rolltree.rollouts.requests import example_request, group_member
+from rolltree.rollouts.wire import request_encoder, request_from_bytes, result_to_rows
+from rolltree.scale.cluster.broker import Broker, Head
+from rolltree.scale.cluster.messages import (
     Delivery,
     FleetState,
     Poll,
@@ -22,13 +25,10 @@ from rolltree.cluster.messages import (
     digest,
     read_message,
 )
-from rolltree.cluster.remote import RemoteRollouts
-from rolltree.errors import ConfigError, StoreError
-from rolltree.inference import OpenAIClient
-from rolltree.rollouts.requests import example_request, group_member
-from rolltree.rollouts.wire import request_encoder, request_from_bytes, result_to_rows
+from rolltree.scale.cluster.remote import RemoteRollouts
 from rolltree.store import Run
-from rolltree.types import RolloutResult, SamplingParams, State
+from rolltree.values.errors import ConfigError, StoreError
+from rolltree.values.types import RolloutResult, SamplingParams, State
 from wait_kit import until
 
 TOKEN = "token-of-the-tests"
@@ -283,7 +283,7 @@ async def half_sent(at, length, data=b"x"):
 
 @pytest.mark.parametrize("length", [2**16, 2**29])
 async def test_a_delivery_that_stops_half_way_does_not_keep_others_waiting(at, monkeypatch, length):
-    monkeypatch.setattr("rolltree.cluster.broker._PROMPT_S", 0.05)
+    monkeypatch.setattr("rolltree.scale.cluster.broker._PROMPT_S", 0.05)
     found = []
     task = asyncio.create_task(collect(at.rollouts, requests(1), found))
     (item,) = (await at.poll()).items
@@ -297,7 +297,7 @@ async def test_a_delivery_that_stops_half_way_does_not_keep_others_waiting(at, m
 
 
 async def test_a_body_that_does_not_arrive_is_not_waited_for(at, monkeypatch):
-    monkeypatch.setattr("rolltree.cluster.control._BODY_S", 0.2)
+    monkeypatch.setattr("rolltree.scale.cluster.control._BODY_S", 0.2)
     reader, writer = await half_sent(at, 100)
     assert b"408" in await asyncio.wait_for(reader.readline(), 30)
     writer.close()

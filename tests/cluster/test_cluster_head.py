@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from rolltree.cluster.beat import Beats
-from rolltree.cluster.roster import Beat, Registration, Roster
-from rolltree.cluster.trainer import HeadProcess
+from rolltree.scale.cluster.beat import Beats
+from rolltree.scale.cluster.roster import Beat, Registration, Roster
+from rolltree.scale.cluster.trainer import HeadProcess
 from wait_kit import until
 
 

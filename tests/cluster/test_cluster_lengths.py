@@ -11,12 +11,12 @@ import pytest
 import scripted_worker
 from scripted_worker import length
 
-from rolltree.cluster.broker import Broker, Head
-from rolltree.cluster.messages import EngineState, FleetState, Served
-from rolltree.cluster.remote import RemoteRollouts
 from rolltree.rollouts.requests import example_request
+from rolltree.scale.cluster.broker import Broker, Head
+from rolltree.scale.cluster.messages import EngineState, FleetState, Served
+from rolltree.scale.cluster.remote import RemoteRollouts
 from rolltree.store import Run
-from rolltree.types import SamplingParams
+from rolltree.values.types import SamplingParams
 from wait_kit import until
 
 TOKEN, NUM, KILLS = "token-of-the-tests", 96, 8

@@ -11,14 +11,14 @@ import aiohttp
 import pytest
 from sockets_kit import listeners
 
-from rolltree.cluster.driver import run_cluster
-from rolltree.cluster.report import ask_driver
-from rolltree.errors import ClusterError, StoreError
-from rolltree.launch import train
-from rolltree.models import TinyConfig, make_tiny
+from rolltree.inference.models import TinyConfig, make_tiny
 from rolltree.rollouts.decode import decode_results
+from rolltree.scale.cluster.driver import run_cluster
+from rolltree.scale.cluster.report import ask_driver
 from rolltree.store import Run
 from rolltree.training import Silent, load_train_config
+from rolltree.training.launch import train
+from rolltree.values.errors import ClusterError, StoreError
 
 pytestmark = pytest.mark.long
 GRADIENT = ("train/grad_norm", "train/loss", "reward/mean", "train/num_records")
@@ -150,7 +150,9 @@ async def test_every_port_of_a_run_is_on_loopback_and_asks_for_the_token(folder)
         found.update(each for each in listeners(os.getpid()) if each.port not in before)
         async with aiohttp.ClientSession() as session:
             for each in found:
-                if "rolltree.cluster.trainer" not in each.command or each.port == port("trainer"):
+                if "rolltree.scale.cluster.trainer" not in each.command or each.port == port(
+                    "trainer"
+                ):
                     async with session.get(f"http://127.0.0.1:{each.port}/status") as answer:
                         assert answer.status == 401, each
                         guarded.add(each.port)
@@ -167,7 +169,7 @@ async def test_every_port_of_a_run_is_on_loopback_and_asks_for_the_token(folder)
     # Only the ranks' gloo has sockets without a token; nothing that comes there is unpickled.
     others = [each for each in found if each.port not in guarded]
     assert others
-    assert all("rolltree.cluster.trainer" in each.command for each in others)
+    assert all("rolltree.scale.cluster.trainer" in each.command for each in others)
 
 
 async def test_killed_roles_lose_nothing_and_repeat_nothing(folder, undisturbed):

@@ -13,10 +13,10 @@ from click.testing import CliRunner
 from driver_kit import driving, is_alive
 
 from rolltree.cli import app
-from rolltree.cluster import driver
-from rolltree.cluster.beat import run_role
-from rolltree.cluster.state import TOKEN_FILE, read_state
-from rolltree.errors import ClusterError
+from rolltree.scale.cluster import driver
+from rolltree.scale.cluster.beat import run_role
+from rolltree.scale.cluster.state import TOKEN_FILE, read_state
+from rolltree.values.errors import ClusterError
 from wait_kit import until, wait_until
 
 

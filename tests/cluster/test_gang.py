@@ -50,7 +50,7 @@ class Gang:
     def __init__(self, folder, code, mode=""):
         self.folder = folder
         main = (
-            "import sys; from rolltree.cluster.gang import run_gang;"
+            "import sys; from rolltree.scale.cluster.gang import run_gang;"
             "sys.exit(run_gang(2, [sys.executable, '-c', *sys.argv[1:]]))"
         )
         words = [sys.executable, "-c", main, code, str(folder), mode]

@@ -12,10 +12,10 @@ from click.testing import CliRunner
 from driver_kit import driving
 
 from rolltree.cli import app
-from rolltree.cluster.launchers import RoleProcess
-from rolltree.cluster.roles import RoleSpec
-from rolltree.cluster.state import STATE_FILE, TOKEN_FILE
-from rolltree.errors import ClusterError
+from rolltree.scale.cluster.launchers import RoleProcess
+from rolltree.scale.cluster.roles import RoleSpec
+from rolltree.scale.cluster.state import STATE_FILE, TOKEN_FILE
+from rolltree.values.errors import ClusterError
 
 TOKEN = "t" * 43
 LAUNCH = "0123456789abcdef"

@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from rolltree.cluster.leases import MAX_ATTEMPTS, Leases
+from rolltree.scale.cluster.leases import MAX_ATTEMPTS, Leases
 
 
 class Clock:

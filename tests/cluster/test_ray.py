@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from driver_kit import driving, is_alive
 
-from rolltree.cluster.ray_launcher import RayLauncher
-from rolltree.cluster.roles import LOST
-from rolltree.cluster.state import read_state
-from rolltree.errors import ClusterError
+from rolltree.scale.cluster.ray_launcher import RayLauncher
+from rolltree.scale.cluster.roles import LOST
+from rolltree.scale.cluster.state import read_state
+from rolltree.values.errors import ClusterError
 from wait_kit import until
 
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
@@ -57,7 +57,7 @@ async def test_a_cluster_of_this_machine(tmp_path):
 
 ENDED = """
 import asyncio, os, signal
-from rolltree.cluster.ray_launcher import RayLauncher
+from rolltree.scale.cluster.ray_launcher import RayLauncher
 
 async def main():
     told = asyncio.Event()

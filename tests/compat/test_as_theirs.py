@@ -7,12 +7,12 @@ from unittest.mock import patch
 
 import pytest
 
-from rolltree.compat import verifiers as vf
-from rolltree.compat.helpers import parse_response_messages, parse_response_tokens
 from rolltree.environments import Environment
-from rolltree.errors import record_error
 from rolltree.testing import ScriptedClient
-from rolltree.types import FinishReason, ModelResponse
+from rolltree.values.errors import record_error
+from rolltree.values.types import FinishReason, ModelResponse
+from rolltree.verifiers import verifiers as vf
+from rolltree.verifiers.helpers import parse_response_messages, parse_response_tokens
 
 ROWS = [{"question": "1 + 1 =", "answer": "2"}]
 STEP = {
@@ -49,8 +49,8 @@ async def test_a_state_made_by_hand_can_be_completed(kind):
 
 
 def test_names_are_where_they_were():
-    import rolltree.compat.verifiers.utils.message_utils as messages
-    from rolltree.compat.verifiers.envs.sandbox_env import (
+    import rolltree.verifiers.verifiers.utils.message_utils as messages
+    from rolltree.verifiers.verifiers.envs.sandbox_env import (
         AdvancedConfigs,
         AsyncSandboxClient,
         CreateSandboxRequest,
@@ -70,7 +70,7 @@ def test_names_are_where_they_were():
 def test_the_hosted_client_can_be_replaced_in_its_module(monkeypatch):
     monkeypatch.setenv("ROLLTREE_SANDBOX", "hosted")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    where = "rolltree.compat.verifiers.envs.sandbox_env"
+    where = "rolltree.verifiers.verifiers.envs.sandbox_env"
     with patch(f"{where}.AsyncSandboxClient") as client, patch(f"{where}.CreateSandboxRequest"):
         env = vf.SandboxEnv(dataset=ROWS)
     assert env.sandbox_client is client.return_value
@@ -78,7 +78,7 @@ def test_the_hosted_client_can_be_replaced_in_its_module(monkeypatch):
 
 def test_advanced_settings_are_refused_on_this_machine(monkeypatch):
     monkeypatch.setenv("ROLLTREE_SANDBOX", "local")
-    from rolltree.compat.verifiers.envs.sandbox_env import AdvancedConfigs
+    from rolltree.verifiers.verifiers.envs.sandbox_env import AdvancedConfigs
 
     with pytest.raises(ValueError, match="no advanced settings"):
         vf.SandboxEnv(dataset=ROWS, advanced_configs=AdvancedConfigs(start_as_root=True))

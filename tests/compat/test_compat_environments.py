@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 import rolltree as rt
-from rolltree.compat import verifiers as vf
-from rolltree.errors import ConfigError
 from rolltree.samples import build_samples
 from rolltree.testing import ScriptedClient
-from rolltree.types import ModelResponse
+from rolltree.values.errors import ConfigError
+from rolltree.values.types import ModelResponse
+from rolltree.verifiers import verifiers as vf
 
 ROWS = [{"question": f"{n} + 1?", "answer": str(n + 1)} for n in range(3)]
 
@@ -464,7 +464,7 @@ def test_rows_with_the_same_text_as_example_id_are_one_group():
 
 
 def test_results_are_saved_on_the_way(tmp_path, monkeypatch):
-    from rolltree.compat import batches
+    from rolltree.verifiers import batches
 
     saved = []
     monkeypatch.setattr(
@@ -541,7 +541,7 @@ def test_what_a_machine_cannot_do_is_said_at_construction(settings, words, monke
 
 
 def test_hosted_settings_configure_docker(monkeypatch):
-    from rolltree.compat.sandbox_client import SandboxClient, SandboxRequest
+    from rolltree.verifiers.sandbox_client import SandboxClient, SandboxRequest
 
     client = SandboxClient("docker", timeout_s=7)
     request = SandboxRequest(
@@ -554,7 +554,7 @@ def test_hosted_settings_configure_docker(monkeypatch):
 
 
 async def test_a_command_has_its_own_time_limit_and_folder():
-    from rolltree.compat.sandbox_client import CommandTimeout, SandboxClient, SandboxRequest
+    from rolltree.verifiers.sandbox_client import CommandTimeout, SandboxClient, SandboxRequest
 
     client = SandboxClient("local", timeout_s=20)
     name = (await client.create(SandboxRequest(cpu_cores=2))).id
@@ -572,7 +572,7 @@ async def test_a_command_has_its_own_time_limit_and_folder():
 
 
 def test_an_engine_that_hangs_is_said(tmp_path, monkeypatch):
-    from rolltree.compat import sandbox_client
+    from rolltree.verifiers import sandbox_client
 
     docker = tmp_path / "docker"
     docker.write_text("#!/bin/sh\nexec sleep 60\n")
@@ -640,7 +640,7 @@ def test_python_in_sandboxes_of_the_authors_own_begins_with_its_worker(monkeypat
 
 def test_example_data_comes_from_a_file_where_there_is_one(tmp_path, monkeypatch):
     pytest.importorskip("datasets")
-    from rolltree.compat import datasets as example
+    from rolltree.verifiers import datasets as example
 
     monkeypatch.setenv("ROLLTREE_HOME", str(tmp_path))
     folder = tmp_path / "datasets"

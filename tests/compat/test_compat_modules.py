@@ -11,10 +11,11 @@ from unittest.mock import AsyncMock, MagicMock
 import pytest
 
 import rolltree
-from rolltree.compat import install, uninstall
-from rolltree.compat import verifiers as vf
-from rolltree.compat.datasets import extract_hash_answer, load_example_dataset, strip_non_numeric
-from rolltree.compat.helpers import (
+from rolltree.values.errors import ConfigError
+from rolltree.verifiers import install, uninstall
+from rolltree.verifiers import verifiers as vf
+from rolltree.verifiers.datasets import extract_hash_answer, load_example_dataset, strip_non_numeric
+from rolltree.verifiers.helpers import (
     concat_messages,
     maybe_await,
     maybe_semaphore,
@@ -27,8 +28,7 @@ from rolltree.compat.helpers import (
     setup_logging,
     strip_nones_from_content,
 )
-from rolltree.compat.names import MODULES, REMOVED, SOURCE_OF
-from rolltree.errors import ConfigError
+from rolltree.verifiers.names import MODULES, REMOVED, SOURCE_OF
 
 # It needs a C compiler if there is no wheel, so it may be missing beside everything else.
 OF_REASONING_GYM = {"envs.reasoninggym_env", "DEFAULT_SYSTEM_PROMPT", "ReasoningGymEnv"}
@@ -38,7 +38,7 @@ OF_REASONING_GYM = {"envs.reasoninggym_env", "DEFAULT_SYSTEM_PROMPT", "Reasoning
 def test_every_module_has_its_names(path):
     if path in OF_REASONING_GYM:
         pytest.importorskip("reasoning_gym")
-    module = importlib.import_module(f"rolltree.compat.verifiers.{path}")
+    module = importlib.import_module(f"rolltree.verifiers.verifiers.{path}")
     for name in MODULES[path]:
         assert getattr(module, name) is getattr(vf, name)
     with pytest.raises(AttributeError, match="nothing_such"):
@@ -46,7 +46,7 @@ def test_every_module_has_its_names(path):
 
 
 def test_names_are_listed_as_by_dir_of_the_real_modules():
-    tools = importlib.import_module("rolltree.compat.verifiers.utils.tools")
+    tools = importlib.import_module("rolltree.verifiers.verifiers.utils.tools")
     found = dict(inspect.getmembers(tools, inspect.isfunction))  # a common way to collect tools
     assert {"ask", "calculator", "python", "search"} <= set(found)
     assert {"Rubric", "State", "ToolEnv", "TextArenaEnv", "load_environment"} <= set(dir(vf))
@@ -62,7 +62,7 @@ def test_every_name_can_be_fetched(name):
 
 
 def test_classes_are_rolltrees():
-    from rolltree.compat.verifiers.envs.tool_env import ToolEnv
+    from rolltree.verifiers.verifiers.envs.tool_env import ToolEnv
 
     assert issubclass(ToolEnv, rolltree.ToolEnv)
     assert issubclass(ToolEnv, vf.MultiTurnEnv)
@@ -80,7 +80,7 @@ def test_unknown_names_and_modules():
     with pytest.raises(AttributeError, match="no public name 'Nothing'"):
         _ = vf.Nothing
     with pytest.raises(ModuleNotFoundError):
-        importlib.import_module("rolltree.compat.verifiers.envs.nothing")
+        importlib.import_module("rolltree.verifiers.verifiers.envs.nothing")
 
 
 def test_install_and_uninstall():
@@ -106,7 +106,7 @@ def test_install_refuses_beside_the_real_package(monkeypatch):
 
 
 def test_importing_compat_is_light():
-    code = "import sys, rolltree.compat.verifiers; print(*sys.modules)"
+    code = "import sys, rolltree.verifiers.verifiers; print(*sys.modules)"
     loaded = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.split()

@@ -10,7 +10,7 @@ import old_style_script
 import pytest
 
 import rolltree
-import rolltree.compat
+import rolltree.verifiers
 from rolltree.testing import ScriptedServer
 
 pytest.importorskip("datasets")
@@ -56,9 +56,9 @@ def changed():
 def unchanged():
     before = {name: module for name, module in sys.modules.items() if name == "verifiers"}
     assert not before
-    rolltree.compat.install()
+    rolltree.verifiers.install()
     yield run_source(SOURCE)
-    rolltree.compat.uninstall()
+    rolltree.verifiers.uninstall()
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def test_only_the_import_is_changed(name, changed, server):
 
 @pytest.mark.parametrize("name", REWARDS)
 def test_nothing_is_changed(name, unchanged, server):
-    assert unchanged.vf is importlib.import_module("rolltree.compat.verifiers")
+    assert unchanged.vf is importlib.import_module("rolltree.verifiers.verifiers")
     check(name, asyncio.run(unchanged.play(name, server.base_url)), THEIR_REWARDS)
 
 

@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from rolltree.compat import verifiers as vf
 from rolltree.inference import OpenAIClient
 from rolltree.testing import ScriptedServer
+from rolltree.verifiers import verifiers as vf
 
 MAX_TOKENS = 6
 
@@ -38,7 +38,7 @@ def num_words(state):
 def make_client(request):
     if request.param == "embedded":
         local = pytest.importorskip("rolltree.inference.local")
-        from rolltree.models import load_model
+        from rolltree.inference.models import load_model
 
         model, tokenizer = load_model("tiny")
         yield lambda: local.local_client(model, tokenizer, name="tiny", max_context=256)

@@ -12,12 +12,12 @@ from types import SimpleNamespace
 import pytest
 
 import rolltree as rt
-from rolltree.compat import model_calls
-from rolltree.compat import verifiers as vf
-from rolltree.compat.example_tools import calculator, python, search_ddg
-from rolltree.errors import ConfigError
 from rolltree.inference import OpenAIClient
 from rolltree.testing import ScriptedServer
+from rolltree.values.errors import ConfigError
+from rolltree.verifiers import model_calls
+from rolltree.verifiers import verifiers as vf
+from rolltree.verifiers.example_tools import calculator, python, search_ddg
 
 SAID = [{"role": "assistant", "content": "it is 4"}]
 
@@ -324,7 +324,7 @@ def test_a_blocking_openai_client_is_asked_in_threads_with_one_warning(caplog, m
     rubric = vf.JudgeRubric(judge_client=client)
     rubric.add_reward_func(agrees)
     monkeypatch.setattr(logging.getLogger("rolltree"), "propagate", True)
-    with caplog.at_level(logging.WARNING, "rolltree.compat"):
+    with caplog.at_level(logging.WARNING, "rolltree.verifiers"):
         states = scored(rubric, state_of(), state_of())
     assert [state["reward"] for state in states] == [1.0, 1.0]
     assert threading.main_thread() not in threads
@@ -351,7 +351,7 @@ def test_arithmetic():
 def test_code_runs_as_a_cell_in_a_sandbox(tmp_path):
     try:
         assert python("x = 5\nprint('a')\nx + 10") == "a\n15"
-    except rt.errors.SandboxUnavailable as error:
+    except rt.values.errors.SandboxUnavailable as error:
         pytest.skip(str(error))
     assert python("a = 1\na, None") == "(1, None)"
     assert python("y = 1").strip() == ""
@@ -380,8 +380,8 @@ async def test_a_client_of_rolltrees_can_be_the_judge():
 
 def test_tools_and_configurations_without_pydantic_say_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "pydantic", None)
-    monkeypatch.delitem(sys.modules, "rolltree.compat.configs", raising=False)
+    monkeypatch.delitem(sys.modules, "rolltree.verifiers.configs", raising=False)
     with pytest.raises(ConfigError, match=r"rolltree\[compat\]"):
         vf.ToolRubric([calculator])
     with pytest.raises(ConfigError, match=r"rolltree\[compat\]"):
-        importlib.import_module("rolltree.compat.configs")
+        importlib.import_module("rolltree.verifiers.configs")

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from unchanged import write_module
 
-from rolltree.compat import packages, uninstall
-from rolltree.compat.scripts import eval as vf_eval
-from rolltree.compat.scripts import init as vf_init
-from rolltree.compat.scripts import install as vf_install
-from rolltree.compat.scripts import vf_init as init_command
-from rolltree.errors import ConfigError
 from rolltree.testing import ScriptedServer
+from rolltree.values.errors import ConfigError
+from rolltree.verifiers import packages, uninstall
+from rolltree.verifiers.scripts import eval as vf_eval
+from rolltree.verifiers.scripts import init as vf_init
+from rolltree.verifiers.scripts import install as vf_install
+from rolltree.verifiers.scripts import vf_init as init_command
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -57,7 +57,7 @@ def test_a_command_is_the_real_package_s_where_that_is_installed(monkeypatch):
     monkeypatch.setattr(
         importlib.metadata.EntryPoint, "load", lambda self: lambda: called.append(1)
     )
-    monkeypatch.setattr("rolltree.compat.scripts.entry_points", lambda **which: [point])
+    monkeypatch.setattr("rolltree.verifiers.scripts.entry_points", lambda **which: [point])
     init_command()
     assert called == [1]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rolltree.compat.names import SCRIPTS
+from rolltree.verifiers.names import SCRIPTS
 
 SURFACE = json.loads((Path(__file__).parent / "surface.json").read_text(encoding="utf-8"))
 SIGNATURES = [
@@ -32,7 +32,7 @@ NEEDS = {
 def found(module, name):
     if module in NEEDS:
         pytest.importorskip(NEEDS[module])
-    path = SCRIPTS.get(module, f"rolltree.compat.verifiers.{module}".rstrip("."))
+    path = SCRIPTS.get(module, f"rolltree.verifiers.verifiers.{module}".rstrip("."))
     return getattr(importlib.import_module(path), name)
 
 
@@ -90,7 +90,7 @@ def test_class(module, name):
     base = said["base"].removeprefix("vf.")
     if base in ("Environment", "MultiTurnEnv", "SingleTurnEnv", "ToolEnv", "StatefulToolEnv"):
         assert issubclass(
-            target, getattr(importlib.import_module("rolltree.compat.verifiers"), base)
+            target, getattr(importlib.import_module("rolltree.verifiers.verifiers"), base)
         )
 
 

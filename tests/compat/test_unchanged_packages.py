@@ -70,7 +70,7 @@ def real(tmp_path):
 
 LOAD = """
     import sys, rolltree as rt
-    assert not [name for name in sys.modules if "compat" in name]
+    assert not [name for name in sys.modules if "rolltree.verifiers" in name]
     env = rt.load_environment({name!r})
     print(type(env).__module__.split(".")[0], isinstance(env, rt.Environment), env.env_id)
     env.get_eval_dataset(1)
@@ -195,8 +195,8 @@ def test_threads_load_at_once(tmp_path):
 
 def test_its_trainer_is_refused_by_name(tmp_path):
     code = """
-        import rolltree.compat
-        rolltree.compat.install()
+        import rolltree.verifiers
+        rolltree.verifiers.install()
         try:
             from verifiers.rl.trainer import RLTrainer
         except ModuleNotFoundError as error:

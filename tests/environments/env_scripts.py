@@ -7,8 +7,8 @@ import json
 import numpy as np
 
 from rolltree.environments import MultiTurnEnv, SingleTurnEnv, stop
-from rolltree.rubrics import Rubric, run_inline
-from rolltree.types import FinishReason, ModelResponse, RolloutRequest, SamplingParams
+from rolltree.environments.rubrics import Rubric, run_inline
+from rolltree.values.types import FinishReason, ModelResponse, RolloutRequest, SamplingParams
 
 _ids = itertools.count()
 ROWS = [{"question": f"say {word}", "answer": word} for word in ("one", "two", "three")]

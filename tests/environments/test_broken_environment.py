@@ -6,8 +6,8 @@ from click.testing import CliRunner
 from rolltree.cli import app
 from rolltree.environments import load_environment
 from rolltree.environments.registry import load_object
-from rolltree.errors import ConfigError
 from rolltree.training import load_train_config
+from rolltree.values.errors import ConfigError
 
 BROKEN = "import rolltree as rt\n\ndef load_environment(:\n    return 1\n"
 NESTED = {

@@ -11,14 +11,14 @@ import pytest
 from env_scripts import ScriptedModel, user
 
 import rolltree as rt
-from rolltree.errors import ConfigError
 from rolltree.evaluation import evaluate_async
+from rolltree.insight.replaying import playable
+from rolltree.insight.rescoring import rescore_async
 from rolltree.records import replay_many
-from rolltree.records.replaying import playable
-from rolltree.records.rescoring import rescore_async
 from rolltree.rollouts.decode import decode_results
-from rolltree.state import OWN_KEYS, State
 from rolltree.store import Run
+from rolltree.values.errors import ConfigError
+from rolltree.values.state import OWN_KEYS, State
 
 ROW = {"question": "q", "ground_truth": "42", "tests": [[1, 2]], "depth": 3, "extra": None}
 
@@ -99,7 +99,7 @@ def test_keys_that_rolltree_reads_are_its_own():
     names = {
         name
         for path in source.rglob("*.py")
-        if "compat" not in path.parts
+        if "verifiers" not in path.parts
         for name in read.findall(path.read_text(encoding="utf-8"))
     }
     examples = {"found", "left"}  # in docstrings and the scaffold of a new environment
@@ -130,8 +130,8 @@ async def test_a_row_without_an_answer_is_an_error_where_one_is_asked_for():
 
 
 async def test_under_verifiers_names_columns_are_in_the_input_only():
-    rooms = importlib.import_module("rolltree.compat.environments")
-    rubrics = importlib.import_module("rolltree.compat.rubrics")
+    rooms = importlib.import_module("rolltree.verifiers.environments")
+    rubrics = importlib.import_module("rolltree.verifiers.rubrics")
 
     def inside(state, **kwargs):
         forwarded = "ground_truth" in state or "ground_truth" in kwargs

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rolltree.environments import Rows
 from rolltree.environments.dataset import RowFormat
-from rolltree.errors import ConfigError
+from rolltree.values.errors import ConfigError
 
 SYSTEM = {"role": "system", "content": "be brief"}
 SHOT = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]

@@ -7,7 +7,7 @@ import pytest
 
 import rolltree as rt
 from rolltree.environments.check import CHECKS, check_environment_async
-from rolltree.errors import ConfigError
+from rolltree.values.errors import ConfigError
 
 WORDS = ["river", "stone", "cloud", "tiger", "lemon", "paper", "amber", "ocean", "maple", "candle"]
 TAGS = rt.XMLParser(["answer"])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import rolltree as rt
 from rolltree.environments.check import counted, leak_rate
 from rolltree.environments.check_probes import MAX_CALLS, EndlessRollout, Probe, styles_of
-from rolltree.errors import UnsupportedSetting
+from rolltree.values.errors import UnsupportedSetting
 
 answers = st.text(st.characters(categories=["L", "N"]), min_size=1, max_size=12)
 

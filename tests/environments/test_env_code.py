@@ -1,7 +1,7 @@
 """Which files an environment's code is in."""
 
 import rolltree as rt
-from rolltree.environments.code import changed_code, code_hashes
+from rolltree.environments.code_hashes import changed_code, code_hashes
 from rolltree.store import StoredRollout
 
 
@@ -19,7 +19,7 @@ def test_reward_functions_and_classes_name_their_files():
 def test_it_is_said_once_and_only_after_the_first_rollout(tmp_path, monkeypatch):
     env = rt.SingleTurnEnv(dataset=[{"question": "q"}], rubric=rt.Rubric([own]))
     hashes = {"a/a.py": "1"}
-    monkeypatch.setattr("rolltree.environments.code.code_hashes", lambda source: hashes)
+    monkeypatch.setattr("rolltree.environments.code_hashes.code_hashes", lambda source: hashes)
     with rt.Run.create(tmp_path / "run") as run:
         assert changed_code(env, run) is None
         hashes = {"a/a.py": "2"}

@@ -3,9 +3,9 @@ from env_scripts import Echo, ScriptedModel, exact, single, user
 
 import rolltree as rt
 from rolltree.environments import EnvGroup, MultiTurnEnv, SingleTurnEnv, cleanup, teardown
-from rolltree.errors import ConfigError, UnknownName
+from rolltree.environments.rubrics import Rubric, RubricGroup
 from rolltree.rollouts import RolloutEngine, build_requests
-from rolltree.rubrics import Rubric, RubricGroup
+from rolltree.values.errors import ConfigError, UnknownName
 
 ADD = [{"question": "1+1", "answer": "2"}, {"question": "2+2", "answer": "4"}]
 SAY = [{"question": "say one", "answer": "one"}]

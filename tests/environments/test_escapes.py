@@ -5,26 +5,26 @@ import asyncio
 import pytest
 from env_scripts import ROWS, Echo, ScriptedModel, a_request, exact, single
 
+from rolltree._helpers.tasks import Terminated
 from rolltree.agents import Agent, ToolAgent
+from rolltree.agents.protocols import (
+    DelegatingProtocol,
+    SingleAgentProtocol,
+    SubAgent,
+    delegate_tool,
+)
 from rolltree.environments import (
     ProtocolEnvironment,
     ToolEnv,
     cleanup,
     teardown,
 )
-from rolltree.protocols import (
-    DelegatingProtocol,
-    SingleAgentProtocol,
-    SubAgent,
-    delegate_tool,
-)
-from rolltree.records.recorded import ReplayStopped
+from rolltree.environments.rubrics import Rubric, run_inline
+from rolltree.insight.recorded import ReplayStopped
 from rolltree.rollouts import RolloutEngine
-from rolltree.rubrics import Rubric, run_inline
-from rolltree.steps import StepOutcome
-from rolltree.tasks import Terminated
 from rolltree.testing import ScriptedClient
-from rolltree.types import State
+from rolltree.values.steps import StepOutcome
+from rolltree.values.types import State
 
 
 class Own(BaseException):

@@ -8,9 +8,9 @@ import pytest
 from env_scripts import ROWS, Echo, ScriptedModel, single, user
 
 from rolltree.environments import GenerateResults
-from rolltree.errors import ConfigError, ServerError
-from rolltree.rubrics import Rubric, run_inline
+from rolltree.environments.rubrics import Rubric, run_inline
 from rolltree.samples import build_samples
+from rolltree.values.errors import ConfigError, ServerError
 
 MODEL = ScriptedModel("one")
 

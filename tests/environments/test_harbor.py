@@ -11,12 +11,12 @@ from harbor_kit import TASKS, write_tasks
 
 import rolltree as rt
 from rolltree.environments.check import check_environment
-from rolltree.environments.harbor_env import harbor_verdict
-from rolltree.environments.harbor_tasks import read_task, read_tasks
-from rolltree.environments.harbor_worlds import verdict_on
-from rolltree.errors import ConfigError, SandboxUnavailable
 from rolltree.sandbox import Limits, LocalBackend, RunResult
+from rolltree.sandbox.harbor_env import harbor_verdict
+from rolltree.sandbox.harbor_tasks import read_task, read_tasks
+from rolltree.sandbox.harbor_worlds import verdict_on
 from rolltree.testing import ScriptedClient
+from rolltree.values.errors import ConfigError, SandboxUnavailable
 
 
 @pytest.fixture(scope="module")
@@ -371,7 +371,7 @@ def test_harbors_own_models_read_the_tasks(tasks):
 def test_keys_that_harbor_knows_are_known(tasks):
     """Those of harbor 0.26's models, so that a task of its own is never called misspelled."""
     models = pytest.importorskip("harbor.models.task.config", reason="harbor is not installed")
-    from rolltree.environments import harbor_tasks as ours
+    from rolltree.sandbox import harbor_tasks as ours
 
     pairs = {
         ours._File: models.TaskConfig,

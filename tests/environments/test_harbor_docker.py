@@ -9,10 +9,10 @@ from harbor_kit import write_tasks
 from test_harbor import play
 
 import rolltree as rt
-from rolltree.environments.harbor_docker import docker_reason
-from rolltree.errors import ConfigError, SandboxUnavailable
 from rolltree.sandbox import LocalBackend
+from rolltree.sandbox.harbor_docker import docker_reason
 from rolltree.sandbox.machine import this_machine
+from rolltree.values.errors import ConfigError, SandboxUnavailable
 
 STAND_IN = """#!{python} -I
 import json, os, shutil, sys, tarfile

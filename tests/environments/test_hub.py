@@ -7,10 +7,10 @@ import types
 
 import pytest
 
-import rolltree.hub
+import rolltree._helpers.hub
 from rolltree.environments import Rows, SingleTurnEnv
 from rolltree.environments.dataset import RowFormat, benchmark_rows, hub_rows
-from rolltree.errors import ConfigError
+from rolltree.values.errors import ConfigError
 
 HUB = ("some/data", "main", "test")
 
@@ -43,7 +43,7 @@ def hub(monkeypatch):
 
     fake.load_dataset = load_dataset
     monkeypatch.setitem(sys.modules, "datasets", fake)
-    monkeypatch.setattr("rolltree.hub.answers", lambda: True)
+    monkeypatch.setattr("rolltree._helpers.hub.answers", lambda: True)
     return fake
 
 
@@ -64,12 +64,12 @@ def test_without_the_hub_there_are_no_rows_unless_they_are_asked_for(hub):
 
 def test_a_hub_that_cannot_be_reached_costs_no_minute(monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    rolltree.hub._reached.cache_clear()
+    rolltree._helpers.hub._reached.cache_clear()
     started = time.monotonic()
     with pytest.raises(ConfigError, match="'no/such-data' could not be loaded"):
         hub_rows("no/such-data")
     assert time.monotonic() - started < 45
-    rolltree.hub._reached.cache_clear()
+    rolltree._helpers.hub._reached.cache_clear()
     import datasets.config
 
     assert not datasets.config.HF_HUB_OFFLINE or os.environ.get("HF_HUB_OFFLINE")

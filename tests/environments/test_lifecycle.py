@@ -13,8 +13,8 @@ from env_scripts import Echo, ScriptedModel, a_request, single, user
 from rolltree.environments import cleanup, lifecycle, stop, teardown
 from rolltree.environments import environment as environment_module
 from rolltree.environments.lifecycle import close_all, discover
-from rolltree.errors import ServerError
 from rolltree.rollouts import RolloutEngine
+from rolltree.values.errors import ServerError
 
 INPUT = {"prompt": user("say one"), "answer": "one", "example_id": 0, "task": "t"}
 

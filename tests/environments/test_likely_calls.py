@@ -7,22 +7,22 @@ import pytest
 from env_scripts import ROWS, ScriptedModel, a_request, exact, user
 
 import rolltree as rt
+from rolltree.agents.protocols import SingleAgentProtocol
 from rolltree.environments import ProtocolEnvironment
-from rolltree.errors import ConfigError, PromptTooLong
 from rolltree.evaluation import evaluate_async
-from rolltree.protocols import SingleAgentProtocol
 from rolltree.rollouts import RolloutEngine
+from rolltree.values.errors import ConfigError, PromptTooLong
 
 TOOL = {"type": "function", "function": {"name": "rows", "parameters": {}}}
 OTHER = {"type": "function", "function": {"name": "envs", "parameters": {}}}
 
 
-@pytest.fixture(params=["rolltree", "rolltree.compat"])
+@pytest.fixture(params=["rolltree", "rolltree.verifiers"])
 def names(request):
     """The classes of one import name."""
     if request.param == "rolltree":
         return rt
-    return importlib.import_module("rolltree.compat.environments")
+    return importlib.import_module("rolltree.verifiers.environments")
 
 
 async def generated(env, model, **settings):

@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 from env_scripts import ScriptedModel, a_request
 
-from rolltree.environments import MCPEnv, MCPServer, mcp_env
-from rolltree.environments.mcp_env import MCPConnection
-from rolltree.errors import ConfigError
+from rolltree.agents import mcp_env
+from rolltree.agents.mcp_env import MCPConnection
+from rolltree.environments import MCPEnv, MCPServer
+from rolltree.environments.rubrics import Rubric
+from rolltree.environments.tools import ToolUnavailable
 from rolltree.rollouts import RolloutEngine
-from rolltree.rubrics import Rubric
-from rolltree.tools import ToolUnavailable
+from rolltree.values.errors import ConfigError
 from wait_kit import wait_until
 
 SCRIPT = str(Path(__file__).with_name("mcp_notes_server.py"))

@@ -5,11 +5,11 @@ import pytest
 
 import rolltree as rt
 from rolltree.agents import Agent
+from rolltree.agents.protocols import SingleAgentProtocol, TurnProtocol
 from rolltree.environments import ProtocolEnvironment
-from rolltree.protocols import SingleAgentProtocol, TurnProtocol
 from rolltree.records import audit
-from rolltree.steps import ParseResult, StepOutcome
 from rolltree.store import Run
+from rolltree.values.steps import ParseResult, StepOutcome
 
 ROWS = [{"question": f"{i}?", "answer": "12"} for i in range(2)]
 ODD_REWARDS = [float("nan"), float("inf"), -float("inf"), None, "1", [1.0], 10**400, 1e300, {}]

@@ -8,19 +8,19 @@ from env_scripts import ROWS, ScriptedModel, user
 
 import rolltree as rt
 from rolltree.agents import Agent
-from rolltree.errors import ConfigError
 from rolltree.evaluation import evaluate_async
 from rolltree.rollouts.decode import decode_results
 from rolltree.store import Run
+from rolltree.values.errors import ConfigError
 
-LIBRARIES = ["rolltree", "rolltree.compat"]
+LIBRARIES = ["rolltree", "rolltree.verifiers"]
 
 
 def library(name):
     if name == "rolltree":
         return rt.MultiTurnEnv, rt.Rubric, rt.Environment
-    rooms = importlib.import_module("rolltree.compat.environments")
-    rubrics = importlib.import_module("rolltree.compat.rubrics")
+    rooms = importlib.import_module("rolltree.verifiers.environments")
+    rubrics = importlib.import_module("rolltree.verifiers.rubrics")
     return rooms.MultiTurnEnv, rubrics.Rubric, rooms.Environment
 
 

@@ -7,10 +7,7 @@ import pytest
 
 import rolltree as rt
 from rolltree.agents import Agent, ToolAgent
-from rolltree.environments import EnvGroup, ProtocolEnvironment, SingleTurnEnv
-from rolltree.errors import ConfigError
-from rolltree.evaluation import evaluate_async
-from rolltree.protocols import (
+from rolltree.agents.protocols import (
     Budget,
     DelegatingProtocol,
     MultiAgentSyncProtocol,
@@ -18,15 +15,18 @@ from rolltree.protocols import (
     SubAgent,
     delegate_tool,
 )
+from rolltree.environments import EnvGroup, ProtocolEnvironment, SingleTurnEnv
+from rolltree.environments.rubrics import Rubric
+from rolltree.evaluation import evaluate_async
 from rolltree.rollouts import RolloutEngine, build_requests
 from rolltree.rollouts.decode import decode_results
 from rolltree.rollouts.record import encode_result
-from rolltree.rubrics import Rubric
 from rolltree.samples import build_samples
-from rolltree.steps import ParseResult, StepOutcome
 from rolltree.store import Run
 from rolltree.testing import ScriptedClient
 from rolltree.training.advantages import assign_credit
+from rolltree.values.errors import ConfigError
+from rolltree.values.steps import ParseResult, StepOutcome
 
 
 class Guess:

@@ -3,7 +3,7 @@ from env_scripts import ScriptedModel, assistant
 
 import rolltree as rt
 from rolltree.environments import ReasoningGymEnv
-from rolltree.errors import ConfigError
+from rolltree.values.errors import ConfigError
 
 pytest.importorskip(
     "reasoning_gym", reason="reasoning-gym has no wheel for one of its needs: no C compiler here"

@@ -14,8 +14,8 @@ from rolltree.environments import (
     train_config_file,
 )
 from rolltree.environments.registry import READY_MADE, environment_file
-from rolltree.errors import ConfigError, UnknownName
-from rolltree.launch import environment_config
+from rolltree.training.launch import environment_config
+from rolltree.values.errors import ConfigError, UnknownName
 
 SOURCE = """
     import rolltree as rt

@@ -13,11 +13,11 @@ from env_scripts import single, user
 
 import rolltree as rt
 from rolltree.environments import MultiTurnEnv
-from rolltree.errors import BadResponse, TokenError
 from rolltree.inference.parse import parse_response
 from rolltree.samples import build_samples
 from rolltree.testing import ScriptedClient
-from rolltree.types import OVERLONG_PROMPT, FinishReason, ModelResponse
+from rolltree.values.errors import BadResponse, TokenError
+from rolltree.values.types import OVERLONG_PROMPT, FinishReason, ModelResponse
 
 
 def chat_dict(**more):

@@ -11,13 +11,19 @@ import pytest
 from env_scripts import ROWS, Echo, ScriptedModel, a_request, assistant, exact, single, user
 
 from rolltree.environments import MultiTurnEnv, SingleTurnEnv, stop
-from rolltree.errors import ConfigError, PromptTooLong, ServerError, UnsupportedSetting
+from rolltree.environments.rubrics import Rubric, RubricGroup, run_inline
 from rolltree.inference import OpenAIClient, RetryPolicy, as_client
 from rolltree.rollouts import RolloutEngine, RolloutSource, derive_seed
-from rolltree.rubrics import Rubric, RubricGroup, run_inline
 from rolltree.testing import ScriptedClient, ScriptedServer
 from rolltree.tokens import Trajectory
-from rolltree.types import ErrorRecord, ModelResponse, SamplingParams, State, TruncationReason
+from rolltree.values.errors import ConfigError, PromptTooLong, ServerError, UnsupportedSetting
+from rolltree.values.types import (
+    ErrorRecord,
+    ModelResponse,
+    SamplingParams,
+    State,
+    TruncationReason,
+)
 
 INPUT = {"prompt": user("say one"), "answer": "one", "example_id": 0, "task": "t"}
 

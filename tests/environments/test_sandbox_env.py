@@ -10,11 +10,11 @@ from env_scripts import ScriptedModel, a_request
 
 import rolltree as rt
 from rolltree.environments import cleanup
-from rolltree.environments.sandbox_env import PythonEnv, SandboxEnv
-from rolltree.errors import SandboxError, SandboxUnavailable
 from rolltree.rollouts import RolloutEngine
 from rolltree.sandbox import Limits, LocalBackend, Sandbox, SandboxLevel
+from rolltree.sandbox.sandbox_env import PythonEnv, SandboxEnv
 from rolltree.store import Run
+from rolltree.values.errors import SandboxError, SandboxUnavailable
 
 ROWS = [{"question": "what is six times seven?", "answer": "42"}]
 

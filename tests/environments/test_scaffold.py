@@ -7,9 +7,9 @@ import pytest
 import rolltree as rt
 from rolltree.environments.check import check_environment_async
 from rolltree.environments.scaffold import KINDS, scaffold
-from rolltree.errors import ConfigError, UnknownName
-from rolltree.launch import environment_config
 from rolltree.training import load_train_config
+from rolltree.training.launch import environment_config
+from rolltree.values.errors import ConfigError, UnknownName
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -21,7 +21,7 @@ MADE = {"train": "generated", "test": "generated"}  # the tests have no network
 @pytest.fixture(scope="module")
 def loaded():
     pytest.importorskip("torch", reason="the embedded engine needs torch")
-    from rolltree.models import load_model
+    from rolltree.inference.models import load_model
 
     return load_model("smollm2-135m")
 

@@ -4,7 +4,7 @@ import pytest
 from env_scripts import ROWS, ScriptedModel
 
 from rolltree.environments import StatefulToolEnv
-from rolltree.errors import ConfigError
+from rolltree.values.errors import ConfigError
 
 
 def call(name, **arguments):

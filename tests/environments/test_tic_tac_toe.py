@@ -9,7 +9,7 @@ import pytest
 import rolltree as rt
 from rolltree.environments.check import check_environment_async
 from rolltree.inference.local import local_client
-from rolltree.models import load_model
+from rolltree.inference.models import load_model
 from rolltree.rollouts import RolloutEngine, build_requests
 from rolltree.samples import build_samples
 from rolltree.testing import ScriptedClient

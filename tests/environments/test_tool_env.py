@@ -7,11 +7,11 @@ import pytest
 from env_scripts import ROWS, ScriptedModel, assistant, user
 
 from rolltree.environments import ToolEnv
-from rolltree.errors import ConfigError
+from rolltree.environments.rubrics import ToolRubric, run_inline
 from rolltree.inference import ChatRenderer, OpenAIClient
 from rolltree.rollouts import RolloutEngine, build_requests
-from rolltree.rubrics import ToolRubric, run_inline
 from rolltree.testing import ByteTokenizer, DirectTransport, Reply, ScriptedClient
+from rolltree.values.errors import ConfigError
 
 INPUT = {"prompt": user("say one"), "answer": "one", "example_id": 0, "task": "t"}
 

@@ -10,9 +10,9 @@ import pytest
 from env_scripts import ScriptedModel
 
 from rolltree.environments import GymEnv, TextArenaEnv
-from rolltree.errors import ConfigError
+from rolltree.environments.rubrics import Rubric
 from rolltree.rollouts import RolloutEngine, build_requests
-from rolltree.rubrics import Rubric
+from rolltree.values.errors import ConfigError
 
 
 async def none_left(name):

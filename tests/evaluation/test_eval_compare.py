@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolltree.errors import ConfigError
 from rolltree.evaluation import Settings, build_report, compare_reports, pass_at_k, pass_hat_k
 from rolltree.evaluation.comparison import compare_values, example_changes, measure_names
 from rolltree.evaluation.paired import paired_difference
 from rolltree.store import StoredRollout
+from rolltree.values.errors import ConfigError
 
 
 def row(example, index=0, reward=None, **fields):

@@ -7,7 +7,7 @@ from rich.console import Console
 import rolltree as rt
 from rolltree.evaluation import compare_environments, compare_reports, stored_report
 from rolltree.evaluation.comparison import measure_names
-from rolltree.records.comparison import held_out_gain
+from rolltree.insight.comparison import held_out_gain
 from rolltree.reports import evaluation_table
 from rolltree.store import Run
 from rolltree.store.metric_names import eval_numbers

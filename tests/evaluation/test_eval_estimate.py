@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolltree.estimate import (
+from rolltree.values.estimate import (
     COUNT,
     SHARE,
     Bounds,

@@ -5,13 +5,13 @@ import json
 
 import pytest
 
-from rolltree.errors import ConfigError, record_error
 from rolltree.evaluation import compare_reports, evaluate_async, write_results
 from rolltree.rollouts import RolloutSource
 from rolltree.rollouts.decode import decode_results
 from rolltree.store import Run
 from rolltree.tokens import Trajectory
-from rolltree.types import FinishReason, ModelResponse, State
+from rolltree.values.errors import ConfigError, record_error
+from rolltree.values.types import FinishReason, ModelResponse, State
 
 
 class EchoClient:

@@ -3,15 +3,15 @@
 import pytest
 
 import rolltree as rt
-from rolltree.errors import SandboxError
 from rolltree.evaluation import evaluate_async
 from rolltree.inference import OpenAIClient, RetryPolicy
+from rolltree.insight.page.export import export_page
+from rolltree.insight.page.rollout_view import rollout_view
 from rolltree.records.overview import run_summary
-from rolltree.records.rollout_view import rollout_view
 from rolltree.sandbox import SandboxLevel
 from rolltree.store import Run
 from rolltree.testing import HttpFault, ScriptedClient, ScriptedServer
-from rolltree.viewer.export import export_page
+from rolltree.values.errors import SandboxError
 
 ROWS = [{"question": f"say {number}", "answer": ""} for number in range(4)]
 

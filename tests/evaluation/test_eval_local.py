@@ -26,7 +26,7 @@ class TwoTurns(rt.MultiTurnEnv):
 @pytest.fixture(scope="module")
 def tiny():
     local = pytest.importorskip("rolltree.inference.local")
-    from rolltree.models import load_model
+    from rolltree.inference.models import load_model
 
     model, tokenizer = load_model("tiny")
     return lambda: local.local_client(model, tokenizer, name="tiny", max_batch=8, max_context=256)
@@ -96,7 +96,7 @@ async def test_a_run_that_is_continued_equals_one_that_was_not(tiny, tmp_path):
 async def test_the_real_model_answers(tmp_path):
     """SmolLM2 adds one-digit numbers with a few-shot prompt, sometimes: tokens, text, rewards."""
     local = pytest.importorskip("rolltree.inference.local")
-    from rolltree.models import load_model
+    from rolltree.inference.models import load_model
 
     shots = []
     for a, b in ((2, 3), (4, 4), (1, 6)):

@@ -9,13 +9,13 @@ from hypothesis import HealthCheck, given, settings
 from test_eval_reducers import row_lists
 
 from rolltree import Rubric, SingleTurnEnv
-from rolltree.errors import ConfigError
 from rolltree.evaluation import EpisodeOutcome, evaluate_async, outcomes
 from rolltree.evaluation.reducers import Outcomes
 from rolltree.rollouts import RolloutEngine
 from rolltree.rollouts.requests import DistinctRequests, build_requests
 from rolltree.store import Run, StoredRollout
 from rolltree.testing import ScriptedClient
+from rolltree.values.errors import ConfigError
 
 ROW = StoredRollout(
     request_id="a",

@@ -5,7 +5,6 @@ import math
 
 import pytest
 
-from rolltree.errors import ConfigError
 from rolltree.evaluation import (
     REDUCERS,
     Settings,
@@ -15,6 +14,7 @@ from rolltree.evaluation import (
     stored_report,
 )
 from rolltree.store import Run, StoredRollout
+from rolltree.values.errors import ConfigError
 
 
 def row(example, index=0, reward=None, **fields):

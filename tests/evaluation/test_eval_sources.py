@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from rolltree.errors import ConfigError, ServerError, StoreError
 from rolltree.evaluation import Settings, build_report, evaluate_async, runner, stored_report
 from rolltree.rollouts import current_episode
 from rolltree.rollouts.decode import decode_results
 from rolltree.store import Run
 from rolltree.testing import ScriptedClient
 from rolltree.tokens import Trajectory
-from rolltree.types import State
+from rolltree.values.errors import ConfigError, ServerError, StoreError
+from rolltree.values.types import State
 from wait_kit import wait_until
 
 

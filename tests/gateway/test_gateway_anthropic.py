@@ -17,7 +17,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rolltree as rt
-from rolltree.errors import CallTimeout, ConnectionFailed, PromptTooLong, ServerError
 from rolltree.gateway import SessionLimits, app
 from rolltree.gateway.anthropic_messages import FIELDS, read_messages, write_message
 from rolltree.gateway.calls import AgentAnswer, AnswerHead
@@ -26,7 +25,8 @@ from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.message_index import MessageIndex
 from rolltree.testing import ScriptedClient
 from rolltree.testing.tokenizer import ByteTokenizer
-from rolltree.types import FinishReason, ModelResponse
+from rolltree.values.errors import CallTimeout, ConnectionFailed, PromptTooLong, ServerError
+from rolltree.values.types import FinishReason, ModelResponse
 
 USER = [{"role": "user", "content": "begin"}]
 TOOLS = [

@@ -3,7 +3,7 @@
 import re
 
 import docs_kit
-from rolltree.cli.gateway import serve_sessions
+from rolltree.gateway.cli.gateway import serve_sessions
 
 PAGE = "gateway.md"
 

@@ -19,12 +19,12 @@ import pytest
 from gateway_kit import Lingering, calling, is_one_path, openai_agent
 
 import rolltree as rt
-from rolltree.errors import ConfigError, ConnectionFailed, ServerError, StoreError
 from rolltree.gateway.app import GatewayApp
 from rolltree.gateway.journal import JournalFile
 from rolltree.gateway.session import SessionLimits
 from rolltree.rollouts.decode import decode_results
 from rolltree.testing import FaultyClient, ScriptedClient
+from rolltree.values.errors import ConfigError, ConnectionFailed, ServerError, StoreError
 
 ASKED = {"model": "m", "messages": [{"role": "user", "content": "hello there"}]}
 

@@ -19,18 +19,18 @@ import pytest
 from gateway_kit import openai_agent, paths
 
 import rolltree as rt
-from rolltree.errors import ConfigError, ConnectionFailed, StoreError
 from rolltree.gateway import journal
 from rolltree.gateway.calls import AgentCall, AnswerHead, CallOrigin, Connection
 from rolltree.gateway.journal import Journal, KeptCall, read_session
+from rolltree.gateway.serve.requests import RequestError
 from rolltree.gateway.session import SessionLimits, new_state
-from rolltree.inference.server.requests import RequestError
 from rolltree.inference.session import TokenSession
 from rolltree.records import audit
-from rolltree.seeds import derive_seed
 from rolltree.testing import FaultyClient, ScriptedClient
 from rolltree.tokens import Trajectory, recorded_routing
-from rolltree.types import ModelResponse
+from rolltree.values.errors import ConfigError, ConnectionFailed, StoreError
+from rolltree.values.seeds import derive_seed
+from rolltree.values.types import ModelResponse
 
 ASKED = {"model": "m", "messages": [{"role": "user", "content": "hello there"}]}
 

@@ -12,8 +12,8 @@ from gateway_kit import ADD, calling, is_one_path, openai_agent, paths
 import rolltree as rt
 from rolltree.gateway.fields import read_fields
 from rolltree.gateway.openai_chat import TEXT_FIELDS
+from rolltree.gateway.serve.requests import RequestError
 from rolltree.inference.chat import ChatRenderer
-from rolltree.inference.server.requests import RequestError
 from rolltree.testing import ScriptedClient
 from rolltree.testing.tokenizer import ByteTokenizer
 

@@ -13,12 +13,12 @@ from gateway_kit import calling, is_one_path, openai_agent, paths
 from openai.types.responses import Response, ResponseStreamEvent, response_create_params
 
 import rolltree as rt
-from rolltree.errors import ConnectionFailed
 from rolltree.gateway.journal import read_session
 from rolltree.gateway.openai_responses import RESPONSE_FIELDS
 from rolltree.inference.chat import ChatRenderer
 from rolltree.testing import ByteTokenizer, ScriptedAnswer, ScriptedClient
-from rolltree.types import FinishReason
+from rolltree.values.errors import ConnectionFailed
+from rolltree.values.types import FinishReason
 
 ADD = {
     "type": "function",

@@ -10,7 +10,7 @@ import pytest
 from gateway_kit import ADD, Lingering, calling
 
 import rolltree as rt
-from rolltree.errors import ConfigError, ConnectionFailed
+from rolltree._helpers.tasks import ShortCollections
 from rolltree.gateway.calls import (
     AgentAnswer,
     AgentCall,
@@ -19,15 +19,15 @@ from rolltree.gateway.calls import (
     CallOrigin,
     Connection,
 )
+from rolltree.gateway.serve.requests import RequestError
 from rolltree.gateway.session import GatewaySession, SessionLimits
 from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.client_base import DelegatingClient
-from rolltree.inference.server.requests import RequestError
 from rolltree.samples import build_samples
-from rolltree.tasks import ShortCollections
 from rolltree.testing import FaultyClient, ScriptedClient
 from rolltree.testing.tokenizer import ByteTokenizer
-from rolltree.types import FinishReason, SamplingParams
+from rolltree.values.errors import ConfigError, ConnectionFailed
+from rolltree.values.types import FinishReason, SamplingParams
 
 THINKING = (
     "{% for m in messages %}[{{ m.role }}]"

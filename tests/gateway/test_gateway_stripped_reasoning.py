@@ -17,7 +17,7 @@ from rolltree.inference.chat import ChatRenderer
 from rolltree.samples import build_samples
 from rolltree.testing import ScriptedClient
 from rolltree.testing.tokenizer import ByteTokenizer
-from rolltree.types import State
+from rolltree.values.types import State
 
 NUM_ROLLOUTS, NUM_TURNS = 8, 8
 STRIPPING = (

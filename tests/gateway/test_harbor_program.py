@@ -10,9 +10,9 @@ import pytest
 from program_kit import ASK
 
 import rolltree as rt
-from rolltree.errors import ConfigError, SandboxError, SandboxUnavailable
 from rolltree.sandbox import LocalBackend
 from rolltree.testing import ScriptedClient
+from rolltree.values.errors import ConfigError, SandboxError, SandboxUnavailable
 
 sys.path.append(str(Path(__file__).parents[1] / "environments"))
 from harbor_kit import TASKS, write_tasks

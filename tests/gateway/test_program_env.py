@@ -20,7 +20,15 @@ from program_kit import (
 )
 
 import rolltree as rt
-from rolltree.errors import (
+from rolltree.gateway.calls import AgentCall
+from rolltree.inference.deadline import Clock
+from rolltree.rollouts import build_requests
+from rolltree.rollouts.requests import Episode, playing
+from rolltree.samples import build_samples
+from rolltree.sandbox import Limits
+from rolltree.testing import ScriptedClient
+from rolltree.tokens import peek
+from rolltree.values.errors import (
     AnswerTooLarge,
     BadResponse,
     ConfigError,
@@ -32,15 +40,7 @@ from rolltree.errors import (
     UnknownArgument,
     UnsupportedSetting,
 )
-from rolltree.gateway.calls import AgentCall
-from rolltree.inference.deadline import Clock
-from rolltree.rollouts import build_requests
-from rolltree.rollouts.requests import Episode, playing
-from rolltree.samples import build_samples
-from rolltree.sandbox import Limits
-from rolltree.testing import ScriptedClient
-from rolltree.tokens import peek
-from rolltree.types import SamplingParams
+from rolltree.values.types import SamplingParams
 
 
 def test_a_command_is_given_a_folder_a_url_a_key_and_nothing_else(monkeypatch, tmp_path):

@@ -13,7 +13,7 @@ from program_kit import rows, said, script, wait_for_death
 import rolltree as rt
 from rolltree.cli import app
 from rolltree.gateway.calls import AgentCall
-from rolltree.records import recorded
+from rolltree.insight import recorded
 from rolltree.rollouts.decode import decode_results
 from rolltree.store import Run
 from rolltree.testing import ScriptedClient, ScriptedServer

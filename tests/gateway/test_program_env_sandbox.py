@@ -7,9 +7,9 @@ import pytest
 from program_kit import ASK, one, play_hurried, rows, said
 
 import rolltree as rt
-from rolltree.errors import ConfigError, SandboxUnavailable
 from rolltree.sandbox import Limits, LocalBackend
 from rolltree.testing import ScriptedClient
+from rolltree.values.errors import ConfigError, SandboxUnavailable
 
 COMMAND = ["python3", "-I", "-S", "agent.py", "{question}"]
 

@@ -23,7 +23,7 @@ from click.testing import CliRunner
 import rolltree as rt
 from golden.pack import ROOT, pack
 from rolltree.cli import app
-from rolltree.models import TinyConfig, make_tiny
+from rolltree.inference.models import TinyConfig, make_tiny
 from rolltree.store import Run
 from rolltree.testing import HttpFault, ScriptedServer
 

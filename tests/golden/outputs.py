@@ -30,7 +30,7 @@ from click.testing import CliRunner
 
 from golden_kit import REAL_RUNS, unpack
 from rolltree.cli import app
-from rolltree.models import resolve_model
+from rolltree.inference.models import resolve_model
 from rolltree.records.columns import SFT, TABLES
 from rolltree.store.metric_table import metric_rows
 

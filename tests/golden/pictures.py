@@ -23,8 +23,8 @@ from rich.console import Console
 from browser_kit import Tab, serving, started_chromium
 from golden.outputs import NOW, ROOT
 from golden_kit import unpack
-from rolltree.models import resolve_model
-from rolltree.models.made import byte_tokenizer
+from rolltree.inference.models import resolve_model
+from rolltree.inference.models.made import byte_tokenizer
 from rolltree.reports.curves import save_reward_curve
 from rolltree.reports.live import TrainView
 from rolltree.store import Run

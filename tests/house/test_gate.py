@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 SUITES = """
 [lists]
 every = ["pins.txt", "Makefile"]
-core = ["src/rolltree/tokens", "src/rolltree/types.py"]
+core = ["src/rolltree/tokens", "src/rolltree/values/types.py"]
 
 [suite.test]
 command = "echo test >> $RAN"
@@ -25,7 +25,7 @@ inputs = ["@core", "tests_models"]
 
 [suite.page]
 command = "echo page >> $RAN"
-inputs = ["src/rolltree/viewer"]
+inputs = ["src/rolltree/insight/page"]
 
 [suite.site]
 command = "echo site >> $RAN"
@@ -51,8 +51,8 @@ class Repository:
             "pins.txt": "torch==1\n",
             "Makefile": "test:\n",
             "src/rolltree/tokens/area.py": MODULE,
-            "src/rolltree/types.py": "",
-            "src/rolltree/viewer/page.py": MODULE.replace("area", "page"),
+            "src/rolltree/values/types.py": "",
+            "src/rolltree/insight/page/page.py": MODULE.replace("area", "page"),
             "tests_models/test_area.py": "",
             "docs/index.md": "",
         }
@@ -121,9 +121,9 @@ def repository(tmp_path: Path) -> Repository:
             MODULE.replace("side: float", "side: int"),
             {"models", "site"},
         ),
-        ("src/rolltree/types.py", "TEN = 10\n", {"models", "site"}),
-        ("src/rolltree/viewer/page.py", MODULE.replace("*", "+"), {"page", "site"}),
-        ("src/rolltree/viewer/new.js", "", {"page", "site"}),
+        ("src/rolltree/values/types.py", "TEN = 10\n", {"models", "site"}),
+        ("src/rolltree/insight/page/page.py", MODULE.replace("*", "+"), {"page", "site"}),
+        ("src/rolltree/insight/page/new.js", "", {"page", "site"}),
         ("tests_models/test_area.py", "# more\n", {"models"}),
         ("docs/index.md", "A page.\n", {"site"}),
         ("pins.txt", "torch==2\n", {"models", "page", "site"}),
@@ -141,14 +141,14 @@ def test_a_changed_file_runs_the_suites_that_read_it(repository, path, text, aga
 
 
 def test_a_deleted_a_renamed_and_an_executable_file_are_changes(repository):
-    repository.git("mv", "src/rolltree/viewer/page.py", "src/rolltree/viewer/pages.py")
+    repository.git("mv", "src/rolltree/insight/page/page.py", "src/rolltree/insight/page/pages.py")
     repository.commit()
     assert "page" in repository.gate()
-    repository.git("rm", "-q", "src/rolltree/viewer/pages.py")
-    repository.write("src/rolltree/viewer/page.py", MODULE)
+    repository.git("rm", "-q", "src/rolltree/insight/page/pages.py")
+    repository.write("src/rolltree/insight/page/page.py", MODULE)
     repository.commit()
     assert "page" in repository.gate()
-    (repository.folder / "src/rolltree/viewer/page.py").chmod(0o755)
+    (repository.folder / "src/rolltree/insight/page/page.py").chmod(0o755)
     repository.commit()
     assert "page" in repository.gate()
 
@@ -167,7 +167,7 @@ def test_a_red_suite_loses_its_line_and_runs_until_it_passes(repository):
 
 def test_suites_after_a_red_one_run(repository):
     repository.write("src/rolltree/tokens/fault.py", "")
-    repository.write("src/rolltree/viewer/page.py", "")
+    repository.write("src/rolltree/insight/page/page.py", "")
     repository.commit()
     assert repository.gate(red=True) == {"test", "models", "page", "site"}
     assert "RED" in repository.output
@@ -193,7 +193,7 @@ def test_a_line_of_one_suite_is_not_anothers(repository):
 
 def test_nothing_is_noted_while_a_file_is_not_committed(repository):
     before = repository.green.read_text()
-    repository.write("src/rolltree/viewer/page.py", "")
+    repository.write("src/rolltree/insight/page/page.py", "")
     repository.write("notes.txt", "")
     assert repository.gate() == {"test", "page", "site"}
     assert repository.green.read_text() == before
@@ -202,12 +202,12 @@ def test_nothing_is_noted_while_a_file_is_not_committed(repository):
 
 def test_both_sides_of_a_merge_stay_and_the_merged_tree_runs(repository):
     repository.git("checkout", "-q", "-b", "other")
-    repository.write("src/rolltree/viewer/page.py", "")
+    repository.write("src/rolltree/insight/page/page.py", "")
     repository.commit()
     repository.gate()
     repository.commit()
     repository.git("checkout", "-q", "main")
-    repository.write("src/rolltree/viewer/more.py", "")
+    repository.write("src/rolltree/insight/page/more.py", "")
     repository.commit()
     repository.gate()
     repository.commit()
@@ -239,7 +239,7 @@ def test_nightly_runs_everything_with_and_without_a_green_file(repository):
 
 
 def test_a_row_that_names_nothing_is_refused(repository):
-    text = SUITES.replace('"src/rolltree/viewer"', '"src/rolltree/viewers"')
+    text = SUITES.replace('"src/rolltree/insight/page"', '"src/rolltree/viewers"')
     repository.write(".ci/suites.toml", text)
     done = subprocess.run(
         [sys.executable, ".ci/gate.py"], cwd=repository.folder, capture_output=True, text=True

@@ -49,7 +49,7 @@ def texts():
                 f"{path.relative_to(ROOT)}:{line}",
                 re.sub(r'(?<=["\s])\s+|"\s+[rf]?"|\s+# ', " ", text),
             )
-    for path in sorted((SRC / "viewer/static").glob("*.*s")):
+    for path in sorted((SRC / "insight/page/static").glob("*.*s")):
         yield str(path.relative_to(ROOT)), re.sub(r"\n\s*(?://|\*) ", " ", path.read_text("utf-8"))
 
 

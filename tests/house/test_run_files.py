@@ -1,7 +1,7 @@
 """The files of a folder that somebody else may have made are opened in one way only.
 
-`rolltree.files` opens regular files, without following links and without blocking. The rooms below
-handle run folders; whatever else they open is listed with the reason.
+`rolltree._helpers.files` opens regular files, without following links and without blocking. The
+rooms below handle run folders; whatever else they open is listed with the reason.
 """
 
 import ast
@@ -11,28 +11,30 @@ import pytest
 from house.texts import SRC
 
 ROOMS = (
-    *("cli", "cluster", "compat", "environments", "evaluation", "gateway", "inference", "records"),
-    *("reports", "rollouts", "sandbox", "store", "training", "viewer"),
+    *("cli", "environments", "evaluation", "gateway", "inference", "insight", "records", "reports"),
+    *("rollouts", "sandbox", "scale", "store", "training", "verifiers"),
 )
 METHODS = {"read_text", "read_bytes", "write_text", "write_bytes"}
 ALLOWED = {
     "cli/app.py:_drop_unwritten": "/dev/null",
     "cli/app.py:_fill_closed": "/dev/null",
-    "compat/packages.py:_name_in": "a project whose code the user installs",
-    "environments/code.py:code_hashes": "an environment's own files, whose code runs",
+    "verifiers/packages.py:_name_in": "a project whose code the user installs",
+    "environments/code_hashes.py:code_hashes": "an environment's own files, whose code runs",
     "environments/dataset.py:_read_jsonl": "a data set that the user names",
     "environments/project.py:_read": "an environment's own files, whose code runs",
     "environments/project.py:own_max_tokens": "an environment's own files, whose code runs",
     "environments/scaffold.py:scaffold": "new files of the user's",
     "gateway/journal.py:__init__": "a new file: O_EXCL follows no link",
     "cli/docs.py:show_page": "pages of the package",
+    "inference/models/layouts.py:_read_index": "weights that the user names",
+    "inference/models/made.py:made_once": "a lock in the user's cache",
     "store/metric_table.py:metric_rows": "a file of the package",
-    "cluster/driver.py:_write_secret": "a descriptor of a new file, opened without following links",
-    "cluster/launchers.py:marked_processes": "/proc",
+    "scale/cluster/driver.py:_write_secret": "a descriptor of a new file: O_NOFOLLOW",
+    "scale/cluster/launchers.py:marked_processes": "/proc",
     "evaluation/report.py:write_results": "a temporary file of `whole_file`",
-    "records/export.py:_dataset": "a temporary folder of `whole_folder`",
-    "records/export.py:_is_result": "a regular file that the user names",
-    "records/export.py:_results": "a regular file that the user names",
+    "insight/export.py:_dataset": "a temporary folder of `whole_folder`",
+    "insight/export.py:_is_result": "a regular file that the user names",
+    "insight/export.py:_results": "a regular file that the user names",
     "records/table.py:_names_in": "a regular file that the user names",
     "records/table.py:_write_csv": "a temporary file of `whole_file`",
     "records/table.py:_write_jsonl": "a temporary file of `whole_file`",
@@ -47,17 +49,17 @@ ALLOWED = {
     "sandbox/supervisor.py": "a program of its own, with only the standard library: /proc",
     "store/export.py:_write_lines": "a temporary file of `whole_file`",
     "training/config.py:_read_toml": "a config that the user names",
-    "viewer/app.py:_file": "files of the package",
-    "viewer/app.py:_page": "files of the package",
-    "viewer/bundle.py:page_with": "files of the package",
-    "viewer/serve.py:_redirect_file": "a file of this process in the temporary folder",
-    "viewer/export.py:export_page": "a regular file that the user names",
+    "insight/page/app.py:_file": "files of the package",
+    "insight/page/app.py:_page": "files of the package",
+    "insight/page/bundle.py:page_with": "files of the package",
+    "insight/page/serve.py:_redirect_file": "a file of this process in the temporary folder",
+    "insight/page/export.py:export_page": "a regular file that the user names",
 }
 """Functions, or whole modules, that open files in another way, each with the reason."""
 
 
 def opened_otherwise():
-    """Return the functions of these rooms that open a file without `rolltree.files`."""
+    """Return the functions of these rooms that open a file without `rolltree._helpers.files`."""
     found = set()
     for room in ROOMS:
         for path in sorted((SRC / room).rglob("*.py")):
@@ -93,7 +95,7 @@ def _opens(call):
 
 def test_files_of_a_run_are_opened_by_the_helpers_of_files():
     found = {name for name in opened_otherwise() if name.partition(":")[0] not in ALLOWED}
-    assert sorted(found - ALLOWED.keys()) == [], "use rolltree.files"
+    assert sorted(found - ALLOWED.keys()) == [], "use rolltree._helpers.files"
 
 
 def test_every_exception_of_run_files_is_needed():

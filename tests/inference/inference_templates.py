@@ -9,7 +9,7 @@ import numpy as np
 from rolltree.inference import Prompt, TokenSession
 from rolltree.inference.call import Answer, ModelCall
 from rolltree.testing import ByteTokenizer
-from rolltree.types import FinishReason, ModelResponse, SamplingParams
+from rolltree.values.types import FinishReason, ModelResponse, SamplingParams
 
 # Role markers, no close: the next role's marker ends a turn (GLM's manner).
 ROLE_MARKERS = """\

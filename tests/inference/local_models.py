@@ -11,8 +11,8 @@ import torch
 from tests_models.reference import call_logprobs, double, float32_allows, in_double
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rolltree.models.made import byte_tokenizer
-from rolltree.types import GenerateRequest, SamplingParams
+from rolltree.inference.models.made import byte_tokenizer
+from rolltree.values.types import GenerateRequest, SamplingParams
 
 torch.set_num_threads(1)
 

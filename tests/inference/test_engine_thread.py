@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from local_models import ask, shared_model
 
-from rolltree.errors import ConfigError, ModelError
 from rolltree.inference.engine import EngineThread
 from rolltree.inference.local import LocalEngine
-from rolltree.inference.vllm import StepOutput, VllmEngine
+from rolltree.scale.vllm import StepOutput, VllmEngine
+from rolltree.values.errors import ConfigError, ModelError
 
 
 class Counting:

@@ -16,10 +16,10 @@ from inference_templates import (
     user,
 )
 
-from rolltree.errors import ConfigError, UnknownName
 from rolltree.inference import ChatRenderer, TemplateError
 from rolltree.testing import ByteTokenizer
-from rolltree.types import FinishReason
+from rolltree.values.errors import ConfigError, UnknownName
+from rolltree.values.types import FinishReason
 
 CHATML = ChatRenderer(ByteTokenizer())
 

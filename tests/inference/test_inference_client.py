@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolltree.errors import ConfigError
 from rolltree.inference import (
     EndpointPool,
     ModelClient,
@@ -19,7 +18,8 @@ from rolltree.inference import (
 from rolltree.inference.client import policy_version
 from rolltree.inference.deadline import Clock, RolloutClient
 from rolltree.testing import FaultyClient, ScriptedClient
-from rolltree.types import SamplingParams
+from rolltree.values.errors import ConfigError
+from rolltree.values.types import SamplingParams
 
 
 def test_every_client_has_the_interface() -> None:

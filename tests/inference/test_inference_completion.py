@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from inference_templates import TOOLS
 
-from rolltree.errors import UnknownName
 from rolltree.inference.completion import CompletionParser, cut_at_stop
-from rolltree.types import FinishReason
+from rolltree.values.errors import UnknownName
+from rolltree.values.types import FinishReason
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 

@@ -6,10 +6,10 @@ import json
 import numpy as np
 import pytest
 
-from rolltree.errors import PromptTooLong
 from rolltree.inference import ChatRenderer, OpenAIClient, RetryPolicy
 from rolltree.testing import ByteTokenizer, DirectTransport, Reply
-from rolltree.types import GenerateRequest, SamplingParams
+from rolltree.values.errors import PromptTooLong
+from rolltree.values.types import GenerateRequest, SamplingParams
 
 
 def reply(content, status=200):

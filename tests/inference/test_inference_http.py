@@ -12,18 +12,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rolltree.errors import (
+from rolltree.inference import RetryPolicy
+from rolltree.inference.http import HttpClient, status_error
+from rolltree.inference.transport import proxy_of
+from rolltree.inference.wire import decode_response
+from rolltree.testing import DirectTransport, LoopbackServer, Reply, Request
+from rolltree.values.errors import (
     BadResponse,
     ConnectionFailed,
     ModelError,
     PromptTooLong,
     ServerError,
 )
-from rolltree.inference import RetryPolicy
-from rolltree.inference.http import HttpClient, status_error
-from rolltree.inference.transport import proxy_of
-from rolltree.inference.wire import decode_response
-from rolltree.testing import DirectTransport, LoopbackServer, Reply, Request
 
 NEVER = RetryPolicy(max_retries=0)
 FAST = RetryPolicy(max_retries=2, first_wait_s=0.001)

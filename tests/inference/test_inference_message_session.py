@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from inference_templates import TOOLS, assistant, user
 
-from rolltree.errors import BadResponse, TokenError
 from rolltree.inference.call import Answer as ReadAnswer
 from rolltree.inference.call import ModelCall, record_of
 from rolltree.inference.message_session import MessageSession, read_outcome
 from rolltree.inference.request_fields import TokenFields
 from rolltree.inference.retry import Outcome
-from rolltree.types import FinishReason, ModelResponse, SamplingParams
+from rolltree.values.errors import BadResponse, TokenError
+from rolltree.values.types import FinishReason, ModelResponse, SamplingParams
 
 Answer: TypeAlias = tuple[dict[str, Any], dict[str, Any]]
 

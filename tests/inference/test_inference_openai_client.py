@@ -12,15 +12,6 @@ import numpy as np
 import pytest
 from inference_templates import STRIPPING, TOOLS, user
 
-from rolltree.errors import (
-    BadResponse,
-    ConfigError,
-    ConnectionFailed,
-    PromptTooLong,
-    ServerError,
-    TokenError,
-    UnsupportedSetting,
-)
 from rolltree.inference import ChatRenderer, OpenAIClient, RetryPolicy
 from rolltree.testing import (
     ByteTokenizer,
@@ -32,7 +23,16 @@ from rolltree.testing import (
     ScriptedServer,
     scripted_logprobs,
 )
-from rolltree.types import FinishReason, GenerateRequest, SamplingParams
+from rolltree.values.errors import (
+    BadResponse,
+    ConfigError,
+    ConnectionFailed,
+    PromptTooLong,
+    ServerError,
+    TokenError,
+    UnsupportedSetting,
+)
+from rolltree.values.types import FinishReason, GenerateRequest, SamplingParams
 
 FAST = RetryPolicy(max_retries=3, first_wait_s=0.001)
 RENDERER = ChatRenderer(ByteTokenizer())

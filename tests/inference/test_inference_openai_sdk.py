@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 from inference_templates import TOOLS, user
 
-from rolltree.errors import (
+from rolltree.inference import OpenAISDKClient, as_client
+from rolltree.testing import HttpFault, ScriptedServer
+from rolltree.values.errors import (
     AnswerTooLarge,
     BadResponse,
     CallTimeout,
@@ -22,9 +24,7 @@ from rolltree.errors import (
     PromptTooLong,
     ServerError,
 )
-from rolltree.inference import OpenAISDKClient, as_client
-from rolltree.testing import HttpFault, ScriptedServer
-from rolltree.types import FinishReason, GenerateRequest, SamplingParams
+from rolltree.values.types import FinishReason, GenerateRequest, SamplingParams
 
 openai = pytest.importorskip("openai")
 # Newer releases of openai use httpx2.

@@ -10,11 +10,11 @@ import pytest
 from inference_templates import TOOLS, complete, user
 
 from chat_templates import all_templates
-from rolltree.errors import ServerError
 from rolltree.inference import OpenAIClient, TemplateError, TokenSession
 from rolltree.inference.other_forms import other_forms
 from rolltree.testing import DirectTransport, Reply, Request
-from rolltree.types import ChatMessage, FinishReason
+from rolltree.values.errors import ServerError
+from rolltree.values.types import ChatMessage, FinishReason
 
 TWO = '{"name": "add", "parameters": {"a": 1}}; {"name": "add", "parameters": {"a": 2}}'
 

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolltree.errors import BadResponse, TokenError
 from rolltree.inference import parse_response_messages, parse_response_tokens
 from rolltree.inference.parse import (
     begin_answer,
@@ -23,7 +22,8 @@ from rolltree.inference.parse import (
 )
 from rolltree.inference.wire import decode_response
 from rolltree.testing import ScriptedClient
-from rolltree.types import FinishReason
+from rolltree.values.errors import BadResponse, TokenError
+from rolltree.values.types import FinishReason
 
 
 def chat_response(**changes: Any) -> dict[str, Any]:

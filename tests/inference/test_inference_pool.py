@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from inference_templates import user
 
-from rolltree.errors import (
+from rolltree.inference import EndpointPool, OpenAIClient, RetryPolicy, as_client
+from rolltree.testing import FaultyClient, HttpFault, ScriptedClient, ScriptedServer
+from rolltree.values.errors import (
     BadResponse,
     CallTimeout,
     ConfigError,
@@ -19,9 +21,7 @@ from rolltree.errors import (
     ServerError,
     TokenError,
 )
-from rolltree.inference import EndpointPool, OpenAIClient, RetryPolicy, as_client
-from rolltree.testing import FaultyClient, HttpFault, ScriptedClient, ScriptedServer
-from rolltree.types import ModelResponse
+from rolltree.values.types import ModelResponse
 
 FAST = RetryPolicy(max_retries=3, first_wait_s=0.0)
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from rolltree.errors import ConnectionFailed, PublishFailed, ServerError
 from rolltree.evaluation import evaluate_async
 from rolltree.inference import EndpointPool, OpenAIClient, publish_weights
 from rolltree.inference.reachable import check_servers
 from rolltree.testing import ScriptedClient, ScriptedServer
+from rolltree.values.errors import ConnectionFailed, PublishFailed, ServerError
 
 
 @pytest.fixture

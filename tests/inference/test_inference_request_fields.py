@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolltree.errors import ServerError, UnsupportedSetting
 from rolltree.inference.engine import extra_of
 from rolltree.inference.message_session import send_with_token_fields
 from rolltree.inference.request_fields import (
@@ -18,7 +17,8 @@ from rolltree.inference.request_fields import (
     sampling_fields,
     token_in_fields,
 )
-from rolltree.types import SamplingParams
+from rolltree.values.errors import ServerError, UnsupportedSetting
+from rolltree.values.types import SamplingParams
 
 
 def fields(mode: str = "auto", logprobs_mode: str = "raw") -> TokenFields:

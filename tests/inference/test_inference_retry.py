@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolltree.errors import ConfigError, ConnectionFailed, ServerError
 from rolltree.inference import RetryPolicy
 from rolltree.inference.retry import PATIENCE_S, Retry, parse_retry_after, with_retries
+from rolltree.values.errors import ConfigError, ConnectionFailed, ServerError
 
 FAST = RetryPolicy(max_retries=3, first_wait_s=0.001)
 

@@ -11,11 +11,11 @@ import pytest
 from inference_templates import TOOLS, user
 
 import rolltree.inference as inference
-from rolltree.errors import ModelError
 from rolltree.inference import ChatRenderer, ModelClient, OpenAIClient, RetryPolicy
 from rolltree.testing import ByteTokenizer, FaultyClient, HttpFault, ScriptedClient, ScriptedServer
 from rolltree.tokens import Trajectory
-from rolltree.types import ModelResponse, SamplingParams
+from rolltree.values.errors import ModelError
+from rolltree.values.types import ModelResponse, SamplingParams
 
 RENDERER = ChatRenderer(ByteTokenizer())
 PATIENT = RetryPolicy(max_retries=45, first_wait_s=0.001, max_wait_s=0.01)  # more than faults

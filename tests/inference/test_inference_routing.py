@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from test_local_routing import mixture, plain_routing
 
-from rolltree.errors import TokenError
+from rolltree.gateway.serve import ServedModel, create_app
 from rolltree.inference import ChatRenderer, OpenAIClient
 from rolltree.inference.local import local_client
+from rolltree.inference.models.made import byte_tokenizer
 from rolltree.inference.routed_experts import decode_routing, encode_routing
-from rolltree.inference.server import ServedModel, create_app
-from rolltree.models.made import byte_tokenizer
 from rolltree.testing import DirectTransport, Reply, Request
 from rolltree.tokens import recorded_routing
-from rolltree.types import SamplingParams
+from rolltree.values.errors import TokenError
+from rolltree.values.types import SamplingParams
 
 
 @pytest.mark.parametrize("way", ["generate", "completions", "messages"])

@@ -17,12 +17,12 @@ from inference_templates import (
     user,
 )
 
-from rolltree.errors import ConfigError, TokenError
 from rolltree.inference import ChatRenderer, Prompt, TokenSession
 from rolltree.inference.call import CallTree
 from rolltree.testing import ByteTokenizer
 from rolltree.tokens import Trajectory
-from rolltree.types import FinishReason, ModelResponse
+from rolltree.values.errors import ConfigError, TokenError
+from rolltree.values.types import FinishReason, ModelResponse
 
 RENDERER = ChatRenderer(ByteTokenizer())
 STOP = FinishReason.STOP

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolltree.errors import TokenError
 from rolltree.inference.spelling import check_messages, check_text
 from rolltree.inference.vocabulary import Vocabulary
 from rolltree.testing import ByteTokenizer
+from rolltree.values.errors import TokenError
 
 VOCABULARY = Vocabulary(ByteTokenizer())
 END = 258

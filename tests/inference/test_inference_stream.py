@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from inference_templates import user
 
-from rolltree.errors import BadResponse, ConnectionFailed, ServerError
 from rolltree.inference import ChatRenderer, EndpointPool, OpenAIClient, RetryPolicy
 from rolltree.inference.call import ModelCall
 from rolltree.inference.stream import EventReader
 from rolltree.testing import ByteTokenizer, LoopbackServer, Reply, Request, scripted_logprobs
-from rolltree.types import ModelResponse, SamplingParams
+from rolltree.values.errors import BadResponse, ConnectionFailed, ServerError
+from rolltree.values.types import ModelResponse, SamplingParams
 
 FAST = RetryPolicy(max_retries=2, first_wait_s=0.001)
 RENDERER = ChatRenderer(ByteTokenizer())

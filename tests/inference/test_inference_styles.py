@@ -24,7 +24,7 @@ from inference_templates import (
 
 from rolltree.inference import ChatRenderer, TokenSession
 from rolltree.testing import ByteTokenizer
-from rolltree.types import FinishReason, ModelResponse
+from rolltree.values.types import FinishReason, ModelResponse
 
 NUM_TURNS = 20
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from inference_templates import PARTS, TEXT_ARGUMENTS, assistant, user
 from jinja2.ext import loopcontrols
 
-from rolltree.errors import UnsupportedSetting
 from rolltree.inference import ChatRenderer, ChatTemplate, TemplateError
 from rolltree.testing import ByteTokenizer
+from rolltree.values.errors import UnsupportedSetting
 
 
 def render(source: str, **variables: object) -> str:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rolltree.inference import TOOL_PARSERS, ToolCall
 from rolltree.inference.completion import CompletionParser
 from rolltree.inference.tool_calls import ToolCalls, call_messages, find_tool_parser
-from rolltree.types import FinishReason
+from rolltree.values.types import FinishReason
 
 BAR, SPACE = "\uff5c", "\u2581"
 

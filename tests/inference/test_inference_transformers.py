@@ -10,7 +10,7 @@ import pytest
 from inference_templates import TOOLS, assistant, complete, user
 
 from rolltree.inference import ChatRenderer, TokenSession
-from rolltree.types import FinishReason
+from rolltree.values.types import FinishReason
 
 transformers = pytest.importorskip("transformers")
 
@@ -19,7 +19,7 @@ MODELS = ["tiny", pytest.param("smollm2-135m", marks=pytest.mark.model)]
 
 @functools.cache
 def tokenizer_of(name: str) -> Any:
-    from rolltree.models import resolve_model
+    from rolltree.inference.models import resolve_model
 
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     return transformers.AutoTokenizer.from_pretrained(resolve_model(name))

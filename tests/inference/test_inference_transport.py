@@ -18,7 +18,10 @@ from typing import Any
 
 import pytest
 
-from rolltree.errors import (
+from rolltree.inference import RetryPolicy
+from rolltree.inference.http import HttpClient
+from rolltree.inference.transport import _KEEP_ALIVE_S, proxy_of, unpacked
+from rolltree.values.errors import (
     AnswerTooLarge,
     BadResponse,
     CallTimeout,
@@ -26,9 +29,6 @@ from rolltree.errors import (
     ConnectionFailed,
     ServerError,
 )
-from rolltree.inference import RetryPolicy
-from rolltree.inference.http import HttpClient
-from rolltree.inference.transport import _KEEP_ALIVE_S, proxy_of, unpacked
 
 NEVER = RetryPolicy(max_retries=0)
 OFTEN = RetryPolicy(max_retries=1000, first_wait_s=0.001, max_wait_s=0.01)

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolltree.errors import BadResponse, TokenError
 from rolltree.inference.parse import extract_tokens
 from rolltree.inference.wire import (
     PromptReader,
@@ -18,6 +17,7 @@ from rolltree.inference.wire import (
     sent_calls,
     sent_text,
 )
+from rolltree.values.errors import BadResponse, TokenError
 
 
 def body(prompt: list[Any] | None, *, of_choice: bool = False, **more: Any) -> bytes:

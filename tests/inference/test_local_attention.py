@@ -12,7 +12,6 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from rolltree.errors import UnsupportedSetting
 from rolltree.inference.local.attention import (
     Extras,
     LayerMask,
@@ -22,6 +21,7 @@ from rolltree.inference.local.attention import (
     use_plan,
 )
 from rolltree.inference.local.plan import AttentionPlan, invariant_plans, make_plan
+from rolltree.values.errors import UnsupportedSetting
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")

@@ -10,10 +10,10 @@ import torch
 from local_models import ask, greedy, new_model, shared_model, teacher_forced, tokenizer
 
 import rolltree as rt
-from rolltree.errors import ModelError, PromptTooLong, UnsupportedSetting
 from rolltree.inference import ModelClient, as_client
 from rolltree.inference.local import LocalClient, LocalEngine, local_client
-from rolltree.types import FinishReason, SamplingParams
+from rolltree.values.errors import ModelError, PromptTooLong, UnsupportedSetting
+from rolltree.values.types import FinishReason, SamplingParams
 
 USER = {"role": "user", "content": "7 + 5 ="}
 SHORT = SamplingParams(temperature=0.0, max_tokens=5)

@@ -20,12 +20,12 @@ from local_models import (
     teacher_forced,
 )
 
-from rolltree.errors import ModelError
 from rolltree.inference.engine import EngineOutput
 from rolltree.inference.local.decoder import Decoder, LocalRequest
 from rolltree.inference.local.probe import choose_route
 from rolltree.inference.local.slots import SlotTable
-from rolltree.types import FinishReason, SamplingParams
+from rolltree.values.errors import ModelError
+from rolltree.values.types import FinishReason, SamplingParams
 
 cached_route = functools.cache(choose_route)
 

@@ -22,16 +22,16 @@ from local_models import (
     tokenizer,
 )
 
-from rolltree.errors import (
+from rolltree.inference.engine import SampledToken
+from rolltree.inference.local import LocalEngine
+from rolltree.values.errors import (
     ConfigError,
     ModelError,
     PromptTooLong,
     TokenError,
     UnsupportedSetting,
 )
-from rolltree.inference.engine import SampledToken
-from rolltree.inference.local import LocalEngine
-from rolltree.types import FinishReason
+from rolltree.values.types import FinishReason
 
 
 @asynccontextmanager

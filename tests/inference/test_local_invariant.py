@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from local_models import VOCAB, ask, new_model, random_prompt, shared_model, teacher_forced
 from transformers import AutoModelForCausalLM, Gemma3Config
 
-from rolltree.errors import UnsupportedSetting
 from rolltree.inference.engine import EngineOutput
 from rolltree.inference.local import LocalEngine
 from rolltree.inference.local import probe as probe_module
 from rolltree.inference.local.plan import BLOCK, invariant_plans
+from rolltree.values.errors import UnsupportedSetting
 
 
 @given(
@@ -106,7 +106,7 @@ def test_logprobs_are_those_of_teacher_forcing() -> None:
 
 @pytest.mark.model
 async def test_the_real_model() -> None:
-    from rolltree.models import load_model
+    from rolltree.inference.models import load_model
 
     model, tokenizer = load_model("smollm2-135m")
     texts = ["7 + 5 =", "One, two,"]

@@ -9,11 +9,11 @@ import torch
 from local_models import ask, check, greedy, new_model, random_prompt, shared_model
 from transformers import AutoConfig, AutoModelForCausalLM, T5ForConditionalGeneration
 
-from rolltree.errors import UnsupportedSetting
 from rolltree.inference.local import LocalEngine
 from rolltree.inference.local.probe import choose_route, max_stable_positions
 from rolltree.inference.local.shell import trial_copy
 from rolltree.inference.local.slots import LayerShape
+from rolltree.values.errors import UnsupportedSetting
 
 torch.set_num_threads(1)
 SMALL: dict[str, Any] = {

@@ -13,7 +13,7 @@ from local_models import ask, greedy, next_logits, random_prompt, shared_model, 
 
 from rolltree.inference.local import LocalEngine
 from rolltree.inference.local.sampling import make_processors
-from rolltree.types import FinishReason
+from rolltree.values.types import FinishReason
 
 
 @pytest.fixture

@@ -16,14 +16,14 @@ from test_local_probe import moved
 from test_local_rows import QWEN3_NEXT
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from rolltree.errors import UnsupportedSetting
 from rolltree.inference.local import local_client
 from rolltree.inference.local.routing import ExpertTable, find_routers, record_routing
 from rolltree.inference.local.rows import RowMode, RowRunner
 from rolltree.inference.local.shell import shell_of
 from rolltree.samples.streams import tree_streams
 from rolltree.tokens import ROUTED_EXPERTS, recorded_routing
-from rolltree.types import SamplingParams
+from rolltree.values.errors import UnsupportedSetting
+from rolltree.values.types import SamplingParams
 
 NUM_LAYERS, TOP_K = 3, 2
 

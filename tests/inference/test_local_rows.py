@@ -13,11 +13,11 @@ import torch
 from local_models import ask, check, random_prompt
 from test_local_probe import moved
 
-from rolltree.errors import ConfigError, UnsupportedSetting
 from rolltree.inference.local import LocalEngine
 from rolltree.inference.local.probe import choose_route
 from rolltree.inference.local.rows import RowMode
 from rolltree.inference.local.shell import cache_argument, cache_of
+from rolltree.values.errors import ConfigError, UnsupportedSetting
 
 torch.set_num_threads(1)
 QWEN3_NEXT: dict[str, Any] = {

@@ -7,7 +7,7 @@ from local_models import ids
 
 from rolltree.inference.local.decoder import LocalRequest, UniformStream
 from rolltree.inference.local.slots import SlotTable
-from rolltree.types import SamplingParams
+from rolltree.values.types import SamplingParams
 
 
 def pending(*prompt: int, **sampling: float) -> LocalRequest:

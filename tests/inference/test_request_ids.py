@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from rolltree.errors import BadResponse
 from rolltree.inference import OpenAIClient, RetryPolicy
 from rolltree.inference.http import HttpClient
 from rolltree.inference.request_ids import RequestIds
 from rolltree.testing import LoopbackServer, Reply, Request, ScriptedServer
+from rolltree.values.errors import BadResponse
 
 ONCE = RetryPolicy(max_retries=0)
 

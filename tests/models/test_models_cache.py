@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rolltree.models.made import cache_root, made_once
+from rolltree.inference.models.made import cache_root, made_once
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ class TestOnce:
 SLOW_BUILD = textwrap.dedent(
     """
     import os, sys, time
-    from rolltree.models.made import made_once
+    from rolltree.inference.models.made import made_once
 
     def build(folder):
         (folder / "half").write_text(str(os.getpid()))

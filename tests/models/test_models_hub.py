@@ -13,9 +13,9 @@ from urllib.parse import unquote, urlsplit
 import huggingface_hub.constants  # noqa: F401  before a test sets its variables
 import pytest
 
-from rolltree import hub
-from rolltree.errors import ConfigError
-from rolltree.models import check_loadable, load_tokenizer, resolve_model
+from rolltree._helpers import hub
+from rolltree.inference.models import check_loadable, load_tokenizer, resolve_model
+from rolltree.values.errors import ConfigError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 OTHER = "89abcdef0123456789abcdef0123456789abcdef"
@@ -159,7 +159,7 @@ def run(code, server, home, **env):
 def test_a_model_is_downloaded_once_and_then_needs_no_hub(server, tmp_path):
     code = (
         "import rolltree as rt\n"
-        "from rolltree.models.load import found_model\n"
+        "from rolltree.inference.models.load import found_model\n"
         "model, tokenizer = rt.load_model('someone/tiny')\n"
         "print(found_model('someone/tiny'), len(tokenizer))"
     )
@@ -175,12 +175,13 @@ def test_a_model_is_downloaded_once_and_then_needs_no_hub(server, tmp_path):
 
 @pytest.mark.slow
 def test_a_revision_and_a_token_from_its_own_place(server, tmp_path):
-    code = "from rolltree.models import resolve_model\nprint(resolve_model('{}').name)"
+    code = "from rolltree.inference.models import resolve_model\nprint(resolve_model('{}').name)"
     assert run(code.format("someone/tiny@older"), server, tmp_path).strip() == OTHER
     (tmp_path / "token").write_text(TOKEN)
     assert run(code.format("someone/locked"), server, tmp_path).strip() == COMMIT
     refused = (
-        "from rolltree.errors import ConfigError\nfrom rolltree.models import resolve_model\n"
+        "from rolltree.values.errors import ConfigError\n"
+        "from rolltree.inference.models import resolve_model\n"
         "try: resolve_model('{}')\nexcept ConfigError as error: print(error)"
     )
     said = run(refused.format("someone/locked"), server, tmp_path / "no-token")

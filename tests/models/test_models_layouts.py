@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rolltree.errors import ConfigError
-from rolltree.models import TinyConfig, load_model, make_tiny
-from rolltree.models.layouts import open_weights, weights_layout
+from rolltree.inference.models import TinyConfig, load_model, make_tiny
+from rolltree.inference.models.layouts import open_weights, weights_layout
+from rolltree.values.errors import ConfigError
 
 SMALL = TinyConfig(hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1)
 

@@ -7,9 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from rolltree.errors import ConfigError, UnknownName
-from rolltree.models import TinyConfig, eos_token_ids, load_model, make_tiny, resolve_model
-from rolltree.models.made import gguf_path
+from rolltree.inference.models import (
+    TinyConfig,
+    eos_token_ids,
+    load_model,
+    make_tiny,
+    resolve_model,
+)
+from rolltree.inference.models.made import gguf_path
+from rolltree.values.errors import ConfigError, UnknownName
 
 torch.set_num_threads(1)
 SMALL = TinyConfig(hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1)

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rolltree.errors import ConfigError, UnknownName
-from rolltree.models import (
+from rolltree.inference.models import (
     TinyConfig,
     eos_token_ids,
     load_model,
@@ -20,7 +19,8 @@ from rolltree.models import (
     make_tiny,
     resolve_model,
 )
-from rolltree.models import made as made_module
+from rolltree.inference.models import made as made_module
+from rolltree.values.errors import ConfigError, UnknownName
 
 SMALL = TinyConfig(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=24)
 
@@ -75,7 +75,7 @@ class TestNames:
     def test_tiny_is_made_below_the_cache(self, tmp_path, monkeypatch):
         monkeypatch.setenv("ROLLTREE_HOME", str(tmp_path))
         monkeypatch.setattr(
-            "rolltree.models.load.make_tiny", lambda folder: (folder / "made").touch()
+            "rolltree.inference.models.load.make_tiny", lambda folder: (folder / "made").touch()
         )
         folder = resolve_model("tiny")
         assert folder.parent == tmp_path / "models"
@@ -84,7 +84,7 @@ class TestNames:
 
     def test_names_need_no_torch(self):
         program = (
-            "import sys, rolltree.models as m\n"
+            "import sys, rolltree.inference.models as m\n"
             "try: m.resolve_model('nothing like it')\n"
             "except LookupError: print('torch' in sys.modules)"
         )
@@ -126,7 +126,9 @@ class TestMissingPackages:
     def test_no_reader_says_what_to_install_and_leaves_no_folder(self, monkeypatch, tmp_path):
         monkeypatch.setenv("ROLLTREE_HOME", str(tmp_path))
         monkeypatch.setattr(made_module, "gguf_path", lambda: (tmp_path / "x.gguf", "1"))
-        monkeypatch.setattr("rolltree.models.load.gguf_path", lambda: (tmp_path / "x.gguf", "1"))
+        monkeypatch.setattr(
+            "rolltree.inference.models.load.gguf_path", lambda: (tmp_path / "x.gguf", "1")
+        )
         self.without(monkeypatch, "gguf")
         with pytest.raises(ConfigError, match="pip install gguf"):
             resolve_model("smollm2-135m")

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from rolltree.models import load_model, resolve_model
-from rolltree.models.made import gguf_path
+from rolltree.inference.models import load_model, resolve_model
+from rolltree.inference.models.made import gguf_path
 
 pytestmark = pytest.mark.model
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rolltree.inference import ChatRenderer
-from rolltree.models.made import byte_tokenizer
+from rolltree.inference.models.made import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
 RENDERER = ChatRenderer(TOKENIZER)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
-from rolltree.models import TinyConfig, eos_token_ids, load_model, make_tiny
-from rolltree.models.made import MARKUP_TOKENS, SPECIAL_TOKENS, byte_tokenizer
+from rolltree.inference.models import TinyConfig, eos_token_ids, load_model, make_tiny
+from rolltree.inference.models.made import MARKUP_TOKENS, SPECIAL_TOKENS, byte_tokenizer
 
 torch.set_num_threads(1)
 TOKENIZER = byte_tokenizer()

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolltree.errors import ConfigError
-from rolltree.parsers import (
+from rolltree.environments.parsers import (
     ThinkParser,
     as_text,
     by_function,
@@ -15,7 +14,8 @@ from rolltree.parsers import (
     tagged,
     without_thinking,
 )
-from rolltree.steps import ParseResult
+from rolltree.values.errors import ConfigError
+from rolltree.values.steps import ParseResult
 
 
 def test_text_as_it_is():

@@ -1,6 +1,6 @@
 import pytest
 
-from rolltree.parsers import (
+from rolltree.environments.parsers import (
     MaybeThinkParser,
     Parser,
     ThinkParser,

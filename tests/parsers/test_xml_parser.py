@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolltree.errors import ConfigError
-from rolltree.parsers import XMLParser
+from rolltree.environments.parsers import XMLParser
+from rolltree.values.errors import ConfigError
 
 PARSER = XMLParser(["think", ("answer", "code")])
 

@@ -1,9 +1,9 @@
 """Worlds, agents and models for tests of protocols: small, scripted, and without threads."""
 
 from rolltree.agents import Agent, ToolAgent
-from rolltree.protocols import delegate_tool
-from rolltree.steps import ParseResult, StepOutcome
+from rolltree.agents.protocols import delegate_tool
 from rolltree.testing import ScriptedClient
+from rolltree.values.steps import ParseResult, StepOutcome
 
 
 class CountWorld:

@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from rolltree.errors import BudgetSpent, ConnectionFailed
-from rolltree.protocols import Budget, BudgetedClient
+from rolltree.agents.protocols import Budget, BudgetedClient
 from rolltree.testing import ScriptedClient
-from rolltree.types import SamplingParams
+from rolltree.values.errors import BudgetSpent, ConnectionFailed
+from rolltree.values.types import SamplingParams
 
 
 async def answer(messages):

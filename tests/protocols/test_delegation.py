@@ -6,8 +6,7 @@ import pytest
 from protocol_kit import CountWorld, a_call, a_delegator, an_agent, move
 
 from rolltree.agents import Agent, ToolAgent
-from rolltree.errors import ConfigError
-from rolltree.protocols import (
+from rolltree.agents.protocols import (
     Budget,
     DelegatingProtocol,
     EpisodeContext,
@@ -16,7 +15,8 @@ from rolltree.protocols import (
     delegate_tool,
 )
 from rolltree.testing import ScriptedAnswer, ScriptedClient
-from rolltree.types import FinishReason
+from rolltree.values.errors import ConfigError
+from rolltree.values.types import FinishReason
 
 
 def child(answers, **settings):
@@ -208,7 +208,7 @@ class TestBudgets:
         assert parent.terminated
 
     async def test_a_child_that_hangs_is_stopped(self, monkeypatch):
-        monkeypatch.setattr("rolltree.protocols.delegation.GRACE_S", 0.0)
+        monkeypatch.setattr("rolltree.agents.protocols.delegation.GRACE_S", 0.0)
 
         class Hangs(CountWorld):
             async def step(self, action):

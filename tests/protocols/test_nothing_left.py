@@ -13,19 +13,19 @@ import pytest
 from protocol_kit import CountWorld, an_agent
 
 from rolltree.agents import Agent
+from rolltree.agents.protocols import EpisodeContext, MultiAgentSyncProtocol, SingleAgentProtocol
+from rolltree.agents.protocols.episode import open_world
+from rolltree.agents.worlds import ParallelGame
 from rolltree.environments import ProtocolEnvironment
-from rolltree.protocols import EpisodeContext, MultiAgentSyncProtocol, SingleAgentProtocol
-from rolltree.protocols.episode import open_world
 from rolltree.rollouts import RolloutEngine, build_requests
 from rolltree.testing import ScriptedClient
-from rolltree.worlds import ParallelGame
 from wait_kit import until
 
 PLAY = """
     import asyncio, sys, time
     from rolltree.agents import Agent
     from rolltree.environments import ProtocolEnvironment
-    from rolltree.protocols import SingleAgentProtocol
+    from rolltree.agents.protocols import SingleAgentProtocol
     from rolltree.rollouts import RolloutEngine, build_requests
     from rolltree.testing import ScriptedClient
 

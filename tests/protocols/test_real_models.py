@@ -7,17 +7,17 @@ import pytest
 import torch
 
 from rolltree.agents import Agent, ParsedCalls
+from rolltree.agents.protocols import TurnProtocol
+from rolltree.agents.worlds import TurnGame, board_text
 from rolltree.environments import ProtocolEnvironment
+from rolltree.environments.parsers.actions import by_function
+from rolltree.environments.tools import RawToolCall
 from rolltree.inference.local import local_client
-from rolltree.models import load_model
-from rolltree.parsers.actions import by_function
-from rolltree.protocols import TurnProtocol
+from rolltree.inference.models import load_model
 from rolltree.rollouts import RolloutEngine, build_requests
 from rolltree.samples import build_samples
 from rolltree.store import Run
-from rolltree.tools import RawToolCall
 from rolltree.training import Silent, build_parts, load_train_config, open_run, run_training
-from rolltree.worlds import TurnGame, board_text
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "delegation"
 

@@ -5,9 +5,9 @@ import asyncio
 import pytest
 from protocol_kit import a_call, a_delegator, an_agent
 
+from rolltree._helpers.tasks import being_cancelled
 from rolltree.agents import Agent
-from rolltree.environments import ProtocolEnvironment
-from rolltree.protocols import (
+from rolltree.agents.protocols import (
     EpisodeContext,
     MultiAgentProtocol,
     MultiAgentSyncProtocol,
@@ -16,13 +16,13 @@ from rolltree.protocols import (
     SingleAgentSyncProtocol,
     TurnProtocol,
 )
+from rolltree.agents.worlds.interface import bad_action
+from rolltree.environments import ProtocolEnvironment
+from rolltree.environments.tools import side_by_side
 from rolltree.rollouts import RolloutEngine, build_requests
-from rolltree.seeds import derive_seed
-from rolltree.steps import StepOutcome
-from rolltree.tasks import being_cancelled
 from rolltree.testing import ScriptedClient
-from rolltree.tools import side_by_side
-from rolltree.worlds.interface import bad_action
+from rolltree.values.seeds import derive_seed
+from rolltree.values.steps import StepOutcome
 
 
 class Together:
@@ -264,7 +264,7 @@ class Short:
 
     async def prepare(self, history, num_tokens, ask):
         if num_tokens:
-            from rolltree.errors import PromptTooLong
+            from rolltree.values.errors import PromptTooLong
 
             raise PromptTooLong("too long")
         return history

@@ -6,15 +6,15 @@ import pytest
 from protocol_kit import CountWorld, a_call, a_delegator, an_agent, move
 
 from rolltree.agents import Agent, ToolAgent
-from rolltree.errors import ConfigError, ServerError
+from rolltree.agents.protocols import EpisodeContext, Recording, SingleAgentProtocol
+from rolltree.agents.protocols.episode import open_world
 from rolltree.inference.deadline import Clock
-from rolltree.protocols import EpisodeContext, Recording, SingleAgentProtocol
-from rolltree.protocols.episode import open_world
 from rolltree.samples import build_samples
-from rolltree.seeds import derive_seed
-from rolltree.steps import AgentStep, EnvironmentStep, ToolAnswer
 from rolltree.testing import ScriptedAnswer, ScriptedClient
-from rolltree.types import FinishReason, State
+from rolltree.values.errors import ConfigError, ServerError
+from rolltree.values.seeds import derive_seed
+from rolltree.values.steps import AgentStep, EnvironmentStep, ToolAnswer
+from rolltree.values.types import FinishReason, State
 
 
 async def play(answers, world=None, *, agent=None, context=None, **settings):

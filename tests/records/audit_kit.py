@@ -2,7 +2,7 @@
 
 import rolltree as rt
 from golden import make_runs
-from rolltree.models import make_tiny
+from rolltree.inference.models import make_tiny
 
 
 def make_trained_run(folder):

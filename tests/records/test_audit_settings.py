@@ -7,9 +7,9 @@ import pytest
 import rolltree as rt
 from golden import make_runs
 from rolltree.agents import Agent
+from rolltree.agents.protocols import SingleAgentProtocol
 from rolltree.environments import ProtocolEnvironment
-from rolltree.protocols import SingleAgentProtocol
-from rolltree.steps import StepOutcome
+from rolltree.values.steps import StepOutcome
 
 MODEL = make_runs.TinyConfig(
     hidden_size=16, num_layers=1, num_heads=2, intermediate_size=16, max_context=512

@@ -479,8 +479,8 @@ def test_a_delegation_fits_its_parent(edit, tmp_path):
 
 def test_rules_are_documented_and_planted():
     """Every rule has its planted corruption here, and its row in the docs."""
-    from rolltree.records.auditing.rules import ROLLOUT_RULES, RUN_RULES
-    from rolltree.records.auditing.step_rules import STEP_RULES
+    from rolltree.insight.auditing.rules import ROLLOUT_RULES, RUN_RULES
+    from rolltree.insight.auditing.step_rules import STEP_RULES
 
     rules = (*ROLLOUT_RULES, *RUN_RULES, *STEP_RULES)
     planted = {(check, cause) for _, check, cause in STRANGER.values()}

@@ -10,14 +10,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import rolltree as rt
 from golden_kit import unpack
-from rolltree.errors import ConfigError, UnknownName
-from rolltree.records.group_tree import group_tree, tree_picture
-from rolltree.records.rollout_view import rollout_view
-from rolltree.records.token_lens import token_lens
+from rolltree.insight.page.group_tree import group_tree, tree_picture
+from rolltree.insight.page.rollout_view import rollout_view
+from rolltree.insight.page.token_lens import token_lens
 from rolltree.records.tokenizer import RunTokenizer, found_tokenizer
 from rolltree.rollouts.record import encode_result
-from rolltree.state import tool_errors
 from rolltree.store import Run, TrainedRollout
+from rolltree.values.errors import ConfigError, UnknownName
+from rolltree.values.state import tool_errors
 from step_kit import answer
 
 

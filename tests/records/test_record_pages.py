@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 import rolltree as rt
-from rolltree.records.pages import group_page, rollout_page
+from rolltree.insight.page.pages import group_page, rollout_page
 from rolltree.store import Run, StoredRollout
 from rolltree.store.filters import matches
 

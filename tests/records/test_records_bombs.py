@@ -12,12 +12,12 @@ import pytest
 from corrupt_kit import Corrupter
 
 from golden_kit import unpack
-from rolltree.errors import TokenError
 from rolltree.rollouts import message_table
 from rolltree.rollouts.message_table import MessageReader
 from rolltree.store.codec import MAX_INFLATED_BYTES, deflate, dumps, inflate, loads
 from rolltree.tokens import TokenTree
 from rolltree.tokens.serialize import Writer
+from rolltree.values.errors import TokenError
 
 MEMORY_BYTES = 5 * 2**29
 STREAMS = [(-0.5, "<f4"), (1.0, "<f4"), (0, "<i4"), (1.0, "<f4"), (0.0, "<f4")]
@@ -26,7 +26,7 @@ READER = textwrap.dedent(
     import json, resource, sys
     from click.testing import CliRunner
     from rolltree.cli import app
-    import rolltree.records.auditing.run, rolltree.tokens, rolltree.rollouts.decode
+    import rolltree.insight.auditing.run, rolltree.tokens, rolltree.rollouts.decode
 
     resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]), int(sys.argv[1])))
     found = []

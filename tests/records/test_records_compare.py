@@ -14,7 +14,7 @@ from rolltree.cli import app
 from rolltree.rollouts.record import encode_result
 from rolltree.store import Run
 from rolltree.tokens import Trajectory
-from rolltree.types import FinishReason, ModelResponse, RolloutRequest, RolloutResult, State
+from rolltree.values.types import FinishReason, ModelResponse, RolloutRequest, RolloutResult, State
 
 
 def rollout(

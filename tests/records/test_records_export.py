@@ -14,9 +14,9 @@ from test_records_tables import TWO_TURNS, result
 
 import rolltree as rt
 from rolltree.cli import app
-from rolltree.errors import ConfigError, UnknownName
 from rolltree.rollouts.record import encode_result
 from rolltree.store import Run, StoredRollout
+from rolltree.values.errors import ConfigError, UnknownName
 from step_kit import answer
 
 
@@ -266,7 +266,7 @@ class TestCommands:
         monkeypatch.setenv("COLUMNS", "60")
         row = invoke(*words).splitlines()[1]
         assert row.split() == [name, name[:-2], "t" * 60, "-"]
-        monkeypatch.setattr("rolltree.reports.data.SafeConsole.is_terminal", True)
+        monkeypatch.setattr("rolltree.insight.reports.data.SafeConsole.is_terminal", True)
         lines = [line.split() for line in invoke(*words).splitlines()[1:]]
         assert "".join(line[0] for line in lines if line[0] not in "t-").startswith(name[:60])
         assert max(map(len, invoke(*words).splitlines()[1:])) <= 60

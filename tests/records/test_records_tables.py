@@ -10,10 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 
 import rolltree as rt
-from rolltree.errors import ConfigError, StoreError, UnknownName
 from rolltree.records.columns import TABLES
 from rolltree.rollouts.record import encode_result
 from rolltree.store import Run, StoredRollout, TrainedRollout
+from rolltree.values.errors import ConfigError, StoreError, UnknownName
 from step_kit import answer
 
 

@@ -7,8 +7,7 @@ import pytest
 
 import rolltree as rt
 from rolltree.agents import Agent, ToolAgent
-from rolltree.environments import ProtocolEnvironment
-from rolltree.protocols import (
+from rolltree.agents.protocols import (
     Budget,
     DelegatingProtocol,
     MultiAgentSyncProtocol,
@@ -18,8 +17,9 @@ from rolltree.protocols import (
     TurnProtocol,
     delegate_tool,
 )
+from rolltree.environments import ProtocolEnvironment
 from rolltree.records import replay, replay_many
-from rolltree.steps import StepOutcome
+from rolltree.values.steps import StepOutcome
 
 
 def record(folder, env, say, **settings):

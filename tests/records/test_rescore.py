@@ -11,20 +11,25 @@ from click.testing import CliRunner
 
 import rolltree as rt
 from rolltree.agents import Agent, ToolAgent
+from rolltree.agents.protocols import (
+    DelegatingProtocol,
+    SingleAgentProtocol,
+    SubAgent,
+    delegate_tool,
+)
 from rolltree.cli import app
 from rolltree.environments import EnvGroup, MultiTurnEnv, ProtocolEnvironment, SingleTurnEnv
-from rolltree.errors import ConfigError, ServerError, UnknownName, record_error
+from rolltree.environments.rubrics import JudgeRubric, PerAgentRubric, Rubric, RubricGroup
 from rolltree.evaluation import evaluate_async
-from rolltree.protocols import DelegatingProtocol, SingleAgentProtocol, SubAgent, delegate_tool
 from rolltree.rollouts import RolloutEngine, build_requests
 from rolltree.rollouts.decode import decode_results
 from rolltree.rollouts.record import encode_result
-from rolltree.rubrics import JudgeRubric, PerAgentRubric, Rubric, RubricGroup
-from rolltree.steps import StepOutcome
 from rolltree.store import Run
 from rolltree.testing import ScriptedClient
 from rolltree.training import load_train_config
-from rolltree.types import RolloutResult
+from rolltree.values.errors import ConfigError, ServerError, UnknownName, record_error
+from rolltree.values.steps import StepOutcome
+from rolltree.values.types import RolloutResult
 
 ROWS = [{"question": f"{a} + 1 =", "answer": str(a + 1)} for a in range(4)]
 
@@ -262,7 +267,7 @@ def rewards(path):
 
 @pytest.mark.parametrize("rubric", [[exact], [exact, rank]])
 async def test_an_interrupted_rescoring_continues(tmp_path, monkeypatch, rubric):
-    monkeypatch.setattr("rolltree.records.rescoring._BATCH_CALLS", 1)  # a group at a time
+    monkeypatch.setattr("rolltree.insight.rescoring._BATCH_CALLS", 1)  # a group at a time
     await stored(one_turn(Rubric([short])), tmp_path / "run", group_size=3)
     scored = []
 

@@ -3,17 +3,17 @@
 import pytest
 
 import golden_kit
-from rolltree.errors import ConfigError
-from rolltree.records.evaluation_view import evaluation_view
-from rolltree.records.glance import run_glance
+from rolltree.insight.page.evaluation_view import evaluation_view
+from rolltree.insight.page.glance import run_glance
+from rolltree.insight.page.pages import rollout_page, row_previews
+from rolltree.insight.search import SearchIndex
 from rolltree.records.notices import notice_sentences
-from rolltree.records.pages import rollout_page, row_previews
-from rolltree.records.search import SearchIndex
 from rolltree.records.tokenizer import choose_tokenizer, why_raw
 from rolltree.rollouts.conversation import conversation_of
 from rolltree.rollouts.decode import decode_rollout
 from rolltree.store import Event, Run, StoredRollout
 from rolltree.store.filters import parted
+from rolltree.values.errors import ConfigError
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from rolltree.reports import (
 )
 from rolltree.reports.formatting import counts, duration, meter, safe_text
 from rolltree.store import Run, StoredRollout, summarize
-from rolltree.types import RolloutRequest, RolloutResult, State
+from rolltree.values.types import RolloutRequest, RolloutResult, State
 
 
 def printed(*parts, width=100, terminal=False):

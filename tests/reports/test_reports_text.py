@@ -21,7 +21,7 @@ from rolltree.reports import (
 )
 from rolltree.reports.formatting import duration, meter, safe_text
 from rolltree.store import Run, StoredRollout, summarize
-from rolltree.types import ErrorRecord, RolloutRequest, RolloutResult, State
+from rolltree.values.types import ErrorRecord, RolloutRequest, RolloutResult, State
 
 
 def test_no_columns_are_the_usual_ones(monkeypatch):

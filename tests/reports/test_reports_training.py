@@ -16,8 +16,6 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 import rolltree
-from rolltree.errors import ConfigError
-from rolltree.estimate import estimate as estimate_of
 from rolltree.evaluation import Estimate
 from rolltree.reports import (
     Curve,
@@ -36,7 +34,9 @@ from rolltree.reports.curves import smooth
 from rolltree.rollouts.record import encode_result
 from rolltree.store import Run
 from rolltree.tokens import Trajectory
-from rolltree.types import RolloutRequest, RolloutResult, State
+from rolltree.values.errors import ConfigError
+from rolltree.values.estimate import estimate as estimate_of
+from rolltree.values.types import RolloutRequest, RolloutResult, State
 
 
 def estimate(mean):

@@ -6,7 +6,7 @@ import itertools
 import numpy as np
 
 from rolltree.rollouts import current_episode
-from rolltree.types import ErrorRecord, FinishReason, ModelResponse, RolloutRequest, State
+from rolltree.values.types import ErrorRecord, FinishReason, ModelResponse, RolloutRequest, State
 
 _ids = itertools.count()
 

@@ -9,13 +9,13 @@ import pytest
 
 import rolltree as rt
 from rolltree.agents import Agent
+from rolltree.agents.protocols import SingleAgentProtocol
 from rolltree.environments import Environment, MultiTurnEnv, ProtocolEnvironment
 from rolltree.inference.client_base import ClientBase
 from rolltree.inference.deadline import RolloutClient, seeded
-from rolltree.protocols import SingleAgentProtocol
 from rolltree.rollouts import RolloutEngine, build_requests
-from rolltree.seeds import CallSeeds, derive_seed
-from rolltree.types import FinishReason, ModelResponse
+from rolltree.values.seeds import CallSeeds, derive_seed
+from rolltree.values.types import FinishReason, ModelResponse
 
 ROWS = [{"question": f"question {n}"} for n in range(3)]
 ASK = [{"role": "user", "content": "?"}]
@@ -144,7 +144,7 @@ async def test_a_rollout_that_is_retried_has_the_same_seeds(name):
             is_second = len(self.seeds) == 1
             answer = await super().call(call)
             if is_second:
-                raise rt.errors.ServerError("gone", status=500, retryable=True)
+                raise rt.values.errors.ServerError("gone", status=500, retryable=True)
             return answer
 
     client, env = Weather(), make()
@@ -180,7 +180,7 @@ async def test_a_rollout_outside_an_engine_counts_its_calls():
 
 @pytest.mark.parametrize("args", [{}, {"seed": 5}])
 async def test_under_verifiers_names_every_call_has_its_seed(args):
-    rooms = importlib.import_module("rolltree.compat.environments")
+    rooms = importlib.import_module("rolltree.verifiers.environments")
 
     class Thrice(rooms.SingleTurnEnv):
         async def setup_state(self, state, **kwargs):
@@ -210,7 +210,7 @@ async def test_under_verifiers_names_every_call_has_its_seed(args):
     assert seen[2] == seen[3]
 
 
-@pytest.mark.parametrize("name", ["rolltree", "rolltree.compat"])
+@pytest.mark.parametrize("name", ["rolltree", "rolltree.verifiers"])
 async def test_copies_and_sessions_of_the_client_count_with_it(name):
     rooms = rt if name == "rolltree" else importlib.import_module(f"{name}.environments")
 

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_source import Model, Source, a_request, failed
 
-from rolltree.errors import ConfigError, ConnectionFailed, ServerError
 from rolltree.inference.deadline import Clock
 from rolltree.rollouts import GroupScorer, RolloutEngine, RolloutSource, current_episode
 from rolltree.rollouts.engine import MAX_READY
+from rolltree.values.errors import ConfigError, ConnectionFailed, ServerError
 
 
 def requests(num):
@@ -641,7 +641,7 @@ async def most_in_a_round(source, work):
 
 @pytest.mark.parametrize("where", ["start", "answer"])
 async def test_many_episodes_do_not_hold_the_loop_together(monkeypatch, where):
-    monkeypatch.setattr("rolltree.tasks.ROUND_S", 0.0, raising=False)
+    monkeypatch.setattr("rolltree._helpers.tasks.ROUND_S", 0.0, raising=False)
     all_asked = asyncio.Event()
 
     class Waiting(Model):

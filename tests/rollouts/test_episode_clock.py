@@ -7,7 +7,7 @@ from rolltree.inference.client import as_client
 from rolltree.inference.deadline import RolloutClient
 from rolltree.rollouts import Clock, Episode, current_episode
 from rolltree.rollouts.requests import playing
-from rolltree.types import GenerateRequest, SamplingParams
+from rolltree.values.types import GenerateRequest, SamplingParams
 
 
 @pytest.fixture

@@ -5,15 +5,15 @@ from functools import partial
 import pytest
 
 from rolltree.agents import Agent
+from rolltree.agents.protocols import SingleAgentProtocol
 from rolltree.environments import ProtocolEnvironment
-from rolltree.errors import ModelError
-from rolltree.protocols import SingleAgentProtocol
 from rolltree.rollouts import RolloutEngine, build_requests
 from rolltree.samples import TruncationPolicy
-from rolltree.steps import ParseResult, StepOutcome
 from rolltree.testing import ScriptedAnswer, ScriptedClient
 from rolltree.training import assign_credit
-from rolltree.types import FinishReason
+from rolltree.values.errors import ModelError
+from rolltree.values.steps import ParseResult, StepOutcome
+from rolltree.values.types import FinishReason
 
 
 class Twice:

@@ -6,11 +6,11 @@ from dataclasses import fields
 import numpy as np
 import pytest
 
-from rolltree.openai_shape import same_value
 from rolltree.rollouts.decode import decode_rollout
 from rolltree.rollouts.record import encode_result
 from rolltree.tokens import Trajectory
-from rolltree.types import (
+from rolltree.values.openai_shape import same_value
+from rolltree.values.types import (
     FinishReason,
     ModelResponse,
     RolloutRequest,

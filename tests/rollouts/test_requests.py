@@ -3,7 +3,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_source import Source, a_request
 
-from rolltree.errors import ConfigError
 from rolltree.rollouts import (
     GroupStrategy,
     build_requests,
@@ -12,7 +11,8 @@ from rolltree.rollouts import (
     repeat,
     resolve_sampling,
 )
-from rolltree.types import SamplingParams
+from rolltree.values.errors import ConfigError
+from rolltree.values.types import SamplingParams
 
 PARTS = st.lists(st.one_of(st.text(max_size=5), st.integers(-9, 9)), max_size=4)
 
@@ -184,11 +184,11 @@ def test_merging_arguments():
 async def test_seeds_of_calls_never_start_again():
     """Every call of every episode of every step samples with a seed of its own."""
     from rolltree.agents import Agent
+    from rolltree.agents.protocols import SingleAgentProtocol
     from rolltree.environments import ProtocolEnvironment
-    from rolltree.protocols import SingleAgentProtocol
     from rolltree.rollouts import RolloutEngine
-    from rolltree.steps import ParseResult
     from rolltree.testing import ScriptedClient
+    from rolltree.values.steps import ParseResult
 
     client = ScriptedClient(lambda messages: "hm")
     environment = ProtocolEnvironment(

@@ -11,7 +11,7 @@ from rolltree.inference.deadline import Clock
 from rolltree.rollouts import RolloutEngine
 from rolltree.rollouts.progress_watch import ProgressWatch
 from rolltree.testing import ScriptedClient
-from rolltree.types import RolloutRequest
+from rolltree.values.types import RolloutRequest
 from wait_kit import until
 
 ROWS = [{"question": "q", "answer": "a"}] * 4

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from scripted_source import Model, Source, a_request
 
 import rolltree as rt
-from rolltree.errors import StoreError, TokenError
 from rolltree.gateway.program import ProgramOutcome
 from rolltree.rollouts import RolloutEngine
 from rolltree.rollouts.decode import decode_results, decode_rollout, export_line
@@ -24,7 +23,8 @@ from rolltree.rollouts.record import encode_result, run_stored
 from rolltree.store import Opaque, Run
 from rolltree.testing import ScriptedClient
 from rolltree.tokens import TokenStream, TokenTree, Trajectory
-from rolltree.types import (
+from rolltree.values.errors import StoreError, TokenError
+from rolltree.values.types import (
     ErrorRecord,
     FinishReason,
     ModelResponse,

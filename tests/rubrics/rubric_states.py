@@ -1,6 +1,6 @@
 """States to score, made by hand."""
 
-from rolltree.types import State
+from rolltree.values.types import State
 
 
 def a_step(text="4", reward=None, advantage=None):

@@ -3,10 +3,10 @@ import asyncio
 import pytest
 from rubric_states import a_state as any_state
 
-from rolltree.errors import ConfigError, ConnectionFailed, PromptTooLong, ServerError
-from rolltree.parsers import XMLParser
-from rolltree.rubrics import JudgeRubric
+from rolltree.environments.parsers import XMLParser
+from rolltree.environments.rubrics import JudgeRubric
 from rolltree.testing import FaultyClient, ScriptedClient
+from rolltree.values.errors import ConfigError, ConnectionFailed, PromptTooLong, ServerError
 
 
 async def correct(judge, prompt, completion, answer, state):

@@ -3,9 +3,9 @@ import time
 import pytest
 from rubric_states import a_state
 
-from rolltree.parsers import Parser
-from rolltree.rubrics import MathRubric, math_worker
-from rolltree.workers import WorkerPool
+from rolltree._helpers.workers import WorkerPool
+from rolltree.environments.parsers import Parser
+from rolltree.environments.rubrics import MathRubric, math_worker
 
 
 async def score(said, answer, **settings):
@@ -74,7 +74,7 @@ def test_what_sympy_raises_for_an_answer_is_no_fault_of_the_reference(monkeypatc
 
 
 def test_answers_run_no_code(tmp_path):
-    pool = WorkerPool("rolltree.rubrics.math_worker:answer")
+    pool = WorkerPool("rolltree.environments.rubrics.math_worker:answer")
     target = tmp_path / "made"
     for said in (
         f"__import__('os').system('touch {target}')",

@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 from rubric_states import a_state
 
-from rolltree.errors import ConfigError
-from rolltree.rubrics import RewardFunction, Rubric, run_inline
-from rolltree.rubrics.functions import (
+from rolltree.environments.rubrics import RewardFunction, Rubric, run_inline
+from rolltree.environments.rubrics.functions import (
     call_all,
     group_arguments,
     rollout_arguments,
 )
-from rolltree.steps import as_number
-from rolltree.types import ErrorRecord, State
+from rolltree.values.errors import ConfigError
+from rolltree.values.steps import as_number
+from rolltree.values.types import ErrorRecord, State
 
 
 def ask(func, state=None, objects=None, **kind):

@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rubric_states import a_state, a_step
 
-from rolltree.errors import ConfigError, RolltreeError
-from rolltree.parsers import Parser, XMLParser
-from rolltree.rubrics import Rubric, run_inline, write_advantages
-from rolltree.tasks import Terminated
+from rolltree._helpers.tasks import Terminated
+from rolltree.environments.parsers import Parser, XMLParser
+from rolltree.environments.rubrics import Rubric, run_inline, write_advantages
+from rolltree.values.errors import ConfigError, RolltreeError
 
 
 @run_inline

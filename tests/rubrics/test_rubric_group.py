@@ -3,9 +3,9 @@ import asyncio
 import pytest
 from rubric_states import a_state, a_step
 
-from rolltree.errors import ConfigError
-from rolltree.parsers import Parser
-from rolltree.rubrics import Rubric, RubricGroup, run_inline
+from rolltree.environments.parsers import Parser
+from rolltree.environments.rubrics import Rubric, RubricGroup, run_inline
+from rolltree.values.errors import ConfigError
 
 
 def constant(name, value):

@@ -1,6 +1,6 @@
 from rubric_states import a_state
 
-from rolltree.rubrics import ToolRubric, run_inline
+from rolltree.environments.rubrics import ToolRubric, run_inline
 
 
 def add(a: int, b: int) -> int:

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from rolltree.tokens import Trajectory
-from rolltree.types import Sample, State
+from rolltree.values.types import Sample, State
 from step_kit import step
 
 LONG = os.environ.get("ROLLTREE_HYPOTHESIS") == "long"

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from samples_kit import SCOPES, flat_of, state, trained
 
-from rolltree.errors import ConfigError, TokenError
 from rolltree.rollouts import RolloutEngine
 from rolltree.samples import DEFAULT_SCOPE, build_samples
 from rolltree.samples.report import SkipReason
 from rolltree.samples.resolve import changed_sampling
 from rolltree.tokens import Trajectory
 from rolltree.training import load_train_config
-from rolltree.types import FinishReason, State
+from rolltree.values.errors import ConfigError, TokenError
+from rolltree.values.types import FinishReason, State
 from step_kit import step
 
 

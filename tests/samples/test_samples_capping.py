@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from samples_kit import SCOPES, check_structure, flat_of, state
 
-from rolltree.errors import ConfigError
 from rolltree.samples import build_samples, sample_meta, to_examples
 from rolltree.tokens import PlacedStream, Trajectory
+from rolltree.values.errors import ConfigError
 from step_kit import step
 
 

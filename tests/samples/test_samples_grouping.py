@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from samples_kit import state
 
-from rolltree.errors import TokenError
 from rolltree.samples import TruncationPolicy, concat_records, take_records, truncation_effect
 from rolltree.samples.assemble import make_records, on_one_tree
 from rolltree.samples.build import OpenEnds, by_prefix, turns_of
 from rolltree.samples.resolve import ResolvedRollout, resolve_rollout
 from rolltree.tokens import ROOT, StepTokens, TokenTree, Trajectory
+from rolltree.values.errors import TokenError
 from step_kit import step
 
 

@@ -10,7 +10,7 @@ from samples_kit import check_structure, examples, flat_of, groups, state
 from rolltree.samples import build_samples
 from rolltree.samples.assemble import _arange, layout
 from rolltree.tokens import TokenTree, Trajectory
-from rolltree.types import State
+from rolltree.values.types import State
 from step_kit import step
 
 

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from samples_kit import check_records, check_structure, context, examples, groups, state
 
-from rolltree.errors import ConfigError, TokenError
 from rolltree.samples import build_samples, join_samples, pack_samples, prune_sample, split_sample
 from rolltree.samples.packing import _fill_empty
 from rolltree.tokens import PlacedStream, StepTokens, TokenTree
-from rolltree.types import Sample, State
+from rolltree.values.errors import ConfigError, TokenError
+from rolltree.values.types import Sample, State
 from step_kit import step
 
 

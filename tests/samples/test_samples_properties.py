@@ -24,7 +24,7 @@ from samples_kit import (
 from rolltree.samples import SkipReason, build_samples
 from rolltree.samples.resolve import resolve_tokens
 from rolltree.tokens.breaks import UNBROKEN
-from rolltree.types import Records, State
+from rolltree.values.types import Records, State
 
 
 def naive_interleave(steps: list[Any]) -> list[list[int]]:

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from samples_kit import exact_groups, examples, groups, state
 
-from rolltree.errors import TokenError
 from rolltree.samples import build_samples, process_trajectories_for_training, to_examples
 from rolltree.tokens import Trajectory
-from rolltree.types import State, TrainingExample
+from rolltree.values.errors import TokenError
+from rolltree.values.types import State, TrainingExample
 from step_kit import step
 
 

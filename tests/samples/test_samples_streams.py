@@ -19,7 +19,7 @@ from rolltree.tokens import (
     TokenTree,
     Trajectory,
 )
-from rolltree.types import Sample
+from rolltree.values.types import Sample
 
 IMAGE_A = np.arange(12, dtype=np.float32).reshape(3, 4)
 IMAGE_B = np.ones((2, 2), np.float32)

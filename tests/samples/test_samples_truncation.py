@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from samples_kit import SCOPES, state
 
-from rolltree.errors import ConfigError
 from rolltree.samples import (
     TruncationPolicy,
     build_samples,
@@ -16,7 +15,8 @@ from rolltree.samples import (
 )
 from rolltree.tokens import Trajectory
 from rolltree.training import CreditPolicy, assign_credit
-from rolltree.types import RolloutRequest, RolloutResult, State
+from rolltree.values.errors import ConfigError
+from rolltree.values.types import RolloutRequest, RolloutResult, State
 from step_kit import step
 
 REQUEST = RolloutRequest("r", "env", {"prompt": "p", "example_id": 0, "task": "t"}, 0, 0, "g", 0)

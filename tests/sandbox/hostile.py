@@ -7,8 +7,8 @@ session's thread, which lives on between pieces of code, beside the runs of the 
 
 import textwrap
 
-from rolltree.errors import SandboxError, SandboxFileError
 from rolltree.sandbox import Limits
+from rolltree.values.errors import SandboxError, SandboxFileError
 
 LIMITS = Limits(wall_s=60.0, cpu_s=30.0, disk_bytes=4 * 2**20, max_files=4096)
 HEAD = """

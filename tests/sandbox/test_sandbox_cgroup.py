@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from attacks import ATTACKS
 
-from rolltree.errors import SandboxError
 from rolltree.sandbox import LocalBackend, supervisor
 from rolltree.sandbox.machine import Cgroup, candidates, find_cgroup, this_machine
+from rolltree.values.errors import SandboxError
 
 LIMITS = {"memory_bytes": 1000, "disk_bytes": 500, "wall_s": 10}
 BOUNDS = ("memory.max", "memory.swap.max", "memory.oom.group")

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from rolltree.errors import ConfigError, SandboxUnavailable
 from rolltree.sandbox import DockerBackend, Limits
+from rolltree.values.errors import ConfigError, SandboxUnavailable
 
 WEAKER = {"allow_weaker": ["disk"]}
 STAND_IN = """#!{python} -I

@@ -11,9 +11,9 @@ import attempts
 import pytest
 from bait_kit import FILES, SECRET, a_victim, heard, laid_out, tried
 
-from rolltree.errors import SandboxUnavailable
 from rolltree.sandbox import Limits, LocalBackend
 from rolltree.sandbox.machine import this_machine
+from rolltree.values.errors import SandboxUnavailable
 
 SOURCE = Path(attempts.__file__).read_text()
 LEVELS = ["bubblewrap", "landlock"]

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolltree.errors import SandboxError
 from rolltree.sandbox.folder import PREFIX, PrivateFolder, sweep
+from rolltree.values.errors import SandboxError
 
 
 @pytest.fixture

@@ -3,9 +3,9 @@
 import pytest
 from hostile import ACTS, LIMITS, RACES, verdict
 
-from rolltree.errors import SandboxUnavailable
 from rolltree.sandbox import LocalBackend
 from rolltree.sandbox.machine import this_machine
+from rolltree.values.errors import SandboxUnavailable
 
 SAMPLE = (
     *("folder without rights", "folder replaced by a link", "folders in place of programs"),

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rolltree.errors import ConfigError, SandboxError, SandboxUnavailable, UnknownName
+from rolltree._helpers.tasks import allow_open_files
 from rolltree.sandbox import DockerBackend, Limits, LocalBackend, backend_of, known_backends
 from rolltree.sandbox.local import LocalSandbox, bwrap_arguments
 from rolltree.sandbox.machine import (
@@ -30,7 +30,7 @@ from rolltree.sandbox.machine import (
     this_machine,
 )
 from rolltree.sandbox.unconfined import UnconfinedBackend
-from rolltree.tasks import allow_open_files
+from rolltree.values.errors import ConfigError, SandboxError, SandboxUnavailable, UnknownName
 
 USER = Machine("x86_64", 6, True, "/usr/bin/bwrap", False, range(0), (6, 12))
 ROOT = replace(USER, is_root=True, uids=range(40000, 60000))

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from attacks import ATTACKS
 
-from rolltree.errors import ConfigError, SandboxError, SandboxFileError, SandboxUnavailable
 from rolltree.sandbox import Limits, LocalBackend, RunResult
 from rolltree.sandbox.machine import this_machine
+from rolltree.values.errors import ConfigError, SandboxError, SandboxFileError, SandboxUnavailable
 from wait_kit import until
 
 LEVELS = ["bubblewrap", "landlock"]

@@ -8,9 +8,9 @@ import socket
 
 import pytest
 
-from rolltree.errors import SandboxUnavailable
 from rolltree.sandbox import Limits, LocalBackend
 from rolltree.sandbox.local import REACHED_AT
+from rolltree.values.errors import SandboxUnavailable
 
 LIMITS = Limits(wall_s=60, memory_bytes=2**30, max_open_files=512, max_processes=64)
 ECHO = f"""

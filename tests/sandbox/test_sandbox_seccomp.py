@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolltree.errors import SandboxUnavailable
 from rolltree.sandbox.seccomp import (
     ATTRIBUTES,
     AUDIT_ARCH,
@@ -20,6 +19,7 @@ from rolltree.sandbox.seccomp import (
     SIGNALS,
     build_filter,
 )
+from rolltree.values.errors import SandboxUnavailable
 
 ALLOW, KILL = 0x7FFF0000, 0x80000000
 MACHINES = sorted(NUMBERS)

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from rolltree.errors import SandboxError
 from rolltree.sandbox import Limits, LocalBackend
+from rolltree.values.errors import SandboxError
 
 
 @pytest.fixture

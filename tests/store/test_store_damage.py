@@ -13,8 +13,8 @@ import textwrap
 
 import pytest
 
-from rolltree.errors import StoreError
 from rolltree.store import Run, summarize
+from rolltree.values.errors import StoreError
 
 NUM_FLIPS = int(os.environ.get("ROLLTREE_FLIPS", "40"))
 

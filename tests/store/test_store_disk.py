@@ -11,8 +11,8 @@ from test_store_damage import make
 
 from disk_kit import read_only, resize, small_disk
 from rolltree.cli.app import app
-from rolltree.errors import StoreError
 from rolltree.store import Run, StoredRollout, summarize
+from rolltree.values.errors import StoreError
 
 
 def big(number, size=200_000):

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rolltree.errors import ConfigError, StoreError
 from rolltree.store import Opaque, Run, StoredRollout, list_runs, summarize, to_plain
+from rolltree.values.errors import ConfigError, StoreError
 
 
 @pytest.fixture

@@ -2,9 +2,9 @@
 
 import pytest
 
-from rolltree.errors import ConfigError
 from rolltree.store import Run, StoredRollout
 from rolltree.store.filters import conditions, matches
+from rolltree.values.errors import ConfigError
 
 ROWS = [
     StoredRollout(request_id="a", reward=0.0, task="adding", metrics={"tries": 1.0}, train_step=1),

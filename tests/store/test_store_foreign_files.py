@@ -13,17 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from rolltree.errors import StoreError
 from rolltree.store import Run, StoredRollout, list_runs, run_folders
 from rolltree.store.database import WriterLock
+from rolltree.values.errors import StoreError
 
 FILES = ("run.db", "run.db-wal", "run.db-shm", "run.db-journal", "run.commits", "run.lock")
 SCRIPT = """
 import json, os, resource, signal, sys
 from pathlib import Path
-from rolltree.errors import RolltreeError
+from rolltree.values.errors import RolltreeError
 from rolltree.store import Run, summarize
-from rolltree.records import watching
+from rolltree.insight.page import watching
 from rolltree.records.overview import run_overview
 
 def read(path):

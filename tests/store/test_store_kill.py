@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from rolltree.errors import StoreError
 from rolltree.store import Run, StoredRollout
+from rolltree.values.errors import StoreError
 
 WRITER = textwrap.dedent(
     """

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from rolltree.errors import Stopped, StoreError
 from rolltree.store import Run, StoredRollout, list_runs, summarize
+from rolltree.values.errors import Stopped, StoreError
 
 
 def rollouts(num, phase="eval"):

@@ -17,8 +17,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from rolltree.errors import StoreError
 from rolltree.store import Run, StoredRollout, TrainedRollout, summarize
+from rolltree.values.errors import StoreError
 
 request_ids = st.sampled_from(["a", "b", "c", "d", "e"])
 phases = st.sampled_from(["eval", "train"])

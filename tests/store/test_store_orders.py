@@ -4,9 +4,9 @@ import sqlite3
 
 import pytest
 
-from rolltree.errors import StoreError
 from rolltree.store import Run, StoredRollout
 from rolltree.store.database import Database
+from rolltree.values.errors import StoreError
 
 
 def rows(*rewards, **metrics):

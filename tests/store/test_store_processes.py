@@ -10,10 +10,10 @@ import time
 
 import pytest
 
-from rolltree.errors import ConfigError, StoreError
 from rolltree.store import Run, StoredRollout
 from rolltree.store.database import Database, WriterLock
 from rolltree.store.settings import config_differences, with_defaults, write_config
+from rolltree.values.errors import ConfigError, StoreError
 
 
 def python(program, *words):

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolltree.redact import REDACTED, is_secret_key, redact, redact_text, shown_start
+from rolltree._helpers.redact import REDACTED, is_secret_key, redact, redact_text, shown_start
 from rolltree.store import Run
 
 

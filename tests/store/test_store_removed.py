@@ -6,8 +6,8 @@ import pytest
 from click.testing import CliRunner
 
 from rolltree.cli import app
-from rolltree.errors import StoreError
 from rolltree.store import Run, StoredRollout
+from rolltree.values.errors import StoreError
 
 GONE = {
     "removed": shutil.rmtree,

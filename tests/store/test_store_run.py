@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rolltree.errors import ConfigError, StoreError
 from rolltree.store import Run, StoredRollout, list_runs, summarize
 from rolltree.store.schema import SCHEMA_VERSION
+from rolltree.values.errors import ConfigError, StoreError
 
 
 @pytest.fixture

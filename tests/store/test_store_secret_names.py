@@ -6,8 +6,15 @@ import time
 import pytest
 from click.testing import CliRunner
 
+from rolltree._helpers.redact import (
+    REDACTED,
+    environment_secrets,
+    is_secret_key,
+    redact,
+    redact_text,
+    shown,
+)
 from rolltree.cli import app
-from rolltree.redact import REDACTED, environment_secrets, is_secret_key, redact, redact_text, shown
 from rolltree.store import Run, StoredRollout
 
 SECRET = [

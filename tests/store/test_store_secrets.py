@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rolltree.redact import REDACTED, cut_secrets, cut_text, known_secrets, redact
+from rolltree._helpers.redact import REDACTED, cut_secrets, cut_text, known_secrets, redact
 from rolltree.store import Run, StoredRollout, dumps, loads
 
 ODD = [

@@ -5,8 +5,8 @@ import sqlite3
 import numpy as np
 import pytest
 
-from rolltree.errors import StoreError
 from rolltree.store import Run, TrainedRollout
+from rolltree.values.errors import StoreError
 
 
 def trained(request_id="a", step=1, index=0, *, calls=(2, 1), **arrays):

@@ -1,8 +1,8 @@
 """Weights of reward functions, noted in a run when it starts and found for each rollout."""
 
 import rolltree as rt
+from rolltree.environments.rubrics import PerAgentRubric, RubricGroup
 from rolltree.records import reward_parts
-from rolltree.rubrics import PerAgentRubric, RubricGroup
 from rolltree.store import Run, StoredRollout
 from rolltree.store.weights import META, note_weights, noted_weights
 

@@ -19,13 +19,13 @@ import numpy as np
 import pytest
 
 from rolltree.environments import MultiTurnEnv
+from rolltree.environments.rubrics import JudgeRubric, Rubric
 from rolltree.evaluation import evaluate_async
 from rolltree.inference import EndpointPool, OpenAIClient, RetryPolicy
 from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.openai_sdk import OpenAISDKClient
 from rolltree.rollouts.decode import decode_results
 from rolltree.rollouts.engine import batch_of
-from rolltree.rubrics import JudgeRubric, Rubric
 from rolltree.store import Run
 from rolltree.testing import (
     HOSTILE,
@@ -35,7 +35,7 @@ from rolltree.testing import (
     ScriptedServer,
     scripted_logprobs,
 )
-from rolltree.types import RolloutResult, State
+from rolltree.values.types import RolloutResult, State
 
 RENDERER = ChatRenderer(ByteTokenizer())
 VOCAB_SIZE = len(ByteTokenizer())

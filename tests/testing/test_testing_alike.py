@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rolltree.errors import ConnectionFailed, ServerError
 from rolltree.inference import ChatRenderer, OpenAIClient
 from rolltree.inference.retry import RetryPolicy
 from rolltree.testing import (
@@ -24,7 +23,8 @@ from rolltree.testing import (
     ScriptedServer,
     scripted_logprobs,
 )
-from rolltree.types import FinishReason, GenerateRequest, ModelResponse, SamplingParams
+from rolltree.values.errors import ConnectionFailed, ServerError
+from rolltree.values.types import FinishReason, GenerateRequest, ModelResponse, SamplingParams
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 RENDERER = ChatRenderer(ByteTokenizer())

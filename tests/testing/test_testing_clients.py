@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolltree.errors import BadResponse, ConnectionFailed, TokenError
 from rolltree.testing import (
     ByteTokenizer,
     FaultRow,
@@ -17,7 +16,8 @@ from rolltree.testing import (
     ScriptedClient,
     scripted_logprobs,
 )
-from rolltree.types import FinishReason, GenerateRequest, SamplingParams
+from rolltree.values.errors import BadResponse, ConnectionFailed, TokenError
+from rolltree.values.types import FinishReason, GenerateRequest, SamplingParams
 
 ASK = [{"role": "user", "content": "a"}]
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]

@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rolltree.errors import BadResponse, ConnectionFailed, UnsupportedSetting
 from rolltree.inference import ChatRenderer, OpenAIClient
 from rolltree.testing import (
     ByteTokenizer,
@@ -29,7 +28,8 @@ from rolltree.testing import (
     ScriptedServer,
 )
 from rolltree.testing.script import Script, tokens_of
-from rolltree.types import FinishReason, SamplingParams
+from rolltree.values.errors import BadResponse, ConnectionFailed, UnsupportedSetting
+from rolltree.values.types import FinishReason, SamplingParams
 
 ASK = [{"role": "user", "content": "a"}]
 

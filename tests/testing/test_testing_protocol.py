@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rolltree.errors import BadResponse, ConnectionFailed, PromptTooLong, ServerError
 from rolltree.inference import OpenAIClient
 from rolltree.inference.retry import RetryPolicy
 from rolltree.testing import HttpFault, LoopbackServer, Reply, Request, ScriptedServer
+from rolltree.values.errors import BadResponse, ConnectionFailed, PromptTooLong, ServerError
 
 ASK = [{"role": "user", "content": "a"}]
 

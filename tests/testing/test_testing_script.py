@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolltree.errors import BadResponse
 from rolltree.inference import ChatRenderer
 from rolltree.testing import ByteTokenizer, ScriptedAnswer
 from rolltree.testing.script import Script, as_answer, scripted_logprobs, tokens_of
-from rolltree.types import FinishReason, SamplingParams
+from rolltree.values.errors import BadResponse
+from rolltree.values.types import FinishReason, SamplingParams
 
 RENDERER = ChatRenderer(ByteTokenizer())
 END = 258

@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from rolltree.errors import ConfigError
 from rolltree.testing import HttpFault, LoopbackServer, Reply, Request, ScriptedServer
+from rolltree.values.errors import ConfigError
 
 openai = pytest.importorskip("openai")
 

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokens_kit import examples
 
-from rolltree.errors import TokenError
 from rolltree.inference.parse import extract_tokens
 from rolltree.tokens import TokenTree
 from rolltree.tokens.buffers import (
@@ -18,6 +17,7 @@ from rolltree.tokens.buffers import (
     checked_logprobs,
     readable_floats,
 )
+from rolltree.values.errors import TokenError
 
 
 def test_int32_arrays_pass_without_a_copy() -> None:

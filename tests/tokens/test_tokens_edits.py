@@ -13,12 +13,12 @@ import pytest
 from test_tokens_step import talk
 from test_tokens_trajectory import make_response, plain_step
 
-from rolltree.errors import TokenError
 from rolltree.rollouts.message_table import MessageReader, MessageTable
 from rolltree.rollouts.record_steps import decode_trajectory, trajectory_data
 from rolltree.samples import build_samples
 from rolltree.store import dumps, loads
 from rolltree.tokens import Trajectory
+from rolltree.values.errors import TokenError
 
 
 def recorded() -> Trajectory:

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rolltree.errors import TokenError
 from rolltree.tokens import TokenTree
 from rolltree.tokens.serialize import Writer
+from rolltree.values.errors import TokenError
 
 Fields = dict[str, Any]
 

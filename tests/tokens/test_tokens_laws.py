@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from test_tokens_serialize import same
 from tokens_kit import examples, ids, logprobs_for
 
-from rolltree.errors import TokenError
 from rolltree.tokens import PlacedStream, TokenStream, TokenTree
+from rolltree.values.errors import TokenError
 
 IMAGES = [np.full((2, number + 1), number, np.float32) for number in range(3)]
 number = st.integers(0, 3)

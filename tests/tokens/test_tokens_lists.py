@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from test_tokens_trajectory import make_response, plain_step
 from tokens_kit import examples
 
-from rolltree.errors import TokenError
 from rolltree.tokens import PlacedStream, StepTokens, TokenStream, Trajectory
+from rolltree.values.errors import TokenError
 
 
 def steps_of(count: int) -> list[Any]:

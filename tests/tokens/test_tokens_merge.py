@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from test_tokens_serialize import rich_tree, same
 from tokens_kit import examples, ids, logprobs_for
 
-from rolltree.errors import TokenError
 from rolltree.tokens import PlacedStream, TokenTree
+from rolltree.values.errors import TokenError
 
 
 def test_merging_into_an_empty_tree_is_a_copy() -> None:

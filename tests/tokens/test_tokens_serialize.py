@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokens_kit import LONG, examples, ids, logprobs_for
 
-from rolltree.errors import TokenError
 from rolltree.tokens import PlacedStream, TokenStream, TokenTree
 from rolltree.tokens.serialize import Reader, Writer, chunks
+from rolltree.values.errors import TokenError
 
 
 def rich_tree() -> TokenTree:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltree.tokens import RecordedStep, StepTokens, Trajectory, peek
-from rolltree.types import FinishReason, ModelResponse
+from rolltree.values.types import FinishReason, ModelResponse
 
 KEYS = ["prompt", "completion", "response", "tokens", "reward", "advantage", "extras"]
 

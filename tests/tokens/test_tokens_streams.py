@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rolltree.errors import TokenError
 from rolltree.tokens import PlacedStream, TokenStream, TokenTree, Trajectory
 from rolltree.tokens.streams import CONSTANT, SampledStream
-from rolltree.types import FinishReason, ModelResponse
+from rolltree.values.errors import TokenError
+from rolltree.values.types import FinishReason, ModelResponse
 
 
 def test_constants_take_no_buffer() -> None:

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokens_kit import examples, ids, logprobs_for
 
-from rolltree.errors import TokenError
 from rolltree.tokens import StepTokens, TokenTree, Trajectory
-from rolltree.types import FinishReason, ModelResponse
+from rolltree.values.errors import TokenError
+from rolltree.values.types import FinishReason, ModelResponse
 from step_kit import step
 
 

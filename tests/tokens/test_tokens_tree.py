@@ -8,8 +8,8 @@ import pickle
 import numpy as np
 import pytest
 
-from rolltree.errors import TokenError
 from rolltree.tokens import PlacedStream, TokenStream, TokenTree
+from rolltree.values.errors import TokenError
 
 
 def test_one_call_comes_back_exactly() -> None:

@@ -10,9 +10,7 @@ import time
 import pytest
 import tool_functions
 
-from rolltree.errors import ConfigError
-from rolltree.steps import ToolRequest
-from rolltree.tools import (
+from rolltree.environments.tools import (
     Tool,
     ToolProcessError,
     ToolQuit,
@@ -24,6 +22,8 @@ from rolltree.tools import (
     is_plain,
     run_all,
 )
+from rolltree.values.errors import ConfigError
+from rolltree.values.steps import ToolRequest
 from wait_kit import until
 
 

@@ -8,7 +8,7 @@ import threading
 import time
 from pathlib import Path
 
-from rolltree.tools import in_process
+from rolltree.environments.tools import in_process
 
 
 @dataclasses.dataclass

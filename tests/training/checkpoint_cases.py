@@ -19,9 +19,9 @@ from rolltree.training import Checkpoints, Trainer, TrainState, load_train_confi
 from rolltree.training import checkpoint as checkpoint_room
 from rolltree.training import checkpoint_formats as formats_room
 from rolltree.training.checkpoint_formats import export_model, trained_tensors
-from rolltree.training.lora import add_adapter
+from rolltree.training.models.lora import add_adapter
+from rolltree.training.models.ranks import whole
 from rolltree.training.optim import Optimizer
-from rolltree.training.ranks import whole
 
 KINDS = ("tied", "untied", "lora")
 CONTENTS = ("full", "sharded")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rolltree.training.advantages import CreditPolicy, assign_credit
-from rolltree.types import RolloutRequest, RolloutResult, State
+from rolltree.values.types import RolloutRequest, RolloutResult, State
 
 
 class Policy:

@@ -11,16 +11,16 @@ from tests_models.architectures import make_model
 from torch.distributed.tensor import DTensor, distribute_tensor
 from training_kit import Call, flat, group, tiny_model, tree
 
-from rolltree.errors import TrainingError
 from rolltree.samples import SampleStream
 from rolltree.tokens import ROUTED_EXPERTS
 from rolltree.training import Trainer, load_train_config
 from rolltree.training.batches import build_batch
 from rolltree.training.checkpoint_formats import trained_tensors
 from rolltree.training.layout import collate
-from rolltree.training.lora import add_adapter
-from rolltree.training.plain_weights import copy_weights, plain_tensors
-from rolltree.training.ranks import whole
+from rolltree.training.models.lora import add_adapter
+from rolltree.training.models.plain_weights import copy_weights, plain_tensors
+from rolltree.training.models.ranks import whole
+from rolltree.values.errors import TrainingError
 
 QUIET = {"max_mismatch": 1e37, "max_tokens": 64, "skip_zero_advantage": False}
 CASES = {

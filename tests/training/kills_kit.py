@@ -116,7 +116,7 @@ def attempt(
     if child == 0:
         code = 1
         try:
-            from rolltree.errors import Stopped
+            from rolltree.values.errors import Stopped
 
             try:
                 PLAYS[kind](model, folder, Killer(num_events, delay_s, signal_name))

@@ -11,11 +11,11 @@ from loop_kit import METRICS, make_config, make_model, start
 from ranks_kit import fork_world
 from training_kit import LetterSource
 
-from rolltree.errors import TrainingError
 from rolltree.store import Run
 from rolltree.training import Silent, load_train_config
+from rolltree.training.models.ranks import STOP
 from rolltree.training.rank0 import follow
-from rolltree.training.ranks import STOP
+from rolltree.values.errors import TrainingError
 
 CASES = {
     "plain": {"checkpoint": {"every": 2, "export": True}},

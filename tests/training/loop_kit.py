@@ -8,7 +8,7 @@ from typing import Any
 
 from training_kit import LetterSource
 
-from rolltree.models import TinyConfig, make_tiny
+from rolltree.inference.models import TinyConfig, make_tiny
 from rolltree.training import build_parts, load_train_config, open_run, run_training
 
 METRICS = ("train/loss", "reward/mean", "train/grad_norm", "train/entropy", "train/num_records")

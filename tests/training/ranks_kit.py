@@ -35,7 +35,7 @@ def run_worlds(cases: str, folder: Path) -> dict:
 
 def fork_world(size: int, place: Path, body, quiet: bool = False) -> list[int]:
     """Run `body(ranks)` in `size` forked processes and return their exit codes."""
-    from rolltree.training.ranks import start_ranks
+    from rolltree.training.models.ranks import start_ranks
 
     children = []
     for rank in range(size):

@@ -17,7 +17,7 @@ from training_kit import LetterSource
 
 from rolltree.tokens import Trajectory
 from rolltree.training import Silent, load_train_config
-from rolltree.types import State
+from rolltree.values.types import State
 
 
 def free_port() -> int:

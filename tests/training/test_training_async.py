@@ -10,9 +10,8 @@ import pytest
 from loop_kit import make_config, start
 from training_kit import LetterSource
 
-from rolltree.errors import ConfigError, TrainingError
+from rolltree.insight.page.pages import group_page, rollout_page
 from rolltree.records import read_run
-from rolltree.records.pages import group_page, rollout_page
 from rolltree.rollouts import RolloutEngine
 from rolltree.store import Run
 from rolltree.testing import ScriptedClient
@@ -20,6 +19,7 @@ from rolltree.training import Silent, build_parts, load_train_config, open_run, 
 from rolltree.training.feeds import LEDGER, StreamFeed
 from rolltree.training.metrics import RecordStats
 from rolltree.training.no_signal_warning import NoSignalWarning
+from rolltree.values.errors import ConfigError, TrainingError
 
 
 def config_of(model, path, *, steps=6, ahead=1, **sections):

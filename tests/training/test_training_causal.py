@@ -5,10 +5,10 @@ import torch
 from training_kit import tiny_model
 from transformers import AutoModelForCausalLM, CpmAntConfig, Gemma4TextConfig
 
-from rolltree.errors import TrainingError
 from rolltree.training.forward import choose_forward
 from rolltree.training.layout import FULL
 from rolltree.training.tree_support import why_not_tree
+from rolltree.values.errors import TrainingError
 
 SMALL = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 

@@ -8,7 +8,6 @@ import torch
 from safetensors.torch import load_file
 from training_kit import tiny_model
 
-from rolltree.errors import TrainingError
 from rolltree.training import (
     Checkpoints,
     TrainState,
@@ -18,8 +17,9 @@ from rolltree.training import (
 )
 from rolltree.training.checkpoint import check_complete
 from rolltree.training.checkpoint_formats import put_in_place
-from rolltree.training.lora import add_adapter
+from rolltree.training.models.lora import add_adapter
 from rolltree.training.optim import Optimizer
+from rolltree.values.errors import TrainingError
 
 OPTIM = load_train_config({"optim": {"lr": 0.01, "weight_decay": 0.1}}).optim
 

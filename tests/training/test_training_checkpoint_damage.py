@@ -10,10 +10,10 @@ from test_training_checkpoint import OPTIM, made, same
 from training_kit import tiny_model
 
 from disk_kit import read_only, resize, small_disk
-from rolltree.errors import TrainingError
 from rolltree.training import Checkpoints, TrainState
 from rolltree.training.checkpoint import check_content
 from rolltree.training.optim import Optimizer
+from rolltree.values.errors import TrainingError
 
 NUM_FLIPS = int(os.environ.get("ROLLTREE_FLIPS", "40"))
 

@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 from training_kit import LetterSource
 
-from rolltree.errors import TrainingError
 from rolltree.inference.retry import RetryPolicy
 from rolltree.rollouts import RolloutEngine
 from rolltree.store import Run
 from rolltree.testing import ScriptedClient
 from rolltree.training import load_train_config, plan, step_requests
 from rolltree.training.plan import gather, until_enough
-from rolltree.types import ErrorRecord, State
+from rolltree.values.errors import TrainingError
+from rolltree.values.types import ErrorRecord, State
 
 CONFIG = load_train_config(
     {

@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rolltree.training as room
-from rolltree.cluster import beat, broker, driver
-from rolltree.errors import ConfigError, RolltreeError, UnknownName
-from rolltree.inference.weights import publish
 from rolltree.samples import TruncationPolicy
+from rolltree.scale.cluster import beat, broker, driver
+from rolltree.scale.weights import publish
 from rolltree.training import (
     MAY_CHANGE,
     TrainConfig,
@@ -25,6 +24,7 @@ from rolltree.training import (
     plan,
     trackers,
 )
+from rolltree.values.errors import ConfigError, RolltreeError, UnknownName
 
 SECTIONS = config._SECTIONS
 

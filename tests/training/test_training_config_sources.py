@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolltree.errors import ConfigError
 from rolltree.training import load_train_config
 from rolltree.training.config import apply_override, parse_value
+from rolltree.values.errors import ConfigError
 
 
 @pytest.fixture

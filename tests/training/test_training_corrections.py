@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from training_kit import Call, records_of
 
-from rolltree.errors import ConfigError, UnknownName
 from rolltree.training.coefficients import CORRECTIONS, get_correction
+from rolltree.values.errors import ConfigError, UnknownName
 
 LN2, LN3 = math.log(2), math.log(3)
 

@@ -9,8 +9,7 @@ from credit_games import credited
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolltree.errors import ConfigError, TrainingError, UnknownName
-from rolltree.rubrics import write_advantages
+from rolltree.environments.rubrics import write_advantages
 from rolltree.samples import TruncationPolicy
 from rolltree.training.advantages import CreditPolicy, assign_credit, credit_group
 from rolltree.training.credit import (
@@ -30,7 +29,8 @@ from rolltree.training.credit import (
     subtract_averages,
 )
 from rolltree.training.metrics import rollout_metrics
-from rolltree.types import ErrorRecord, RolloutRequest, RolloutResult, State
+from rolltree.values.errors import ConfigError, TrainingError, UnknownName
+from rolltree.values.types import ErrorRecord, RolloutRequest, RolloutResult, State
 
 ERROR = ErrorRecord("ServerError", "500", "", "model")
 

@@ -8,7 +8,6 @@ import torch
 from loop_kit import make_config, start
 from training_kit import LetterSource
 
-from rolltree.errors import ConfigError, TrainingError
 from rolltree.rollouts import RolloutEngine
 from rolltree.store import Run
 from rolltree.testing import ScriptedClient
@@ -17,7 +16,8 @@ from rolltree.training.credit import CREDITS
 from rolltree.training.feeds import SyncFeed, credit_of
 from rolltree.training.no_signal_warning import NoSignalWarning
 from rolltree.training.plan import replacement_requests
-from rolltree.types import ErrorRecord, RolloutResult, State
+from rolltree.values.errors import ConfigError, TrainingError
+from rolltree.values.types import ErrorRecord, RolloutResult, State
 from wait_kit import until
 
 CONFIG = load_train_config(

@@ -3,7 +3,7 @@
 from loop_kit import make_config
 
 import rolltree as rt
-from rolltree.records.curves import run_curves
+from rolltree.insight.page.curves import run_curves
 from rolltree.store import Run
 
 

@@ -9,7 +9,7 @@ import torch
 from loop_kit import make_config, make_model, start
 from training_kit import FLOAT32, difference
 
-from rolltree.models import load_model
+from rolltree.inference.models import load_model
 from rolltree.rollouts.decode import decode_results
 from rolltree.samples import build_samples
 from rolltree.store import Run

@@ -9,12 +9,13 @@ import server_away_kit as kit
 from loop_kit import start
 from serve_kit import ADMIN_TOKEN, TOKEN
 
-from rolltree.errors import ConnectionFailed, PublishFailed, TrainingError
 from rolltree.inference import EndpointPool
 from rolltree.inference.retry import RetryPolicy
-from rolltree.training import build_parts, servers
-from rolltree.training.server_client import TrainedServer
-from rolltree.training.servers import Servers
+from rolltree.scale import servers
+from rolltree.scale.server_client import TrainedServer
+from rolltree.scale.servers import Servers
+from rolltree.training import build_parts
+from rolltree.values.errors import ConnectionFailed, PublishFailed, TrainingError
 
 
 @pytest.fixture(autouse=True)

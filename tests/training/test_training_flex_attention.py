@@ -15,13 +15,13 @@ from test_training_layout import (
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from training_kit import FLOAT32, config, difference, group, states, tiny_model, trainer, tree
 
-from rolltree.errors import ConfigError
 from rolltree.samples import build_samples
 from rolltree.training import forward
 from rolltree.training.forward import LogprobModel, choose_forward
 from rolltree.training.layout import Pattern, collate
+from rolltree.training.models.tree_flex import flex_forest_attention, flex_mask
 from rolltree.training.tree_blocks import forest_attention, tree_layout
-from rolltree.training.tree_flex import flex_forest_attention, flex_mask
+from rolltree.values.errors import ConfigError
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 

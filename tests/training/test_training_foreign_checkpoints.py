@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from rolltree.errors import TrainingError
 from rolltree.training.checkpoint import Checkpoints, check_complete
+from rolltree.values.errors import TrainingError
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ from safetensors.torch import load_file
 from training_kit import LetterSource
 
 import rolltree as rt
-from rolltree.errors import ConfigError, TrainingError
 from rolltree.store import Run
 from rolltree.training import fork_run, load_train_config
+from rolltree.values.errors import ConfigError, TrainingError
 
 
 def train(config, source=None):

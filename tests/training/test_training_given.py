@@ -9,8 +9,8 @@ from loop_kit import make_config
 from training_kit import LetterSource
 
 import rolltree as rt
-from rolltree.errors import ConfigError
 from rolltree.training import Optimizer
+from rolltree.values.errors import ConfigError
 
 SECTIONS = {
     "plain": {},

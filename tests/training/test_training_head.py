@@ -8,12 +8,12 @@ import torch
 from training_kit import Call, check_exact, flat, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rolltree.errors import TrainingError
 from rolltree.training.forward import LogprobModel
 from rolltree.training.head import LARGE_LOGIT, head_logits
 from rolltree.training.layout import collate
-from rolltree.training.lora import adapters_off, add_adapter
+from rolltree.training.models.lora import adapters_off, add_adapter
 from rolltree.training.sections import ModelSection
+from rolltree.values.errors import TrainingError
 
 SIZES = {
     "vocab_size": 61,

@@ -4,13 +4,13 @@ import torch
 from hybrid_kit import HYBRIDS, ONE_PER_KERNEL, bushy, tiny_hybrid, without_casts
 from training_kit import FLOAT32, Call, check_exact, difference, flat, tree
 
-from rolltree.errors import TrainingError
 from rolltree.training.forward import LogprobModel
 from rolltree.training.layout import collate
-from rolltree.training.recompute import recomputation
-from rolltree.training.recurrent_layers import recurrent_layers
+from rolltree.training.models.recompute import recomputation
+from rolltree.training.models.recurrent_layers import recurrent_layers
 from rolltree.training.tree_attention import tree_attention
 from rolltree.training.tree_support import why_not_tree
+from rolltree.values.errors import TrainingError
 
 one_per_kernel = pytest.mark.parametrize("kind", ONE_PER_KERNEL)
 

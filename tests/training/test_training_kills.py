@@ -11,7 +11,7 @@ from loop_kit import make_config
 from training_kit import LetterSource
 
 import rolltree as rt
-from rolltree.errors import ConfigError
+from rolltree.values.errors import ConfigError
 
 NUM_KILLS = int(os.environ.get("ROLLTREE_KILLS", "2"))
 

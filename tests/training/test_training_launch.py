@@ -10,8 +10,8 @@ import torch
 from loop_kit import make_config
 
 import rolltree as rt
-from rolltree.errors import ConfigError, UnknownName
 from rolltree.store import Run
+from rolltree.values.errors import ConfigError, UnknownName
 
 FILE = """
 import rolltree as rt

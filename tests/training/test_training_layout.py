@@ -4,8 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from training_kit import Call, flat, tree
 
-from rolltree.errors import TokenError
 from rolltree.training.layout import Pattern, collate, key_blocks
+from rolltree.values.errors import TokenError
 
 
 def seen_by_definition(end):

@@ -10,13 +10,13 @@ import torch
 from loop_kit import curve, make_config, start
 from training_kit import LetterSource
 
-from rolltree.errors import ConfigError, TokenError, TrainingError
-from rolltree.models import load_model
+from rolltree.inference.models import load_model
 from rolltree.records import audit
 from rolltree.store import Run, to_plain
 from rolltree.tokens import Trajectory
 from rolltree.training import Silent, build_parts, run_training, step_requests
-from rolltree.types import FinishReason, ModelResponse, State
+from rolltree.values.errors import ConfigError, TokenError, TrainingError
+from rolltree.values.types import FinishReason, ModelResponse, State
 
 
 class Recorder(Silent):

@@ -4,8 +4,8 @@ import pytest
 import torch
 from loop_kit import make_config, make_model, start
 
-from rolltree.errors import ConfigError
 from rolltree.training import ALGORITHMS, CORRECTIONS
+from rolltree.values.errors import ConfigError
 
 
 @pytest.fixture(scope="session")

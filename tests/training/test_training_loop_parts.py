@@ -10,10 +10,10 @@ import torch
 from loop_kit import make_config, start
 from training_kit import LetterSource
 
-from rolltree.errors import ConfigError, TrainingError
 from rolltree.store import Run, summarize
 from rolltree.training import Checkpoints, Silent, build_parts, open_run, run_training
-from rolltree.types import RolloutResult
+from rolltree.values.errors import ConfigError, TrainingError
+from rolltree.values.types import RolloutResult
 
 
 class WatchedEngine:

@@ -7,14 +7,14 @@ import pytest
 import torch
 from training_kit import FLOAT32, difference, gradient_of, states, tiny_model, trainer
 
-from rolltree.errors import TokenError, TrainingError
 from rolltree.samples import build_samples, concat_records
 from rolltree.samples.transform import blank_records, take_records
 from rolltree.tokens import StepTokens, TokenStream, TokenTree
 from rolltree.training import load_train_config
 from rolltree.training.feeds import credit_of
 from rolltree.training.losses import LOSSES, Loss, LossTerms
-from rolltree.types import RolloutRequest, RolloutResult, State
+from rolltree.values.errors import TokenError, TrainingError
+from rolltree.values.types import RolloutRequest, RolloutResult, State
 
 SCOPES = ("step", "turn", "interleave", "tree")
 

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from training_kit import Call, records_of
 
-from rolltree.errors import ConfigError, UnknownName
 from rolltree.training.algorithms import ALGORITHMS, resolve_algorithm
 from rolltree.training.coefficients import AGGREGATIONS, coefficients, rollout_means, rollout_sums
 from rolltree.training.losses import LOSSES, LossInputs, get_loss
+from rolltree.values.errors import ConfigError, UnknownName
 
 LN2 = math.log(2)
 

@@ -8,7 +8,7 @@ from training_kit import Call, records_of
 from rolltree.training.logprobs import RecordLogprobs
 from rolltree.training.metrics import RecordStats, rollout_metrics
 from rolltree.training.objective import ObjectiveTerms
-from rolltree.types import ErrorRecord, RolloutRequest, RolloutResult, State
+from rolltree.values.types import ErrorRecord, RolloutRequest, RolloutResult, State
 
 
 def records(*behaviour):

@@ -14,8 +14,7 @@ from tests_models.architectures import make_model as make_row
 from training_kit import FLOAT32, LetterSource
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rolltree.errors import ConfigError, TrainingError
-from rolltree.models import load_model
+from rolltree.inference.models import load_model
 from rolltree.training import (
     Checkpoints,
     Trainer,
@@ -26,9 +25,10 @@ from rolltree.training import (
     run_training,
 )
 from rolltree.training.checkpoint_formats import read_weights, trained_tensors, write_full
-from rolltree.training.lora import adapters_off, add_adapter, check_copy
-from rolltree.training.plain_weights import ADAPTER_FILE, copy_weights, plain_tensors
-from rolltree.types import GenerateRequest, SamplingParams
+from rolltree.training.models.lora import adapters_off, add_adapter, check_copy
+from rolltree.training.models.plain_weights import ADAPTER_FILE, copy_weights, plain_tensors
+from rolltree.values.errors import ConfigError, TrainingError
+from rolltree.values.types import GenerateRequest, SamplingParams
 
 VOCAB = 99
 SIZES = {

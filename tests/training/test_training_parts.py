@@ -7,11 +7,11 @@ from server_away_kit import At
 from training_kit import LetterSource
 
 import rolltree as rt
-from rolltree.errors import ConfigError, UnknownName
 from rolltree.store import Run
 from rolltree.training import build_parts, fork_run, load_train_config, open_run
 from rolltree.training.config import REMOVED
-from rolltree.types import SamplingParams
+from rolltree.values.errors import ConfigError, UnknownName
+from rolltree.values.types import SamplingParams
 
 
 def test_the_engine_serves_the_models_own_tensors(model, tmp_path):

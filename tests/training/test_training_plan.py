@@ -4,10 +4,10 @@ from hypothesis import strategies as st
 from training_kit import LetterSource
 
 import rolltree as rt
-from rolltree.errors import ConfigError
 from rolltree.rollouts import RolloutEngine
 from rolltree.testing import ScriptedClient
 from rolltree.training import load_train_config, step_requests, task_indices
+from rolltree.values.errors import ConfigError
 
 CONFIG = load_train_config(
     {"algorithm": {"group_size": 3, "groups_per_step": 4}, "sampling": {"max_tokens": 5}}

@@ -12,15 +12,15 @@ import torch
 from loop_kit import make_config, start
 from training_kit import LetterSource, flat, group, tiny_model
 
-from rolltree.errors import ConfigError, TrainingError
 from rolltree.inference.local import local_client
+from rolltree.inference.models import load_model
 from rolltree.inference.reachable import call
-from rolltree.models import load_model
+from rolltree.scale.servers import weight_way
 from rolltree.training import Trainer, build_parts, load_train_config, open_run, run_training
-from rolltree.training.lora import add_adapter
-from rolltree.training.plain_weights import plain_tensors
+from rolltree.training.models.lora import add_adapter
+from rolltree.training.models.plain_weights import plain_tensors
 from rolltree.training.publishing import Publisher, next_logprobs
-from rolltree.training.servers import weight_way
+from rolltree.values.errors import ConfigError, TrainingError
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "inference" / "server"))
 import serve_kit

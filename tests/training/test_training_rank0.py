@@ -13,16 +13,16 @@ from loop_kit import curve, make_config, make_model, start
 from ranks_kit import LIMIT_S, run_worlds
 from training_kit import FLOAT32, LetterSource, group, tiny_model, tree
 
-from rolltree.errors import ConfigError, Stopped
-from rolltree.launch import stop_on_sigterm
-from rolltree.models import load_model
+from rolltree.inference.models import load_model
 from rolltree.store import Run
 from rolltree.training import Checkpoints, Silent, Trainer, load_train_config
 from rolltree.training.checkpoint_formats import trained_tensors
-from rolltree.training.lora import adapters_off, add_adapter, peft_name
+from rolltree.training.launch import stop_on_sigterm
+from rolltree.training.models.lora import adapters_off, add_adapter, peft_name
+from rolltree.training.models.plain_weights import copy_weights, plain_tensors
 from rolltree.training.optim import Optimizer
-from rolltree.training.plain_weights import copy_weights, plain_tensors
 from rolltree.training.rank0 import COMMANDS
+from rolltree.values.errors import ConfigError, Stopped
 
 pytestmark = [
     pytest.mark.slow,

@@ -9,10 +9,16 @@ from ranks_kit import LIMIT_S, run_worlds
 from torch.distributed.fsdp import FSDPModule
 from training_kit import FLOAT32, Call, flat, group, tree
 
-from rolltree.errors import ConfigError
 from rolltree.samples import SampleStream
-from rolltree.training.ranks import decode, encode, samples_from_data, samples_to_data, start_ranks
-from rolltree.types import Records
+from rolltree.training.models.ranks import (
+    decode,
+    encode,
+    samples_from_data,
+    samples_to_data,
+    start_ranks,
+)
+from rolltree.values.errors import ConfigError
+from rolltree.values.types import Records
 
 pytestmark = [
     pytest.mark.slow,

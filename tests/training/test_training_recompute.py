@@ -16,10 +16,10 @@ from training_kit import (
 )
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rolltree.errors import ConfigError
 from rolltree.training.forward import LogprobModel
 from rolltree.training.layout import collate
-from rolltree.training.recompute import recomputable_layers
+from rolltree.training.models.recompute import recomputable_layers
+from rolltree.values.errors import ConfigError
 
 NOISY = {
     "opt": {"dropout": 0.3, "layerdrop": 0.5, "ffn_dim": 48, "word_embed_proj_dim": 32},

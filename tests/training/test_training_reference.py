@@ -17,7 +17,7 @@ from rolltree.training import Trainer, load_train_config
 from rolltree.training.batches import build_batch
 from rolltree.training.coefficients import CORRECTIONS
 from rolltree.training.losses import LOSSES
-from rolltree.types import FinishReason, ModelResponse, State
+from rolltree.values.types import FinishReason, ModelResponse, State
 
 MODEL = tiny_model("llama")
 CLIP = {"clip_low": 0.3, "clip_high": 0.6}

@@ -7,9 +7,9 @@ from ranks_kit import LIMIT_S, run_worlds
 from safetensors.torch import load_file
 from training_kit import FLOAT32, tiny_model
 
-from rolltree.errors import TrainingError
 from rolltree.training import Checkpoints, Trainer, TrainState
 from rolltree.training.layout import collate
+from rolltree.values.errors import TrainingError
 
 pytestmark = [
     pytest.mark.slow,

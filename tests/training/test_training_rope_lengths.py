@@ -6,9 +6,9 @@ from test_training_tree_attention import gradient
 from training_kit import SIZES, Call, check_exact, flat, group, tree
 from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config
 
-from rolltree.errors import TrainingError
 from rolltree.training.rope_lengths import longest_exact
 from rolltree.training.tree_support import why_not_tree
+from rolltree.values.errors import TrainingError
 
 LIMIT = 32
 

@@ -19,13 +19,13 @@ from training_kit import (
 )
 
 from bench_kit import load
-from rolltree.errors import ConfigError, TokenError, TrainingError
 from rolltree.inference.local.routing import find_routers, record_routing
-from rolltree.models.made import byte_tokenizer
+from rolltree.inference.models.made import byte_tokenizer
 from rolltree.samples import build_samples
 from rolltree.tokens import ROUTED_EXPERTS
 from rolltree.training import build_parts
 from rolltree.training.layout import collate
+from rolltree.values.errors import ConfigError, TokenError, TrainingError
 from wait_kit import until
 
 KINDS = ("qwen3_moe", "deepseek_v2", "deepseek_v3")

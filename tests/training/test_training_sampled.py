@@ -3,7 +3,6 @@
 import pytest
 
 import rolltree as rt
-from rolltree.errors import TrainingError
 from rolltree.inference import OpenAIClient
 from rolltree.inference.client import sampling_from_args
 from rolltree.inference.request_fields import distribution_changes
@@ -16,6 +15,7 @@ from rolltree.training.algorithms import resolve_algorithm
 from rolltree.training.plan import step_requests
 from rolltree.training.sampled import misspelled
 from rolltree.training.untrainable import TrainableLimits, mask_untrainable, note_misspelled
+from rolltree.values.errors import TrainingError
 
 CONFIG = load_train_config({"algorithm": {"group_size": 2, "groups_per_step": 1}})
 CHANGES = [

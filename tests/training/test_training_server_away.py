@@ -8,13 +8,13 @@ from loop_kit import start
 from serve_kit import ADMIN_TOKEN, TOKEN
 from training_kit import LetterSource
 
-from rolltree.errors import TrainingError
 from rolltree.inference import OpenAIClient
-from rolltree.models import load_model
+from rolltree.inference.models import load_model
+from rolltree.scale import servers as servers_room
+from rolltree.scale.servers import Servers, weight_way
 from rolltree.store import Run
 from rolltree.training import TrainParts, build_parts, open_run, run_training
-from rolltree.training import servers as servers_room
-from rolltree.training.servers import Servers, weight_way
+from rolltree.values.errors import TrainingError
 from wait_kit import until
 
 

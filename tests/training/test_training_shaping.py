@@ -3,10 +3,10 @@ from credit_games import credited
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolltree.errors import ConfigError
 from rolltree.training import load_train_config
 from rolltree.training.advantages import CreditPolicy, SoftOverlong
-from rolltree.types import RolloutRequest, RolloutResult, State
+from rolltree.values.errors import ConfigError
+from rolltree.values.types import RolloutRequest, RolloutResult, State
 
 
 def test_equation_13_by_hand():

@@ -8,7 +8,7 @@ from loop_kit import make_config, start
 from test_training_tree_attention import gradient
 from training_kit import LetterSource, check_exact, flat, group, tree
 
-from rolltree.models import load_model
+from rolltree.inference.models import load_model
 from rolltree.training import why_not_tree
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]

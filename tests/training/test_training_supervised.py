@@ -3,9 +3,9 @@ import pytest
 import torch
 from training_kit import FLOAT32, group, tiny_model, trainer, tree
 
-from rolltree.errors import TrainingError
 from rolltree.samples import build_samples
 from rolltree.training import supervised_states
+from rolltree.values.errors import TrainingError
 
 PROMPT = [5, 6, 7, 8]
 DATA = [

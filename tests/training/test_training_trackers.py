@@ -16,10 +16,9 @@ import pytest
 from loop_kit import make_config, start
 
 import rolltree as rt
-from rolltree.cluster.driver import run_cluster
-from rolltree.errors import ConfigError, UnknownName
-from rolltree.redact import redact
+from rolltree._helpers.redact import redact
 from rolltree.rollouts.decode import decode_results
+from rolltree.scale.cluster.driver import run_cluster
 from rolltree.store import Run
 from rolltree.store.metric_names import numbers
 from rolltree.training import Silent, trackers
@@ -27,7 +26,8 @@ from rolltree.training.advantages import CreditReport
 from rolltree.training.config import TrainConfig, load_train_config
 from rolltree.training.trackers import TRACKERS, Sink, TrackedRun, Trackers
 from rolltree.training.transcripts import COLUMNS, Transcript, transcripts
-from rolltree.types import ErrorRecord, RolloutRequest, RolloutResult, State
+from rolltree.values.errors import ConfigError, UnknownName
+from rolltree.values.types import ErrorRecord, RolloutRequest, RolloutResult, State
 from wait_kit import wait_until
 
 # As the loop gives it, with every section; without a cluster its section is None.
@@ -213,7 +213,7 @@ def test_a_missing_package_is_an_error_that_names_the_extra(name, tmp_path, monk
             raise ImportError(f"No module named {module!r}")
         return original(module, *args)
 
-    monkeypatch.setattr("rolltree.errors.import_module", missing)
+    monkeypatch.setattr("rolltree.values.errors.import_module", missing)
     with pytest.raises(ConfigError, match=rf"track.to = '{name}' needs .*'rolltree\[track\]'"):
         TRACKERS[name](tracked(tmp_path))
 

@@ -19,11 +19,11 @@ from training_kit import (
     tree,
 )
 
-from rolltree.errors import TokenError, TrainingError
 from rolltree.training.algorithms import resolve_algorithm
 from rolltree.training.batches import build_batch
 from rolltree.training.optim import Optimizer, learning_rate
 from rolltree.training.sections import ModelSection
+from rolltree.values.errors import TokenError, TrainingError
 
 
 def advantage_weighted_logprob(worker, samples):

@@ -25,13 +25,13 @@ from training_kit import (
     tree,
 )
 
-from rolltree.errors import ConfigError, TrainingError
 from rolltree.samples import build_samples, prune_sample
 from rolltree.training import tree_attention as room
 from rolltree.training.forward import LogprobModel, choose_forward
 from rolltree.training.layout import Pattern, collate
 from rolltree.training.tree_blocks import TreeLayout, forest_attention
 from rolltree.training.tree_support import check_tree_support, why_not_tree
+from rolltree.values.errors import ConfigError, TrainingError
 
 
 def layout_of(end, max_block):

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from test_training_layout import forests, seen_by_definition
 from training_kit import difference
 
-from rolltree.training.recurrence_layout import RecurrenceLayout, parents
-from rolltree.training.tree_recurrence import convolution, linear_attention
+from rolltree.training.models.recurrence_layout import RecurrenceLayout, parents
+from rolltree.training.models.tree_recurrence import convolution, linear_attention
 
 
 @given(forests())

@@ -18,11 +18,11 @@ from training_kit import (
     tree,
 )
 
-from rolltree.errors import ConfigError, NonFiniteStep, TrainingError
 from rolltree.records import audit
 from rolltree.samples import build_samples
 from rolltree.store import Run
 from rolltree.training import Silent, load_train_config
+from rolltree.values.errors import ConfigError, NonFiniteStep, TrainingError
 
 SCOPES = ("step", "turn", "interleave", "tree")
 CASES = [

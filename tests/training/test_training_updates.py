@@ -21,10 +21,10 @@ from training_kit import (
     tree,
 )
 
-from rolltree.errors import ConfigError
 from rolltree.samples import build_samples
 from rolltree.training.algorithms import resolve_algorithm
 from rolltree.training.batches import build_batch, split_rollouts
+from rolltree.values.errors import ConfigError
 
 SMOOTH = {"lr": 0.1, "eps": 1.0}
 """AdamW without its sign: a gradient that is all rounding moves nothing."""
@@ -239,7 +239,7 @@ class TestReference:
         assert last < 0.5 * first
 
     def test_a_model_by_name(self):
-        from rolltree.models import load_model
+        from rolltree.inference.models import load_model
 
         model, _ = load_model("tiny")
         section = {"name": "distill", "reference": "tiny"}

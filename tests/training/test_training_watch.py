@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from training_kit import Call, flat, group
 
-from rolltree.tasks import run_shielded
+from rolltree._helpers.tasks import run_shielded
 from rolltree.training.batches import mask_stale
 from rolltree.training.metrics import RecordStats, mismatch_metrics
 from rolltree.training.publishing import WeightLock

@@ -8,13 +8,13 @@ from training_kit import SIZES, Call, check_exact, difference, flat, gradient_of
 from training_kit import tree as tree_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rolltree.errors import TrainingError
 from rolltree.samples import build_samples
 from rolltree.training.forward import LogprobModel
 from rolltree.training.layout import Pattern, collate
 from rolltree.training.tree_attention import tree_attention
 from rolltree.training.tree_blocks import TreeLayout
 from rolltree.training.tree_support import why_not_tree
+from rolltree.values.errors import TrainingError
 
 WINDOW = 20
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3Mo
 from rolltree.tokens import Trajectory
 from rolltree.training import Trainer, load_train_config
 from rolltree.training.batches import build_batch
-from rolltree.types import (
+from rolltree.values.types import (
     ErrorRecord,
     FinishReason,
     ModelResponse,

@@ -15,11 +15,11 @@ from starlette.requests import Request
 import golden_kit
 import rolltree as rt
 from rolltree.cli import app
-from rolltree.models.made import byte_tokenizer
+from rolltree.inference.models.made import byte_tokenizer
+from rolltree.insight.page import api
+from rolltree.insight.page.bundle import STATIC
 from rolltree.records.tokenizer import choose_tokenizer
 from rolltree.store import Run, StoredRollout, list_runs
-from rolltree.viewer import api
-from rolltree.viewer.bundle import STATIC
 
 
 def data(page, path):

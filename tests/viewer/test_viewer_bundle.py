@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rolltree.insight.page.bundle import STATIC, escaped, join_modules, page_with
+from rolltree.insight.page.export import common_prefix_len, packed
 from rolltree.records.values import json_bytes
-from rolltree.viewer.bundle import STATIC, escaped, join_modules, page_with
-from rolltree.viewer.export import common_prefix_len, packed
 
 SOURCES = {
     "main.js": 'import { add, LIMIT as most } from "./sums.js";\n'

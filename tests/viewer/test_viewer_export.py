@@ -16,10 +16,10 @@ import golden_kit
 import rolltree as rt
 from browser_kit import Tab, part
 from rolltree.cli import app
-from rolltree.errors import ConfigError, StoreError
+from rolltree.insight.page.export import export_page
 from rolltree.rollouts.record import encode_result
 from rolltree.store import Run
-from rolltree.viewer.export import export_page
+from rolltree.values.errors import ConfigError, StoreError
 
 
 def data_of(file):
@@ -274,11 +274,11 @@ def test_rollouts_are_chosen_as_show_chooses_them(part_of, tmp_path):
 
 def test_there_is_room_for_so_much(part_of, tmp_path, monkeypatch):
     run, _, _ = part_of
-    monkeypatch.setattr("rolltree.viewer.export.MAX_BYTES", 500_000)
+    monkeypatch.setattr("rolltree.insight.page.export.MAX_BYTES", 500_000)
     found = export_page(run, tmp_path / "a.html")
     assert 0 < found.num_without_tokens < found.num_rollouts
     assert found.num_bytes < 900_000
-    monkeypatch.setattr("rolltree.viewer.export.MAX_BYTES", 30_000)
+    monkeypatch.setattr("rolltree.insight.page.export.MAX_BYTES", 30_000)
     assert 0 < export_page(run, tmp_path / "a.html").num_rollouts < found.num_rollouts
 
 

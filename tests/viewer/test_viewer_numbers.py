@@ -14,9 +14,9 @@ from click.testing import CliRunner
 import rolltree as rt
 from browser_kit import Tab, part
 from rolltree.cli import app
-from rolltree.estimate import estimate
 from rolltree.evaluation import stored_report
 from rolltree.store import Run
+from rolltree.values.estimate import estimate
 
 NAMES = ["train", "deep/agents", "tools"]
 PHASE = {"train": "eval_after", "deep/agents": "eval", "tools": "eval"}

@@ -2,7 +2,7 @@
 
 import re
 
-from rolltree.viewer.bundle import STATIC
+from rolltree.insight.page.bundle import STATIC
 
 MAX_LINES = 3200
 MAX_CHARACTERS = 120

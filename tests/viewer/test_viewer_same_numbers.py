@@ -13,10 +13,10 @@ from click.testing import CliRunner
 import rolltree as rt
 from golden import make_runs
 from rolltree.cli import app
-from rolltree.estimate import estimate
 from rolltree.evaluation import stored_report
-from rolltree.models import make_tiny
+from rolltree.inference.models import make_tiny
 from rolltree.store import Run
+from rolltree.values.estimate import estimate
 
 pytestmark = pytest.mark.long  # it trains
 PHASES = ("eval_before", "eval/000002", "eval_after", "train")

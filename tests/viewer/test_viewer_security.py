@@ -12,7 +12,7 @@ from urllib.request import url2pathname
 import httpx
 import pytest
 
-from rolltree.viewer.app import HEADERS, create_viewer_app
+from rolltree.insight.page.app import HEADERS, create_viewer_app
 
 
 def raw(page, request):

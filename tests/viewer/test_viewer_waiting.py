@@ -7,9 +7,9 @@ import time
 import pytest
 
 import golden_kit
-from rolltree.errors import StoreError, UnknownName
+from rolltree.insight.page import api
 from rolltree.store import Run
-from rolltree.viewer import api
+from rolltree.values.errors import StoreError, UnknownName
 
 
 @pytest.fixture

@@ -4,9 +4,9 @@ import pytest
 from open_env_kit import SCHEMA, Countdown, serving
 
 import rolltree as rt
-from rolltree.errors import ConfigError, WorldUnavailable
+from rolltree.agents.worlds.open_env import OpenEnvWorld, action_of_schema, observation_text
 from rolltree.testing import ScriptedClient
-from rolltree.worlds.open_env import OpenEnvWorld, action_of_schema, observation_text
+from rolltree.values.errors import ConfigError, WorldUnavailable
 
 
 def play(env, *replies, num=1):

@@ -7,12 +7,9 @@ import pettingzoo
 import pytest
 
 from rolltree.agents import Agent
-from rolltree.environments.protocol_env import ProtocolEnvironment
-from rolltree.errors import ConfigError
-from rolltree.protocols import MultiAgentSyncProtocol
-from rolltree.steps import ParseResult
-from rolltree.testing import ScriptedClient
-from rolltree.worlds import (
+from rolltree.agents.protocol_env import ProtocolEnvironment
+from rolltree.agents.protocols import MultiAgentSyncProtocol
+from rolltree.agents.worlds import (
     BAD_ACTION,
     ParallelGame,
     ParallelWorld,
@@ -22,6 +19,9 @@ from rolltree.worlds import (
     TurnWorld,
     board_text,
 )
+from rolltree.testing import ScriptedClient
+from rolltree.values.errors import ConfigError
+from rolltree.values.steps import ParseResult
 
 HANDS = ["rock", "paper", "scissors"]
 TIC_TAC_TOE = board_text(lambda row, column: 3 * row + column)

@@ -12,10 +12,10 @@ from gymnasium import spaces
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolltree.errors import ConfigError
-from rolltree.steps import StepOutcome
-from rolltree.worlds import BAD_ACTION, CanSnapshot, GymWorld, World, action_reader, drive
-from rolltree.worlds.gym import plain_ansi
+from rolltree.agents.worlds import BAD_ACTION, CanSnapshot, GymWorld, World, action_reader, drive
+from rolltree.agents.worlds.gym import plain_ansi
+from rolltree.values.errors import ConfigError
+from rolltree.values.steps import StepOutcome
 
 LAKE = ["left", "down", "right", "up"]
 

@@ -10,9 +10,9 @@ import pytest
 from vllm_kit import changed_copy, off_by, train_two_steps, vllm_server
 
 from rolltree.inference import ChatRenderer, OpenAIClient, WeightTransfer
-from rolltree.models import load_model
-from rolltree.models.made import CHAT_TEMPLATE
-from rolltree.types import SamplingParams
+from rolltree.inference.models import load_model
+from rolltree.inference.models.made import CHAT_TEMPLATE
+from rolltree.values.types import SamplingParams
 
 HELLO = [{"role": "user", "content": "What is 7 + 5?"}]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16)

@@ -10,13 +10,14 @@ from dataclasses import replace
 from typing import Any
 
 from rolltree.agents.context import ContextStrategy, FullDialog
-from rolltree.errors import ConfigError, refuse_unknown
+from rolltree.environments.parsers import text_of
+from rolltree.environments.parsers.actions import ActionParser, as_text
 from rolltree.inference.client import ModelClient, as_client, merge_sampling, sampling_from_args
 from rolltree.inference.deadline import RolloutClient
-from rolltree.parsers import text_of
-from rolltree.parsers.actions import ActionParser, as_text
-from rolltree.seeds import CallSeeds
-from rolltree.steps import (
+from rolltree.tokens import Trajectory, record_call
+from rolltree.values.errors import ConfigError, refuse_unknown
+from rolltree.values.seeds import CallSeeds
+from rolltree.values.steps import (
     INCOMPLETE,
     PARSE_FEEDBACK,
     ActionTarget,
@@ -25,8 +26,7 @@ from rolltree.steps import (
     ToolAnswer,
     ToolRequest,
 )
-from rolltree.tokens import Trajectory, record_call
-from rolltree.types import (
+from rolltree.values.types import (
     ChatMessage,
     FinishReason,
     Info,

@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rolltree.errors import ConfigError
-from rolltree.parsers import text_of
-from rolltree.types import ChatMessage
+from rolltree.environments.parsers import text_of
+from rolltree.values.errors import ConfigError
+from rolltree.values.types import ChatMessage
 
 COMPACTION = "compaction"
 """`AgentStep.info["kind"]` of the call that wrote a summary."""

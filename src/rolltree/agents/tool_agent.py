@@ -14,15 +14,15 @@ from typing import Any, TypeAlias
 
 from rolltree.agents.agent import Agent
 from rolltree.agents.tool_calls import NativeCalls, ReActCalls, ToolCallFormat
-from rolltree.errors import ConfigError
-from rolltree.steps import (
+from rolltree.environments.tools import RawToolCall, Tool, Toolset, answer_request, unreadable
+from rolltree.values.errors import ConfigError
+from rolltree.values.steps import (
     AgentStep,
     ParseResult,
     ToolAnswer,
     ToolRequest,
 )
-from rolltree.tools import RawToolCall, Tool, Toolset, answer_request, unreadable
-from rolltree.types import ChatMessage, ModelResponse, ToolSchema, TrajectoryStep
+from rolltree.values.types import ChatMessage, ModelResponse, ToolSchema, TrajectoryStep
 
 ToolLike: TypeAlias = "Callable[..., Any] | Tool"
 

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rolltree.parsers import text_of
-from rolltree.steps import ToolAnswer
-from rolltree.tools import RawToolCall, raw_tool_calls
-from rolltree.types import ChatMessage, ToolSchema
-from rolltree.untrusted import read_json_start
+from rolltree._helpers.untrusted import read_json_start
+from rolltree.environments.parsers import text_of
+from rolltree.environments.tools import RawToolCall, raw_tool_calls
+from rolltree.values.steps import ToolAnswer
+from rolltree.values.types import ChatMessage, ToolSchema
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,12 +20,12 @@ from typing import Any
 import click
 
 from rolltree import __version__
+from rolltree._helpers.lazy import EXTRAS, import_problem
+from rolltree._helpers.redact import shown
 from rolltree.cli import docs, doctor, env, eval, show, train
 from rolltree.cli.arguments import echo
 from rolltree.cli.commands import WingGroup
-from rolltree.errors import ConfigError, RolltreeError, Stopped, UnknownName
-from rolltree.lazy import EXTRAS, import_problem
-from rolltree.redact import shown
+from rolltree.values.errors import ConfigError, RolltreeError, Stopped, UnknownName
 from rolltree.wings import absence
 
 STOPPED_STATUS = 75

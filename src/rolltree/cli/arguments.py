@@ -15,8 +15,8 @@ from typing import Any, TextIO, TypeVar
 
 import click
 
-from rolltree.errors import ConfigError, UnknownName, did_you_mean
-from rolltree.redact import remember, secrets_in, shown
+from rolltree._helpers.redact import remember, secrets_in, shown
+from rolltree.values.errors import ConfigError, UnknownName, did_you_mean
 
 compat_option = click.option(
     "--compat",
@@ -73,7 +73,7 @@ def until_reader_leaves() -> contextlib.AbstractContextManager[None]:
 
 def echo_json(value: object) -> None:
     """Print JSON on stdout, without secrets; its escapes make it safe for a terminal."""
-    from rolltree.redact import redact
+    from rolltree._helpers.redact import redact
     from rolltree.store import to_plain
 
     _print(json.dumps(redact(to_plain(value)), indent=2), sys.stdout)

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from rolltree.cli.arguments import echo
-from rolltree.errors import UnknownName
+from rolltree.values.errors import UnknownName
 
 PAGES = Path(__file__).parents[1] / "_docs"
 _HEADING = re.compile(r"^(#+) (.*)$", re.MULTILINE)

@@ -9,7 +9,7 @@ import click
 from rolltree.cli.arguments import echo, echo_json
 
 if TYPE_CHECKING:
-    from rolltree.machine import Host
+    from rolltree._helpers.machine import Host
 
 MEASURE_S = 10.0
 """Seconds of the measurement: half for sampling, half for training."""
@@ -25,7 +25,7 @@ def examine(as_json: bool, no_measure: bool) -> None:
     """Say what this machine has, how fast it is, and which config fits it."""
     from dataclasses import asdict
 
-    from rolltree.machine import look, suggested_config
+    from rolltree._helpers.machine import look, suggested_config
 
     machine = look()
     config = suggested_config(machine)
@@ -42,7 +42,7 @@ def examine(as_json: bool, no_measure: bool) -> None:
     _echo_extras(machine)
     for line in _advice(machine):
         echo(f"! {line}")
-    from rolltree.machine import toml_sections
+    from rolltree._helpers.machine import toml_sections
 
     echo("a config for this machine (rolltree init NAME writes it beside a new environment):")
     echo(toml_sections(config).rstrip())
@@ -51,7 +51,7 @@ def examine(as_json: bool, no_measure: bool) -> None:
 def _facts(
     machine: Host, speed: dict[str, Any] | None, config: dict[str, Any]
 ) -> list[tuple[str, str]]:
-    from rolltree.machine import GIB
+    from rolltree._helpers.machine import GIB
 
     gpus = [f"{gpu.name}, {gpu.memory_bytes / GIB:.0f} GiB" for gpu in machine.gpus]
     build = f"built for CUDA {machine.torch_cuda}" if machine.torch_cuda else "a CPU build"
@@ -87,7 +87,7 @@ def _facts(
 
 
 def _echo_extras(machine: Host) -> None:
-    from rolltree.machine import PROVIDES
+    from rolltree._helpers.machine import PROVIDES
 
     for extra, (_, what) in PROVIDES.items():
         absent = machine.missing.get(extra)
@@ -98,8 +98,8 @@ def _echo_extras(machine: Host) -> None:
 
 def _advice(machine: Host) -> list[str]:
     """Return what to do first; nothing for a machine that is ready."""
-    from rolltree.machine import CPU_TORCH_COMMAND, GIB
-    from rolltree.versions import version_problems
+    from rolltree._helpers.machine import CPU_TORCH_COMMAND, GIB
+    from rolltree._helpers.versions import version_problems
 
     found = []
     if machine.torch is None:
@@ -122,7 +122,7 @@ def _advice(machine: Host) -> list[str]:
 
 def _measured(machine: Host) -> dict[str, Any]:
     """Sample and train for a few seconds each; a failure is returned as `error`."""
-    from rolltree.errors import RolltreeError
+    from rolltree.values.errors import RolltreeError
 
     name = "smollm2-135m" if machine.smollm2 and not machine.missing.get("train") else "tiny"
     device = "cuda" if machine.uses_gpu else "cpu"
@@ -135,7 +135,7 @@ def _measured(machine: Host) -> dict[str, Any]:
 def _measure(name: str, device: str) -> dict[str, Any]:
     import time
 
-    from rolltree.models import load_model
+    from rolltree.inference.models import load_model
 
     model, tokenizer = load_model(name, device=device)
     import torch

@@ -193,7 +193,7 @@ def evaluate_environment(
             # Checked before anything is stored.
             checked_url(url)
     else:
-        from rolltree.models import check_loadable
+        from rolltree.inference.models import check_loadable
 
         # Checked before torch is imported, which takes seconds.
         check_loadable(model)
@@ -339,7 +339,7 @@ async def open_client(
     elif base_urls:
         renderer = None
         if tokenizer is not None:
-            from rolltree.models import load_tokenizer
+            from rolltree.inference.models import load_tokenizer
 
             renderer = ChatRenderer(load_tokenizer(tokenizer))
         client = OpenAIClient(
@@ -350,7 +350,7 @@ async def open_client(
             max_connections=max_concurrent,
         )
     else:
-        from rolltree.models import check_loadable, load_model
+        from rolltree.inference.models import check_loadable, load_model
 
         # Checked before torch is imported.
         check_loadable(model, dtype, device=device)

@@ -34,9 +34,9 @@ DEMO = "arithmetic"
 @transcripts_option
 def train_model(config: str, overrides: tuple[str, ...], transcripts: int) -> None:
     """Train a model by reinforcement learning; the same command again continues the run."""
-    from rolltree.launch import environment_config
-    from rolltree.redact import remember, secrets_in_words
+    from rolltree._helpers.redact import remember, secrets_in_words
     from rolltree.training import load_train_config
+    from rolltree.training.launch import environment_config
 
     # Before the settings are read: errors quote them.
     remember(*secrets_in_words(overrides))
@@ -56,8 +56,8 @@ def _is_environment(config: str) -> bool:
 @transcripts_option
 def run_demo(overrides: tuple[str, ...], transcripts: int) -> None:
     """Train SmolLM2-135M to add, on two CPU cores, in minutes; run it again to continue."""
+    from rolltree._helpers.redact import remember, secrets_in_words
     from rolltree.environments import train_config_file
-    from rolltree.redact import remember, secrets_in_words
     from rolltree.training import load_train_config
 
     remember(*secrets_in_words(overrides))
@@ -85,7 +85,7 @@ def fork_stored_run(
     run: Path, settings: tuple[str, ...], step: int | None, target: Path | None, transcripts: int
 ) -> None:
     """Start a new run from a checkpoint of another, with other settings."""
-    from rolltree.redact import remember, secrets_in_words
+    from rolltree._helpers.redact import remember, secrets_in_words
     from rolltree.training import fork_run as fork
 
     remember(*secrets_in_words(settings))
@@ -100,8 +100,8 @@ def fork_stored_run(
 @click.argument("prepare", required=False, help="Prepare this model and print its folder.")
 def list_models(prepare: str | None) -> None:
     """List the built-in models, or prepare one."""
-    from rolltree.models import resolve_model
-    from rolltree.models.load import MADE_MODELS
+    from rolltree.inference.models import resolve_model
+    from rolltree.inference.models.load import MADE_MODELS
 
     if prepare is not None:
         echo(resolve_model(prepare))
@@ -120,6 +120,6 @@ def _train(config: TrainConfig, words: Sequence[str], transcripts: int) -> None:
     if os.environ.get("RANK", "0") == "0":
         # Loading torch and the model takes a while, and nothing else is printed meanwhile.
         echo(f"loading {config.model.name}", error=True)
-    from rolltree.launch import train
+    from rolltree.training.launch import train
 
     train(config, num_transcripts=transcripts, command=words)

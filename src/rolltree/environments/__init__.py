@@ -1,55 +1,62 @@
 """Environments: data, worlds and rewards behind one interface.
 
-What only some environments need is loaded on first use (PEP 562).
+Names are loaded on first use (PEP 562): parsers and tools need no environment.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rolltree.environments.batch_runner import GenerateMetadata, GenerateResults
-from rolltree.environments.code import changed_code
-from rolltree.environments.dataset import Rows
-from rolltree.environments.environment import Environment
-from rolltree.environments.lifecycle import cleanup, stop, teardown
-from rolltree.environments.multiturn import MultiTurnEnv, SingleTurnEnv
-from rolltree.environments.scoring import score_episode
-from rolltree.lazy import loader
+from rolltree._helpers.lazy import loader
 from rolltree.wings import exports
 
 if TYPE_CHECKING:
+    from rolltree.agents.mcp_env import MCPEnv as MCPEnv
+    from rolltree.agents.mcp_env import MCPServer as MCPServer
+    from rolltree.agents.protocol_env import ProtocolEnvironment as ProtocolEnvironment
+    from rolltree.agents.reasoning_gym_env import ReasoningGymEnv as ReasoningGymEnv
+    from rolltree.agents.world_env import GymEnv as GymEnv
+    from rolltree.agents.world_env import OpenEnv as OpenEnv
+    from rolltree.agents.world_env import TextArenaEnv as TextArenaEnv
+    from rolltree.agents.world_env import WorldEnv as WorldEnv
+    from rolltree.environments.batch_runner import GenerateMetadata, GenerateResults
+    from rolltree.environments.code_hashes import changed_code
+    from rolltree.environments.dataset import Rows
     from rolltree.environments.env_group import EnvGroup as EnvGroup
-    from rolltree.environments.harbor_env import HarborEnv as HarborEnv
-    from rolltree.environments.mcp_env import MCPEnv as MCPEnv
-    from rolltree.environments.mcp_env import MCPServer as MCPServer
+    from rolltree.environments.environment import Environment
+    from rolltree.environments.lifecycle import cleanup, stop, teardown
+    from rolltree.environments.multiturn import MultiTurnEnv, SingleTurnEnv
     from rolltree.environments.project import eval_defaults as eval_defaults
     from rolltree.environments.project import own_max_tokens as own_max_tokens
     from rolltree.environments.project import train_config_file as train_config_file
-    from rolltree.environments.protocol_env import ProtocolEnvironment as ProtocolEnvironment
-    from rolltree.environments.reasoning_gym_env import ReasoningGymEnv as ReasoningGymEnv
     from rolltree.environments.registry import find_environment as find_environment
     from rolltree.environments.registry import known_environments as known_environments
     from rolltree.environments.registry import load_environment as load_environment
     from rolltree.environments.registry import load_object as load_object
-    from rolltree.environments.sandbox_env import PythonEnv as PythonEnv
-    from rolltree.environments.sandbox_env import SandboxEnv as SandboxEnv
+    from rolltree.environments.scoring import score_episode
     from rolltree.environments.tool_env import StatefulToolEnv as StatefulToolEnv
     from rolltree.environments.tool_env import ToolEnv as ToolEnv
-    from rolltree.environments.worlds import GymEnv as GymEnv
-    from rolltree.environments.worlds import OpenEnv as OpenEnv
-    from rolltree.environments.worlds import TextArenaEnv as TextArenaEnv
-    from rolltree.environments.worlds import WorldEnv as WorldEnv
-    from rolltree.tools import Tool as Tool
-    from rolltree.tools import ToolUnavailable as ToolUnavailable
-    from rolltree.tools import convert_func_to_oai_tool as convert_func_to_oai_tool
+    from rolltree.environments.tools import Tool as Tool
+    from rolltree.environments.tools import ToolUnavailable as ToolUnavailable
+    from rolltree.environments.tools import convert_func_to_oai_tool as convert_func_to_oai_tool
+    from rolltree.sandbox.harbor_env import HarborEnv as HarborEnv
+    from rolltree.sandbox.sandbox_env import PythonEnv as PythonEnv
+    from rolltree.sandbox.sandbox_env import SandboxEnv as SandboxEnv
 
 _MODULES = {
     **exports(__name__),
+    "batch_runner": "GenerateMetadata GenerateResults",
+    "code_hashes": "changed_code",
+    "dataset": "Rows",
+    "environment": "Environment",
+    "lifecycle": "cleanup stop teardown",
+    "multiturn": "MultiTurnEnv SingleTurnEnv",
+    "scoring": "score_episode",
     "env_group": "EnvGroup",
     "project": "eval_defaults own_max_tokens train_config_file",
     "registry": "find_environment known_environments load_environment load_object",
     "tool_env": "StatefulToolEnv ToolEnv",
-    "rolltree.tools": "Tool ToolUnavailable convert_func_to_oai_tool",
+    "rolltree.environments.tools": "Tool ToolUnavailable convert_func_to_oai_tool",
 }
 __getattr__ = loader(__name__, _MODULES)
 

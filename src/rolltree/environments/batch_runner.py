@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from rolltree._helpers.finished import Finished
+from rolltree._helpers.html_view import html_table
+from rolltree._helpers.tasks import contained, run_sync, yield_fairly
 from rolltree.environments.dataset import Data, RowFormat, Rows
 from rolltree.environments.lifecycle import failure_of
 from rolltree.environments.openai_view import OpenAIView
+from rolltree.environments.rubrics import Rubric, write_advantages
 from rolltree.environments.scoring import score_episode
-from rolltree.errors import ConfigError, did_you_mean, refuse_unknown
-from rolltree.finished import Finished
-from rolltree.html_view import html_table
 from rolltree.inference.client import ModelClient, as_client, sampling_to_args
 from rolltree.inference.deadline import seeded
 from rolltree.rollouts import (
@@ -37,11 +38,10 @@ from rolltree.rollouts import (
 )
 from rolltree.rollouts.requests import Episode, call_seeds, playing
 from rolltree.rollouts.settle import settle_state
-from rolltree.rubrics import Rubric, write_advantages
-from rolltree.state import UnscoredSnapshot
-from rolltree.tasks import contained, run_sync, yield_fairly
 from rolltree.tokens import Trajectory
-from rolltree.types import (
+from rolltree.values.errors import ConfigError, did_you_mean, refuse_unknown
+from rolltree.values.state import UnscoredSnapshot
+from rolltree.values.types import (
     INPUT_FIELDS,
     RolloutInput,
     RolloutRequest,

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from rolltree._helpers.tasks import run_sync
 from rolltree.environments.check_probes import (
     HOSTILE_ANSWERS,
     EndlessRollout,
@@ -25,9 +26,8 @@ from rolltree.environments.check_probes import (
 from rolltree.environments.dataset import Rows
 from rolltree.environments.environment import Environment
 from rolltree.environments.leakage import MAX_ROWS, shared_questions
-from rolltree.errors import ConfigError, ServerError, did_you_mean
-from rolltree.tasks import run_sync
-from rolltree.types import State
+from rolltree.values.errors import ConfigError, ServerError, did_you_mean
+from rolltree.values.types import State
 
 CHECKS: dict[str, str] = {
     "rows-differ": "two instances made with the same arguments have the same rows",

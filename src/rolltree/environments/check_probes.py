@@ -7,9 +7,9 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rolltree.errors import RolltreeError, UnsupportedSetting
-from rolltree.parsers import Parser, XMLParser
-from rolltree.types import (
+from rolltree.environments.parsers import Parser, XMLParser
+from rolltree.values.errors import RolltreeError, UnsupportedSetting
+from rolltree.values.types import (
     ErrorKind,
     FinishReason,
     GenerateRequest,

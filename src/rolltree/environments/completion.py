@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rolltree.tokens import RecordedStep, Trajectory, peek
-from rolltree.types import ChatMessage, Messages, TrajectoryStep, concat_messages
+from rolltree.values.types import ChatMessage, Messages, TrajectoryStep, concat_messages
 
 
 def render_completion(

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, overload
 
-from rolltree.errors import ConfigError, import_extra
-from rolltree.files import write_whole
-from rolltree.types import ChatMessage, Messages, MessageType
+from rolltree._helpers.files import write_whole
+from rolltree.values.errors import ConfigError, import_extra
+from rolltree.values.types import ChatMessage, Messages, MessageType
 
 Row: TypeAlias = dict[str, Any]
 Data: TypeAlias = "Sequence[Mapping[str, Any]] | str | Path | Rows | Any"
@@ -243,7 +243,7 @@ def _read_named(name: str | Path) -> Any:
     path = Path(name)
     repo, _, split = str(name).partition(":")
     is_file = path.exists() or isinstance(name, Path) or path.suffix in _READERS
-    from rolltree.hub import hub_name
+    from rolltree._helpers.hub import hub_name
 
     if is_file or hub_name(repo, "dataset") is None:
         return _read_file(path)
@@ -305,7 +305,7 @@ def hub_rows(dataset_id: str, config: str | None = None, split: str = "train") -
     Raises:
         ConfigError: `datasets` is missing, or the data set cannot be loaded.
     """
-    from rolltree.hub import HubName, answers, cache_only, hub_name, unavailable
+    from rolltree._helpers.hub import HubName, answers, cache_only, hub_name, unavailable
 
     datasets = datasets_package(f"loading {dataset_id!r}")
     name = hub_name(dataset_id, "dataset") or HubName(dataset_id, kind="dataset")

@@ -14,12 +14,12 @@ from typing import Any, cast
 from rolltree.environments.dataset import Data, Row, Rows
 from rolltree.environments.environment import Environment
 from rolltree.environments.lifecycle import teardown
-from rolltree.errors import ConfigError, UnknownName, did_you_mean
+from rolltree.environments.rubrics import Rubric, Scores
+from rolltree.environments.rubrics.groups import CompositeRubric
 from rolltree.rollouts.requests import Split, current_episode
-from rolltree.rubrics import Rubric, Scores
-from rolltree.rubrics.groups import CompositeRubric
 from rolltree.store.weights import ScoredPart, environments_of, task_environment
-from rolltree.types import RolloutInput, SamplingArgs, State, ToolSchema
+from rolltree.values.errors import ConfigError, UnknownName, did_you_mean
+from rolltree.values.types import RolloutInput, SamplingArgs, State, ToolSchema
 
 
 class EnvGroup(Environment):

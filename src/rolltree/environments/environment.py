@@ -19,6 +19,7 @@ from dataclasses import replace
 from types import CoroutineType
 from typing import Any, ClassVar
 
+from rolltree._helpers.tasks import being_cancelled, contained, run_shielded
 from rolltree.environments.batch_runner import BatchRunner
 from rolltree.environments.completion import render_completion
 from rolltree.environments.dataset import Data, RowFormat
@@ -32,16 +33,15 @@ from rolltree.environments.lifecycle import (
     watch,
 )
 from rolltree.environments.openai_view import openai_view
-from rolltree.errors import ConfigError, PromptTooLong, record_error, refuse_unknown
+from rolltree.environments.parsers import Parser
+from rolltree.environments.rubrics import Rubric, as_rubric
 from rolltree.inference.client import as_client, policy_version, sampling_from_args
 from rolltree.inference.client_base import ClientBase, annotate_sampling
-from rolltree.parsers import Parser
 from rolltree.rollouts import derive_seed, merge_args
 from rolltree.rollouts.requests import current_episode
-from rolltree.rubrics import Rubric, as_rubric
-from rolltree.tasks import being_cancelled, contained, run_shielded
 from rolltree.tokens import Trajectory, record_call
-from rolltree.types import (
+from rolltree.values.errors import ConfigError, PromptTooLong, record_error, refuse_unknown
+from rolltree.values.types import (
     OVERLONG_PROMPT,
     ChatMessage,
     Messages,
@@ -164,7 +164,7 @@ class Environment(BatchRunner):
         self._stop_conditions = [getattr(self, name) for name, _ in found["stop"]]
         # rolltree's own conditions only read the state, so it does not matter how often they run.
         self._asks_own_conditions = type(self).is_completed is Environment.is_completed and all(
-            str(condition.__module__).startswith("rolltree.environments.")
+            str(condition.__module__).startswith(("rolltree.environments.", "rolltree.sandbox."))
             for condition in self._stop_conditions
         )
         self._stop_marks = {

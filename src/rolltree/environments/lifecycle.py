@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, overload
 
-from rolltree.errors import ModelError, record_error
+from rolltree._helpers.tasks import Terminated
 from rolltree.inference.client import may_follow
-from rolltree.state import OF_ENVIRONMENT
-from rolltree.tasks import Terminated
-from rolltree.types import ErrorRecord, State, TruncationReason
+from rolltree.values.errors import ModelError, record_error
+from rolltree.values.state import OF_ENVIRONMENT
+from rolltree.values.types import ErrorRecord, State, TruncationReason
 
 Role: TypeAlias = Literal["stop", "cleanup", "teardown"]
 F = TypeVar("F", bound=Callable[..., Any])

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from rolltree._helpers.tasks import contained
 from rolltree.environments.completion import appended_messages, conversation
 from rolltree.environments.environment import Environment, maybe_await
 from rolltree.environments.lifecycle import (
@@ -22,16 +23,15 @@ from rolltree.environments.lifecycle import (
     stop,
 )
 from rolltree.environments.openai_view import OpenAIView
-from rolltree.errors import ConfigError, message_of
 from rolltree.inference.client import as_client, is_refusal
 from rolltree.inference.deadline import seeded
 from rolltree.rollouts import merge_args
 from rolltree.rollouts.requests import current_episode
 from rolltree.rollouts.settle import settle_state
-from rolltree.seeds import CallSeeds
-from rolltree.tasks import contained
 from rolltree.tokens import Trajectory, check_steps, num_call_tokens
-from rolltree.types import (
+from rolltree.values.errors import ConfigError, message_of
+from rolltree.values.seeds import CallSeeds
+from rolltree.values.types import (
     Messages,
     RolloutInput,
     SamplingArgs,

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rolltree.errors import UnsupportedSetting
 from rolltree.inference.client import ModelClient, sampling_from_args
-from rolltree.types import Messages, MessageType, ModelResponse, ToolSchema
+from rolltree.values.errors import UnsupportedSetting
+from rolltree.values.types import Messages, MessageType, ModelResponse, ToolSchema
 
 
 class OpenAIView:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rolltree.environments.code import TRAIN_CONFIG
+from rolltree._helpers.untrusted import read_toml
+from rolltree.environments.code_hashes import TRAIN_CONFIG
 from rolltree.environments.registry import environment_file, find_environment
-from rolltree.errors import ConfigError
-from rolltree.untrusted import read_toml
+from rolltree.values.errors import ConfigError
 
 _KEYS = ("num_examples", "rollouts_per_example")
 _TABLES = ("rolltree", "verifiers")

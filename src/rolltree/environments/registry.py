@@ -7,7 +7,7 @@ module of that name (dashes become underscores) with a function `load_environmen
 `environments/<name>/` of the working directory with `<name>.py`, `__init__.py`, or a package
 `<name>/` or `src/<name>/`; the ready-made environments that come with rolltree. A name with a path
 separator or the ending `.py` is a path; if it is not that of an environment, `owner/name` is looked
-up as `name`. Code that imports `verifiers` gets the package of `rolltree.compat`.
+up as `name`. Code that imports `verifiers` gets the package of `rolltree.verifiers`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rolltree._helpers.tasks import contained
 from rolltree.environments.environment import Environment
 from rolltree.environments.verifiers_import import imported_real_version, provide
-from rolltree.errors import (
+from rolltree.values.errors import (
     ConfigError,
     Escaped,
     RolltreeError,
@@ -36,7 +37,6 @@ from rolltree.errors import (
     did_you_mean,
     message_of,
 )
-from rolltree.tasks import contained
 
 GROUP = "rolltree.environments"
 FOLDER = "environments"

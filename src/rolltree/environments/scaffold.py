@@ -6,11 +6,11 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from rolltree.environments.code import TRAIN_CONFIG
+from rolltree._helpers.files import whole_folder
+from rolltree._helpers.machine import describe, look, suggested_config, toml_sections
+from rolltree.environments.code_hashes import TRAIN_CONFIG
 from rolltree.environments.registry import FOLDER
-from rolltree.errors import ConfigError, look_up
-from rolltree.files import whole_folder
-from rolltree.machine import describe, look, suggested_config, toml_sections
+from rolltree.values.errors import ConfigError, look_up
 
 _HEAD = '''\
 """{title}: say here what the model must do.

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 
+from rolltree._helpers.tasks import contained
+from rolltree.environments.rubrics import Rubric, settle_rewards, write_failure
 from rolltree.rollouts import current_episode
 from rolltree.rollouts.settle import settle_state
-from rolltree.rubrics import Rubric, settle_rewards, write_failure
-from rolltree.tasks import contained
-from rolltree.types import State
+from rolltree.values.types import State
 
 
 async def score_episode(rubric: Rubric, states: Sequence[State]) -> None:

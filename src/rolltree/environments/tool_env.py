@@ -16,9 +16,7 @@ from rolltree.environments.completion import conversation
 from rolltree.environments.environment import maybe_await
 from rolltree.environments.lifecycle import stop
 from rolltree.environments.multiturn import MultiTurnEnv
-from rolltree.errors import ConfigError, did_you_mean
-from rolltree.steps import ToolRequest
-from rolltree.tools import (
+from rolltree.environments.tools import (
     RawToolCall,
     Tool,
     Toolset,
@@ -27,7 +25,9 @@ from rolltree.tools import (
     raw_tool_calls,
     unreadable,
 )
-from rolltree.types import ChatMessage, Messages, State
+from rolltree.values.errors import ConfigError, did_you_mean
+from rolltree.values.steps import ToolRequest
+from rolltree.values.types import ChatMessage, Messages, State
 
 
 class ToolEnv(MultiTurnEnv):
@@ -42,7 +42,7 @@ class ToolEnv(MultiTurnEnv):
         max_turns: maximum number of model calls.
         error_formatter: turns an exception into the text that the model gets.
         tool_limit_s: time limit of one tool call; then it is stopped, and the model is told (see
-            `rolltree.tools.run`). None: no limit but the rollout's.
+            `rolltree.environments.tools.run`). None: no limit but the rollout's.
         settings: `MultiTurnEnv`'s.
 
     Raises:

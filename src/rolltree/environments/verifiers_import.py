@@ -1,9 +1,9 @@
-"""`import verifiers` without verifiers: an import hook that finds `rolltree.compat.verifiers`.
+"""`import verifiers` without verifiers: an import hook that finds `rolltree.verifiers.verifiers`.
 
 `provide()` is called when an environment is loaded. It gives way to the real package unless it
 is forced. `install()` is the same for scripts that import `verifiers` themselves. Modules are
-registered under both names, so that each class exists once. Nothing of `rolltree.compat` is loaded
-before something imports `verifiers`.
+registered under both names, so that each class exists once. Nothing of `rolltree.verifiers` is
+loaded before something imports `verifiers`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from rolltree import wings
-from rolltree.errors import ConfigError
+from rolltree.values.errors import ConfigError
 
 _OURS = wings.find("import", "verifiers").module
 _THEIRS = "verifiers"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rolltree.estimate import Estimate, estimate, pass_at_k, pass_hat_k
+from rolltree._helpers.lazy import loader
 from rolltree.evaluation.reducers import REDUCERS, EpisodeOutcome, Reducer, Settings, outcomes
 from rolltree.evaluation.report import (
     EvalReport,
@@ -16,7 +16,7 @@ from rolltree.evaluation.report import (
     stored_report,
     write_results,
 )
-from rolltree.lazy import loader
+from rolltree.values.estimate import Estimate, estimate, pass_at_k, pass_hat_k
 
 if TYPE_CHECKING:
     from rolltree.evaluation.comparison import (

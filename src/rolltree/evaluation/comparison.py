@@ -16,18 +16,6 @@ from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
 
-from rolltree.errors import ConfigError, did_you_mean
-from rolltree.estimate import (
-    CONFIDENCE,
-    COUNT,
-    SHARE,
-    Bounds,
-    Estimate,
-    estimate,
-    mean,
-    pass_at_k,
-    pass_hat_k,
-)
 from rolltree.evaluation.paired import paired_difference
 from rolltree.evaluation.reducers import (
     ExampleKey,
@@ -39,6 +27,18 @@ from rolltree.evaluation.reducers import (
 )
 from rolltree.evaluation.report import EvalReport
 from rolltree.store.weights import task_environment
+from rolltree.values.errors import ConfigError, did_you_mean
+from rolltree.values.estimate import (
+    CONFIDENCE,
+    COUNT,
+    SHARE,
+    Bounds,
+    Estimate,
+    estimate,
+    mean,
+    pass_at_k,
+    pass_hat_k,
+)
 
 Arm: TypeAlias = EvalReport | Sequence[EvalReport]
 Clusters: TypeAlias = Mapping[Hashable, Sequence[float]]

@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from rolltree.estimate import CONFIDENCE, Bounds, Estimate, student_t
+from rolltree.values.estimate import CONFIDENCE, Bounds, Estimate, student_t
 
 Values: TypeAlias = NDArray[np.float64]
 """`[runs, examples]`: an example's mean over its rollouts, in each run."""

@@ -17,9 +17,9 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any, Self, TypeAlias, overload
 
-from rolltree.estimate import CONFIDENCE, SHARE, Estimate, estimate, mean, pass_at_k
 from rolltree.store import Run, StoredRollout, raised_by_rewards
 from rolltree.store.weights import task_environment
+from rolltree.values.estimate import CONFIDENCE, SHARE, Estimate, estimate, mean, pass_at_k
 
 ExampleKey: TypeAlias = tuple[str, str, int | str | None]
 """Environment, task, example id: the same in every evaluation of the same example."""

@@ -14,9 +14,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rolltree.advice import Advice, Measured, advise
-from rolltree.errors import StoreError
-from rolltree.estimate import Estimate
+from rolltree._helpers.files import whole_file, write_whole
+from rolltree._helpers.finished import Finished
+from rolltree._helpers.html_view import html_lines, html_table
+from rolltree._helpers.redact import redact
 from rolltree.evaluation.reducers import (
     REDUCERS,
     EpisodeOutcome,
@@ -25,13 +26,12 @@ from rolltree.evaluation.reducers import (
     Settings,
     per_environment,
 )
-from rolltree.files import whole_file, write_whole
-from rolltree.finished import Finished
-from rolltree.html_view import html_lines, html_table
-from rolltree.redact import redact
+from rolltree.rollouts.advice import Advice, Measured, advise
 from rolltree.store import Run, StoredRollout, to_plain
 from rolltree.store.weights import noted_environments
-from rolltree.types import RolloutResult, State
+from rolltree.values.errors import StoreError
+from rolltree.values.estimate import Estimate
+from rolltree.values.types import RolloutResult, State
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,19 +15,19 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Any
 
-from rolltree.errors import ConfigError, refuse_unknown
+from rolltree._helpers.redact import redact
+from rolltree._helpers.tasks import run_sync, yield_fairly
 from rolltree.evaluation.reducers import REDUCERS, Outcomes, Reducer, Settings
 from rolltree.evaluation.report import EvalReport, build_report, keep_report
 from rolltree.inference.client import as_client
-from rolltree.models.load import has_gpu
-from rolltree.redact import redact
+from rolltree.inference.models.load import has_gpu
 from rolltree.rollouts import GroupScorer, RolloutEngine, RolloutSource, Split
 from rolltree.rollouts.record import run_stored
 from rolltree.rollouts.requests import RequestPlan, build_requests, check_whole
 from rolltree.store import Run, StoredRollout, is_lost, to_plain
 from rolltree.store.weights import environments_of, note_weights
-from rolltree.tasks import run_sync, yield_fairly
-from rolltree.types import RolloutRequest, RolloutResult, SamplingArgs, SamplingParams
+from rolltree.values.errors import ConfigError, refuse_unknown
+from rolltree.values.types import RolloutRequest, RolloutResult, SamplingArgs, SamplingParams
 
 logger = logging.getLogger("rolltree.evaluation")
 

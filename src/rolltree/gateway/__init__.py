@@ -12,7 +12,7 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from rolltree.lazy import loader
+from rolltree._helpers.lazy import loader
 
 if TYPE_CHECKING:
     from rolltree.gateway.harbor_program import AgentShell as AgentShell

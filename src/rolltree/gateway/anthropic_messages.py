@@ -13,6 +13,7 @@ from dataclasses import replace
 from reprlib import repr as shown
 from typing import Any
 
+from rolltree._helpers.untrusted import encode_json, read_json
 from rolltree.gateway.calls import AgentAnswer, AgentCall, AnswerDelta, AnswerHead
 from rolltree.gateway.fields import (
     NO_EFFECT,
@@ -37,10 +38,9 @@ from rolltree.gateway.messages import (
     unsupported_part,
 )
 from rolltree.gateway.protocol import WireProtocol, data_event
+from rolltree.gateway.serve.requests import Failure, RequestError, flag
 from rolltree.gateway.session import GatewaySession
-from rolltree.inference.server.requests import Failure, RequestError, flag
-from rolltree.types import ChatMessage, FinishReason, SamplingParams, ToolSchema
-from rolltree.untrusted import encode_json, read_json
+from rolltree.values.types import ChatMessage, FinishReason, SamplingParams, ToolSchema
 
 _OWN_MODEL = "every call is answered by the session's model alone"
 _WHOLE_HISTORY = "the model reads the whole history of the request"

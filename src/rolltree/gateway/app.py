@@ -27,7 +27,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from rolltree.errors import CallTimeout, ConnectionFailed, ModelError, ServerError, StoreError
+from rolltree._helpers.redact import redact_text
+from rolltree.environments.tools import side_by_side
 from rolltree.gateway.anthropic_messages import MESSAGES
 from rolltree.gateway.calls import (
     AgentAnswer,
@@ -40,8 +41,7 @@ from rolltree.gateway.calls import (
 from rolltree.gateway.openai_chat import CHAT, TEXT
 from rolltree.gateway.openai_responses import RESPONSES
 from rolltree.gateway.protocol import EventWriter, WireProtocol
-from rolltree.gateway.session import GatewaySession, digest_of
-from rolltree.inference.server.http import (
+from rolltree.gateway.serve.http import (
     Handler,
     foreign_request,
     has_left,
@@ -50,14 +50,20 @@ from rolltree.inference.server.http import (
     request_body,
     while_connected,
 )
-from rolltree.inference.server.requests import (
+from rolltree.gateway.serve.requests import (
     Failure,
     RequestError,
     failure_of_request,
     openai_error,
 )
-from rolltree.redact import redact_text
-from rolltree.tools import side_by_side
+from rolltree.gateway.session import GatewaySession, digest_of
+from rolltree.values.errors import (
+    CallTimeout,
+    ConnectionFailed,
+    ModelError,
+    ServerError,
+    StoreError,
+)
 
 if TYPE_CHECKING:
     from rolltree.gateway.server import Gateway

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rolltree.inference.call import DEFAULT_SAMPLING
-from rolltree.types import (
+from rolltree.values.types import (
     ChatMessage,
     FinishReason,
     IntArray,

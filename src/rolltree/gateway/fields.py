@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from reprlib import repr as shown
 from typing import Any, Literal
 
-from rolltree.inference.server.requests import RequestError, is_one_of, sampling_of, unknown_field
-from rolltree.types import SamplingParams
+from rolltree.gateway.serve.requests import RequestError, is_one_of, sampling_of, unknown_field
+from rolltree.values.types import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,23 +13,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rolltree.environments.harbor_env import (
+from rolltree._helpers.tasks import run_shielded
+from rolltree.environments.lifecycle import cleanup
+from rolltree.environments.rubrics import Rubric
+from rolltree.gateway.program_env import PROGRAM_LIMITS, AgentFunction, ProgramEnv
+from rolltree.sandbox import Limits, RunResult
+from rolltree.sandbox.folder import FolderSandbox
+from rolltree.sandbox.harbor_env import (
     HarborWorlds,
     WorldKind,
     harbor_rubric,
     harbor_verdict,
     tasks_of,
 )
-from rolltree.environments.harbor_tasks import HarborTask, filled_env
-from rolltree.environments.harbor_worlds import HarborWorld, sandbox_world, verdict_on
-from rolltree.environments.lifecycle import cleanup
-from rolltree.errors import ConfigError, SandboxError
-from rolltree.gateway.program_env import PROGRAM_LIMITS, AgentFunction, ProgramEnv
-from rolltree.rubrics import Rubric
-from rolltree.sandbox import Limits, RunResult
-from rolltree.sandbox.folder import FolderSandbox
-from rolltree.tasks import run_shielded
-from rolltree.types import State
+from rolltree.sandbox.harbor_tasks import HarborTask, filled_env
+from rolltree.sandbox.harbor_worlds import HarborWorld, sandbox_world, verdict_on
+from rolltree.values.errors import ConfigError, SandboxError
+from rolltree.values.types import State
 
 
 class AgentShell:

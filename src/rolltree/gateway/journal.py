@@ -21,15 +21,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
-from rolltree.errors import StoreError
-from rolltree.files import open_regular, sync
+from rolltree._helpers.files import open_regular, sync
 from rolltree.gateway.calls import AnswerHead
 from rolltree.rollouts.decode import UNREADABLE
 from rolltree.rollouts.message_table import MessageReader, MessageTable, Reference
 from rolltree.rollouts.record_steps import decode_step, step_data
 from rolltree.store import dumps, loads
 from rolltree.tokens import TokenTree, Trajectory
-from rolltree.types import ToolSchema, TrajectoryStep
+from rolltree.values.errors import StoreError
+from rolltree.values.types import ToolSchema, TrajectoryStep
 
 _HEAD = struct.Struct("<4sIII")
 _MAGIC = b"gws1"

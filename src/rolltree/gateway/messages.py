@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from reprlib import repr as shown
 
-from rolltree.inference.server.requests import RequestError
-from rolltree.types import ChatMessage
-from rolltree.untrusted import encode_json
+from rolltree._helpers.untrusted import encode_json
+from rolltree.gateway.serve.requests import RequestError
+from rolltree.values.types import ChatMessage
 
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """The types of content parts that are text, and the field that has the text."""

@@ -28,9 +28,7 @@ from rolltree.gateway.fields import (
 )
 from rolltree.gateway.messages import chat_messages
 from rolltree.gateway.protocol import WireProtocol, data_event
-from rolltree.gateway.session import GatewaySession
-from rolltree.inference.deltas import one_call_each, outgoing_message
-from rolltree.inference.server.requests import (
+from rolltree.gateway.serve.requests import (
     TEXT_MAX_TOKENS,
     Failure,
     RequestError,
@@ -40,8 +38,10 @@ from rolltree.inference.server.requests import (
     num_choices,
     openai_error,
 )
-from rolltree.inference.server.responses import DONE, chat_logprobs, text_logprobs
-from rolltree.types import IntArray, SamplingParams, ToolSchema
+from rolltree.gateway.serve.responses import DONE, chat_logprobs, text_logprobs
+from rolltree.gateway.session import GatewaySession
+from rolltree.inference.deltas import one_call_each, outgoing_message
+from rolltree.values.types import IntArray, SamplingParams, ToolSchema
 
 _ONE_OF_SAMPLED = "only logprobs of sampled tokens are recorded"
 _COMMON: dict[str, Field] = {

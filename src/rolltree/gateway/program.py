@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from string import Formatter
 from typing import Any
 
-from rolltree.errors import ConfigError, did_you_mean
-from rolltree.redact import redact
-from rolltree.types import ErrorRecord, State
+from rolltree._helpers.redact import redact
+from rolltree.values.errors import ConfigError, did_you_mean
+from rolltree.values.types import ErrorRecord, State
 
 PASSED = ("PATH", "LANG")
 """The variables of this process that a program without a sandbox always gets."""

@@ -22,17 +22,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from rolltree._helpers.redact import redact_text
+from rolltree._helpers.tasks import being_cancelled, contained, run_shielded
 from rolltree.environments.environment import Environment
 from rolltree.environments.lifecycle import discover, in_phase, teardown
-from rolltree.errors import (
-    ConfigError,
-    ProgramError,
-    PromptTooLong,
-    SandboxFileError,
-    TokenError,
-    error_kind,
-    record_error,
-)
 from rolltree.gateway.program import (
     NAMES,
     PASSED,
@@ -48,7 +41,6 @@ from rolltree.inference.call import ModelCall
 from rolltree.inference.client import ModelClient, as_client
 from rolltree.inference.client_base import DelegatingClient
 from rolltree.inference.deadline import Clock, RolloutClient, seeded
-from rolltree.redact import redact_text
 from rolltree.rollouts import merge_args
 from rolltree.rollouts.requests import current_episode
 from rolltree.sandbox import Limits, LocalBackend, backend_of
@@ -56,11 +48,19 @@ from rolltree.sandbox.folder import FolderSandbox, PrivateFolder
 from rolltree.sandbox.local import REACHED_AT
 from rolltree.sandbox.process import OutputTail
 from rolltree.sandbox.unconfined import UnconfinedBackend
-from rolltree.seeds import CallSeeds, asked_seed
 from rolltree.store import to_plain
-from rolltree.tasks import being_cancelled, contained, run_shielded
 from rolltree.tokens import peek
-from rolltree.types import (
+from rolltree.values.errors import (
+    ConfigError,
+    ProgramError,
+    PromptTooLong,
+    SandboxFileError,
+    TokenError,
+    error_kind,
+    record_error,
+)
+from rolltree.values.seeds import CallSeeds, asked_seed
+from rolltree.values.types import (
     ModelResponse,
     RolloutInput,
     RolloutRequest,

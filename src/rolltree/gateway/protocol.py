@@ -14,8 +14,8 @@ import msgspec
 
 from rolltree.gateway.calls import AgentAnswer, AgentCall, AnswerDelta, AnswerHead
 from rolltree.gateway.fields import Field
+from rolltree.gateway.serve.requests import Failure, openai_error
 from rolltree.gateway.session import GatewaySession
-from rolltree.inference.server.requests import Failure, openai_error
 
 
 class EventWriter(Protocol):

@@ -16,24 +16,24 @@ from typing import Any
 import msgspec
 import uvicorn
 
-from rolltree.errors import ConfigError, StoreError, refuse_unknown
+from rolltree._helpers.tasks import ShortCollections, allow_open_files
 from rolltree.gateway.app import GatewayApp
 from rolltree.gateway.journal import Journal, KeptSession
-from rolltree.gateway.session import NO_LIMITS, GatewaySession, SessionLimits
-from rolltree.inference.client import as_client, check_sampling_names
-from rolltree.inference.server.app import ServerOptions
-from rolltree.inference.server.http import (
+from rolltree.gateway.serve.app import ServerOptions
+from rolltree.gateway.serve.http import (
     READ_TIMEOUT_S,
     AnnouncingServer,
     listen,
     protocol_with_head_timeout,
 )
-from rolltree.inference.server.requests import RequestError
+from rolltree.gateway.serve.requests import RequestError
+from rolltree.gateway.session import NO_LIMITS, GatewaySession, SessionLimits
+from rolltree.inference.client import as_client, check_sampling_names
 from rolltree.rollouts.record import encode_result
-from rolltree.seeds import derive_seed
 from rolltree.store import Run
-from rolltree.tasks import ShortCollections, allow_open_files
-from rolltree.types import RolloutRequest, RolloutResult, SamplingArgs, SamplingParams, State
+from rolltree.values.errors import ConfigError, StoreError, refuse_unknown
+from rolltree.values.seeds import derive_seed
+from rolltree.values.types import RolloutRequest, RolloutResult, SamplingArgs, SamplingParams, State
 
 PATIENCE_LIMIT_S = 2.0
 """How long the gateway's own client tries a server that cannot be reached, before its agent hears

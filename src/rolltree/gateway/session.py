@@ -23,8 +23,8 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 
+from rolltree._helpers.tasks import being_cancelled
 from rolltree.environments.completion import render_completion
-from rolltree.errors import ConfigError, StoreError, record_error
 from rolltree.gateway.calls import (
     AgentAnswer,
     AgentCall,
@@ -34,18 +34,18 @@ from rolltree.gateway.calls import (
     Connection,
 )
 from rolltree.gateway.journal import JournalFile, KeptCall, KeptSession
+from rolltree.gateway.serve.requests import RequestError
 from rolltree.inference.call import ModelCall
 from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.client import ModelClient, merge_sampling, sampling_to_args
 from rolltree.inference.deltas import TextDeltas
 from rolltree.inference.retry import PATIENCE_S
-from rolltree.inference.server.requests import RequestError
 from rolltree.inference.session import TokenSession
 from rolltree.samples import build_samples
-from rolltree.seeds import CallSeeds, asked_seed
-from rolltree.tasks import being_cancelled
 from rolltree.tokens import Break, Trajectory, peek, recorded_routing
-from rolltree.types import (
+from rolltree.values.errors import ConfigError, StoreError, record_error
+from rolltree.values.seeds import CallSeeds, asked_seed
+from rolltree.values.types import (
     ChatMessage,
     IntArray,
     Messages,

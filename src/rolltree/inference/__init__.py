@@ -2,14 +2,14 @@
 
 The rest of rolltree calls models through `ModelClient`. Names are loaded on first use (PEP 562).
 The embedded torch engine is in `rolltree.inference.local`, vLLM in this process in
-`rolltree.inference.vllm`, the server in `rolltree.inference.server`; none is imported here.
+`rolltree.scale.vllm`, the server in `rolltree.gateway.serve`; none is imported here.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rolltree.lazy import loader
+from rolltree._helpers.lazy import loader
 from rolltree.wings import exports
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from rolltree.inference.openai_sdk import OpenAISDKClient as OpenAISDKClient
     from rolltree.inference.parse import parse_response_messages as parse_response_messages
     from rolltree.inference.parse import parse_response_tokens as parse_response_tokens
-    from rolltree.inference.pool import EndpointPool as EndpointPool
     from rolltree.inference.reachable import served_version as served_version
     from rolltree.inference.retry import RetryPolicy as RetryPolicy
     from rolltree.inference.session import Prompt as Prompt
@@ -34,9 +33,10 @@ if TYPE_CHECKING:
     from rolltree.inference.tool_calls import TOOL_PARSERS as TOOL_PARSERS
     from rolltree.inference.tool_calls import ToolCall as ToolCall
     from rolltree.inference.tool_calls import ToolCalls as ToolCalls
-    from rolltree.inference.weights.publish import publish_adapter as publish_adapter
-    from rolltree.inference.weights.publish import publish_weights as publish_weights
-    from rolltree.inference.weights.transfer import WeightTransfer as WeightTransfer
+    from rolltree.scale.pool import EndpointPool as EndpointPool
+    from rolltree.scale.weights.publish import publish_adapter as publish_adapter
+    from rolltree.scale.weights.publish import publish_weights as publish_weights
+    from rolltree.scale.weights.transfer import WeightTransfer as WeightTransfer
 
 _MODULES: dict[str, str] = {
     **exports(__name__),

@@ -16,7 +16,7 @@ import numpy as np
 
 from rolltree.tokens import TokenTree, routing_streams
 from rolltree.tokens.buffers import UnusableLogprobs
-from rolltree.types import (
+from rolltree.values.types import (
     ChatMessage,
     FinishReason,
     FloatArray,

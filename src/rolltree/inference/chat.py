@@ -13,13 +13,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rolltree.errors import ConfigError, did_you_mean
+from rolltree._helpers.untrusted import well_formed
 from rolltree.inference.completion import CompletionParser, ParsedCompletion, cut_at_stop
 from rolltree.inference.glue import PROBE, Glue, GlueError
 from rolltree.inference.template import ChatTemplate, TemplateError
 from rolltree.inference.vocabulary import BOUNDARY, Tokenizer, Vocabulary
-from rolltree.types import ChatMessage, FinishReason, IntArray, SamplingParams, ToolSchema
-from rolltree.untrusted import well_formed
+from rolltree.values.errors import ConfigError, did_you_mean
+from rolltree.values.types import ChatMessage, FinishReason, IntArray, SamplingParams, ToolSchema
 
 History = Literal["keep", "template"]
 

@@ -8,7 +8,9 @@ from functools import cache
 from reprlib import repr as shown
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
-from rolltree.errors import (
+from rolltree.inference.request_fields import KNOWN_FIELDS
+from rolltree.inference.template import TemplateError
+from rolltree.values.errors import (
     AnswerTooLarge,
     ConfigError,
     ModelError,
@@ -18,9 +20,7 @@ from rolltree.errors import (
     did_you_mean,
     follows_from_answer,
 )
-from rolltree.inference.request_fields import KNOWN_FIELDS
-from rolltree.inference.template import TemplateError
-from rolltree.types import (
+from rolltree.values.types import (
     GenerateRequest,
     Messages,
     MessageType,
@@ -40,8 +40,8 @@ logger = logging.getLogger("rolltree.inference")
 class ModelClient(Protocol):
     """A model that can be called, by messages or by token ids.
 
-    All methods raise `rolltree.errors.ModelError` (or a subclass) when the model gave no usable
-    answer, and `TokenError` when the answer's tokens contradict themselves.
+    All methods raise `rolltree.values.errors.ModelError` (or a subclass) when the model gave no
+    usable answer, and `TokenError` when the answer's tokens contradict themselves.
     """
 
     @property

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
-from rolltree.errors import ConfigError, UnsupportedSetting
 from rolltree.inference.call import DEFAULT_SAMPLING, Answer, ModelCall
 from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.client import ModelClient, policy_version, sampling_from_args
@@ -26,7 +25,8 @@ from rolltree.inference.session import (
     num_characters,
     without_ids,
 )
-from rolltree.types import (
+from rolltree.values.errors import ConfigError, UnsupportedSetting
+from rolltree.values.types import (
     GenerateRequest,
     Messages,
     MessageType,

@@ -10,9 +10,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rolltree.errors import UnknownName, did_you_mean
 from rolltree.inference.tool_calls import TOOL_PARSERS, call_messages, find_tool_parser
-from rolltree.types import ChatMessage, FinishReason, ToolSchema
+from rolltree.values.errors import UnknownName, did_you_mean
+from rolltree.values.types import ChatMessage, FinishReason, ToolSchema
 
 _HARMONY_MARKER = "<|channel|>"
 """A text that chat templates with OpenAI's harmony format contain."""

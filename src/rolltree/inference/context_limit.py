@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import msgspec
 
-from rolltree.errors import ModelError
 from rolltree.inference.http import HttpClient
 from rolltree.inference.wire import UNREADABLE, Response
+from rolltree.values.errors import ModelError
 
 DEFAULT_MAX_TOKENS = 16
 

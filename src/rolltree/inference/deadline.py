@@ -12,13 +12,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rolltree.errors import ConnectionFailed
+from rolltree._helpers.tasks import being_cancelled, yield_fairly
 from rolltree.inference.call import ModelCall
 from rolltree.inference.client import ModelClient
 from rolltree.inference.client_base import DelegatingClient
-from rolltree.seeds import CallSeeds
-from rolltree.tasks import being_cancelled, yield_fairly
-from rolltree.types import ModelResponse
+from rolltree.values.errors import ConnectionFailed
+from rolltree.values.seeds import CallSeeds
+from rolltree.values.types import ModelResponse
 
 
 class Clock:

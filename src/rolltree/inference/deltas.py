@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.completion import REASONING_TAGS, cut_at_stop
-from rolltree.types import ChatMessage, FinishReason, SamplingParams, ToolSchema
+from rolltree.values.types import ChatMessage, FinishReason, SamplingParams, ToolSchema
 
 if TYPE_CHECKING:
     from rolltree.inference.call import ModelCall

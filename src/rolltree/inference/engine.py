@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from rolltree.errors import (
+from rolltree.values.errors import (
     ConfigError,
     ModelError,
     PromptTooLong,
@@ -29,7 +29,13 @@ from rolltree.errors import (
     UnsupportedSetting,
     did_you_mean,
 )
-from rolltree.types import FinishReason, FloatArray, GenerateRequest, IntArray, SamplingParams
+from rolltree.values.types import (
+    FinishReason,
+    FloatArray,
+    GenerateRequest,
+    IntArray,
+    SamplingParams,
+)
 
 DEFAULT_MAX_CONTEXT = 2048
 _SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "stop", "stop_token_ids", "seed")

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from rolltree.errors import RolltreeError
 from rolltree.inference.template import ChatTemplate, TemplateError, TemplateLimitError
 from rolltree.inference.vocabulary import Vocabulary
-from rolltree.types import ChatMessage, IntArray, ToolSchema
+from rolltree.values.errors import RolltreeError
+from rolltree.values.types import ChatMessage, IntArray, ToolSchema
 
 SENTINEL = f"Qz{secrets.token_hex(6)}Zq"
 """Stands in for the last assistant text; random, so that no message contains it."""

@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import aiohttp
 from yarl import URL
 
-from rolltree.errors import (
+from rolltree._helpers.redact import redact_text
+from rolltree._helpers.tasks import yield_fairly
+from rolltree._helpers.untrusted import encode_json
+from rolltree.inference.request_ids import HEADER, RequestIds
+from rolltree.inference.retry import Outcome, Retry, RetryPolicy, parse_retry_after, with_retries
+from rolltree.inference.transport import HttpAnswer, SocketTransport, Transport, proxy_of
+from rolltree.values.errors import (
     AnswerTooLarge,
     BadResponse,
     ConfigError,
@@ -23,12 +29,6 @@ from rolltree.errors import (
     PromptTooLong,
     ServerError,
 )
-from rolltree.inference.request_ids import HEADER, RequestIds
-from rolltree.inference.retry import Outcome, Retry, RetryPolicy, parse_retry_after, with_retries
-from rolltree.inference.transport import HttpAnswer, SocketTransport, Transport, proxy_of
-from rolltree.redact import redact_text
-from rolltree.tasks import yield_fairly
-from rolltree.untrusted import encode_json
 
 if TYPE_CHECKING:
     from rolltree.inference.stream import CompletionStream, StreamedCompletion

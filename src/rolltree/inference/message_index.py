@@ -14,8 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from rolltree.types import ChatMessage, ToolSchema
-from rolltree.untrusted import read_json
+from rolltree._helpers.untrusted import read_json
+from rolltree.values.types import ChatMessage, ToolSchema
 
 
 class _Node:

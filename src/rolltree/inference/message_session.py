@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 
-from rolltree.errors import ServerError
+from rolltree._helpers.untrusted import read_json
 from rolltree.inference.call import Answer, CallTree, ModelCall, record_of
 from rolltree.inference.client_base import MemoryT, RootClient
 from rolltree.inference.message_index import MessageIndex
@@ -21,7 +21,8 @@ from rolltree.inference.parse import read_answer
 from rolltree.inference.request_fields import TokenFields, outgoing
 from rolltree.inference.session import check_message_type
 from rolltree.inference.wire import PromptReader
-from rolltree.types import (
+from rolltree.values.errors import ServerError
+from rolltree.values.types import (
     ChatMessage,
     FinishReason,
     IntArray,
@@ -31,7 +32,6 @@ from rolltree.types import (
     SamplingParams,
     ToolSchema,
 )
-from rolltree.untrusted import read_json
 
 if TYPE_CHECKING:
     from rolltree.inference.retry import Outcome

@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rolltree.errors import ConfigError, ServerError
 from rolltree.inference.call import ModelCall
 from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.context_limit import DEFAULT_MAX_TOKENS, ContextLimit, cut_by_default
@@ -48,7 +47,8 @@ from rolltree.inference.stream import (
 )
 from rolltree.inference.transport import Transport
 from rolltree.inference.wire import PromptReader, Response, decode_chunk, decode_response
-from rolltree.types import FinishReason, MessageType, ModelResponse, SamplingParams
+from rolltree.values.errors import ConfigError, ServerError
+from rolltree.values.types import FinishReason, MessageType, ModelResponse, SamplingParams
 
 TokenEndpoint = Literal["auto", "generate", "completions"]
 """For prompts of ids: try vLLM's token-in endpoint, require it, or use `/v1/completions`."""

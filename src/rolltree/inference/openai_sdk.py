@@ -17,14 +17,7 @@ from copy import copy
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from rolltree.errors import (
-    AnswerTooLarge,
-    BadResponse,
-    ConfigError,
-    ConnectionFailed,
-    ModelError,
-    ServerError,
-)
+from rolltree._helpers.untrusted import well_formed
 from rolltree.inference.call import ModelCall
 from rolltree.inference.http import MAX_ANSWER_BYTES, status_error
 from rolltree.inference.message_session import (
@@ -51,12 +44,19 @@ from rolltree.inference.retry import (
 )
 from rolltree.inference.transport import too_large
 from rolltree.inference.wire import read
-from rolltree.types import (
+from rolltree.values.errors import (
+    AnswerTooLarge,
+    BadResponse,
+    ConfigError,
+    ConnectionFailed,
+    ModelError,
+    ServerError,
+)
+from rolltree.values.types import (
     MessageType,
     ModelResponse,
     SamplingParams,
 )
-from rolltree.untrusted import well_formed
 
 
 class OpenAISDKClient(MessageClient[MessageSession]):

@@ -17,8 +17,8 @@ from hashlib import blake2b
 from itertools import takewhile
 from typing import Any, TypeAlias
 
-from rolltree.types import ChatMessage
-from rolltree.untrusted import read_json
+from rolltree._helpers.untrusted import read_json
+from rolltree.values.types import ChatMessage
 
 _Change: TypeAlias = Callable[[list[ChatMessage]], list[ChatMessage]]
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")

@@ -18,12 +18,12 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
-from rolltree.errors import BadResponse, TokenError
 from rolltree.inference.call import Answer, ModelCall, record_of
 from rolltree.inference.routed_experts import decode_routing
 from rolltree.inference.wire import Response, TokenLogprob, call_texts, read, sent_calls, sent_text
 from rolltree.tokens.buffers import UnusableLogprobs, UnusableRouting, as_ids, checked_logprobs
-from rolltree.types import (
+from rolltree.values.errors import BadResponse, TokenError
+from rolltree.values.types import (
     ChatMessage,
     FinishReason,
     FloatArray,

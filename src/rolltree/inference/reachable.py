@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 
-from rolltree.errors import BadResponse, ConnectionFailed, ModelError, ServerError
 from rolltree.inference.http import HttpClient
 from rolltree.inference.retry import RetryPolicy
 from rolltree.inference.wire import UNREADABLE
+from rolltree.values.errors import BadResponse, ConnectionFailed, ModelError, ServerError
 
 _ONCE = RetryPolicy(max_retries=0)
 _REQUEST_TIMEOUT_S = 5.0

@@ -11,8 +11,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from rolltree.errors import ConfigError, TokenError, UnsupportedSetting, did_you_mean
-from rolltree.types import ChatMessage, IntArray, MessageType, SamplingParams
+from rolltree.values.errors import ConfigError, TokenError, UnsupportedSetting, did_you_mean
+from rolltree.values.types import ChatMessage, IntArray, MessageType, SamplingParams
 
 logger = logging.getLogger("rolltree.inference")
 

@@ -11,7 +11,7 @@ import itertools
 import secrets
 from typing import AnyStr
 
-from rolltree.errors import BadResponse
+from rolltree.values.errors import BadResponse
 
 HEADER = "X-Request-Id"
 _END = 512

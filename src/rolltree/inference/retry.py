@@ -19,7 +19,13 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from rolltree.errors import CallTimeout, ConfigError, ConnectionFailed, RolltreeError, ServerError
+from rolltree.values.errors import (
+    CallTimeout,
+    ConfigError,
+    ConnectionFailed,
+    RolltreeError,
+    ServerError,
+)
 
 ResultT = TypeVar("ResultT")
 

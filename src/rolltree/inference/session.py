@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rolltree.errors import ConfigError
 from rolltree.inference.call import Answer, CallTree, record_of
 from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.message_index import MessageIndex
 from rolltree.tokens.buffers import as_ids
-from rolltree.types import (
+from rolltree.values.errors import ConfigError
+from rolltree.values.types import (
     IntArray,
     Messages,
     MessageType,

@@ -10,10 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from rolltree.errors import TokenError
+from rolltree._helpers.untrusted import shorten
 from rolltree.inference.vocabulary import Vocabulary
-from rolltree.types import ChatMessage, IntArray
-from rolltree.untrusted import shorten
+from rolltree.values.errors import TokenError
+from rolltree.values.types import ChatMessage, IntArray
 
 _BROKEN = "\ufffd"
 _CLEANED = re.compile(r"\s+(?=[.,?!']|n't)|(?<=')\s+")

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rolltree.errors import BadResponse, ServerError
 from rolltree.inference.call import DeltaListener, ModelCall
 from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.deltas import TokenListener
@@ -32,7 +31,8 @@ from rolltree.inference.wire import (
     sent_calls,
     sent_text,
 )
-from rolltree.types import ChatMessage
+from rolltree.values.errors import BadResponse, ServerError
+from rolltree.values.types import ChatMessage
 
 logger = logging.getLogger("rolltree.inference")
 _REFUSALS = (400, 422)

@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from reprlib import repr as shown
 from typing import Any
 
-from rolltree.errors import ConfigError, UnsupportedSetting
-from rolltree.types import ChatMessage, ErrorKind, ToolSchema
-from rolltree.untrusted import read_json
-from rolltree.workers import WorkerCallError, WorkerDied, WorkerPool
+from rolltree._helpers.untrusted import read_json
+from rolltree._helpers.workers import WorkerCallError, WorkerDied, WorkerPool
+from rolltree.values.errors import ConfigError, UnsupportedSetting
+from rolltree.values.types import ChatMessage, ErrorKind, ToolSchema
 
 MEMORY_BYTES = 512 * 2**20
 """Address space of the process that renders, including Python."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from rolltree.untrusted import between, read_json, read_json_start, shorten, well_formed
+from rolltree._helpers.untrusted import between, read_json, read_json_start, shorten, well_formed
 
 MAX_PROBLEMS = 8
 """How many unreadable calls of one message are reported to the model."""

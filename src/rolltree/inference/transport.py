@@ -20,7 +20,7 @@ from urllib.request import getproxies, proxy_bypass
 import aiohttp
 from yarl import URL
 
-from rolltree.errors import AnswerTooLarge, BadResponse, ConfigError
+from rolltree.values.errors import AnswerTooLarge, BadResponse, ConfigError
 
 _CONNECT_S = 10.0
 _KEEP_ALIVE_S = 4.0

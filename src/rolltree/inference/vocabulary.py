@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rolltree.errors import PromptTooLong
-from rolltree.types import IntArray
-from rolltree.untrusted import well_formed
+from rolltree._helpers.untrusted import well_formed
+from rolltree.values.errors import PromptTooLong
+from rolltree.values.types import IntArray
 
 BOUNDARY = "\udfff"
 """A mark without an id, which no token crosses: a lone surrogate, so it is in no valid text."""

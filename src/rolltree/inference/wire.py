@@ -15,9 +15,9 @@ from typing import Any, TypeAlias, TypeVar
 import msgspec
 import numpy as np
 
-from rolltree.errors import BadResponse
-from rolltree.types import IntArray
-from rolltree.untrusted import well_formed
+from rolltree._helpers.untrusted import well_formed
+from rolltree.values.errors import BadResponse
+from rolltree.values.types import IntArray
 
 
 class TokenLogprob(msgspec.Struct, gc=False):  # cannot be in a cycle, so the collector skips it

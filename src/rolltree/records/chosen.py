@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rolltree.errors import ConfigError, did_you_mean
 from rolltree.store import Run
+from rolltree.values.errors import ConfigError, did_you_mean
 
 MAX_TELLING = 64
 _MAX_GROUP = 16

@@ -16,7 +16,7 @@ from rolltree.records.values import clean_text, json_text, values_of_rows
 from rolltree.rollouts.decode import decode_rollout
 from rolltree.samples import Skipped, SkipReason, build_samples
 from rolltree.store import Run, StoredRollout
-from rolltree.types import Sample, State
+from rolltree.values.types import Sample, State
 
 logger = logging.getLogger(__name__)
 

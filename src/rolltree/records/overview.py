@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from rolltree._helpers.redact import redact
 from rolltree.records.notices import notice_sentences
 from rolltree.records.values import number_of
-from rolltree.redact import redact
 from rolltree.store import Run, RunSummary, StoredEvaluation, summarize, to_plain
 
 

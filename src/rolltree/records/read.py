@@ -14,7 +14,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from rolltree.errors import ConfigError, UnknownName, did_you_mean
 from rolltree.records.columns import (
     BREAKS,
     CALLS,
@@ -32,6 +31,7 @@ from rolltree.records.values import is_number, json_text, number_of, rollout_val
 from rolltree.store import Run, StepRow, StoredEvaluation
 from rolltree.store.filters import METRIC, order_clause, where_clause
 from rolltree.tokens import Decoder
+from rolltree.values.errors import ConfigError, UnknownName, did_you_mean
 
 _BATCH_ROWS = 8192
 _CHOICES = ("limit", "offset", "sort")

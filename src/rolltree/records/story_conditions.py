@@ -21,7 +21,7 @@ from rolltree.records.trends import (
     ratio_of,
     since,
 )
-from rolltree.state import OF_ENVIRONMENT
+from rolltree.values.state import OF_ENVIRONMENT
 
 LEAST_SHARE = 0.2  # of rollouts that end at a limit, from which it is reported
 LEAST_BREAKS = 0.05

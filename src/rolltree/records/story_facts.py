@@ -14,16 +14,16 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from rolltree.errors import StoreError
-from rolltree.estimate import mean
 from rolltree.records.values import finite_numbers, is_number
 from rolltree.rollouts.conversation import conversation_of
 from rolltree.rollouts.decode import decode_rollout
-from rolltree.state import tool_errors
 from rolltree.store import Run, StoredEvaluation, StoredRollout, raised_by_rewards, summarize
 from rolltree.store.weights import phase_parts
 from rolltree.tokens.breaks import Decoder
-from rolltree.types import State
+from rolltree.values.errors import StoreError
+from rolltree.values.estimate import mean
+from rolltree.values.state import tool_errors
+from rolltree.values.types import State
 
 MAX_LOOKED = 96
 MAX_SAMPLED, LONG_RUN = 1024, 4096

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from statistics import median
 
-from rolltree.estimate import estimate, mean
 from rolltree.records.story_facts import Facts
 from rolltree.records.story_words import (
     Cases,
@@ -32,6 +31,7 @@ from rolltree.records.trends import (
     trend,
 )
 from rolltree.store.metric_table import metric_rows
+from rolltree.values.estimate import estimate, mean
 
 Interval = tuple[float, float, float]
 ByStep = Mapping[int, Mapping[str, list[float]]]

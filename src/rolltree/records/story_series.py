@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterable
 from statistics import median
 
-from rolltree.estimate import mean
 from rolltree.records.story_facts import Facts
 from rolltree.records.story_rewards import earns_most, reward_change, reward_moves, rewards_of
 from rolltree.records.story_words import (
@@ -27,6 +26,7 @@ from rolltree.records.trends import (
     trend,
 )
 from rolltree.store import StoredEvaluation
+from rolltree.values.estimate import mean
 
 # Nats per token by which engine and trainer must differ after a jump, and from the beginning on;
 # 16-bit engines differ by about 0.01.

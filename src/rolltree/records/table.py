@@ -14,10 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from rolltree.errors import ConfigError, StoreError, UnknownName, did_you_mean
-from rolltree.files import check_replaced, whole_file
-from rolltree.html_view import html_table
+from rolltree._helpers.files import check_replaced, whole_file
+from rolltree._helpers.html_view import html_table
 from rolltree.records.values import clean_text
+from rolltree.values.errors import ConfigError, StoreError, UnknownName, did_you_mean
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from rolltree.errors import StoreError
 from rolltree.records.columns import BREAKS, CALLS, TOKENS
 from rolltree.records.table import Batch, Column
 from rolltree.rollouts.decode import decode_rollout
@@ -20,7 +19,8 @@ from rolltree.samples.build import trajectory_breaks
 from rolltree.samples.resolve import ResolvedRollout, ResolvedStep, resolve_rollout
 from rolltree.store import Run, StoredRollout, TrainedRollout
 from rolltree.tokens import Decoder, TokenTree, peek
-from rolltree.types import IntArray, State
+from rolltree.values.errors import StoreError
+from rolltree.values.types import IntArray, State
 
 BATCH_ROWS = 65_536
 _KINDS = {column.name: column.kind for column in TOKENS}

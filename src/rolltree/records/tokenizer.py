@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from rolltree.errors import ConfigError
-from rolltree.files import read_regular
-from rolltree.models.load import found_model
+from rolltree._helpers.files import read_regular
+from rolltree.inference.models.load import found_model
 from rolltree.store.reading import StoredRun
-from rolltree.types import IntArray
+from rolltree.values.errors import ConfigError
+from rolltree.values.types import IntArray
 
 _MAX_BYTES = 2**28
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")

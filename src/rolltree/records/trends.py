@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Literal, NamedTuple, TypeAlias
 
-from rolltree.estimate import CONFIDENCE, mean, student_t
+from rolltree.values.estimate import CONFIDENCE, mean, student_t
 
 Trend: TypeAlias = Literal["rises", "falls", "is flat"]
 _CLEAR_RATIO = 6.0

@@ -8,23 +8,27 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rolltree.lazy import loader
+from rolltree._helpers.lazy import loader
 from rolltree.wings import exports
 
 # For type checkers and editors; at run time `_MODULES` is looked up.
 if TYPE_CHECKING:
-    from rolltree.reports.audit import audit_lines as audit_lines
-    from rolltree.reports.audit import audit_table as audit_table
-    from rolltree.reports.comparison import comparison_markdown as comparison_markdown
-    from rolltree.reports.comparison import comparison_parts as comparison_parts
+    from rolltree.insight.reports.audit import audit_lines as audit_lines
+    from rolltree.insight.reports.audit import audit_table as audit_table
+    from rolltree.insight.reports.comparison import comparison_markdown as comparison_markdown
+    from rolltree.insight.reports.comparison import comparison_parts as comparison_parts
+    from rolltree.insight.reports.data import print_columns as print_columns
+    from rolltree.insight.reports.data import print_table as print_table
+    from rolltree.insight.reports.replay import difference_lines as difference_lines
+    from rolltree.insight.reports.replay import replay_lines as replay_lines
+    from rolltree.insight.reports.replay import replays_summary as replays_summary
+    from rolltree.insight.reports.rescore import rescore_parts as rescore_parts
     from rolltree.reports.curves import Curve as Curve
     from rolltree.reports.curves import CurveView as CurveView
     from rolltree.reports.curves import reward_curve as reward_curve
     from rolltree.reports.curves import save_curve as save_curve
     from rolltree.reports.curves import save_reward_curve as save_reward_curve
     from rolltree.reports.curves import terminal_curve as terminal_curve
-    from rolltree.reports.data import print_columns as print_columns
-    from rolltree.reports.data import print_table as print_table
     from rolltree.reports.evaluation import comparison_table as comparison_table
     from rolltree.reports.evaluation import evaluation_facts as evaluation_facts
     from rolltree.reports.evaluation import evaluation_table as evaluation_table
@@ -33,10 +37,6 @@ if TYPE_CHECKING:
     from rolltree.reports.formatting import say as say
     from rolltree.reports.live import EvalView as EvalView
     from rolltree.reports.live import TrainView as TrainView
-    from rolltree.reports.replay import difference_lines as difference_lines
-    from rolltree.reports.replay import replay_lines as replay_lines
-    from rolltree.reports.replay import replays_summary as replays_summary
-    from rolltree.reports.rescore import rescore_parts as rescore_parts
     from rolltree.reports.runs import headlines as headlines
     from rolltree.reports.runs import overview_line as overview_line
     from rolltree.reports.runs import phases_table as phases_table

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from rolltree.errors import import_extra
-from rolltree.files import whole_file
+from rolltree._helpers.files import whole_file
+from rolltree._helpers.redact import shown
 from rolltree.records.values import number_of
-from rolltree.redact import shown
 from rolltree.reports.formatting import only_shows
 from rolltree.store import Run
+from rolltree.values.errors import import_extra
 
 if TYPE_CHECKING:
     from rolltree.evaluation import Estimate

@@ -19,8 +19,8 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from rolltree.redact import shown, shown_start
-from rolltree.untrusted import visible
+from rolltree._helpers.redact import shown, shown_start
+from rolltree._helpers.untrusted import visible
 
 if TYPE_CHECKING:
     from rolltree.evaluation import Estimate

@@ -16,7 +16,7 @@ from rich.text import Text
 from rolltree.reports.formatting import counts, duration, number_text, safe_text, text_table
 from rolltree.rollouts.conversation import conversation_of
 from rolltree.store import Run, RunSummary, to_plain
-from rolltree.types import RolloutResult, State
+from rolltree.values.types import RolloutResult, State
 
 _STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
 

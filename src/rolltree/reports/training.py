@@ -12,8 +12,8 @@ from functools import partial
 from rich.console import Console, RenderableType
 from rich.text import Text
 
+from rolltree._helpers.redact import shown_command
 from rolltree.evaluation import compare_environments, compare_reports, stored_report
-from rolltree.redact import shown_command
 from rolltree.reports.curves import CurveView, reward_curve, save_reward_curve
 from rolltree.reports.evaluation import comparison_table, evaluation_table
 from rolltree.reports.formatting import only_shows, safe_text, say

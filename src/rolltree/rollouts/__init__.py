@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rolltree.lazy import loader
+from rolltree._helpers.lazy import loader
 
 if TYPE_CHECKING:
     from rolltree.rollouts.engine import DroppedGroup as DroppedGroup
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rolltree.rollouts.requests import merge_args as merge_args
     from rolltree.rollouts.requests import repeat as repeat
     from rolltree.rollouts.requests import resolve_sampling as resolve_sampling
-    from rolltree.seeds import derive_seed as derive_seed
+    from rolltree.values.seeds import derive_seed as derive_seed
 
 _MODULES = {
     "engine": "DroppedGroup GeneratedBatch RolloutEngine RolloutProgress",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rolltree.types import State
+from rolltree.values.types import State
 
 
 def conversation_of(state: State) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from rolltree.errors import StoreError
 from rolltree.rollouts.message_table import MessageReader
-from rolltree.state import UnscoredSnapshot
 from rolltree.store import StoredRollout, loads
-from rolltree.types import (
+from rolltree.values.errors import StoreError
+from rolltree.values.state import UnscoredSnapshot
+from rolltree.values.types import (
     ErrorRecord,
     ModelResponse,
     RolloutRequest,

@@ -19,7 +19,14 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from rolltree.errors import ConfigError, RolloutTimeout, record_error
+from rolltree._helpers.tasks import (
+    ShortCollections,
+    allow_open_files,
+    being_cancelled,
+    contained,
+    yield_fairly,
+)
+from rolltree.environments.rubrics import write_failure
 from rolltree.inference.client import as_client, check_tools
 from rolltree.inference.deadline import RolloutClient
 from rolltree.rollouts.progress_watch import InFlight, ProgressWatch
@@ -35,7 +42,6 @@ from rolltree.rollouts.requests import (
     with_tools,
 )
 from rolltree.rollouts.settle import settle_state
-from rolltree.rubrics import write_failure
 from rolltree.samples import (
     DEFAULT_SCOPE,
     SampleBatch,
@@ -44,14 +50,8 @@ from rolltree.samples import (
     build_samples,
     sample_meta,
 )
-from rolltree.tasks import (
-    ShortCollections,
-    allow_open_files,
-    being_cancelled,
-    contained,
-    yield_fairly,
-)
-from rolltree.types import (
+from rolltree.values.errors import ConfigError, RolloutTimeout, record_error
+from rolltree.values.types import (
     ErrorRecord,
     RolloutRequest,
     RolloutResult,

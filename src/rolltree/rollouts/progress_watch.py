@@ -21,7 +21,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from rolltree.inference.deadline import Clock
-from rolltree.types import RolloutRequest
+from rolltree.values.types import RolloutRequest
 
 STALL_S = 60.0
 """Seconds without progress after which rollouts are named."""

@@ -17,16 +17,16 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from rolltree.errors import TokenError, error_kind
-from rolltree.redact import redact
+from rolltree._helpers.redact import redact
+from rolltree._helpers.tasks import run_shielded
 from rolltree.rollouts.decode import VERSION
 from rolltree.rollouts.message_table import MessageTable
 from rolltree.rollouts.record_steps import trajectory_data
-from rolltree.state import UnscoredSnapshot
 from rolltree.store import Run, StoredRollout, dumps
-from rolltree.tasks import run_shielded
 from rolltree.tokens import StepTokens, TokenTree, Trajectory, peek
-from rolltree.types import (
+from rolltree.values.errors import TokenError, error_kind
+from rolltree.values.state import UnscoredSnapshot
+from rolltree.values.types import (
     ErrorRecord,
     RolloutRequest,
     RolloutResult,

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from rolltree.rollouts.message_table import MessageReader, MessageTable, Reference
 from rolltree.tokens import KeptResponse, RecordedStep, StepTokens, TokenTree, Trajectory, peek
-from rolltree.types import FinishReason, ModelResponse, TrajectoryStep
+from rolltree.values.types import FinishReason, ModelResponse, TrajectoryStep
 
 _RESPONSE_FIELDS = ("id", "model", "object", "created", "system_fingerprint", "usage")
 _IN_EXTRAS = (

@@ -1,7 +1,7 @@
 """The input of the rollout engine: sources of examples, and the requests made from them.
 
 One request is one episode; a `RequestStrategy` turns one request into several.
-All randomness is derived from one `run_seed` by `rolltree.seeds`.
+All randomness is derived from one `run_seed` by `rolltree.values.seeds`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeAlias, overload, runtime_checkable
 
-from rolltree.errors import ConfigError, refuse_unknown
 from rolltree.inference.client import ModelClient, check_tools, sampling_from_args
 from rolltree.inference.deadline import Clock
-from rolltree.seeds import CallSeeds, derive_seed
-from rolltree.types import RolloutInput, RolloutRequest, SamplingArgs, SamplingParams, State
+from rolltree.values.errors import ConfigError, refuse_unknown
+from rolltree.values.seeds import CallSeeds, derive_seed
+from rolltree.values.types import RolloutInput, RolloutRequest, SamplingArgs, SamplingParams, State
 
 __all__ = ["Clock", "Episode", "current_episode", "playing"]
 

@@ -14,12 +14,12 @@ from copy import deepcopy
 from functools import partial
 from typing import Any
 
-from rolltree.errors import record_error
 from rolltree.inference.client import may_follow
-from rolltree.state import INPUT_FIELDS, OF_ENVIRONMENT, RAISED
-from rolltree.steps import MAX_REWARD, as_number
 from rolltree.tokens import Trajectory, assigned_value, is_plain_step
-from rolltree.types import ErrorRecord, RolloutTiming, State
+from rolltree.values.errors import record_error
+from rolltree.values.state import INPUT_FIELDS, OF_ENVIRONMENT, RAISED
+from rolltree.values.steps import MAX_REWARD, as_number
+from rolltree.values.types import ErrorRecord, RolloutTiming, State
 
 _TEXTS = ("agent", "parent_rollout", "stop_condition", "truncation_reason")
 _NUMBERS = ("reward", "advantage", "bootstrap_value")

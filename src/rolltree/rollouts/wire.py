@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rolltree.errors import ConfigError, StoreError
 from rolltree.rollouts.decode import UNREADABLE, decode_request, decode_results
 from rolltree.rollouts.message_table import MessageReader, MessageTable
 from rolltree.rollouts.record import encode_result, request_data
 from rolltree.store import StoredRollout, dumps, loads
 from rolltree.store.rows import LIGHT, SqlRow, read_sql, to_sql
-from rolltree.types import RolloutRequest, RolloutResult
+from rolltree.values.errors import ConfigError, StoreError
+from rolltree.values.types import RolloutRequest, RolloutResult
 
 _OPAQUE = '{"$t":"opaque"'
 _NUM_LIGHT = len(LIGHT)

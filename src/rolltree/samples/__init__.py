@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from rolltree.lazy import loader
+from rolltree._helpers.lazy import loader
 from rolltree.samples.build import DEFAULT_SCOPE, SampleBatch, build_samples
 from rolltree.samples.packing import PackedSamples, pack_samples
 from rolltree.samples.report import Skipped, SkipReason, sample_meta

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rolltree.errors import TokenError
 from rolltree.samples.resolve import ResolvedRollout, ResolvedStep
 from rolltree.samples.streams import SampleStream, move_streams
 from rolltree.samples.transform import concat_records, take_records
 from rolltree.tokens import PlacedStream, TokenTree
 from rolltree.tokens.buffers import concat
-from rolltree.types import FloatArray, IntArray, Records, Sample, Scope
+from rolltree.values.errors import TokenError
+from rolltree.values.types import FloatArray, IntArray, Records, Sample, Scope
 
 Part = tuple[ResolvedRollout, Sequence[ResolvedStep]]
 """A rollout, and its calls that are in a sample."""

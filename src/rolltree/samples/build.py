@@ -10,7 +10,6 @@ from typing import Any, get_args
 
 import numpy as np
 
-from rolltree.errors import ConfigError, did_you_mean
 from rolltree.samples.assemble import Streams, flat_sample, on_one_tree, tree_sample
 from rolltree.samples.report import Skipped, SkipReason, make_report
 from rolltree.samples.resolve import Advantages, ResolvedRollout, ResolvedStep, resolve_rollout
@@ -24,7 +23,8 @@ from rolltree.samples.truncation import (
 )
 from rolltree.tokens import Break, Decoder, Place, TokenTree, explain_break
 from rolltree.tokens.breaks import system_text
-from rolltree.types import Records, Sample, Scope, State, TrajectoryStep
+from rolltree.values.errors import ConfigError, did_you_mean
+from rolltree.values.types import Records, Sample, Scope, State, TrajectoryStep
 
 DEFAULT_SCOPE: Scope = "tree"
 """The scope of `build_samples`, `generate_batch`, the training configuration and reports.

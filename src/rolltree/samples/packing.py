@@ -12,9 +12,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-from rolltree.errors import ConfigError
 from rolltree.samples.transform import blank_records, split_sample
-from rolltree.types import Sample
+from rolltree.values.errors import ConfigError
+from rolltree.values.types import Sample
 
 MicroBatch: TypeAlias = tuple[Sample, ...]
 

@@ -14,7 +14,7 @@ from typing import Any
 from rolltree.samples.resolve import ResolvedRollout
 from rolltree.tokens import Break, BreakCause, peek
 from rolltree.tokens.breaks import UNBROKEN
-from rolltree.types import Sample, TruncationReason
+from rolltree.values.types import Sample, TruncationReason
 
 _SEQ_LEN_KEYS = ("seq_len_original", "seq_len_kept", "seq_len_lost")
 

@@ -11,7 +11,6 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from rolltree.errors import TokenError
 from rolltree.samples.truncation import (
     TruncationEffect,
     TruncationPolicy,
@@ -19,7 +18,8 @@ from rolltree.samples.truncation import (
     truncation_effect,
 )
 from rolltree.tokens import StepTokens, TokenTree, Trajectory, check_ids, insert_step, peek
-from rolltree.types import SampleOrigin, State, TrajectoryStep
+from rolltree.values.errors import TokenError
+from rolltree.values.types import SampleOrigin, State, TrajectoryStep
 
 NO_TOKENS = -1
 Advantages: TypeAlias = Sequence[float] | NDArray[Any]

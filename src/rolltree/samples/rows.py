@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from rolltree.errors import TokenError
 from rolltree.tokens import mask_list, peek, readable_floats
-from rolltree.types import Sample, TrainingExample
+from rolltree.values.errors import TokenError
+from rolltree.values.types import Sample, TrainingExample
 
 
 def process_trajectories_for_training(

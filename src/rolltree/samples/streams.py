@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rolltree.errors import TokenError
 from rolltree.tokens import ROUTED_EXPERTS, PlacedStream, TokenTree
 from rolltree.tokens.routing import routing_version
-from rolltree.types import IntArray
+from rolltree.values.errors import TokenError
+from rolltree.values.types import IntArray
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rolltree.errors import TokenError
 from rolltree.samples.streams import join_streams, move_streams
 from rolltree.tokens.buffers import concat
-from rolltree.types import IntArray, Records, Sample, TruncationReason
+from rolltree.values.errors import TokenError
+from rolltree.values.types import IntArray, Records, Sample, TruncationReason
 
 _FLOATS = ("logprob", "temperature", "advantage", "weight")
 _COLUMNS = tuple(column.name for column in fields(Records) if column.name != "extra")

@@ -22,9 +22,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from rolltree.errors import ConfigError, did_you_mean
 from rolltree.tokens import num_call_tokens, peek
-from rolltree.types import FinishReason, TruncationReason
+from rolltree.values.errors import ConfigError, did_you_mean
+from rolltree.values.types import FinishReason, TruncationReason
 
 TruncationMode = Literal["keep", "drop", "mask", "penalise", "bootstrap"]
 WithoutValue = Literal["keep", "drop", "mask"]

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rolltree.errors import UnknownName, did_you_mean
 from rolltree.sandbox.docker import DockerBackend
 from rolltree.sandbox.interface import (
     Ended,
@@ -21,6 +20,7 @@ from rolltree.sandbox.interface import (
     SandboxLevel,
 )
 from rolltree.sandbox.local import LocalBackend
+from rolltree.values.errors import UnknownName, did_you_mean
 
 _BACKENDS: Mapping[str, Callable[..., SandboxBackend]] = {
     "local": LocalBackend,

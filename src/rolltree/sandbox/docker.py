@@ -15,11 +15,11 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rolltree.errors import ConfigError, SandboxUnavailable
 from rolltree.sandbox.folder import FolderSandbox, PrivateFolder
 from rolltree.sandbox.interface import Limits, SandboxLevel
 from rolltree.sandbox.machine import dispensable_protections
 from rolltree.sandbox.process import Launch
+from rolltree.values.errors import ConfigError, SandboxUnavailable
 
 WORK = "/sandbox"
 _CLIENT_ENV = (

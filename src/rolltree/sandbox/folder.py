@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from rolltree.errors import SandboxError, SandboxFileError
+from rolltree._helpers.tasks import being_cancelled
 from rolltree.sandbox.interface import Limits, RunResult, SandboxLevel
 from rolltree.sandbox.process import (
     Feed,
@@ -40,7 +40,7 @@ from rolltree.sandbox.process import (
     run_to_end,
     tmpfs_options,
 )
-from rolltree.tasks import being_cancelled
+from rolltree.values.errors import SandboxError, SandboxFileError
 
 PREFIX = "rolltree-sandbox-"
 _MOUNT = Path(__file__).with_name("mount.py")

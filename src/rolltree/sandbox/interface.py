@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 import msgspec
 
-from rolltree.errors import ConfigError
+from rolltree.values.errors import ConfigError
 
 Ended: TypeAlias = Literal[
     "exit", "signal", "wall", "cpu", "memory", "processes", "disk", "output", "closed", "lost"

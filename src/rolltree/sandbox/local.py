@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from rolltree.errors import ConfigError, SandboxError, SandboxUnavailable
 from rolltree.sandbox.folder import FolderSandbox, PrivateFolder
 from rolltree.sandbox.interface import Limits
 from rolltree.sandbox.machine import (
@@ -33,6 +32,7 @@ from rolltree.sandbox.machine import (
 )
 from rolltree.sandbox.process import Launch
 from rolltree.sandbox.seccomp import build_filter
+from rolltree.values.errors import ConfigError, SandboxError, SandboxUnavailable
 
 # The work folder as the code sees it under bubblewrap.
 WORK = "/sandbox"

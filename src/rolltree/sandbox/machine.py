@@ -20,9 +20,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from rolltree.errors import ConfigError, SandboxUnavailable, did_you_mean
 from rolltree.sandbox.interface import SandboxLevel
 from rolltree.sandbox.seccomp import NUMBERS
+from rolltree.values.errors import ConfigError, SandboxUnavailable, did_you_mean
 
 PROTECTIONS = ("files", "truncation", "processes", "disk")
 """The protections that a level may lack."""

@@ -22,9 +22,9 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from rolltree.errors import SandboxError
+from rolltree._helpers.tasks import wait_shielded
 from rolltree.sandbox.interface import Ended, Limits, RunResult
-from rolltree.tasks import wait_shielded
+from rolltree.values.errors import SandboxError
 
 _SUPERVISOR = Path(__file__).with_name("supervisor.py")
 _REPL = Path(__file__).with_name("repl.py")

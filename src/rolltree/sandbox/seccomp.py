@@ -14,7 +14,7 @@ from __future__ import annotations
 import errno
 import struct
 
-from rolltree.errors import SandboxUnavailable
+from rolltree.values.errors import SandboxUnavailable
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000

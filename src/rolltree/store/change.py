@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
-from rolltree.errors import StoreError
 from rolltree.store.codec import loads
 from rolltree.store.integrity import (
     TABLES,
@@ -20,6 +19,7 @@ from rolltree.store.integrity import (
 )
 from rolltree.store.rows import LIGHT, STORED, with_checksums
 from rolltree.store.trained import insert_trained
+from rolltree.values.errors import StoreError
 
 MAX_META_BYTES = 2**22
 """The largest setting, or stored report: each look at a run reads all of them."""

@@ -20,8 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from rolltree.errors import StoreError
-from rolltree.files import odd_kind, open_regular
+from rolltree._helpers.files import odd_kind, open_regular
 from rolltree.store.change import MAX_META_BYTES, Change
 from rolltree.store.integrity import (
     MAX_TOLD,
@@ -41,6 +40,7 @@ from rolltree.store.schema import (
     is_empty,
 )
 from rolltree.store.trained import check_trained
+from rolltree.values.errors import StoreError
 
 _LOCK_ATTEMPTS = 5
 # Seconds to wait for another program's lock. Readers of a healthy run never wait for a lock.

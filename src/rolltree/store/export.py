@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from rolltree.errors import ConfigError, RolltreeError, StoreError
-from rolltree.files import whole_file
+from rolltree._helpers.files import whole_file
 from rolltree.store.codec import to_plain
 from rolltree.store.database import Database
 from rolltree.store.filters import matches
 from rolltree.store.integrity import MAX_TOLD
 from rolltree.store.rows import BLOBS, COLUMNS, StoredRollout, from_sql
+from rolltree.values.errors import ConfigError, RolltreeError, StoreError
 
 Render: TypeAlias = Callable[[StoredRollout], Mapping[str, Any]]
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from rolltree.errors import ConfigError, did_you_mean
+from rolltree._helpers.untrusted import shorten
 from rolltree.store.rows import BLOBS, COLUMNS, StoredRollout
-from rolltree.untrusted import shorten
+from rolltree.values.errors import ConfigError, did_you_mean
 
 # The prefix of a metric's name among columns.
 METRIC = "metrics/"

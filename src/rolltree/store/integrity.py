@@ -20,8 +20,8 @@ from typing import Any
 
 import msgspec
 
-from rolltree.errors import StoreError
-from rolltree.files import open_regular, read_regular
+from rolltree._helpers.files import open_regular, read_regular
+from rolltree.values.errors import StoreError
 
 _encode = msgspec.msgpack.Encoder().encode
 _NOTE_BYTES = 32

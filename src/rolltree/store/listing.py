@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from rolltree.errors import StoreError
 from rolltree.store.database import WriterLock
 from rolltree.store.integrity import Totals, report_key
 from rolltree.store.reading import StoredRun
 from rolltree.store.rows import Event
 from rolltree.store.run import Run
+from rolltree.values.errors import StoreError
 
 RunState: TypeAlias = Literal["running", "done", "stopped", "failed", "killed", "unknown"]
 """`running`: a process is writing it. `done`: everything planned is stored. `stopped`: its last

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rolltree.errors import ConfigError, StoreError, did_you_mean
 from rolltree.store.codec import TAG, loads
 from rolltree.store.database import LIGHT_PAGE_ROWS, PAGE_ROWS, ROW_ERRORS, Database
 from rolltree.store.filters import equals_clause, order_clause, where_clause
@@ -25,6 +24,7 @@ from rolltree.store.rows import (
     verify,
 )
 from rolltree.store.trained import TRAINED_COLUMNS, TrainedRollout, trained_from_sql
+from rolltree.values.errors import ConfigError, StoreError, did_you_mean
 
 if TYPE_CHECKING:
     from rolltree.store.export import Render

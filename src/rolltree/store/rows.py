@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
-from rolltree.errors import StoreError, stored_kind
-from rolltree.redact import REDACTED, cut_secrets, cut_text, redact
+from rolltree._helpers.redact import REDACTED, cut_secrets, cut_text, redact
 from rolltree.store.codec import deflate, dumps, inflate, loads
 from rolltree.store.integrity import blob_checksum, checksum
 from rolltree.store.metric_names import eval_numbers
+from rolltree.values.errors import StoreError, stored_kind
 
 Secrets: TypeAlias = tuple[str, ...]
 Status: TypeAlias = Literal["ok", "error"]

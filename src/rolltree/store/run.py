@@ -15,8 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from rolltree.errors import ConfigError, Stopped, StoreError
-from rolltree.redact import environment_secrets, known_secrets, redact, remember
+from rolltree._helpers.redact import environment_secrets, known_secrets, redact, remember
 from rolltree.store.change import MAX_META_BYTES, Change
 from rolltree.store.codec import dumps, loads
 from rolltree.store.database import Database, WriterLock, check_files
@@ -31,6 +30,7 @@ from rolltree.store.settings import (
     write_config,
 )
 from rolltree.store.trained import TrainedRollout, trained_to_sql
+from rolltree.values.errors import ConfigError, Stopped, StoreError
 
 _REQUEST_ID = list(COLUMNS).index("request_id")
 

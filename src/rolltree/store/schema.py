@@ -7,10 +7,10 @@ import sqlite3
 from dataclasses import fields
 from pathlib import Path
 
-from rolltree.errors import StoreError
 from rolltree.store.integrity import Counts
 from rolltree.store.rows import COLUMNS, STORED
 from rolltree.store.trained import TRAINED_COLUMNS
+from rolltree.values.errors import StoreError
 
 SCHEMA_VERSION = 4
 APPLICATION_ID = 0x726F6C74  # "rolt", in the header of every run.db

@@ -8,10 +8,10 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rolltree.errors import ConfigError
-from rolltree.files import read_regular, write_whole
-from rolltree.redact import environment_secrets, known_secrets, redact, secrets_in
+from rolltree._helpers.files import read_regular, write_whole
+from rolltree._helpers.redact import environment_secrets, known_secrets, redact, secrets_in
 from rolltree.store.codec import MAX_DEPTH, to_plain
+from rolltree.values.errors import ConfigError
 
 _MISSING = object()
 

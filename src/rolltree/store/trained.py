@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 
-from rolltree.errors import StoreError
 from rolltree.store.codec import deflate, inflate
 from rolltree.store.integrity import blob_checksum, checksum
-from rolltree.types import FloatArray, IntArray
+from rolltree.values.errors import StoreError
+from rolltree.values.types import FloatArray, IntArray
 
 TRAINED_COLUMNS = {
     "id": "INTEGER PRIMARY KEY",

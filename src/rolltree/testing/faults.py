@@ -15,7 +15,7 @@ from typing import Any, Generic, Literal, TypeAlias, TypeVar
 from rolltree.inference.call import ModelCall
 from rolltree.inference.client import ModelClient
 from rolltree.inference.client_base import DelegatingClient
-from rolltree.types import ModelResponse
+from rolltree.values.types import ModelResponse
 
 FaultT = TypeVar("FaultT")
 
@@ -85,7 +85,7 @@ class FaultyClient(DelegatingClient):
     """A client with faults in front of it, in the order of the calls of all its sessions.
 
     Example:
-        >>> from rolltree.errors import ConnectionFailed
+        >>> from rolltree.values.errors import ConnectionFailed
         >>> from rolltree.testing import ScriptedClient
         >>> client = FaultyClient(ScriptedClient(["12"]), [ConnectionFailed("no route"), 0.5])
     """

@@ -20,9 +20,9 @@ from typing import Any
 
 import pytest
 
+from rolltree.insight.replaying import environment_of
+from rolltree.insight.reports.replay import replay_lines
 from rolltree.records import ReplayReport, replay
-from rolltree.records.replaying import environment_of
-from rolltree.reports.replay import replay_lines
 from rolltree.store import Run
 
 MARKER = "recorded"

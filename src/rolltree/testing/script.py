@@ -15,9 +15,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-from rolltree.errors import BadResponse, UnsupportedSetting
 from rolltree.inference.chat import ChatRenderer
-from rolltree.types import (
+from rolltree.values.errors import BadResponse, UnsupportedSetting
+from rolltree.values.types import (
     ChatMessage,
     FinishReason,
     FloatArray,

@@ -20,7 +20,7 @@ from rolltree.inference.engine import SampledToken
 from rolltree.inference.session import Prompt, TokenSession
 from rolltree.testing.script import Script, ScriptedTokens, ScriptSource, tokens_of
 from rolltree.testing.tokenizer import ByteTokenizer
-from rolltree.types import Messages, ModelResponse, SamplingParams, ToolSchema
+from rolltree.values.types import Messages, ModelResponse, SamplingParams, ToolSchema
 
 
 @dataclass(frozen=True, slots=True)

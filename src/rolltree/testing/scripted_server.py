@@ -17,14 +17,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rolltree.errors import BadResponse, ConfigError
 from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.client import sampling_from_args
 from rolltree.testing.faults import FaultRow, HttpFault
 from rolltree.testing.loopback import LoopbackServer, Reply, Request
 from rolltree.testing.script import Script, ScriptedTokens, ScriptSource, tokens_of
 from rolltree.testing.tokenizer import ByteTokenizer
-from rolltree.types import IntArray, MessageType
+from rolltree.values.errors import BadResponse, ConfigError
+from rolltree.values.types import IntArray, MessageType
 
 _SERVER_ONLY = (
     *("model", "messages", "prompt", "tools", "tool_choice"),

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rolltree.tokens.buffers import concat
-from rolltree.types import IntArray
+from rolltree.values.types import IntArray
 
 # After a mismatch, ids are compared in pieces of this size, since the first difference may come
 # early in a long run.

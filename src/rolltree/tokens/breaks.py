@@ -34,7 +34,7 @@ import numpy as np
 
 from rolltree.tokens.arena import ROOT, Place
 from rolltree.tokens.tree import TokenTree
-from rolltree.types import IntArray
+from rolltree.values.types import IntArray
 
 Decoder = Callable[[list[int]], str]
 Dialogue: TypeAlias = Sequence[Mapping[str, Any]]

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from rolltree.errors import TokenError
-from rolltree.types import FloatArray, IntArray
+from rolltree.values.errors import TokenError
+from rolltree.values.types import FloatArray, IntArray
 
 _INT32_MAX = 2**31 - 1
 EMPTY_IDS: IntArray = np.empty(0, dtype=np.int32)

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from rolltree.errors import TokenError
 from rolltree.tokens.arena import NO_TURN, ROOT
 from rolltree.tokens.buffers import MAX_NDIM, STORED_CODES, STORED_DTYPES, check_stored
 from rolltree.tokens.streams import (
@@ -31,6 +30,7 @@ from rolltree.tokens.streams import (
     PlacedEntry,
     SampledStream,
 )
+from rolltree.values.errors import TokenError
 
 if TYPE_CHECKING:
     from rolltree.tokens.tree import TokenTree

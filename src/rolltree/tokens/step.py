@@ -17,10 +17,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from rolltree.steps import MAX_REWARD
 from rolltree.tokens.buffers import readable_floats
 from rolltree.tokens.tree import TokenTree
-from rolltree.types import ChatMessage, FinishReason, FloatArray, Messages, ModelResponse
+from rolltree.values.steps import MAX_REWARD
+from rolltree.values.types import ChatMessage, FinishReason, FloatArray, Messages, ModelResponse
 
 TOKEN_KEYS = (
     "prompt_ids",

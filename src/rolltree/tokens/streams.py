@@ -18,9 +18,9 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from rolltree.errors import TokenError
 from rolltree.tokens.buffers import GrowBuffer, as_array, check_label, check_stored
-from rolltree.types import IntArray
+from rolltree.values.errors import TokenError
+from rolltree.values.types import IntArray
 
 # Stored in place of an offset, which is at least 0.
 ABSENT = -1

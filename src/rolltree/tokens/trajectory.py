@@ -10,12 +10,12 @@ from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from typing import Any, SupportsIndex, cast
 
-from rolltree.errors import ConfigError, TokenError
 from rolltree.tokens.buffers import UnusableLogprobs
 from rolltree.tokens.routing import recorded_routing, routing_streams
 from rolltree.tokens.step import RecordedStep, StepTokens, peek
 from rolltree.tokens.tree import TokenTree
-from rolltree.types import Messages, ModelResponse, TrajectoryStep, concat_messages
+from rolltree.values.errors import ConfigError, TokenError
+from rolltree.values.types import Messages, ModelResponse, TrajectoryStep, concat_messages
 
 
 class Trajectory(list[TrajectoryStep]):

@@ -13,8 +13,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from rolltree.errors import TokenError
-from rolltree.html_view import html_table
+from rolltree._helpers.html_view import html_table
 from rolltree.tokens.arena import NO_TURN, ROOT, CallTable, Place, TokenArena
 from rolltree.tokens.buffers import (
     EMPTY_IDS,
@@ -31,7 +30,8 @@ from rolltree.tokens.streams import (
     SampledStream,
     TokenStream,
 )
-from rolltree.types import FloatArray, IntArray
+from rolltree.values.errors import TokenError
+from rolltree.values.types import FloatArray, IntArray
 
 # A wrong `parent` differs near its end, since calls share their beginnings (design/0001).
 _BOUNDARY_TOKENS = 64

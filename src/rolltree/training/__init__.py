@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rolltree.lazy import loader
+from rolltree._helpers.lazy import loader
 from rolltree.training.coefficients import AGGREGATIONS as AGGREGATIONS
 from rolltree.training.coefficients import CORRECTIONS as CORRECTIONS
 from rolltree.training.coefficients import coefficients as coefficients

@@ -20,8 +20,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rolltree.errors import ConfigError, TrainingError, look_up
-from rolltree.rubrics import are_equal
+from rolltree.environments.rubrics import are_equal
 from rolltree.samples import TruncationEffect, TruncationPolicy, truncation_effect
 from rolltree.samples.resolve import changed_sampling
 from rolltree.tokens import peek
@@ -36,7 +35,8 @@ from rolltree.training.credit import (
     parents_first,
     subtract_averages,
 )
-from rolltree.types import RolloutResult, State
+from rolltree.values.errors import ConfigError, TrainingError, look_up
+from rolltree.values.types import RolloutResult, State
 
 OnError = Literal["exclude", "zero", "drop_group"]
 BaselineName = Literal["none", "ema"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-from rolltree.errors import ConfigError
 from rolltree.samples import TruncationPolicy
 from rolltree.training.advantages import (
     BaselineName,
@@ -17,6 +16,7 @@ from rolltree.training.algorithms import Algorithm, resolve_algorithm
 from rolltree.training.credit import COMPARING, resolve_flow
 from rolltree.training.losses import get_loss
 from rolltree.training.sections import AtLeast0, AtLeast1, NonNegative, Section, Share
+from rolltree.values.errors import ConfigError
 
 
 class AlgorithmSection(Section, frozen=True):

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from rolltree.errors import ConfigError, look_up
 from rolltree.training.coefficients import AGGREGATIONS, get_correction
 from rolltree.training.credit import CREDITS
 from rolltree.training.losses import KLS, LOSSES, get_loss
+from rolltree.values.errors import ConfigError, look_up
 
 
 @dataclass(frozen=True, slots=True)

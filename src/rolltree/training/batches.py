@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rolltree.errors import TokenError
 from rolltree.samples import concat_records, pack_samples, prune_sample, take_records
 from rolltree.samples.resolve import resolve_tokens
 from rolltree.training.algorithms import Algorithm
 from rolltree.training.coefficients import coefficients, rollout_means
 from rolltree.training.config import TrainConfig
 from rolltree.training.layout import BoolArray, Forest, collate
-from rolltree.types import Records, RolloutResult, Sample
+from rolltree.values.errors import TokenError
+from rolltree.values.types import Records, RolloutResult, Sample
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rolltree.errors import ConfigError, TrainingError
-from rolltree.files import odd_kind, read_regular, remove, sync, write_whole
+from rolltree._helpers.files import odd_kind, read_regular, remove, sync, write_whole
 from rolltree.training.checkpoint_formats import (
     FORMATS,
     changed_files,
@@ -34,8 +33,9 @@ from rolltree.training.checkpoint_formats import (
     sync_files,
     written,
 )
+from rolltree.training.models.ranks import Ranks
 from rolltree.training.optim import Optimizer
-from rolltree.training.ranks import Ranks
+from rolltree.values.errors import ConfigError, TrainingError
 
 FORMAT = 3
 _RNG, _STATE, _LATEST = "rng.safetensors", "state.json", "latest"
@@ -169,7 +169,7 @@ class Checkpoints:
         Raises:
             TrainingError: the directory is torn or damaged, or it belongs to a different model.
         """
-        from rolltree.models.layouts import open_file
+        from rolltree.inference.models.layouts import open_file
 
         data = check_complete(path)
         if self._leads and path != self._verified:

@@ -39,20 +39,20 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from transformers.utils import logging as hf_logging
 
-from rolltree.errors import TrainingError
-from rolltree.files import open_regular, remove, sync
-from rolltree.training.optim import Optimizer
-from rolltree.training.plain_weights import (
+from rolltree._helpers.files import open_regular, remove, sync
+from rolltree.training.models.plain_weights import (
     ADAPTER,
     ADAPTER_FILE,
     is_adapted,
     own_tensors,
     plain_tensors,
 )
-from rolltree.training.ranks import Ranks, own_part, reshard, whole
+from rolltree.training.models.ranks import Ranks, own_part, reshard, whole
+from rolltree.training.optim import Optimizer
+from rolltree.values.errors import TrainingError
 
 if TYPE_CHECKING:
-    from rolltree.models.layouts import Weights
+    from rolltree.inference.models.layouts import Weights
 
 OPTIMIZER = "optimizer.safetensors"
 MAX_SHARD_SIZE = "5GB"
@@ -83,7 +83,7 @@ def write_full(folder: Path, model: Any, optimizer: Optimizer, ranks: Ranks | No
     # Weights, then optimizer: only one of them is gathered in memory at a time.
     tensors = _gather(trained_tensors(model), writes)
     if writes and is_adapted(model):
-        from rolltree.training.lora import write_adapter
+        from rolltree.training.models.lora import write_adapter
 
         write_adapter(folder, model, tensors)
     elif writes:
@@ -107,7 +107,7 @@ def read_full(folder: Path, model: Any, optimizer: Optimizer, ranks: Ranks | Non
         TrainingError: they belong to a different model.
         ConfigError: a file cannot be read.
     """
-    from rolltree.models.layouts import open_file
+    from rolltree.inference.models.layouts import open_file
 
     read_weights(folder, model)
     _copy_in(open_file(folder / OPTIMIZER), optimizer.tensors(), folder)
@@ -120,7 +120,7 @@ def read_weights(folder: Path, model: Any) -> None:
         TrainingError: they belong to a different model.
         ConfigError: a file cannot be read.
     """
-    from rolltree.models.layouts import open_file, open_weights
+    from rolltree.inference.models.layouts import open_file, open_weights
 
     own = trained_tensors(model)
     if is_adapted(model) != (folder / ADAPTER_FILE).is_file():
@@ -129,7 +129,7 @@ def read_weights(folder: Path, model: Any) -> None:
             "of them and not for the other. Use the settings that the run was started with."
         )
     if is_adapted(model):
-        from rolltree.training.lora import peft_name
+        from rolltree.training.models.lora import peft_name
 
         _copy_in(open_file(folder / ADAPTER_FILE), own, folder, peft_name)
     else:
@@ -412,7 +412,7 @@ def export_model(
     _write(path, write_model)
 
     def fill(folder: Path) -> bool:
-        from rolltree.training.lora import write_adapter
+        from rolltree.training.models.lora import write_adapter
 
         write_adapter(folder, model, adapter)
         return _peft_reads(model, adapter, folder)

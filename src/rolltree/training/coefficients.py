@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rolltree.errors import ConfigError, look_up
 from rolltree.training.layout import FloatColumn
 from rolltree.training.losses import fill
-from rolltree.types import Records
+from rolltree.values.errors import ConfigError, look_up
+from rolltree.values.types import Records
 
 
 def _ratio(values: NDArray[np.float64], divisor: NDArray[Any] | float) -> FloatColumn:

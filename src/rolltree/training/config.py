@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from rolltree.errors import ConfigError, did_you_mean
+from rolltree._helpers.untrusted import read_toml
 from rolltree.training.algorithm_section import AlgorithmSection
 from rolltree.training.sections import (
     CheckpointSection,
@@ -27,7 +27,7 @@ from rolltree.training.sections import (
     TrackSection,
     TrainSection,
 )
-from rolltree.untrusted import read_toml
+from rolltree.values.errors import ConfigError, did_you_mean
 
 MAY_CHANGE: tuple[str, ...] = (
     "run.dir",

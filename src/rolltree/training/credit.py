@@ -42,9 +42,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from rolltree.errors import ConfigError, TrainingError, look_up
-from rolltree.estimate import mean
-from rolltree.rubrics import centred_rewards, reward_rounding
+from rolltree.environments.rubrics import centred_rewards, reward_rounding
+from rolltree.values.errors import ConfigError, TrainingError, look_up
+from rolltree.values.estimate import mean
 
 # Keeps nearly equal rewards from being divided by nearly 0.
 STD_EPSILON = 1e-6

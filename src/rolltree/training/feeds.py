@@ -22,7 +22,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from rolltree.errors import TrainingError
 from rolltree.rollouts import RolloutEngine
 from rolltree.store import Run
 from rolltree.training.advantages import GroupCredit, by_group, credit_group
@@ -38,7 +37,8 @@ from rolltree.training.plan import (
     stored_results,
     until_enough,
 )
-from rolltree.types import RolloutRequest, RolloutResult
+from rolltree.values.errors import TrainingError
+from rolltree.values.types import RolloutRequest, RolloutResult
 
 Group = tuple[RolloutResult, ...]
 OnProgress = Callable[[int, int, int], None]

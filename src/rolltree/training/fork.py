@@ -14,9 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rolltree.errors import ConfigError, StoreError, TrainingError
-from rolltree.files import remove, write_whole
-from rolltree.redact import REDACTED
+from rolltree._helpers.files import remove, write_whole
+from rolltree._helpers.redact import REDACTED
 from rolltree.store import Run, to_plain
 from rolltree.store.settings import config_differences, with_defaults, without
 from rolltree.training.checkpoint import Checkpoints, check_complete
@@ -29,8 +28,9 @@ from rolltree.training.config import (
     load_train_config,
 )
 from rolltree.training.given import START, START_FILE
+from rolltree.training.models.ranks import is_rank0
 from rolltree.training.plan import FORKED
-from rolltree.training.ranks import is_rank0
+from rolltree.values.errors import ConfigError, StoreError, TrainingError
 
 
 def fork_run(

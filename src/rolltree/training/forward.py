@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rolltree.errors import ConfigError, TrainingError
 from rolltree.inference.local.shell import body_of
 from rolltree.training.head import check_head, head_logits
 from rolltree.training.layout import Forest, collate
@@ -30,10 +29,11 @@ from rolltree.training.rope_lengths import check_lengths, longest_exact
 from rolltree.training.tree_attention import tree_attention, tree_layout
 from rolltree.training.tree_probe import probe_forest
 from rolltree.training.tree_support import check_row_support, check_tree_support, why_not_tree
-from rolltree.types import FloatArray, Sample
+from rolltree.values.errors import ConfigError, TrainingError
+from rolltree.values.types import FloatArray, Sample
 
 if TYPE_CHECKING:
-    from rolltree.training.routing import Replay
+    from rolltree.training.models.routing import Replay
 
 HiddenFn = Callable[[Any, Forest, torch.device, Tensor | None], Tensor]
 
@@ -67,7 +67,7 @@ def tree_hidden(
 def _replayed(experts: Tensor | None) -> dict[str, Tensor]:
     if experts is None:
         return {}
-    from rolltree.training.routing import KEYWORD
+    from rolltree.training.models.routing import KEYWORD
 
     return {KEYWORD: experts}
 
@@ -223,7 +223,7 @@ class LogprobModel:
             with self._autocast():
                 return FORWARDS[self.forward](self.model, forest, self.device, None)
 
-        from rolltree.training.recompute import check_recomputation
+        from rolltree.training.models.recompute import check_recomputation
 
         check_recomputation(self.model, hidden, self.context)
         self.recomputes = True
@@ -240,7 +240,7 @@ class LogprobModel:
             if self.replay is not None:
                 held.enter_context(self.replay.installed())
             if self.recomputes:
-                from rolltree.training.recompute import recomputation
+                from rolltree.training.models.recompute import recomputation
 
                 held.enter_context(recomputation(self.model))
             yield

@@ -17,14 +17,14 @@ from weakref import WeakKeyDictionary
 import torch
 from safetensors.torch import save_file
 
-from rolltree.errors import ConfigError
-from rolltree.files import odd_kind, whole_file
-from rolltree.models.layouts import open_file
+from rolltree._helpers.files import odd_kind, whole_file
+from rolltree.inference.models.layouts import open_file
 from rolltree.store import Run
 from rolltree.training.checkpoint_formats import trained_tensors, written
 from rolltree.training.config import TrainConfig, load_train_config
-from rolltree.training.lora import accept_adapter, take_off
-from rolltree.training.plain_weights import is_adapted
+from rolltree.training.models.lora import accept_adapter, take_off
+from rolltree.training.models.plain_weights import is_adapted
+from rolltree.values.errors import ConfigError
 
 START, START_FILE = "start_weights", "start.safetensors"
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rolltree.errors import TrainingError
 from rolltree.inference.local.shell import body_name, body_of
+from rolltree.values.errors import TrainingError
 
 LARGE_LOGIT = 200.0
 """The probe scales logits to this: several times the largest cap of any known model."""

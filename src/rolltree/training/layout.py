@@ -14,10 +14,10 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from rolltree.errors import TokenError
 from rolltree.samples import join_samples
 from rolltree.tokens import ROUTED_EXPERTS
-from rolltree.types import Records, Sample
+from rolltree.values.errors import TokenError
+from rolltree.values.types import Records, Sample
 
 BoolArray: TypeAlias = NDArray[np.bool_]
 LongArray: TypeAlias = NDArray[np.int64]

@@ -21,22 +21,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from rolltree.errors import NonFiniteStep, StoreError, TrainingError
+from rolltree._helpers.tasks import run_shielded
 from rolltree.inference.vocabulary import Vocabulary
 from rolltree.rollouts import RolloutEngine, RolloutSource
 from rolltree.rollouts.decode import decode_results
 from rolltree.samples import SampleBatch, SkipReason, build_samples
-from rolltree.state import OF_ENVIRONMENT, RAISED
 from rolltree.store import Run
 from rolltree.store.metric_names import eval_numbers, numbers
 from rolltree.store.weights import environments_of
-from rolltree.tasks import run_shielded
 from rolltree.training.advantages import CreditReport, join_credit
 from rolltree.training.batches import has_loss, mask_stale, newest_version, staleness_limit
 from rolltree.training.checkpoint import Checkpoints, TrainState
 from rolltree.training.config import TrainConfig, as_started
 from rolltree.training.feeds import Feed, StepRollouts, StreamFeed, SyncFeed
 from rolltree.training.metrics import MISMATCH, rollout_metrics
+from rolltree.training.models.ranks import Ranks
 from rolltree.training.no_signal_warning import NoSignalWarning
 from rolltree.training.parts import TrainParts
 from rolltree.training.plan import forked_at
@@ -48,7 +47,6 @@ from rolltree.training.rank0 import (
     renew_copy,
     score_together,
 )
-from rolltree.training.ranks import Ranks
 from rolltree.training.reporter import Reporter, Silent, TrainReport, TrainStart
 from rolltree.training.sampled import misspelled
 from rolltree.training.token_record import TokenRecord
@@ -56,7 +54,9 @@ from rolltree.training.trackers import Trackers
 from rolltree.training.trainer import Trainer
 from rolltree.training.transcripts import transcripts
 from rolltree.training.untrainable import MaskedCalls, note_misspelled
-from rolltree.types import RolloutResult, State
+from rolltree.values.errors import NonFiniteStep, StoreError, TrainingError
+from rolltree.values.state import OF_ENVIRONMENT, RAISED
+from rolltree.values.types import RolloutResult, State
 
 Evaluate = Callable[[str, int], Awaitable[Mapping[str, Any]]]
 """(phase, step) -> metrics. It stores its own rollouts under `phase` and may be called again after

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
-from rolltree.errors import ConfigError, look_up
+from rolltree.values.errors import ConfigError, look_up
 
 # The configuration reads these tables without importing torch.
 if TYPE_CHECKING:

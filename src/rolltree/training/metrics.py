@@ -14,20 +14,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rolltree.estimate import episodes_estimate, mean
-from rolltree.rubrics import are_equal
+from rolltree._helpers.tasks import peak_rss_bytes
+from rolltree.environments.rubrics import are_equal
 from rolltree.samples import take_records
 from rolltree.store.weights import task_environment
-from rolltree.tasks import peak_rss_bytes
-from rolltree.types import FinishReason, IntArray, Records, RolloutResult, State
+from rolltree.values.estimate import episodes_estimate, mean
+from rolltree.values.types import FinishReason, IntArray, Records, RolloutResult, State
 
 if TYPE_CHECKING:  # torch takes seconds to load, and an audit reads only metrics of rollouts
     from torch import Tensor
 
     from rolltree.training.layout import FloatColumn
     from rolltree.training.logprobs import RecordLogprobs
+    from rolltree.training.models.ranks import Ranks
     from rolltree.training.objective import ObjectiveTerms
-    from rolltree.training.ranks import Ranks
 
 MISMATCH = "train/sampling/sampling_logp_difference/mean"
 """Mean |trainer's logprob - engine's| of the tokens that the current weights sampled, if any."""

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
-from rolltree.types import RolloutResult
+from rolltree.values.types import RolloutResult
 
 PATIENCE_S = 45.0
 """Seconds without reward variance before the first notice, and between notices."""

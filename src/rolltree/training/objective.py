@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rolltree.errors import ConfigError
 from rolltree.training.algorithms import Algorithm
 from rolltree.training.coefficients import get_correction, rollout_means
 from rolltree.training.layout import FloatColumn
 from rolltree.training.logprobs import RecordLogprobs
 from rolltree.training.losses import KLS, LossInputs, get_loss
-from rolltree.types import Records
+from rolltree.values.errors import ConfigError
+from rolltree.values.types import Records
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rolltree.errors import TrainingError
-from rolltree.training.ranks import total_norm
+from rolltree.training.models.ranks import total_norm
 from rolltree.training.sections import OptimSection
+from rolltree.values.errors import TrainingError
 
 SCHEDULES: dict[str, Callable[[float], float]] = {
     "constant": lambda done: 1.0,

@@ -15,14 +15,14 @@ from typing import Any
 from msgspec.structs import replace
 
 from rolltree import wings
-from rolltree.errors import ConfigError
 from rolltree.inference.local import local_client
 from rolltree.store import Run
 from rolltree.training.config import REMOVED, TrainConfig, as_started
-from rolltree.training.plain_weights import is_adapted
+from rolltree.training.models.plain_weights import is_adapted
+from rolltree.training.models.ranks import Ranks
 from rolltree.training.publishing import WeightTarget, run_hooks
 from rolltree.training.rank0 import adapt, load_trained
-from rolltree.training.ranks import Ranks
+from rolltree.values.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +73,13 @@ def build_parts(
         # Before `adapt`, so the only adapters it can have are those of a given model.
         served = copy.deepcopy(model).to(device)
         if is_adapted(served):
-            from rolltree.training.lora import remove_adapters
+            from rolltree.training.models.lora import remove_adapters
 
             remove_adapters(served)
     adapt(model, config)
     # While the model is whole: the trainer will shard it.
     if config.model.lora_rank:
-        from rolltree.training.lora import check_copy
+        from rolltree.training.models.lora import check_copy
 
         check_copy(model, served)
     kind = config.engine.kind

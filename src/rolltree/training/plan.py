@@ -17,7 +17,6 @@ from time import monotonic
 
 import numpy as np
 
-from rolltree.errors import ConfigError, TrainingError, as_sentence
 from rolltree.inference.request_fields import distribution_changes
 from rolltree.inference.retry import RetryPolicy
 from rolltree.rollouts import (
@@ -35,7 +34,8 @@ from rolltree.rollouts.settle import settle_state
 from rolltree.samples.resolve import not_the_models_own
 from rolltree.store import Run
 from rolltree.training.config import TrainConfig
-from rolltree.types import RolloutRequest, RolloutResult, SamplingParams
+from rolltree.values.errors import ConfigError, TrainingError, as_sentence
+from rolltree.values.types import RolloutRequest, RolloutResult, SamplingParams
 
 PHASE = "train"
 FORKED = "forked_from"

@@ -4,7 +4,7 @@ The embedded engine reads the trainer's own tensors, which is checked by their a
 with a copy (vLLM, servers, adapters, ranks) are probed after every publish: the tokens that they
 sample after pieces of the text that the step trained on are compared with the trainer's forward
 pass, before the step and after it. With `WeightLock` an asynchronous step pauses the engine while
-the optimizer writes. Servers are handled in `servers.py`.
+the optimizer writes. Servers are handled in `scale/servers.py`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import numpy as np
 import torch
 
-from rolltree.errors import ModelError, TrainingError
-from rolltree.tasks import run_shielded
-from rolltree.training.ranks import reshard
-from rolltree.types import FloatArray, GenerateRequest, IntArray, Sample, SamplingParams
+from rolltree._helpers.tasks import run_shielded
+from rolltree.training.models.ranks import reshard
+from rolltree.values.errors import ModelError, TrainingError
+from rolltree.values.types import FloatArray, GenerateRequest, IntArray, Sample, SamplingParams
 
 T = TypeVar("T")
 Score = Callable[[IntArray], FloatArray]

@@ -20,17 +20,17 @@ from typing import Any
 import msgspec
 import torch
 
-from rolltree.errors import NonFiniteStep
-from rolltree.models import load_model
+from rolltree.inference.models import load_model
 from rolltree.training.checkpoint import Checkpoints, TrainState
 from rolltree.training.checkpoint_formats import export_model
 from rolltree.training.config import TrainConfig
+from rolltree.training.models.plain_weights import copy_weights, is_adapted
+from rolltree.training.models.ranks import STOP, Ranks, samples_from_data, samples_to_data
 from rolltree.training.optim import Optimizer
-from rolltree.training.plain_weights import copy_weights, is_adapted
 from rolltree.training.publishing import next_logprobs
-from rolltree.training.ranks import STOP, Ranks, samples_from_data, samples_to_data
 from rolltree.training.trainer import Exclusive, OnBatch, Trainer
-from rolltree.types import FloatArray, IntArray, Sample
+from rolltree.values.errors import NonFiniteStep
+from rolltree.values.types import FloatArray, IntArray, Sample
 
 
 def load_trained(config: TrainConfig, ranks: Ranks | None) -> tuple[Any, Any]:
@@ -52,7 +52,7 @@ def adapt(model: Any, config: TrainConfig) -> None:
         ConfigError: see `lora.add_adapter`.
     """
     if config.model.lora_rank and not is_adapted(model):  # a model may come with its own
-        from rolltree.training.lora import add_adapter
+        from rolltree.training.models.lora import add_adapter
 
         add_adapter(model, config.model, config.run.seed)
 

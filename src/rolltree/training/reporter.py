@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from rolltree.advice import Advice, advise, of_training
-from rolltree.finished import Finished
-from rolltree.html_view import html_lines, html_table
-from rolltree.models.load import has_gpu
+from rolltree._helpers.finished import Finished
+from rolltree._helpers.html_view import html_lines, html_table
+from rolltree.inference.models.load import has_gpu
+from rolltree.rollouts.advice import Advice, advise, of_training
 from rolltree.store import Run, StoredEvaluation
 
 # What a printed report shows; `rows` has every metric.

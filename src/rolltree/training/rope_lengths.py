@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rolltree.errors import TrainingError
 from rolltree.training.layout import Forest
+from rolltree.values.errors import TrainingError
 
 
 def longest_exact(model: Any) -> tuple[int, str] | None:

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from rolltree.errors import TokenError
 from rolltree.inference.spelling import check_messages
 from rolltree.inference.vocabulary import Vocabulary
 from rolltree.tokens import peek
-from rolltree.types import State
+from rolltree.values.errors import TokenError
+from rolltree.values.types import State
 
 # Calls checked per step. A server with a different template or tokenizer is wrong in every call, so
 # a sample of the calls is enough.

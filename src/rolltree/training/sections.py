@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from rolltree.errors import ConfigError
 from rolltree.samples import DEFAULT_SCOPE
-from rolltree.types import Scope
+from rolltree.values.errors import ConfigError
+from rolltree.values.types import Scope
 
 # msgspec checks these ranges, and its errors name the key.
 AtLeast0 = Annotated[int, Meta(ge=0)]

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rolltree.tokens import Trajectory
-from rolltree.types import FinishReason, ModelResponse, State
+from rolltree.values.types import FinishReason, ModelResponse, State
 
 TokenIds = Sequence[int] | NDArray[np.integer]
 

@@ -19,7 +19,7 @@ from rolltree.training.advantages import CreditReport
 from rolltree.training.batches import Batch
 from rolltree.training.layout import FloatColumn, LongArray
 from rolltree.training.metrics import RecordStats
-from rolltree.types import Records, RolloutResult, State
+from rolltree.values.types import Records, RolloutResult, State
 
 _NONE = np.empty(0, np.float32)
 

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rolltree.errors import ConfigError, import_extra, look_up
-from rolltree.files import odd_kind, read_regular, write_whole
-from rolltree.redact import redact, redact_text, shown_command
+from rolltree._helpers.files import odd_kind, read_regular, write_whole
+from rolltree._helpers.redact import redact, redact_text, shown_command
 from rolltree.training.config import TrainConfig
 from rolltree.training.transcripts import COLUMNS, Transcript
+from rolltree.values.errors import ConfigError, import_extra, look_up
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,9 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rolltree.errors import ConfigError, NonFiniteStep, TrainingError
 from rolltree.inference.local.shell import is_mixture
-from rolltree.models import load_model
+from rolltree.inference.models import load_model
 from rolltree.tokens import ROUTED_EXPERTS
 from rolltree.training.algorithms import Algorithm
 from rolltree.training.batches import (
@@ -46,6 +45,8 @@ from rolltree.training.layout import FloatColumn, collate
 from rolltree.training.logprobs import RecordLogprobs
 from rolltree.training.losses import KLS
 from rolltree.training.metrics import MISMATCH, RecordStats
+from rolltree.training.models.plain_weights import is_adapted
+from rolltree.training.models.ranks import Ranks, shard
 from rolltree.training.objective import (
     FixedTerms,
     check_auxiliary,
@@ -56,10 +57,9 @@ from rolltree.training.objective import (
     rollout_ratios,
 )
 from rolltree.training.optim import Optimizer, learning_rate
-from rolltree.training.plain_weights import is_adapted
-from rolltree.training.ranks import Ranks, shard
 from rolltree.training.untrainable import MaskedCalls, TrainableLimits, mask_untrainable
-from rolltree.types import Sample
+from rolltree.values.errors import ConfigError, NonFiniteStep, TrainingError
+from rolltree.values.types import Sample
 
 Exclusive = Callable[[], AbstractContextManager[None]]
 """Returns the context in which nothing but the optimizer touches the weights."""
@@ -176,7 +176,7 @@ class Trainer:
                 "configuration counts no experts. "
                 "Set train.replay_experts = false to leave them alone."
             )
-        from rolltree.training.routing import Replay
+        from rolltree.training.models.routing import Replay
 
         try:
             self.logprobs.replay = Replay(self.model)
@@ -228,7 +228,7 @@ class Trainer:
         # Then each rank needs the whole reference, but the model below adapters is sharded.
         whole_on_ranks = self._whole_kl and self.ranks is not None
         if given is None and name is None and is_adapted(self.model):
-            from rolltree.training.lora import changes_nothing
+            from rolltree.training.models.lora import changes_nothing
 
             if not changes_nothing(self.model):
                 raise ConfigError(
@@ -264,7 +264,7 @@ class Trainer:
         reader = copy.copy(self.logprobs)
         # The reference chooses its own experts (design/0023).
         reader.replay = None
-        from rolltree.training.lora import adapters_off
+        from rolltree.training.models.lora import adapters_off
 
         reader.around = partial(adapters_off, self.model)
         return reader

@@ -11,11 +11,11 @@ from dataclasses import dataclass, fields
 from itertools import islice
 from typing import Any
 
-from rolltree.parsers.parser import text_of
-from rolltree.redact import shown, shown_start
+from rolltree._helpers.redact import shown, shown_start
+from rolltree.environments.parsers.parser import text_of
 from rolltree.rollouts.conversation import conversation_of
 from rolltree.training.advantages import CreditReport
-from rolltree.types import RolloutResult, State
+from rolltree.values.types import RolloutResult, State
 
 _MOST_CHARACTERS = 20_000
 

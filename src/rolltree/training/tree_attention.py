@@ -2,9 +2,10 @@
 
 It registers one attention function with transformers and touches no model code: inside
 `tree_attention(model)` the function runs over the blocks of `tree_blocks.py` (or FlexAttention,
-`tree_flex.py`), everywhere else it is the attention that the model had before, also for an engine
-that decodes with the same module in another thread. How far back a layer looks is read from the
-mask that the model asks transformers for. `tree_support.py` says which models it is exact for.
+`training/models/tree_flex.py`), everywhere else it is the attention that the model had before, also
+for an engine that decodes with the same module in another thread. How far back a layer looks is
+read from the mask that the model asks transformers for. `tree_support.py` says which models it is
+exact for.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from transformers import masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from rolltree.errors import TrainingError
 from rolltree.training.layout import FULL, Pattern
-from rolltree.training.recurrent_layers import recurrent_layers
+from rolltree.training.models.recurrent_layers import recurrent_layers
 from rolltree.training.tree_blocks import TreeLayout, forest_attention
 from rolltree.training.tree_blocks import tree_layout as tree_layout
+from rolltree.values.errors import TrainingError
 
 NAME = "rolltree_tree"
 _OWN: dict[str, str] = {}
@@ -245,7 +246,7 @@ def _recurrence(model: Any) -> AbstractContextManager[None]:
     """Return the context in which recurrent layers, if there are any, follow the forest."""
     if not recurrent_layers(model):
         return nullcontext()
-    from rolltree.training.tree_recurrence import tree_recurrence
+    from rolltree.training.models.tree_recurrence import tree_recurrence
 
     return tree_recurrence(model, _active.get)
 

@@ -22,7 +22,7 @@ from rolltree.training.layout import DEFAULT_BLOCK, FULL, Forest, Pattern, key_b
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-    from rolltree.training.recurrence_layout import RecurrenceLayout
+    from rolltree.training.models.recurrence_layout import RecurrenceLayout
 
 _UNSEEN = -1e30
 """Added to the score of a key that is not seen: finite, as a row may see nothing of a block."""
@@ -96,7 +96,7 @@ class TreeLayout:
         return bool((self.subtree_end == self.num_tokens).all())
 
     def _make_recurrence(self, _pattern: Pattern) -> RecurrenceLayout:
-        from rolltree.training.recurrence_layout import RecurrenceLayout
+        from rolltree.training.models.recurrence_layout import RecurrenceLayout
 
         return RecurrenceLayout(self.subtree_end, self.device)
 
@@ -104,7 +104,7 @@ class TreeLayout:
         return pattern.limit(self.depth) is None
 
     def _make_flex_mask(self, pattern: Pattern) -> BlockMask:
-        from rolltree.training.tree_flex import flex_mask
+        from rolltree.training.models.tree_flex import flex_mask
 
         return flex_mask(self.subtree_end, self.device, depth=self.depth, pattern=pattern)
 
@@ -310,7 +310,7 @@ def forest_attention(
     if full:
         pattern = FULL
     if layout.flex:
-        from rolltree.training.tree_flex import flex_forest_attention
+        from rolltree.training.models.tree_flex import flex_forest_attention
 
         mask = layout.flex_mask(pattern)
         return flex_forest_attention(query, key, value, mask, scale, softcap=softcap, sinks=sinks)

@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rolltree.errors import TrainingError
 from rolltree.inference.local.shell import body_of, trial_copy
 from rolltree.samples.transform import blank_records
 from rolltree.training.layout import Forest, collate
 from rolltree.training.rope_lengths import longest_exact
 from rolltree.training.tree_attention import tree_attention, tree_layout
-from rolltree.types import IntArray, Records, Sample
+from rolltree.values.errors import TrainingError
+from rolltree.values.types import IntArray, Records, Sample
 
 Shape: TypeAlias = tuple[int, tuple["Shape", ...]]
 """A segment of a tree: how many tokens it has, and the segments that follow it."""

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from rolltree.errors import TrainingError
-from rolltree.training.recurrent_layers import RECURRENT_TYPES, unknown_recurrence
+from rolltree.training.models.recurrent_layers import RECURRENT_TYPES, unknown_recurrence
 from rolltree.training.tree_probe import why_rows_differ, why_tree_differs
+from rolltree.values.errors import TrainingError
 
 Check: TypeAlias = Callable[[Any], str | None]
 """Takes a model's text configuration; returns why tree training is not exact for it, or None."""

@@ -14,13 +14,13 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from rolltree.errors import TrainingError
 from rolltree.samples import Skipped, prune_sample, take_records
 from rolltree.tokens import ROUTED_EXPERTS
 from rolltree.training.algorithms import Algorithm
 from rolltree.training.batches import rollout_names
 from rolltree.training.layout import BoolArray, LongArray
-from rolltree.types import Records, Sample, State
+from rolltree.values.errors import TrainingError
+from rolltree.values.types import Records, Sample, State
 
 CHANGED_SAMPLING = "changed_sampling"
 _ADVICE = {

@@ -42,7 +42,7 @@ def teach(folder: Path, answers: dict[str, str], *, with_tools: bool) -> None:
     """Write a tiny model into `folder` that answers as it was taught."""
     import torch
 
-    from rolltree.models import load_model
+    from rolltree.inference.models import load_model
 
     torch.set_num_threads(1)
     model, tokenizer = load_model("tiny")
@@ -96,6 +96,6 @@ def served(taught: Path) -> Iterator[Served]:
 @pytest.fixture(scope="module")
 def reference(taught: Path) -> Any:
     """The same weights in this process, for teacher forcing."""
-    from rolltree.models import load_model
+    from rolltree.inference.models import load_model
 
     return load_model(str(taught))

@@ -8,9 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
+from rolltree.gateway.serve import ServedModel, create_app
 from rolltree.inference.local import local_client
-from rolltree.inference.server import ServedModel, create_app
-from rolltree.models import load_model
+from rolltree.inference.models import load_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 

@@ -14,17 +14,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from serve_kit import ADD
 
-from rolltree.errors import ConfigError, PromptTooLong, TokenError
-from rolltree.inference.chat import ChatRenderer
-from rolltree.inference.deltas import MessageDeltas, SettledText, TextDeltas
-from rolltree.inference.engine import EngineOutput
-from rolltree.inference.parse import extract_versions
-from rolltree.inference.request_fields import token_in_fields
-from rolltree.inference.server import http as server_http
-from rolltree.inference.server.app import ServerOptions, is_loopback
-from rolltree.inference.server.http import object_in
-from rolltree.inference.server.model_server import ServedModel, choice_seeds
-from rolltree.inference.server.requests import (
+from rolltree.gateway.serve import http as server_http
+from rolltree.gateway.serve.app import ServerOptions, is_loopback
+from rolltree.gateway.serve.http import object_in
+from rolltree.gateway.serve.model_server import ServedModel, choice_seeds
+from rolltree.gateway.serve.requests import (
     CHAT_FIELDS,
     TEXT_FIELDS,
     RequestError,
@@ -34,14 +28,20 @@ from rolltree.inference.server.requests import (
     messages_of,
     parse_request,
 )
-from rolltree.inference.server.responses import (
+from rolltree.gateway.serve.responses import (
     Responses,
     ResponseStream,
     token_usage,
     version_spans,
 )
+from rolltree.inference.chat import ChatRenderer
+from rolltree.inference.deltas import MessageDeltas, SettledText, TextDeltas
+from rolltree.inference.engine import EngineOutput
+from rolltree.inference.parse import extract_versions
+from rolltree.inference.request_fields import token_in_fields
 from rolltree.testing.tokenizer import ByteTokenizer
-from rolltree.types import FinishReason, SamplingParams
+from rolltree.values.errors import ConfigError, PromptTooLong, TokenError
+from rolltree.values.types import FinishReason, SamplingParams
 
 RENDERER = ChatRenderer(ByteTokenizer())
 

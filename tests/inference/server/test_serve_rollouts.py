@@ -12,9 +12,9 @@ import serve_kit
 from serve_kit import ADD, TOKEN, Served
 
 from conftest import ASKED
-from rolltree.errors import ConnectionFailed, PromptTooLong, ServerError
 from rolltree.inference import ChatRenderer, EndpointPool, OpenAIClient, RetryPolicy
-from rolltree.types import FinishReason, GenerateRequest, ModelResponse, SamplingParams
+from rolltree.values.errors import ConnectionFailed, PromptTooLong, ServerError
+from rolltree.values.types import FinishReason, GenerateRequest, ModelResponse, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=90)
 FAST = RetryPolicy(max_retries=1, first_wait_s=0.01)

@@ -12,7 +12,7 @@ import serve_kit
 from serve_kit import ADD, TOKEN, Served
 
 from rolltree.inference import ChatRenderer, OpenAIClient
-from rolltree.types import SamplingParams
+from rolltree.values.types import SamplingParams
 
 openai = pytest.importorskip("openai")
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.model, pytest.mark.slow]
 
 @pytest.fixture(scope="module")
 def smollm2() -> Any:
-    from rolltree.models import load_model
+    from rolltree.inference.models import load_model
 
     return load_model("smollm2-135m")
 

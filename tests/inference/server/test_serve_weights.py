@@ -16,7 +16,7 @@ import pytest
 import serve_kit
 from serve_kit import ADMIN_TOKEN, TOKEN, Served
 
-from rolltree.errors import ConfigError, ModelError
+from rolltree.gateway.serve import ServedModel, create_app
 from rolltree.inference import (
     ChatRenderer,
     EndpointPool,
@@ -28,10 +28,10 @@ from rolltree.inference import (
     served_version,
 )
 from rolltree.inference.reachable import check_servers
-from rolltree.inference.server import ServedModel, create_app
-from rolltree.inference.weights.buckets import TensorSpec, specs_to_data
-from rolltree.inference.weights.receive import INDEX, safetensors_files
-from rolltree.types import ModelResponse, SamplingParams
+from rolltree.scale.weights.buckets import TensorSpec, specs_to_data
+from rolltree.scale.weights.receive import INDEX, safetensors_files
+from rolltree.values.errors import ConfigError, ModelError
+from rolltree.values.types import ModelResponse, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 QUESTIONS = ("7 + 5 =", "capital?", "count")
@@ -99,7 +99,7 @@ async def test_a_request_in_flight_goes_on_with_the_new_weights(
 ) -> None:
     import torch
 
-    from rolltree.models import load_model
+    from rolltree.inference.models import load_model
 
     client.tokens.logprobs_mode = "processed"
     asked = [{"role": "user", "content": "anything but an end"}]
@@ -346,7 +346,7 @@ async def test_a_server_that_is_told_to_stop_ends_a_transfer_that_waits() -> Non
 
 
 def load_tiny() -> list[tuple[str, Any]]:
-    from rolltree.models import load_model
+    from rolltree.inference.models import load_model
 
     return list(load_model("tiny")[0].named_parameters())
 

@@ -12,10 +12,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rolltree.errors import ConfigError, ModelError, PromptTooLong, TokenError, UnsupportedSetting
-from rolltree.inference.vllm import StepOutput, VllmEngine, vllm_client
+from rolltree.scale.vllm import StepOutput, VllmEngine, vllm_client
 from rolltree.testing import ByteTokenizer
-from rolltree.types import FinishReason, GenerateRequest, SamplingParams
+from rolltree.values.errors import (
+    ConfigError,
+    ModelError,
+    PromptTooLong,
+    TokenError,
+    UnsupportedSetting,
+)
+from rolltree.values.types import FinishReason, GenerateRequest, SamplingParams
 
 
 class FakeBackend:
@@ -298,7 +304,7 @@ async def test_the_context_of_a_model_whose_config_is_in_parts_is_that_of_its_te
         made.append(options)
         return FakeBackend()
 
-    monkeypatch.setattr("rolltree.inference.vllm.engine.VllmBackend", backend)
+    monkeypatch.setattr("rolltree.scale.vllm.engine.VllmBackend", backend)
     config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(max_position_embeddings=64))
     model = SimpleNamespace(config=config, generation_config=SimpleNamespace(eos_token_id=3))
     client = vllm_client(Path("no-folder"), model, ByteTokenizer())

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rolltree.inference.vllm.guard import RequireToken
+from rolltree.scale.vllm.guard import RequireToken
 
 
 async def answer(path, *headers, kind="http"):

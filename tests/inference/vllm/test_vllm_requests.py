@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from rolltree.errors import UnsupportedSetting
 from rolltree.inference.engine import check_extra, check_sampling, extra_of
-from rolltree.inference.vllm.engine import VllmEngine, VllmRequest, vllm_fields
-from rolltree.types import FinishReason, SamplingParams
+from rolltree.scale.vllm.engine import VllmEngine, VllmRequest, vllm_fields
+from rolltree.values.errors import UnsupportedSetting
+from rolltree.values.types import FinishReason, SamplingParams
 
 
 def fields(sampling, **settings):

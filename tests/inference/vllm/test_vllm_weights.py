@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rolltree.errors import ConfigError, ServerError
-from rolltree.inference.vllm import VllmBackend
-from rolltree.inference.vllm.engine import parameters_of
-from rolltree.inference.weights.publish import publish_weights
+from rolltree.scale.vllm import VllmBackend
+from rolltree.scale.vllm.engine import parameters_of
+from rolltree.scale.weights.publish import publish_weights
+from rolltree.values.errors import ConfigError, ServerError
 
 
 class Tied(torch.nn.Module):

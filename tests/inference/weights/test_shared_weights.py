@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transfer_kit import same, tensors
 
-from rolltree.errors import ConfigError, ModelError, PublishFailed
 from rolltree.inference import OpenAIClient, RetryPolicy
-from rolltree.inference.weights import ways as weight_ways
-from rolltree.inference.weights.receive import weights_mark
-from rolltree.inference.weights.shared import SharedWeights
-from rolltree.inference.weights.ways import AutoWay, SharedWay
+from rolltree.scale.weights import ways as weight_ways
+from rolltree.scale.weights.receive import weights_mark
+from rolltree.scale.weights.shared import SharedWeights
+from rolltree.scale.weights.ways import AutoWay, SharedWay
+from rolltree.values.errors import ConfigError, ModelError, PublishFailed
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_other_tensors_and_dtypes_that_no_file_can_hold_are_refused(shared):
 
 HOLDER = """
 import sys, time, torch
-from rolltree.inference.weights.shared import SharedWeights
+from rolltree.scale.weights.shared import SharedWeights
 shared = SharedWeights()
 shared.write([("a", torch.ones(1000))])
 print(shared.path, flush=True)

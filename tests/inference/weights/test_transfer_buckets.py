@@ -6,8 +6,7 @@ import pytest
 import torch
 from transfer_kit import bits, same, tensors
 
-from rolltree.errors import BadResponse, ConfigError
-from rolltree.inference.weights.buckets import (
+from rolltree.scale.weights.buckets import (
     TensorSpec,
     bucket_checksum,
     fill_buckets,
@@ -16,6 +15,7 @@ from rolltree.inference.weights.buckets import (
     specs_to_data,
     unpack_bucket,
 )
+from rolltree.values.errors import BadResponse, ConfigError
 
 
 def spec(name, size, dtype="int8"):

@@ -13,9 +13,9 @@ import pytest
 import torch
 from transfer_kit import Servers, same, tensors
 
-from rolltree.errors import ConfigError, ModelError
 from rolltree.inference import OpenAIClient, RetryPolicy, WeightTransfer, served_version
-from rolltree.inference.weights import channel
+from rolltree.scale.weights import channel
+from rolltree.values.errors import ConfigError, ModelError
 
 BUCKET = 2048  # "embed" is larger, the others share
 
@@ -60,7 +60,7 @@ TRAINER = """
 import asyncio, os, sys, time
 from transfer_kit import tensors
 from rolltree.inference import OpenAIClient, WeightTransfer
-from rolltree.inference.weights import channel
+from rolltree.scale.weights import channel
 
 pack = channel.pack
 

@@ -10,8 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import torch
 
-from rolltree.inference.weights import buckets, channel
-from rolltree.inference.weights.channel import Invitation, accept, receive
+from rolltree.scale.weights import buckets, channel
+from rolltree.scale.weights.channel import Invitation, accept, receive
 
 
 def tensors():

@@ -20,8 +20,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
-from rolltree.errors import UnsupportedSetting
 from rolltree.inference.local.plan import Alone, AttentionPlan, additive
+from rolltree.values.errors import UnsupportedSetting
 
 NAME = "rolltree_slots"
 # Attention modules do not pass unknown arguments on, so the plan is passed in a context variable.

@@ -11,7 +11,7 @@ from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.client_base import TokenClient, check_model
 from rolltree.inference.engine import EngineThread, SampledToken
 from rolltree.inference.local.engine import LocalEngine
-from rolltree.types import FinishReason, GenerateRequest
+from rolltree.values.types import FinishReason, GenerateRequest
 
 
 class LocalClient(TokenClient):

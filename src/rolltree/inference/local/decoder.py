@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rolltree.errors import ModelError
 from rolltree.inference.engine import EngineOutput, EngineRequest, EngineStats, SampledToken
 from rolltree.inference.local.runner import ModelRunner
 from rolltree.inference.local.sampling import Adjusted, Processors, sample
 from rolltree.inference.local.slots import SlotTable
-from rolltree.types import FinishReason
+from rolltree.values.errors import ModelError
+from rolltree.values.types import FinishReason
 
 if TYPE_CHECKING:
     from rolltree.inference.local.routing import ExpertTable

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from rolltree.errors import ConfigError, UnsupportedSetting
 from rolltree.inference.engine import DEFAULT_MAX_CONTEXT, EngineThread
 from rolltree.inference.local.decoder import Decoder, LocalRequest
 from rolltree.inference.local.probe import check_invariance, choose_route, max_stable_positions
 from rolltree.inference.local.sampling import PROCESSED, make_processors
 from rolltree.inference.local.slots import SlotTable
-from rolltree.types import IntArray, SamplingParams
+from rolltree.values.errors import ConfigError, UnsupportedSetting
+from rolltree.values.types import IntArray, SamplingParams
 
 logger = logging.getLogger("rolltree.inference")
 # The default number of prompt tokens per pass; on a CPU, the activations then fit into its cache.

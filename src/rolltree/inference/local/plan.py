@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rolltree.types import IntArray
+from rolltree.values.types import IntArray
 
 # Tokens of one batch-invariant pass: fewer mean more passes for a full batch, more mean waste for
 # a small batch.

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from rolltree.errors import UnsupportedSetting
 from rolltree.inference.local.runner import ModelRunner
 from rolltree.inference.local.shell import MOVING_ROPE, SHORT, cache_of, shell_of, trial_copy
 from rolltree.inference.local.slots import DummyLayer, KvShape, LayerShape
-from rolltree.types import IntArray
+from rolltree.values.errors import UnsupportedSetting
+from rolltree.values.types import IntArray
 
 if TYPE_CHECKING:
     from rolltree.inference.local.rows import RowMode, RowRunner

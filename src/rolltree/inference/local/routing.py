@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from rolltree.errors import UnsupportedSetting
 from rolltree.inference.local.plan import AttentionPlan
 from rolltree.inference.local.rows import RowRunner
 from rolltree.inference.local.runner import ModelRunner
 from rolltree.inference.local.shell import body_of, shell_of
-from rolltree.types import IntArray
+from rolltree.values.errors import UnsupportedSetting
+from rolltree.values.types import IntArray
 
 _TOPK = (torch.topk, torch.Tensor.topk)
 # A prime that is not a usual number of experts or heads, so a matrix with this many rows has one

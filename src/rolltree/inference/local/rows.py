@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from rolltree.inference.local.shell import cache_argument, cache_of, shell_of
 from rolltree.inference.local.slots import SlotTable
-from rolltree.types import IntArray
+from rolltree.values.types import IntArray
 
 
 class RowMode(StrEnum):

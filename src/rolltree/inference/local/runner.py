@@ -19,7 +19,7 @@ from rolltree.inference.local.lean import LeanForward
 from rolltree.inference.local.plan import AttentionPlan, invariant_plans, make_plan
 from rolltree.inference.local.shell import cache_argument, shell_of
 from rolltree.inference.local.slots import KvShape, SlotCache
-from rolltree.types import IntArray
+from rolltree.values.types import IntArray
 
 
 class ModelRunner:

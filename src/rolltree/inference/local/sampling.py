@@ -24,7 +24,7 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from rolltree.errors import UnsupportedSetting
+from rolltree.values.errors import UnsupportedSetting
 
 # Larger nuclei need a sort of the whole vocabulary, which costs seven times as much.
 _NUCLEUS = 1024

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from rolltree.inference.local.plan import AttentionPlan
-from rolltree.types import FloatArray, IntArray
+from rolltree.values.types import FloatArray, IntArray
 
 if TYPE_CHECKING:
     from rolltree.inference.local.decoder import LocalRequest

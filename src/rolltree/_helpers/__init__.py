@@ -1,0 +1,1 @@
+"""What several rooms need and users do not: files, tasks, threads, text, machines."""

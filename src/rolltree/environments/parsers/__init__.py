@@ -1,0 +1,52 @@
+"""Parsers: turn a model's text into a value that a rubric can score or a world can execute.
+
+Tool calls are parsed by `rolltree.inference`, because their format depends on the model.
+"""
+
+from typing import TYPE_CHECKING
+
+from rolltree._helpers.lazy import loader
+from rolltree.environments.parsers.parser import (
+    MaybeThinkParser,
+    Parser,
+    ThinkParser,
+    extract_boxed_answer,
+    extract_hash_answer,
+    text_of,
+)
+
+if TYPE_CHECKING:
+    from rolltree.environments.parsers.actions import ActionParser as ActionParser
+    from rolltree.environments.parsers.actions import as_text as as_text
+    from rolltree.environments.parsers.actions import by_function as by_function
+    from rolltree.environments.parsers.actions import compose_parsers as compose_parsers
+    from rolltree.environments.parsers.actions import from_parser as from_parser
+    from rolltree.environments.parsers.actions import one_of as one_of
+    from rolltree.environments.parsers.actions import tagged as tagged
+    from rolltree.environments.parsers.actions import without_thinking as without_thinking
+    from rolltree.environments.parsers.xml import XMLParser as XMLParser
+
+_MODULES = {
+    "actions": "ActionParser as_text by_function compose_parsers from_parser one_of tagged "
+    "without_thinking",
+    "xml": "XMLParser",
+}
+__getattr__ = loader(__name__, _MODULES)
+
+__all__ = [
+    "ActionParser",
+    "MaybeThinkParser",
+    "Parser",
+    "ThinkParser",
+    "XMLParser",
+    "as_text",
+    "by_function",
+    "compose_parsers",
+    "extract_boxed_answer",
+    "extract_hash_answer",
+    "from_parser",
+    "one_of",
+    "tagged",
+    "text_of",
+    "without_thinking",
+]

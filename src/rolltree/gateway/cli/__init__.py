@@ -1,0 +1,1 @@
+"""The commands `rolltree gateway` and `rolltree serve`."""

@@ -1,0 +1,1 @@
+"""Stored runs looked at: audit, compare, replay, rescore, search, export, the page."""

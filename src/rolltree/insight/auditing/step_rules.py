@@ -1,0 +1,131 @@
+"""The rules that compare steps, settings and events with each other."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rolltree._helpers.files import read_regular
+from rolltree.insight.auditing.rules import CLOCK_S, AuditRule, Found, InRun, Stored
+from rolltree.records.values import number_of
+from rolltree.store.metric_table import metric_of
+from rolltree.training.plan import PHASE
+from rolltree.values.errors import StoreError
+
+_MOST_BYTES = 2**24
+_ROUNDING = 1e-4
+_PARTS_OF_STEP = ("time/wait_for_batch", "time/train_s", "time/broadcast_weights", "time/paused_s")
+
+
+def _impossible_metrics(stored: Stored) -> Iterator[Found]:
+    for row in stored.run.steps():
+        for name, given in row.metrics.items():
+            metric = metric_of(name)
+            if metric is None:
+                yield Found(f"a training stores no metric {name}", step=row.step)
+                continue
+            value, (least, most) = number_of(given), metric.bounds
+            if value is None or least - _ROUNDING <= value <= most + _ROUNDING:
+                continue
+            span = f"{least:g} or more" if most == math.inf else f"from {least:g} to {most:g}"
+            yield Found(f"{name} is {value:g}, but it can only be {span}", step=row.step)
+        whole = number_of(row.metrics.get("time/step"))
+        for name in _PARTS_OF_STEP:
+            part = number_of(row.metrics.get(name))
+            if whole is not None and part is not None and part > whole + _ROUNDING:
+                yield Found(
+                    f"time/step is {whole:g} s, but {name} in it is {part:g} s", step=row.step
+                )
+
+
+def _differing_settings(stored: Stored) -> Iterator[Found]:
+    """Compare steps and plans with the settings, unless these changed during the run."""
+    run, config = stored.run, stored.config
+    if config is None or any(event.data.get("changed") for event in run.events("resumed")):
+        return
+    steps = [row for row in run.steps() if row.step > stored.first]
+    train, optim = config.train, config.optim
+    last = max((row.step for row in steps), default=0)
+    if last > train.num_steps:
+        yield _differs("the last step is", last, "train.num_steps", train.num_steps, last)
+    for row in steps:
+        rate = number_of(row.metrics.get("train/learning_rate"))
+        is_full = optim.schedule == "constant" and row.step > optim.warmup_steps
+        wrong = rate is not None and (rate > optim.lr * 1.000001 or (is_full and rate < optim.lr))
+        if wrong and not math.isclose(rate or 0.0, optim.lr, rel_tol=1e-6):
+            yield _differs("its learning rate is", rate, "optim.lr", optim.lr, row.step)
+    groups: defaultdict[int, set[str]] = defaultdict(set)
+    for item in stored.facts:
+        label = item.group_id.rpartition("/")[2]
+        if item.phase == PHASE and item.train_step is not None and label[:1] == "g":
+            groups[item.train_step].add(label)
+    most = config.algorithm.groups_per_step
+    for step, labels in sorted(groups.items()):
+        if len(labels) > most:
+            yield _differs("its groups are", len(labels), "algorithm.groups_per_step", most, step)
+    planned: Mapping[str, Any] = run.meta.get("planned") or {}
+    if planned.get("steps", train.num_steps) != train.num_steps:
+        yield _differs("planned steps are", planned["steps"], "train.num_steps", train.num_steps)
+    size = config.eval.num_examples * config.eval.rollouts_per_example
+    for done in run.evaluations():
+        number = planned.get(f"phase/{done.phase}", 0)
+        if 0 < size < number:
+            yield _differs(f"{done.phase} plans", number, "the size set in eval", size, done.step)
+
+
+def _differs(what: str, said: object, name: str, wanted: object, step: int | None = None) -> Found:
+    return Found(f"{what} {said}, but {name} is {wanted}", step=step)
+
+
+def _missing_checkpoints(stored: Stored) -> Iterator[Found]:
+    saved = {event.step for event in stored.run.events("checkpoint")}
+    if stored.config is None or not saved:
+        return
+    every, last = (
+        stored.config.checkpoint.every,
+        max((r.step for r in stored.run.steps()), default=0),
+    )
+    owed = [step for step in range(stored.first + 1, last) if step % every == 0]
+    for step in sorted({*owed} - saved):
+        yield Found(
+            f"a checkpoint is saved every {every} steps, but the events have none for this step",
+            step=step,
+        )
+
+
+def _late_rollouts(stored: Stored) -> Iterator[Found]:
+    ended = {
+        str(event.data.get("phase")): event.created_at for event in stored.run.events("evaluation")
+    }
+    for item in stored.facts:
+        late_s = item.created_at - ended.get(item.phase, math.inf)
+        if late_s > CLOCK_S:
+            yield Found(
+                f"it was stored {late_s:.0f} s after the evaluation {item.phase} had ended",
+                item.place,
+            )
+
+
+def _settings_for_people(stored: Stored) -> Iterator[Found]:
+    from rolltree.store.settings import config_text
+
+    text = config_text(stored.run.config).encode()
+    try:
+        read = read_regular(stored.run.path / "config.json", _MOST_BYTES)
+    except (OSError, StoreError):  # a copy of a run may lack it
+        return
+    if read != text:
+        yield Found(
+            "config.json differs from the run's stored settings, which are what it ran with"
+        )
+
+
+STEP_RULES: tuple[AuditRule[InRun], ...] = (
+    AuditRule("steps", "impossible_metric", _impossible_metrics),
+    AuditRule("steps", "settings_differ", _differing_settings),
+    AuditRule("steps", "missing_checkpoint", _missing_checkpoints),
+    AuditRule("times", "late_rollout", _late_rollouts),
+    AuditRule("storage", "settings_file_differs", _settings_for_people),
+)

@@ -1,0 +1,1 @@
+"""A run on more than one process: servers, vLLM, weights on their way, clusters."""

@@ -1,0 +1,1 @@
+"""What only some models or settings ask for: adapters, ranks, recurrence, routed experts."""

@@ -1,0 +1,1 @@
+"""Every value that several rooms share, and the one hierarchy of exceptions."""
