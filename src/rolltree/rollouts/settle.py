@@ -1,4 +1,4 @@
-"""`settle_state`: repairs what other people's code left in a state, before it is scored and stored.
+"""`settle_state`: a state can be scored and stored, whatever other people's code left in it.
 
 Environments and agents may write anything into a state, perhaps only after some answers. A value
 that nobody can score, train or store is replaced, and the rollout says so in its
@@ -8,22 +8,18 @@ that nobody can score, train or store is replaced, and the rollout says so in it
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Mapping
-from copy import deepcopy
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from rolltree.inference.client import may_follow
-from rolltree.tokens import Trajectory, assigned_value, is_plain_step
-from rolltree.values.errors import record_error
-from rolltree.values.state import INPUT_FIELDS, OF_ENVIRONMENT, RAISED
-from rolltree.values.steps import MAX_REWARD, as_number
-from rolltree.values.types import ErrorRecord, RolloutTiming, State
+from rolltree.tokens import is_plain_step
+from rolltree.values.state import INPUT_FIELDS, RAISED
+from rolltree.values.steps import MAX_REWARD
+from rolltree.values.types import RolloutTiming, State
 
-_TEXTS = ("agent", "parent_rollout", "stop_condition", "truncation_reason")
-_NUMBERS = ("reward", "advantage", "bootstrap_value")
-_TIMES = tuple(RolloutTiming.__annotations__)
+TEXTS = ("agent", "parent_rollout", "stop_condition", "truncation_reason")
+NUMBERS = ("reward", "advantage", "bootstrap_value")
+TIMES = tuple(RolloutTiming.__annotations__)
 
 
 def settle_state(
@@ -39,22 +35,16 @@ def settle_state(
     # This runs several times for every rollout, and nearly every one has nothing odd.
     if (row is None or _is_whole(state, row)) and _is_plain(state):
         return
-    settled = _Settled(state)
-    if row is not None:
-        settled.restore(row, calls)
-    settled.calls()
-    settled.values()
-    settled.error()
-    if settled.odd:
-        message = f"{', '.join(settled.odd[:8])}: not what belongs there, so it was replaced."
-        settled.note(ErrorRecord("ValueError", message, "", "environment", "episode"))
+    from rolltree.rollouts.repair import repair_state
+
+    repair_state(state, row, calls)
 
 
 _NONE = type(None)
 _PLAIN_TYPES = (
     *((key, frozenset([_NONE])) for key in ("error", "final_env_response", *RAISED)),
-    *((key, frozenset([float, _NONE])) for key in _NUMBERS),
-    *((key, frozenset([str, _NONE])) for key in _TEXTS),
+    *((key, frozenset([float, _NONE])) for key in NUMBERS),
+    *((key, frozenset([str, _NONE])) for key in TEXTS),
     ("depth", frozenset([int, _NONE])),
     ("metrics", frozenset([dict, _NONE])),
     ("completion", frozenset([str, list, _NONE])),
@@ -68,7 +58,7 @@ def _is_plain(state: State) -> bool:
         if type(get(state, key)) not in types:
             return False
     metrics = get(state, "metrics")
-    for number in (*map(partial(get, state), _NUMBERS), *(metrics.values() if metrics else ())):
+    for number in (*map(partial(get, state), NUMBERS), *(metrics.values() if metrics else ())):
         if number is not None and (type(number) is not float or not abs(number) <= MAX_REWARD):
             return False
     steps = get(state, "trajectory")
@@ -82,178 +72,10 @@ def _is_whole(state: State, row: Mapping[str, Any]) -> bool:
         isinstance(source, dict)
         and isinstance(timing, dict)
         and all(key in source for key in INPUT_FIELDS if key in row)
-        and all(_is_finite(timing.get(key)) for key in _TIMES)
+        and all(is_finite(timing.get(key)) for key in TIMES)
     )
 
 
-class _Settled:
-    """One state that is being repaired, and what was odd in it."""
-
-    def __init__(self, state: State) -> None:
-        self.state = state
-        self.odd: list[str] = []
-        # Not `State.get`, which looks into an input that may be anything.
-        self.get: Callable[[str], Any] = partial(dict.get, state)
-
-    def put(self, key: str, value: Any) -> None:
-        self.odd.append(f"state[{key!r}] was {_shown(self.get(key))}")
-        dict.__setitem__(self.state, key, value)
-
-    def note(self, error: ErrorRecord) -> None:
-        raised = {**(self.get("environment_errors") or {})}
-        # The first error may have caused the others.
-        raised.setdefault(OF_ENVIRONMENT, error.as_dict())
-        dict.__setitem__(self.state, "environment_errors", raised)
-
-    def restore(self, row: Mapping[str, Any], calls: list[Any] | None) -> None:
-        source = self.get("input")
-        if not isinstance(source, dict):
-            self.put("input", deepcopy(dict(row)))
-        else:
-            for key in INPUT_FIELDS:
-                if key in row and key not in source:
-                    source[key] = deepcopy(row[key])
-        steps: Any = self.get("trajectory")
-        if not isinstance(steps, list):
-            self.put("trajectory", Trajectory() if calls is None else calls)
-        elif not all(isinstance(step, dict) for step in steps):
-            self.put("trajectory", Trajectory.of([*filter(_is_dict, steps)]))
-        timing = self.get("timing")
-        if not isinstance(timing, dict) or not all(_is_finite(timing.get(key)) for key in _TIMES):
-            fresh = RolloutTiming(
-                start_time=time.time(), generation_ms=0.0, scoring_ms=0.0, total_ms=0.0
-            )
-            self.put("timing", fresh)
-
-    def calls(self) -> None:
-        steps = self.get("trajectory")
-        for index, step in enumerate(steps if isinstance(steps, list) else ()):
-            if isinstance(step, dict) and not is_plain_step(step):
-                self._call(index, step)
-
-    def _call(self, index: int, step: dict[str, Any]) -> None:
-        def put(key: str, value: Any) -> None:
-            self.odd.append(f"step {index}'s {key} was {_shown(assigned_value(step, key))}")
-            step[key] = value
-
-        for key in ("prompt", "completion"):
-            if not isinstance(assigned_value(step, key, ""), str | list):
-                put(key, "" if isinstance(assigned_value(step, "prompt"), str) else [])
-        if not isinstance(assigned_value(step, "extras"), Mapping | None):
-            put("extras", {})
-        for key, instead in (("reward", 0.0), ("advantage", None)):
-            value = assigned_value(step, key)
-            number = _number(value)
-            if number is not value:
-                if number is None:
-                    put(key, instead)
-                else:
-                    step[key] = number
-
-    def values(self) -> None:
-        for key in RAISED:
-            errors = self.get(key)
-            if errors is not None and not (
-                isinstance(errors, dict) and all(isinstance(e, Mapping) for e in errors.values())
-            ):
-                self.put(key, {})
-        for key in _NUMBERS:
-            value = self.get(key)
-            number = _number(value)
-            if number is not value:
-                if number is None:
-                    self.put(key, 0.0 if key == "reward" else None)
-                else:
-                    dict.__setitem__(self.state, key, number)
-        for key in _TEXTS:
-            value = self.get(key)
-            if value is not None and not isinstance(value, str):
-                self.put(key, _shown(value))
-        depth = self.get("depth")
-        if depth is not None and not isinstance(depth, int):
-            self.put("depth", 0)
-        self._metrics()
-        self._messages()
-
-    def _metrics(self) -> None:
-        metrics = self.get("metrics")
-        if metrics is None:
-            return
-        if not isinstance(metrics, dict):
-            self.put("metrics", {})
-            return
-        numbers = {str(name): _number(value) for name, value in metrics.items()}
-        lost = [n for n, value in metrics.items() if value is not None and numbers[str(n)] is None]
-        if lost:
-            self.put("metrics", numbers)
-        elif any(
-            type(value) not in (int, float) for value in metrics.values() if value is not None
-        ):
-            dict.__setitem__(self.state, "metrics", numbers)
-
-    def _messages(self) -> None:
-        if not isinstance(self.get("completion"), str | list | None):
-            self.put("completion", None)
-        said = self.get("final_env_response")
-        source = self.get("input")
-        is_text = isinstance(source, Mapping) and isinstance(source.get("prompt"), str)
-        if said is None or (isinstance(said, str) if is_text else _are_messages(said)):
-            return
-        text = said if isinstance(said, str) else _shown(said)
-        self.put("final_env_response", text if is_text else [{"role": "user", "content": text}])
-
-    def error(self) -> None:
-        error = self.get("error")
-        if error is None or isinstance(error, ErrorRecord):
-            return
-        if isinstance(error, BaseException):
-            record = record_error(error, "environment")
-            is_scored = may_follow(error) if isinstance(error, Exception) else True
-        else:
-            told: Mapping[str, Any] = error if isinstance(error, Mapping) else {}
-            name, message = told.get("type"), told.get("message")
-            record = ErrorRecord(
-                str(name or type(error).__name__),
-                str(message or (error if isinstance(error, str) else _shown(error)))[:10_000],
-                "",
-                "environment",
-                "episode",
-            )
-            is_scored = True
-        # What it wrote after an answer must not decide whether the rollout has a reward.
-        if is_scored and self.get("trajectory"):
-            dict.__setitem__(self.state, "error", None)
-            self.note(record)
-        else:
-            dict.__setitem__(self.state, "error", record)
-            dict.__setitem__(self.state, "reward", None)
-
-
-def _is_dict(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
-def _number(value: Any) -> float | None:
-    """Return a value as a float, as itself if it is one already; None if it is not a number."""
-    if value is None:
-        return None
-    try:
-        return as_number(value)
-    except Exception:  # noqa: BLE001  a `__float__` may raise anything
-        return None
-
-
-def _is_finite(value: Any) -> bool:
+def is_finite(value: Any) -> bool:
+    """Whether a value is a number that is neither infinite nor NaN."""
     return isinstance(value, int | float) and math.isfinite(value)
-
-
-def _are_messages(value: Any) -> bool:
-    return isinstance(value, list | tuple) and all(isinstance(each, Mapping) for each in value)
-
-
-def _shown(value: Any) -> str:
-    try:
-        text = repr(value)
-    except Exception:  # noqa: BLE001  a `__repr__` may raise anything
-        text = f"a {type(value).__name__}"
-    return text if len(text) <= 80 else f"{text[:80]}..."
