@@ -289,6 +289,9 @@ STRANGER = {
     "an evaluation's metric": (event_metric, "rewards", "evaluation_differs"),
     "an evaluation's failures": (event_count, "rewards", "evaluation_differs"),
     "a kept report": (kept_mean, "rewards", "report_differs"),
+    # settings that nobody could have trained with
+    "an unknown setting": (setting("optim", nonsense=1), "steps", "settings_unreadable"),
+    "a size in words": (setting("algorithm", group_size="four"), "steps", "settings_unreadable"),
     # counts and metrics of steps
     "a count of records": (metric(train__num_records=9.0), "steps", "metrics_differ"),
     "a count of skipped records": (

@@ -184,7 +184,13 @@ class _Audit:
             config = load_train_config({name: known.get(name, {}) for name in _SECTIONS})
             config = as_started(config, known)
         except ConfigError as error:
-            self._skip_training(f"this rolltree cannot read the run's settings: {error}")
+            # Else a wrong setting would hide whatever else is wrong.
+            self.ledger.find(
+                *("steps", "settings_unreadable"),
+                "this rolltree cannot read the run's settings, so it cannot check what follows "
+                f"from them; did a newer one write them? {error}",
+            )
+            self._skip_training("the run's settings cannot be read")
             return None
         first = int((meta.get("forked_from") or {}).get("step", 0))
         training = TrainingAudit(self.run, config, self.ledger, first)
