@@ -170,7 +170,7 @@ _OLD_NAMES: dict[str, str] = {
     "GroupRewardFunc IndividualRewardFunc Message RewardFunc concat_messages load_example_dataset "
     "maybe_await print_prompt_completions_sample setup_logging",
 }
-"""Names of verifiers 0.1.8 for environments whose import line was changed (`compat`)."""
+"""Names of verifiers 0.1.8 for environments whose import line was changed (`verifiers`)."""
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names.split()}
 _OLD_ROOM_OF = {name: room for room, names in _OLD_NAMES.items() for name in names.split()}
 

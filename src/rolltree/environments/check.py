@@ -345,7 +345,7 @@ async def play(env: Environment, rows: Any, index: int, probe: Probe) -> State:
 
 
 async def _generate(env: Environment, row: Any, probe: Probe) -> State:
-    """Play one row with `Environment.generate`, which records errors that compat's raises."""
+    """Play one row with `Environment.generate`, which records errors that verifiers' raises."""
     # A fixed seed: a finding must be reproducible.
     results = await Environment.generate(env, list(row), probe, seed=1)
     return results.state[0]
