@@ -127,6 +127,11 @@ class TestKinds:
         assert errors.error_kind(openai.APITimeoutError(request)) == "infrastructure"
         assert errors.error_kind(refused) == "episode"
 
+    def test_an_address_that_is_none_needs_no_network(self):
+        httpx = pytest.importorskip("httpx")
+        assert errors.error_kind(httpx.UnsupportedProtocol("no http://")) == "episode"
+        assert errors.error_kind(httpx.ConnectError("refused")) == "machine"
+
     @pytest.mark.parametrize(
         ("stored", "kind"),
         [

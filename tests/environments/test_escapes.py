@@ -245,6 +245,57 @@ async def test_the_end_of_the_program_or_of_a_replay_passes(error):
         await env.rollout(env.example("eval", 0), ScriptedModel("two"), "m")
 
 
+@escapes
+@pytest.mark.parametrize("name", ["add_model_response", "rollout"])
+async def test_what_escapes_around_the_first_answer_is_scored(name, error):
+    async def method(self, *given, **named):
+        if name == "rollout":
+            await Echo.rollout(self, *given, **named)
+        raise error
+
+    env = type("Hooked", (Echo,), {name: method})()
+    for result in await played(env, ScriptedModel("one", "two")):
+        (state,) = result.states
+        assert (result.error, state["stop_condition"]) == (None, "environment_raised")
+        assert state["environment_errors"]["environment"]["type"] == type(error).__name__
+        assert state["reward"] is not None
+
+
+async def test_a_cleanup_whose_task_group_raises_is_recorded():
+    async def fails():
+        raise ValueError("no")
+
+    class Hooked(Echo):
+        @cleanup
+        async def close(self, state):
+            async with asyncio.TaskGroup() as group:
+                group.create_task(fails())
+
+    (result,) = await played(Hooked(), ScriptedModel("one"), 1)
+    assert result.states[0]["cleanup_errors"][0]["type"] == "ExceptionGroup"
+    assert (result.error, result.states[0]["reward"]) == (None, 1.0)
+
+
+async def test_an_emptied_trajectory_hides_no_answer():
+    class Hooked(Echo):
+        async def env_response(self, messages, state):
+            state["trajectory"].clear()
+            raise ValueError("illegal move")
+
+    (result,) = await played(Hooked(), ScriptedModel("two"), 1)
+    assert (result.error, result.states[0]["reward"]) == (None, 0.0)
+
+
+async def test_a_text_as_a_later_prompt_of_a_chat_is_scored():
+    class Hooked(Echo):
+        async def get_prompt_messages(self, state):
+            given = await super().get_prompt_messages(state)
+            return "go on" if state["trajectory"] else given
+
+    (result,) = await played(Hooked(), ScriptedModel("two"), 1)
+    assert (result.error, result.states[0]["reward"]) == (None, 0.0)
+
+
 async def test_a_client_that_cancels_a_call_is_the_weather():
     def closed(messages):
         raise asyncio.CancelledError

@@ -168,6 +168,8 @@ WRITES = {
     "metric": lambda s: s.__setitem__("metrics", {"a": "x", "b": np.float32(1), 3: [1]}),
     "input": lambda s: s.__setitem__("input", None),
     "empty input": lambda s: s.__setitem__("input", {}),
+    "row's prompt": lambda s: s.__setitem__("prompt", "another question"),
+    "row's task": lambda s: s.__setitem__("task", ["buy", "milk"]),
     "depth": lambda s: s.__setitem__("depth", "deep"),
     "clear": lambda s: s.clear(),
     "timing": lambda s: s.__setitem__("timing", None),
@@ -212,6 +214,24 @@ def test_an_error_that_an_environment_writes_after_an_answer_is_named_and_scored
     assert state["error"] is None
     assert state["reward"] == 1.0
     assert named(state) == "invalid move"
+
+
+def test_a_task_that_cannot_be_hashed_loses_no_results():
+    states = Writes(WRITES["row's task"]).evaluate_sync(rt.ScriptedClient(["x"] * 4)).state
+    assert [state["reward"] for state in states] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("reward", [None, "nothing"])
+def test_a_rubric_that_leaves_no_reward_counts_as_one_that_raises(reward):
+    class Lazy(rt.Rubric):
+        async def score_rollout(self, state):
+            if reward is None:
+                state["reward"] = None
+
+    env = rt.SingleTurnEnv(dataset=ROWS, rubric=Lazy(), env_id="lazy")
+    (state, _) = env.evaluate_sync(rt.ScriptedClient(["x"])).state
+    assert (state["reward"], state["error"]) == (0.0, None)
+    assert "left no reward" in state["scoring_errors"]["Lazy"]["message"]
 
 
 def test_an_error_that_an_environment_writes_before_the_first_answer_fails_the_rollout():

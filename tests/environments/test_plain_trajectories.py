@@ -170,5 +170,5 @@ async def test_what_is_no_list_is_named(name, value):
     plain = name == "rolltree"
     with nullcontext() if plain else pytest.raises(ConfigError) as raised:
         state = await env.rollout(env.dataset[0], model(), "m")
-    message = state["error"].message if plain else str(raised.value)
-    assert type(value).__name__ in message
+    said = state["environment_errors"]["environment"]["message"] if plain else str(raised.value)
+    assert type(value).__name__ in said

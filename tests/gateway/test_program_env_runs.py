@@ -1,6 +1,5 @@
 """Programs in whole runs: killed and continued, by command, replayed, trained."""
 
-import asyncio
 import json
 import subprocess
 import sys
@@ -12,8 +11,6 @@ from program_kit import rows, said, script, wait_for_death
 
 import rolltree as rt
 from rolltree.cli import app
-from rolltree.gateway.calls import AgentCall
-from rolltree.insight import recorded
 from rolltree.rollouts.decode import decode_results
 from rolltree.store import Run
 from rolltree.testing import ScriptedClient, ScriptedServer
@@ -163,53 +160,6 @@ def test_it_trains(tmp_path):
     assert [state["error"] for state in states] == [None] * 16
     assert {len(state["trajectory"]) for state in states} == {2}
     assert rt.audit(tmp_path / "run").ok
-
-
-class LastFirst(ScriptedClient):
-    """Answers calls with their number; the last call is answered first."""
-
-    def __init__(self, num):
-        super().__init__([])
-        self.asked, self.answered = 0, [asyncio.Event() for _ in range(num)]
-
-    async def respond(self, call, memory):
-        number = self.asked
-        self.asked += 1
-        for later in self.answered[number + 1 :]:
-            await later.wait()
-        memory.script.source = lambda messages: f"answer {number}"
-        response = await super().respond(call, memory)
-        self.answered[number].set()
-        return response
-
-
-def votes(texts):
-    """Return an environment whose program makes these calls at once."""
-
-    async def agent(session, state):
-        calls = [session.complete(AgentCall([{"role": "user", "content": text}])) for text in texts]
-        return [answer.text for answer in await asyncio.gather(*calls)]
-
-    def best(state):
-        return float(state["program"]["returned"] == ["answer 0", "answer 1", "answer 2"])
-
-    return rt.ProgramEnv(agent, dataset=rows(1), rubric=rt.Rubric([best]), env_id="votes")
-
-
-@pytest.mark.parametrize("texts", ["aaa", "abc"])
-def test_parallel_calls_of_a_program_get_their_own_answers_in_a_replay(tmp_path, texts):
-    with Run.open_or_create(tmp_path / "run", config={"env": "votes"}) as run:
-        assert rt.evaluate(votes(texts), LastFirst(3), run=run).reward.mean == 1.0
-    (report,) = rt.replay_many(tmp_path / "run", votes(texts))
-    assert report.is_equal, report.difference
-
-
-def test_a_parallel_call_that_is_not_made_any_more_is_a_difference(tmp_path, monkeypatch):
-    monkeypatch.setattr(recorded, "_TURN_S", 0.01)
-    with Run.open_or_create(tmp_path / "run", config={"env": "votes"}) as run:
-        rt.evaluate(votes("abc"), LastFirst(3), run=run)
-    (report,) = rt.replay_many(tmp_path / "run", votes("ab"))
-    assert (report.difference.kind, report.difference.recorded["content"]) == ("missing call", "c")
 
 
 def test_the_example_plays_the_same_in_process_and_as_a_command():

@@ -19,7 +19,7 @@ from rolltree._helpers.finished import Finished
 from rolltree._helpers.html_view import html_table
 from rolltree._helpers.tasks import contained, run_sync, yield_fairly
 from rolltree.environments.dataset import Data, RowFormat, Rows
-from rolltree.environments.lifecycle import failure_of
+from rolltree.environments.lifecycle import end_raised, failure_of, is_scored
 from rolltree.environments.openai_view import OpenAIView
 from rolltree.environments.rubrics import Rubric, write_advantages
 from rolltree.environments.scoring import score_episode
@@ -278,9 +278,12 @@ class BatchRunner(ABC):
         except Exception as error:  # noqa: BLE001  an overridden rollout() may raise: it is data
             # If the episode got as far as a state, its steps are kept.
             states = [episode.states[-1] if episode.states else _empty_state(request)]
-            if states[0].get("error") is None:
-                states[0]["error"] = failure_of(error)
-            states[0]["reward"] = None
+            settle_state(states[0], request.input)
+            if states[0].is_answered and states[0].error is None and is_scored(error):
+                end_raised(states[0], error)
+            else:
+                states[0].error = states[0].error or failure_of(error)
+                states[0].reward = None
         finally:
             # Also when cancelled: nothing was returned then, but the episode has the states so far.
             for made in states if states is not None else episode.states:
@@ -363,7 +366,8 @@ class BatchRunner(ABC):
             env_id=self.env_id,
             model=name,
             sampling_args=args,
-            num_examples=len({(state.task, state.example_id) for state in states}),
+            # An environment may have put anything there.
+            num_examples=len({repr((s.get("task"), s.get("example_id"))) for s in states}),
             rollouts_per_example=rollouts_per_example,
             num_rollouts=len(states),
             num_failed=sum(state.error is not None for state in states),

@@ -358,8 +358,7 @@ class Environment(BatchRunner):
         the first are recorded with the temperature and the policy version of the request that the
         loop made, or with the state's if there is no loop.
         """
-        given = response.get("id") if isinstance(response, Mapping) else response
-        if (given if isinstance(given, str) else getattr(given, "id", None)) == OVERLONG_PROMPT:
+        if is_overlong(response):
             state.prompt_too_long = True
             known = getattr(response, "info", None) or {}
             state["overlong_prompt"] = known.get("problem")
@@ -469,8 +468,9 @@ class Environment(BatchRunner):
                     with contained():
                         await maybe_await(handler, state)
             except (Exception, asyncio.CancelledError) as error:
-                # Recorded; the other handlers must still run.
-                if being_cancelled():
+                # Recorded; the other handlers must still run. A TaskGroup whose task raised leaves
+                # the look of a cancellation behind (Python 3.11 and 3.12).
+                if isinstance(error, asyncio.CancelledError) and being_cancelled():
                     raise
                 logger.warning("cleanup %s of %s failed: %s", handler.__name__, self.env_id, error)
                 state.setdefault("cleanup_errors", []).append(
@@ -482,9 +482,9 @@ class Environment(BatchRunner):
             try:
                 with contained():
                     await maybe_await(handler)
-            except (Exception, asyncio.CancelledError):
+            except (Exception, asyncio.CancelledError) as error:
                 # Logged; the other handlers must still run.
-                if being_cancelled():
+                if isinstance(error, asyncio.CancelledError) and being_cancelled():
                     raise
                 logger.exception("teardown %s of %s failed", handler.__name__, self.env_id)
 
@@ -510,3 +510,9 @@ async def maybe_await(hook: Callable[..., Any], *args: Any) -> Any:
     if type(value) is CoroutineType or inspect.isawaitable(value):
         return await value
     return value
+
+
+def is_overlong(response: Any) -> bool:
+    """Whether a response says that the prompt was too long for the model, and so answers nothing."""
+    given = response.get("id") if isinstance(response, Mapping) else response
+    return (given if isinstance(given, str) else getattr(given, "id", None)) == OVERLONG_PROMPT

@@ -203,6 +203,13 @@ def is_scored(error: Exception) -> bool:
     return may_follow(error) and not is_model
 
 
+def end_raised(state: State, error: Exception) -> None:
+    """Mark a rollout as ended by its environment's own code, which raised after an answer."""
+    note_raised(state, failure_of(error))
+    state.truncated, state.truncation_reason = True, TruncationReason.ENV.value
+    state.stop_condition = "environment_raised"
+
+
 def note_raised(state: State, error: ErrorRecord) -> None:
     """Keep the error of an environment's own code in a state that is scored nevertheless."""
     state["environment_errors"] = {OF_ENVIRONMENT: error.as_dict()}

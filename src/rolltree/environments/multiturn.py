@@ -14,12 +14,11 @@ import msgspec
 
 from rolltree._helpers.tasks import contained
 from rolltree.environments.completion import appended_messages, conversation
-from rolltree.environments.environment import Environment, maybe_await
+from rolltree.environments.environment import Environment, is_overlong, maybe_await
 from rolltree.environments.lifecycle import (
-    failure_of,
+    end_raised,
     in_phase,
     is_scored,
-    note_raised,
     stop,
 )
 from rolltree.environments.openai_view import OpenAIView
@@ -33,6 +32,7 @@ from rolltree.values.errors import ConfigError, message_of
 from rolltree.values.seeds import CallSeeds
 from rolltree.values.types import (
     Messages,
+    MessageType,
     RolloutInput,
     SamplingArgs,
     State,
@@ -148,7 +148,7 @@ class MultiTurnEnv(Environment):
             state.trajectory = Trajectory.of(state.trajectory)
         except Exception as error:  # noqa: BLE001  a failed rollout is data
             settle_state(state, input, calls)
-            if state.trajectory and is_scored(error):
+            if state.is_answered and is_scored(error):
                 self._end_raised(state, error)
             else:
                 self.record_failure(state, error)
@@ -219,13 +219,14 @@ class MultiTurnEnv(Environment):
                         message_type=self.message_type,
                     )
                 except Exception as error:
-                    if state.trajectory and (problem := _problem_of(prompt)):
+                    if state.is_answered and (problem := _problem_of(prompt, self.message_type)):
                         raise unsendable_error(self, problem) from error
                     # The request may be refused because of what it quotes of earlier answers.
-                    if not state.trajectory or not is_refusal(error):
+                    if not state.is_answered or not is_refusal(error):
                         raise
                     await self._end_refused(state, prompt, error)
                     break
+                state.was_answered = state.was_answered or not is_overlong(response)
                 overrides = type(self).add_model_response is not Environment.add_model_response
                 with in_phase("environment" if overrides else "model"):
                     await self.add_model_response(state, prompt, response)
@@ -249,10 +250,8 @@ class MultiTurnEnv(Environment):
 
     def _end_raised(self, state: State, error: Exception) -> None:
         """End a rollout as truncated, since the environment's own code raised after an answer."""
-        note_raised(state, failure_of(error))
+        end_raised(state, error)
         state.trajectory = Trajectory.of(state.trajectory)
-        state.truncated, state.truncation_reason = True, TruncationReason.ENV.value
-        state.stop_condition = "environment_raised"
         if not state.is_completed:
             state.is_completed = True
             self._settle_ending(state)
@@ -280,8 +279,10 @@ def _follows(said: Messages, answer: Any) -> bool:
     return isinstance(answer, list | tuple) and all(isinstance(m, Mapping) for m in answer)
 
 
-def _problem_of(prompt: Messages) -> str | None:
+def _problem_of(prompt: Messages, message_type: MessageType) -> str | None:
     """Return why no client can send a prompt; None if it is well formed."""
+    if isinstance(prompt, str) != (message_type == "completion"):
+        return f"the prompt is a {type(prompt).__name__}, and message_type is {message_type!r}"
     try:
         json.dumps(prompt, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:

@@ -29,6 +29,9 @@ async def score_episode(rubric: Rubric, states: Sequence[State]) -> None:
                 with contained():
                     await rubric.score_rollout(state)
                 settle_rewards(state, rubric)
+                is_own = type(rubric).score_rollout is Rubric.score_rollout
+                if state.reward is None and not is_own and not state.get("scoring_errors"):
+                    raise ValueError(f"{type(rubric).__name__}.score_rollout left no reward")
             except Exception as error:  # noqa: BLE001  an overridden rubric may raise: it is data
                 settle_state(state)
                 write_failure([state], rubric, error)

@@ -47,6 +47,10 @@ _FINISH_REASONS = {reason.value: reason for reason in _COMPLETE} | {
     "end_turn": FinishReason.STOP,
     "stop_sequence": FinishReason.STOP,
     "max_tokens": FinishReason.LENGTH,
+    "model_length": FinishReason.LENGTH,
+    # What a server that reads calls or watches its answers says of what the model wrote.
+    "malformed_function_call": FinishReason.STOP,
+    **dict.fromkeys(("safety", "recitation", "refusal"), FinishReason.CONTENT_FILTER),
     # vLLM cuts an answer that repeats itself, if it is asked to.
     "repetition": FinishReason.LENGTH,
 }

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile, zip_longest
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -43,7 +43,6 @@ ASIDE = (
     "conversation are not stored, so they cannot be replayed"
 )
 _CUT_BY_TIME = ("timeout", "cancelled")
-_TURN_S = 5.0
 ENDING = ("is_completed", "stop_condition", "terminated", "truncated", "truncation_reason")
 
 
@@ -81,17 +80,6 @@ class RecordedRollout:
     is_used: list[bool]
     has_session: bool = False
     has_failed: bool = False
-    # When each call was sent and when it ended, from the episode's start; calls are in the order in
-    # which they ended.
-    times_s: list[tuple[float, float]] = field(init=False)
-    answered: list[asyncio.Event] = field(init=False)
-
-    def __post_init__(self) -> None:
-        responses = [peek(step, "response") for step in self.state.get("trajectory") or ()]
-        sent = [float(getattr(response, "sent_s", 0.0)) for response in responses]
-        took = [float(getattr(response, "time_s", 0.0)) for response in responses]
-        self.times_s = [(at, at + time_s) for at, time_s in zip(sent, took, strict=True)]
-        self.answered = [asyncio.Event() for _ in responses]
 
     @property
     def agent(self) -> str:
@@ -107,28 +95,6 @@ class RecordedRollout:
     def unused(self) -> list[int]:
         """Return the calls that have not been made again, in order."""
         return [index for index, used in enumerate(self.is_used) if not used]
-
-    def sent_before(self, calls: Iterable[int], other: int) -> list[int]:
-        """Return those of some calls that were sent before another one."""
-        limit_s, _ = self.times_s[other]
-        return [index for index in calls if self.times_s[index][0] < limit_s]
-
-    async def in_turn(self, index: int) -> None:
-        """Wait until the calls are answered again that ended while this one was in flight.
-
-        So the live calls end in the recorded order. A call that is not made any more is not waited
-        for longer than `_TURN_S`.
-        """
-        sent_s, _ = self.times_s[index]
-        earlier = takewhile(lambda at: self.times_s[at][1] > sent_s, range(index - 1, -1, -1))
-        try:
-            async with asyncio.timeout(_TURN_S):
-                for at in earlier:
-                    await self.answered[at].wait()
-        except TimeoutError:
-            pass
-        finally:
-            self.answered[index].set()
 
     def difference(
         self, kind: str, call: int | None, where: str, recorded: Any, live: Any
@@ -204,18 +170,9 @@ class ReplaySession:
         # session come first.
         ahead = [(each, each.unused()) for each in rollouts]
         for each, unused in ahead:
-            possible = unused
-            if rollout is None:
-                possible = [*unused[:1], *each.sent_before(unused, unused[0])] if unused else []
-            for index in possible:
+            for index in unused[: None if rollout is not None else 1]:
                 if self._is_call(each.steps[index], call):
-                    # Of equal calls that were in flight at once, the one that was sent first is the
-                    # first now, too.
-                    earlier = each.sent_before(unused, index)
-                    equal = [at for at in earlier if self._is_call(each.steps[at], call)]
-                    return self._found(
-                        each, min([*equal, index], key=each.times_s.__getitem__), call
-                    )
+                    return self._found(each, index, call)
         if not in_session and any(each.has_session for each in rollouts):
             self._end("", _aside(call))
             return None
@@ -552,7 +509,6 @@ class _AgentClient(ClientBase):
         rollout, index = found
         if self._is_lasting:
             self._rollout, rollout.has_session = rollout, True
-        await rollout.in_turn(index)
         if self._live is None:
             return recorded_response(rollout.steps[index])
         # A `Session` can take in recorded ids; other clients get the text only, or the next prompt

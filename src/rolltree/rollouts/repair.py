@@ -60,6 +60,10 @@ class _Settled:
             for key in INPUT_FIELDS:
                 if key in row and key not in source:
                     source[key] = deepcopy(row[key])
+            # Messages cannot follow a text, nor a text messages.
+            if type(source.get("prompt")) is not type(row.get("prompt")):
+                self.odd.append(f"state['prompt'] was {_shown(source.get('prompt'))}")
+                source["prompt"] = deepcopy(row.get("prompt"))
         steps: Any = self.get("trajectory")
         if not isinstance(steps, list):
             self.put("trajectory", Trajectory() if calls is None else calls)

@@ -72,6 +72,7 @@ def _is_whole(state: State, row: Mapping[str, Any]) -> bool:
         isinstance(source, dict)
         and isinstance(timing, dict)
         and all(key in source for key in INPUT_FIELDS if key in row)
+        and type(source.get("prompt")) is type(row.get("prompt"))
         and all(is_finite(timing.get(key)) for key in TIMES)
     )
 

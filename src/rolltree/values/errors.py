@@ -222,11 +222,15 @@ _OF_NETWORK = {
 """Failures to reach some server, of packages that code of an environment may use."""
 
 
-def _of_network() -> tuple[type[BaseException], ...]:
+_OF_REQUEST = {"httpx": ("UnsupportedProtocol", "LocalProtocolError")}
+"""Failures among these that need no network: an address or header that a model may have written."""
+
+
+def _loaded(table: Mapping[str, tuple[str, ...]]) -> tuple[type[BaseException], ...]:
     # Whoever raised one of a package's exceptions has imported the package.
-    loaded = [(sys.modules.get(package), names) for package, names in _OF_NETWORK.items()]
-    found = [getattr(package, name, None) for package, names in loaded for name in names]
-    return (ConnectionError, *(kind for kind in found if isinstance(kind, type)))
+    packages = [(sys.modules.get(package), names) for package, names in table.items()]
+    found = [getattr(package, name, None) for package, names in packages for name in names]
+    return tuple(kind for kind in found if isinstance(kind, type))
 
 
 def error_kind(error: BaseException) -> ErrorKind:
@@ -234,7 +238,9 @@ def error_kind(error: BaseException) -> ErrorKind:
     if isinstance(error, RolltreeError):
         return error.kind
     # A pipe breaks if what reads it has died, say code that a model wrote.
-    if isinstance(error, _of_network()) and not isinstance(error, BrokenPipeError):
+    if isinstance(error, (ConnectionError, *_loaded(_OF_NETWORK))) and not isinstance(
+        error, (BrokenPipeError, *_loaded(_OF_REQUEST))
+    ):
         return "machine"
     # Whoever raised one of its exceptions has imported the package.
     openai = sys.modules.get("openai")

@@ -131,6 +131,13 @@ class State(dict[str, Any]):
     """`time.monotonic()` when the rollout began, for its durations; it is not stored."""
     unscored: UnscoredSnapshot | None = None
     """The state's values before scoring; None if they were not recorded."""
+    was_answered: bool = False
+    """Whether a model has answered a call of the rollout, even if no step says so."""
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether what follows may follow from something that a model wrote."""
+        return self.was_answered or bool(dict.get(self, "trajectory"))
 
     def _forwards(self, key: object) -> bool:
         return key in _FORWARDED and dict.__contains__(self, "input")
@@ -261,7 +268,8 @@ def _typed_keys() -> None:
             lambda state, value: dict.__setitem__(state, key, value),
         )
 
-    for key in State.__annotations__.keys() - {"began_s", "unscored", "reads_columns"}:
+    plain = {"began_s", "unscored", "was_answered", "reads_columns"}
+    for key in State.__annotations__.keys() - plain:
         setattr(State, key, forwarded(key) if key in _FORWARDED else own(key))
 
 

@@ -262,7 +262,7 @@ class Rubric:
 
     async def evaluate(self, states: Sequence[State]) -> list[Scores]:
         """Return the scores of the rollouts of one group, without writing them."""
-        scores = [Scores(answered=bool(state.trajectory)) for state in states]
+        scores = [Scores(answered=state.is_answered) for state in states]
         # All calls of the group are collected first, so that asynchronous ones run concurrently
         # across its rollouts.
         calls: list[FunctionCall] = []
@@ -374,7 +374,7 @@ def write_scores(state: State, scores: Scores, elapsed_s: float) -> None:
 
 def failed_scores(states: Sequence[State], rubric: object, error: BaseException) -> list[Scores]:
     """Return the scores of rollouts whose rubric raised: as of one function that raises for all."""
-    found = [Scores(scored=True, answered=bool(state.trajectory)) for state in states]
+    found = [Scores(scored=True, answered=state.is_answered) for state in states]
     record = record_error(error, "scoring")
     for scores in found:
         scores.fail(type(rubric).__name__, record)
