@@ -22,7 +22,6 @@ async def score_episode(rubric: Rubric, states: Sequence[State]) -> None:
     episode = current_episode()
     with nullcontext() if episode is None else episode.clock.excluded():
         for state in states:
-            settle_state(state)
             if state.error is not None:
                 continue
             try:
