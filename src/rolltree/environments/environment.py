@@ -513,6 +513,6 @@ async def maybe_await(hook: Callable[..., Any], *args: Any) -> Any:
 
 
 def is_overlong(response: Any) -> bool:
-    """Whether a response says that the prompt was too long for the model, and so answers nothing."""
+    """Whether a response answers nothing: the prompt was too long for the model."""
     given = response.get("id") if isinstance(response, Mapping) else response
     return (given if isinstance(given, str) else getattr(given, "id", None)) == OVERLONG_PROMPT
