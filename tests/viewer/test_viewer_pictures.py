@@ -35,8 +35,7 @@ def test_the_clicks_of_the_tour_lead_to_its_pictures(browser, link):
     box = curve.bounding_box()
     curve.click(position={"x": box["width"] * 0.168, "y": box["height"] / 2})
     # The run's own view has a link to all groups, too, until the new view is drawn.
-    drawn = "document.body.dataset.ready === location.hash"
-    page.wait_for_function(f"location.hash.endsWith('&trained=2') && {drawn}")
+    page.wait_for_selector("body[data-ready$='&trained=2']")
     page.get_by_role("link", name="Groups").click()
     page.get_by_role("heading", name="Groups").wait_for()
     page.get_by_role("link", name="g06").click()

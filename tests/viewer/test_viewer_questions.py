@@ -97,7 +97,7 @@ def test_what_got_worse(clicks):
     clicks.says(".badge", "won")
     changed = clicks.page.locator(".members li").first.get_by_role("link").first
     clicks.click(changed)
-    clicks.page.wait_for_function("location.hash.includes('where=example_id')")
+    clicks.page.wait_for_function("() => location.hash.includes('where=example_id')")
 
 
 def test_why_did_this_fail(clicks):
