@@ -303,3 +303,60 @@ async def test_a_client_that_cancels_a_call_is_the_weather():
     for result in await played(Echo(), ScriptedModel("two", closed)):
         assert (result.error.type, result.error.kind) == ("ConnectionFailed", "infrastructure")
         assert result.states[0]["reward"] is None
+
+
+IN_TASKS = {
+    "wait_for": lambda work: asyncio.wait_for(work, 60),
+    "gather": lambda work: asyncio.gather(work, asyncio.sleep(0)),
+    "task": asyncio.create_task,
+    "shield": asyncio.shield,
+}
+
+
+@pytest.mark.parametrize("begin", IN_TASKS.values(), ids=IN_TASKS)
+async def test_an_exit_in_a_task_that_an_environment_begins_ends_its_rollout_alone(begin):
+    class Leaves(Echo):
+        async def env_response(self, messages, state):
+            async def leave():
+                await asyncio.sleep(0)
+                raise SystemExit(3)
+
+            await begin(leave())
+
+    for result in await played(Leaves(), ScriptedModel("two")):
+        (state,) = result.states
+        assert result.error is None
+        assert "SystemExit" in str(state["environment_errors"]["environment"])
+        assert state["reward"] == 0.0
+
+
+async def test_a_task_of_an_environment_that_is_cancelled_before_it_begins_warns_nobody(recwarn):
+    class Cancels(Echo):
+        async def env_response(self, messages, state):
+            work = asyncio.create_task(asyncio.sleep(60))
+            work.cancel()
+            assert (await asyncio.gather(work, return_exceptions=True))[0].args == ()
+            return await super().env_response(messages, state)
+
+    for result in await played(Cancels(), ScriptedModel("two")):
+        assert result.error is None
+        assert "environment_errors" not in result.states[0]
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("way", ["super", "create", "call"])
+async def test_an_override_of_a_call_that_raises_after_its_first_answer_is_scored(way):
+    class Parses(Echo):
+        async def get_model_response(self, client, model, prompt, *given, **named):
+            if way == "super":
+                await super().get_model_response(client, model, prompt, *given, **named)
+            elif way == "create":
+                await client.chat.completions.create(model=model, messages=prompt)
+            else:
+                await client.chat(prompt)
+            raise ValueError("no JSON in it")
+
+    for result in await played(Parses(), ScriptedModel("two")):
+        (state,) = result.states
+        assert (result.error, state["reward"]) == (None, 0.0)
+        assert state["environment_errors"]["environment"]["message"] == "no JSON in it"

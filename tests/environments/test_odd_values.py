@@ -194,18 +194,59 @@ WRITES = {
     "scoring_errors": lambda s: s.__setitem__("scoring_errors", {"x": 5}),
     "tool_errors": lambda s: s.__setitem__("tool_errors", "x"),
     "has_step_rewards": lambda s: s.__setitem__("has_step_rewards", "x"),
+    "a depth of its own": lambda s: s.__setitem__("depth", 3),
+    "parent": lambda s: s.__setitem__("parent_rollout", "mother"),
+    "text completion": lambda s: s["trajectory"][-1].__setitem__("completion", "text"),
+    "text prompt": lambda s: s["trajectory"][-1].__setitem__("prompt", "text"),
+    "empty step": lambda s: s["trajectory"].append({}),
+    "tools": lambda s: s.__setitem__("oai_tools", 5),
+    "tool": lambda s: s.__setitem__("oai_tools", [5]),
+    "final numbers": lambda s: s.__setitem__("final_env_response", [5]),
+    "numbers": lambda s: s.__setitem__("completion", [5]),
+    "key": lambda s: s.update({5: 5, (1, 2): 5}),
+    "time": lambda s: s["timing"].__setitem__("start_time", 10**400),
 }
+TRUE_OF_TOKENS = {"counts", "tokens"}  # what the audit says of these is so
 
 
-@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_an_odd_value_in_the_state_ends_neither_the_run_nor_the_rollout(write, tmp_path):
-    with Run.open_or_create(tmp_path / "run", config={}, kind="eval") as run:
-        report = rt.evaluate(Writes(write), rt.ScriptedClient(["x"] * 4), run=run)
-    assert report.num_failed == 0
-    assert report.reward.mean == 1.0
-    audit(tmp_path / "run")
-    with rt.read_run(tmp_path / "run") as data:
-        assert [row["reward"] for row in data.rollouts().rows()] == [1.0, 1.0]
+def read_back(env, path):
+    """Evaluate into a run; return the report, the rows, and the audit's findings."""
+    with Run.open_or_create(path, config={}, kind="eval") as run:
+        report = rt.evaluate(env, rt.ScriptedClient(["x"] * 4), run=run)
+    with rt.read_run(path) as data:
+        return report, list(data.rollouts().rows()), audit(path).findings
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_an_odd_value_in_the_state_ends_neither_the_run_nor_the_rollout(name, tmp_path):
+    report, rows, findings = read_back(Writes(WRITES[name]), tmp_path / "run")
+    assert (report.num_failed, report.reward.mean) == (0, 1.0)
+    assert [(row["reward"], row["depth"], row["parent_rollout"]) for row in rows] == [
+        (1.0, 0, None)
+    ] * 2
+    assert name in TRUE_OF_TOKENS or not findings
+
+
+@pytest.mark.parametrize("kind", ["rollout", "group"])
+@pytest.mark.parametrize("name", [name for name in WRITES if name != "step"])
+def test_an_odd_value_that_a_reward_function_leaves_costs_no_reward(name, kind, tmp_path):
+    def writes(state):
+        WRITES[name](state)
+        return 1.0
+
+    def writes_all(states):
+        return [*map(writes, states)]
+
+    env = Writes(
+        lambda state: None,
+        rubric=rt.Rubric([writes if kind == "rollout" else writes_all, one], weights=[0.5, 0.5]),
+    )
+    report, rows, findings = read_back(env, tmp_path / "run")
+    assert (report.num_failed, report.reward.mean) == (0, 1.0)
+    assert [(row["reward"], row["depth"], row["parent_rollout"]) for row in rows] == [
+        (1.0, 0, None)
+    ] * 2
+    assert name in TRUE_OF_TOKENS or not findings
 
 
 @pytest.mark.parametrize("name", ["error text", "error exception", "error dict"])

@@ -20,7 +20,7 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from traceback import walk_tb
@@ -99,6 +99,55 @@ def _is_of_user(error: KeyboardInterrupt) -> bool:
 
 
 _RAISE = opcode.opmap["RAISE_VARARGS"]
+
+
+def contain_tasks(is_inside: Callable[[], object]) -> None:
+    """From now on, contain what tasks raise that begin in this loop while `is_inside()` is true.
+
+    asyncio hands a SystemExit not only to who waits for the task but to the whole loop, so `exit()`
+    in what an author passes to `gather` or `wait_for` would end every rollout.
+    """
+    loop = asyncio.get_running_loop()
+    before: Any = loop.get_task_factory()
+    if hasattr(before, _CONTAINS):
+        return
+
+    def make(loop: asyncio.AbstractEventLoop, work: Any, **settings: Any) -> Any:
+        if is_inside() and asyncio.iscoroutine(work):
+            work = _Contained(work)
+        if before is None:
+            return asyncio.Task(work, loop=loop, **settings)
+        return before(loop, work, **settings)
+
+    setattr(make, _CONTAINS, True)
+    loop.set_task_factory(make)
+
+
+_CONTAINS = "__rolltree_contains__"
+
+
+class _Contained(Coroutine[Any, Any, Any]):
+    """A coroutine of which every step is `contained`."""
+
+    def __init__(self, work: Coroutine[Any, Any, Any]) -> None:
+        self._work = work
+
+    def send(self, value: Any) -> Any:
+        with contained():
+            return self._work.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        with contained():
+            return self._work.throw(*error)
+
+    def close(self) -> None:
+        self._work.close()
+
+    def __await__(self) -> Any:
+        return (yield from self._work.__await__())
+
+    def __getattr__(self, name: str) -> Any:  # its frame and its names, for asyncio's messages
+        return getattr(self._work, name)
 
 
 async def wait_shielded(work: asyncio.Future[Any]) -> asyncio.CancelledError | None:

@@ -37,7 +37,7 @@ from rolltree.rollouts import (
     resolve_sampling,
 )
 from rolltree.rollouts.requests import Episode, call_seeds, playing
-from rolltree.rollouts.settle import settle_state
+from rolltree.rollouts.settle import settle_state, settle_states
 from rolltree.tokens import Trajectory
 from rolltree.values.errors import ConfigError, did_you_mean, refuse_unknown
 from rolltree.values.state import UnscoredSnapshot
@@ -288,8 +288,8 @@ class BatchRunner(ABC):
             # Also when cancelled: nothing was returned then, but the episode has the states so far.
             for made in states if states is not None else episode.states:
                 await self._cleanup(made)
+        settle_states(states, request.input)
         for state in states:
-            settle_state(state, request.input)
             # Before scoring, so that a stored rollout can be scored again as if for the first time.
             state.unscored = UnscoredSnapshot.of(state)
         return states

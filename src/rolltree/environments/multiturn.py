@@ -219,7 +219,10 @@ class MultiTurnEnv(Environment):
                         message_type=self.message_type,
                     )
                 except Exception as error:
-                    if state.is_answered and (problem := _problem_of(prompt, self.message_type)):
+                    if not is_own and session.__rolltree_answered__:
+                        state.was_answered = True
+                    problem = _problem_of(prompt, state.oai_tools, self.message_type)
+                    if state.is_answered and problem:
                         raise unsendable_error(self, problem) from error
                     # The request may be refused because of what it quotes of earlier answers.
                     if not state.is_answered or not is_refusal(error):
@@ -279,8 +282,10 @@ def _follows(said: Messages, answer: Any) -> bool:
     return isinstance(answer, list | tuple) and all(isinstance(m, Mapping) for m in answer)
 
 
-def _problem_of(prompt: Messages, message_type: MessageType) -> str | None:
-    """Return why no client can send a prompt; None if it is well formed."""
+def _problem_of(prompt: Messages, tools: Any, message_type: MessageType) -> str | None:
+    """Return why no client can send a prompt with these tools; None if they are well formed."""
+    if not _follows([], tools or []):
+        return f"oai_tools is {type(tools).__name__}"
     if isinstance(prompt, str) != (message_type == "completion"):
         return f"the prompt is a {type(prompt).__name__}, and message_type is {message_type!r}"
     try:

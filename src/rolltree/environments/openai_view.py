@@ -26,11 +26,12 @@ class OpenAIView:
         ...     return said.choices[0].message.content
     """
 
-    # A name that no SDK uses: every other attribute is looked up on the client behind.
-    __slots__ = ("__rolltree_client__",)
+    # Names that no SDK uses: every other attribute is looked up on the client behind.
+    __slots__ = ("__rolltree_answered__", "__rolltree_client__")
 
     def __init__(self, client: ModelClient) -> None:
         self.__rolltree_client__ = client
+        self.__rolltree_answered__ = False  # whether a call has had an answer
 
     @property
     def model(self) -> str:
@@ -40,12 +41,12 @@ class OpenAIView:
     @property
     def chat(self) -> _Chat:
         """The chat endpoint; it can also be called as `ModelClient.chat`."""
-        return _Chat(self.__rolltree_client__)
+        return _Chat(self)
 
     @property
     def completions(self) -> _Endpoint:
         """The text endpoint."""
-        return _Endpoint(self.__rolltree_client__, "completion")
+        return _Endpoint(self, "completion")
 
     def __getattr__(self, name: str) -> Any:
         # Copying and pickling look up such names before there is a client.
@@ -57,8 +58,8 @@ class OpenAIView:
 class _Endpoint:
     """One endpoint with its `create`."""
 
-    def __init__(self, client: ModelClient, message_type: MessageType) -> None:
-        self._client = client
+    def __init__(self, view: OpenAIView, message_type: MessageType) -> None:
+        self._view = view
         self._type = message_type
 
     async def create(
@@ -83,25 +84,29 @@ class _Endpoint:
                 "recorded. Call create() without stream."
             )
         asked = messages if self._type == "chat" else prompt
-        return await self._client.chat(
+        response = await self._view.__rolltree_client__.chat(
             asked if asked is not None else [],
             tools=tools or None,
             sampling=sampling_from_args(fields),
             model=model,
             message_type=self._type,
         )
+        self._view.__rolltree_answered__ = True
+        return response
 
 
 class _Chat:
-    def __init__(self, client: ModelClient) -> None:
-        self._client = client
+    def __init__(self, view: OpenAIView) -> None:
+        self._view = view
 
     @property
     def completions(self) -> _Endpoint:
-        return _Endpoint(self._client, "chat")
+        return _Endpoint(self._view, "chat")
 
     async def __call__(self, *args: Any, **settings: Any) -> Any:
-        return await self._client.chat(*args, **settings)
+        response = await self._view.__rolltree_client__.chat(*args, **settings)
+        self._view.__rolltree_answered__ = True
+        return response
 
 
 def openai_view(client: Any) -> Any:

@@ -217,8 +217,8 @@ def extract_usage(response: object) -> tuple[int, int]:
     first, second = (count if isinstance(count, int) else 0 for count in counts)
     if not (0 <= first <= _MAX_COUNT and 0 <= second <= _MAX_COUNT):
         raise BadResponse(
-            f"the server's usage counts {first:.6g} prompt tokens and {second:.6g} completion "
-            "tokens, which is impossible; budgets would be wrong. Check the server."
+            f"the server's usage counts {str(first)[:20]} prompt tokens and {str(second)[:20]} "
+            "completion tokens, which is impossible; budgets would be wrong. Check the server."
         )
     return first, second
 
@@ -422,6 +422,8 @@ def first_choice(response: object) -> object:
     Raises:
         BadResponse: there are no choices, or the index of the first one is not 0.
     """
+    if type(response) is Response and response.choices and response.choices[0].index == 0:
+        return response.choices[0]  # as most are; every answer is asked for it five times
     choices = read(response, "choices")
     if not isinstance(choices, list | tuple) or not choices:
         raise BadResponse(

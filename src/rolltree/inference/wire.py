@@ -135,11 +135,13 @@ def sent_text(value: Any) -> str:
     >>> sent_text([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}])
     'ab'
     """
-    if isinstance(value, str):  # first: every answer has a few
+    if value is None:  # first, and texts second: every answer has a few of both
+        return ""
+    if isinstance(value, str):
         return value if value.isascii() else str(well_formed(value))
     if isinstance(value, list | tuple) and all(map(_is_text, value)):
         return "".join(sent_json(part["text"]) for part in value)
-    return sent_json(value or "")
+    return sent_json(value) if value else ""
 
 
 def sent_json(value: Any) -> str:

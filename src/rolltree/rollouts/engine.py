@@ -23,6 +23,7 @@ from rolltree._helpers.tasks import (
     ShortCollections,
     allow_open_files,
     being_cancelled,
+    contain_tasks,
     contained,
     yield_fairly,
 )
@@ -38,10 +39,11 @@ from rolltree.rollouts.requests import (
     RolloutSource,
     call_seeds,
     check_source,
+    current_episode,
     playing,
     with_tools,
 )
-from rolltree.rollouts.settle import settle_state
+from rolltree.rollouts.settle import settle_state, settle_states
 from rolltree.samples import (
     DEFAULT_SCOPE,
     SampleBatch,
@@ -309,6 +311,7 @@ class RolloutEngine:
         Raises:
             ConfigError: two requests share an id, so their results would count as one.
         """
+        contain_tasks(current_episode)
         groups = _Groups(self.source, self.deadline_s)
         total: int | None = None
         is_distinct = isinstance(requests, DistinctRequests)
@@ -428,8 +431,7 @@ class RolloutEngine:
         finally:
             # A call that outlives its episode must not be limited by the episode's remaining time.
             clock.stop()
-        for state in states:
-            settle_state(state)
+        settle_states(states)
         if error is None:
             error = _error_in(states)
         return RolloutResult(request, states, error, attempt)
@@ -578,8 +580,8 @@ class _Groups:
                 _mark_failed(tuple(states), record_error(late, "scoring"))
             else:
                 write_failure(states, getattr(self._scorer, "rubric", self._scorer), error)
-        for state in states:
-            settle_state(state)
+        for member in members:
+            settle_states(member.states)
         return [_with_state_error(member) for member in members]
 
 

@@ -192,7 +192,8 @@ def _state_columns(
     return {
         "agent": str(state.agent or next((e["agent"] for e in extras if e.get("agent")), "")),
         "parent_rollout": state.parent_rollout,
-        "depth": int(state.get("depth") or 0),
+        # Of a rollout that nobody delegated it is the environment's own word, and may be anything.
+        "depth": int(state.get("depth") or 0) if state.parent_rollout is not None else 0,
         "task": str(state.get("task") or request_columns["task"]),
         "reward": _number(state.reward),
         "status": "error" if status_of else request_columns["status"],
@@ -331,7 +332,7 @@ def _state_data(
 def _unscored_data(state: State, before: UnscoredSnapshot) -> dict[str, Any]:
     """Return the keys that scoring added and the values before scoring; None is left out."""
     data: dict[str, Any] = {
-        "added": sorted(dict.keys(state) - before.keys),
+        "added": sorted(dict.keys(state) - before.keys, key=str),
         "reward": before.reward,
         "metrics": before.metrics,
         "has_step_rewards": before.has_step_rewards,

@@ -11,9 +11,11 @@ from copy import deepcopy
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from rolltree.inference.client import may_follow
 from rolltree.rollouts.settle import NUMBERS, TEXTS, TIMES, is_finite
-from rolltree.tokens import Trajectory, assigned_value, is_plain_step
+from rolltree.tokens import Trajectory, assigned_value, is_plain_step, peek
 from rolltree.values.errors import record_error
 from rolltree.values.state import INPUT_FIELDS, OF_ENVIRONMENT, RAISED
 from rolltree.values.steps import as_number
@@ -76,6 +78,16 @@ class _Settled:
             )
             self.put("timing", fresh)
 
+    def is_text(self) -> bool:
+        """Whether the conversation is a text and not messages."""
+        source = self.get("input")
+        return isinstance(source, Mapping) and isinstance(source.get("prompt"), str)
+
+    def has_step_rewards(self) -> bool:
+        """Whether some step has a reward of its own, so that the others have earned nothing."""
+        steps = filter(_is_dict, self.get("trajectory"))
+        return any(_number(assigned_value(step, "reward")) is not None for step in steps)
+
     def calls(self) -> None:
         steps = self.get("trajectory")
         for index, step in enumerate(steps if isinstance(steps, list) else ()):
@@ -87,19 +99,24 @@ class _Settled:
             self.odd.append(f"step {index}'s {key} was {_shown(assigned_value(step, key))}")
             step[key] = value
 
-        for key in ("prompt", "completion"):
-            if not isinstance(assigned_value(step, key, ""), str | list):
-                put(key, "" if isinstance(assigned_value(step, "prompt"), str) else [])
+        for key, role in (("prompt", "user"), ("completion", "assistant")):
+            said = peek(step, key)
+            # A text where messages belong is one, as in `env_response`.
+            if isinstance(said, str) and not self.is_text():
+                put(key, [{"role": role, "content": said}])
+            elif not isinstance(said, str if self.is_text() else list):
+                put(key, "" if self.is_text() else [])
         if not isinstance(assigned_value(step, "extras"), Mapping | None):
             put("extras", {})
-        for key, instead in (("reward", 0.0), ("advantage", None)):
+        for key in ("reward", "advantage"):
             value = assigned_value(step, key)
             number = _number(value)
             if number is not value:
                 if number is None:
-                    put(key, instead)
+                    put(key, 0.0 if key == "reward" and self.has_step_rewards() else None)
                 else:
                     step[key] = number
+            step.setdefault(key, None)
 
     def values(self) -> None:
         for key in RAISED:
@@ -123,6 +140,8 @@ class _Settled:
         depth = self.get("depth")
         if depth is not None and not isinstance(depth, int):
             self.put("depth", 0)
+        if not isinstance(self.get("has_step_rewards"), bool | np.bool_ | None):
+            self.put("has_step_rewards", None)
         self._metrics()
         self._messages()
 
@@ -143,11 +162,13 @@ class _Settled:
             dict.__setitem__(self.state, "metrics", numbers)
 
     def _messages(self) -> None:
-        if not isinstance(self.get("completion"), str | list | None):
+        is_text = self.is_text()
+        said = self.get("completion")
+        if isinstance(said, list | tuple) and not _are_messages(said):
+            self.put("completion", [each for each in said if isinstance(each, Mapping)])
+        elif not isinstance(said, str | list | None):
             self.put("completion", None)
         said = self.get("final_env_response")
-        source = self.get("input")
-        is_text = isinstance(source, Mapping) and isinstance(source.get("prompt"), str)
         if said is None or (isinstance(said, str) if is_text else _are_messages(said)):
             return
         text = said if isinstance(said, str) else _shown(said)

@@ -7,9 +7,9 @@ that nobody can score, train or store is replaced, and the rollout says so in it
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from functools import partial
+import sys
+from collections.abc import Mapping, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 from rolltree.tokens import is_plain_step
@@ -20,6 +20,7 @@ from rolltree.values.types import RolloutTiming, State
 TEXTS = ("agent", "parent_rollout", "stop_condition", "truncation_reason")
 NUMBERS = ("reward", "advantage", "bootstrap_value")
 TIMES = tuple(RolloutTiming.__annotations__)
+_INPUTS = frozenset(INPUT_FIELDS)
 
 
 def settle_state(
@@ -40,28 +41,67 @@ def settle_state(
     repair_state(state, row, calls)
 
 
+def settle_states(states: Sequence[State], row: Mapping[str, Any] | None = None) -> None:
+    """Settle the states of one episode."""
+    for state in states:
+        settle_state(state, row)
+        # A word of the environment's own: as a delegated rollout, it would count in no mean.
+        if state.parent_rollout is not None and not any(
+            each is not state and each.get("rollout_id") == state.parent_rollout for each in states
+        ):
+            state.parent_rollout = None
+
+
+class KeptParts:
+    """What a state has before reward functions get it, in case that they lose it."""
+
+    __slots__ = ("_calls", "_row", "_state")
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._calls = dict.get(state, "trajectory")
+        source: Any = dict.get(state, "input")
+        # A state made by hand may have neither, and needs neither.
+        is_whole = isinstance(source, dict) and isinstance(dict.get(state, "timing"), dict)
+        self._row = {**source} if is_whole else None
+
+    def settle(self) -> None:
+        """Restore what is gone, and replace what is odd."""
+        settle_state(self._state, self._row, self._calls)
+
+
+_DICT = frozenset([dict])
 _NONE = type(None)
-_PLAIN_TYPES = (
-    *((key, frozenset([_NONE])) for key in ("error", "final_env_response", *RAISED)),
-    *((key, frozenset([float, _NONE])) for key in NUMBERS),
-    *((key, frozenset([str, _NONE])) for key in TEXTS),
-    ("depth", frozenset([int, _NONE])),
-    ("metrics", frozenset([dict, _NONE])),
-    ("completion", frozenset([str, list, _NONE])),
-)
+_PLAIN_TYPES = {
+    **dict.fromkeys(("error", "final_env_response", *RAISED), (_NONE,)),
+    **dict.fromkeys(NUMBERS, (float, _NONE)),
+    **dict.fromkeys(TEXTS, (str, _NONE)),
+    "depth": (int, _NONE),
+    "has_step_rewards": (bool, _NONE),
+    "metrics": (dict, _NONE),
+    "completion": (str, list, _NONE),
+}
+
+
+@lru_cache(1024)
+def _are_plain(types: tuple[type, ...]) -> bool:
+    """Whether the values of `_PLAIN_TYPES` have types that need no repair."""
+    return all(found in plain for found, plain in zip(types, _PLAIN_TYPES.values(), strict=True))
 
 
 def _is_plain(state: State) -> bool:
     """Whether a state needs no repair; False if only the longer look can tell."""
-    get = dict.get
-    for key, types in _PLAIN_TYPES:
-        if type(get(state, key)) not in types:
-            return False
-    metrics = get(state, "metrics")
-    for number in (*map(partial(get, state), NUMBERS), *(metrics.values() if metrics else ())):
+    get = partial(dict.get, state)
+    if not _are_plain(tuple(map(type, map(get, _PLAIN_TYPES)))):
+        return False
+    metrics = get("metrics")
+    for number in (*map(get, NUMBERS), *(metrics.values() if metrics else ())):
         if number is not None and (type(number) is not float or not abs(number) <= MAX_REWARD):
             return False
-    steps = get(state, "trajectory")
+    said = get("completion")
+    if type(said) is list and not _DICT.issuperset(map(type, said)):
+        return False
+    steps = get("trajectory")
     return isinstance(steps, list) and all(map(is_plain_step, steps))
 
 
@@ -71,12 +111,12 @@ def _is_whole(state: State, row: Mapping[str, Any]) -> bool:
     return (
         isinstance(source, dict)
         and isinstance(timing, dict)
-        and all(key in source for key in INPUT_FIELDS if key in row)
+        and source.keys() >= _INPUTS & row.keys()
         and type(source.get("prompt")) is type(row.get("prompt"))
-        and all(is_finite(timing.get(key)) for key in TIMES)
+        and all(map(is_finite, map(timing.get, TIMES)))
     )
 
 
 def is_finite(value: Any) -> bool:
-    """Whether a value is a number that is neither infinite nor NaN."""
-    return isinstance(value, int | float) and math.isfinite(value)
+    """Whether a value is a number that a float holds, neither infinite nor NaN."""
+    return isinstance(value, (int, float)) and abs(value) <= sys.float_info.max

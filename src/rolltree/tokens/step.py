@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
+from itertools import product
 from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple
 
@@ -464,15 +465,16 @@ def is_plain_step(step: Any) -> bool:
     get = dict.get
     reward, advantage = get(step, "reward"), get(step, "advantage")
     return (
-        type(get(step, "prompt")) in _MESSAGES
-        and type(get(step, "completion")) in _MESSAGES
+        (type(get(step, "prompt")), type(get(step, "completion"))) in _MESSAGES
+        and "reward" in step
         and type(get(step, "extras")) in _EXTRAS
         and (reward is None or (type(reward) is float and abs(reward) <= MAX_REWARD))
         and (advantage is None or (type(advantage) is float and abs(advantage) <= MAX_REWARD))
     )
 
 
-_MESSAGES = frozenset((str, list, _Unread))
+# Of prompt and completion; a text beside what was not read needs a longer look.
+_MESSAGES = frozenset([(str, str), *product((list, _Unread), repeat=2)])
 _EXTRAS = frozenset((dict, _Unread))
 
 

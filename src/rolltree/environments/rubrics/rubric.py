@@ -31,6 +31,7 @@ from rolltree.environments.rubrics.functions import (
     scoring_error,
     without_semaphore,
 )
+from rolltree.rollouts.settle import KeptParts
 from rolltree.store.weights import ScoredPart
 from rolltree.values.errors import ConfigError, record_error
 from rolltree.values.state import UnscoredSnapshot
@@ -245,7 +246,9 @@ class Rubric:
         groups.
         """
         started = time.perf_counter()
+        before = KeptParts(state)
         scores = await self.evaluate([state])
+        before.settle()
         write_scores(state, scores[0], time.perf_counter() - started)
 
     async def score_group(self, states: Sequence[State], score_sem: object = None) -> None:
@@ -254,9 +257,11 @@ class Rubric:
         Rollouts whose reward is None get no advantage and do not count in the mean.
         """
         started = time.perf_counter()
+        before = [KeptParts(state) for state in states]
         scores = await self.evaluate(states)
         elapsed_s = time.perf_counter() - started
-        for state, found in zip(states, scores, strict=True):
+        for state, found, each in zip(states, scores, before, strict=True):
+            each.settle()
             write_scores(state, found, elapsed_s)
         write_advantages(states)
 
