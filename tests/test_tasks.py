@@ -297,11 +297,29 @@ def test_what_code_raises_to_end_the_program_is_contained(error):
     assert "in escape" in record.traceback
 
 
-@pytest.mark.parametrize("error", [ValueError(), Terminated(1), GeneratorExit()])
+@pytest.mark.parametrize("error", [ValueError(), Terminated(1)])
 def test_the_end_of_the_program_is_not_contained(error):
     with pytest.raises(type(error)) as passed:
         escape(error)
     assert passed.value is error
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+async def test_the_end_of_a_coroutine_that_is_closed_is_not_contained(depth):
+    passed = []
+
+    async def waits(depth):
+        try:
+            with contained():
+                await (waits(depth - 1) if depth else asyncio.sleep(60))
+        except BaseException as error:
+            passed.append(type(error))
+            raise
+
+    work = waits(depth)
+    work.send(None)
+    work.close()
+    assert passed == [GeneratorExit] * (depth + 1)
 
 
 async def test_the_cancellation_of_a_task_is_not_contained():

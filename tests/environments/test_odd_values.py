@@ -325,3 +325,14 @@ def test_an_observation_that_is_not_text_at_reset_fails_the_rollout():
     (state,) = env.evaluate_sync(rt.ScriptedClient(["x"])).state
     assert state["reward"] is None
     assert (state["error"].type, state["error"].kind) == ("ConfigError", "machine")
+
+
+@pytest.mark.parametrize("message", [{"tool_calls": [5]}, {"tool_calls": 5}, {"content": 5}, {}])
+def test_a_message_that_cannot_be_sent_ends_a_rollout_after_an_answer_as_cut(message):
+    class Sends(Writes):
+        async def env_response(self, messages, state):
+            return [{"role": "assistant", "content": ""} | message]
+
+    (state, _) = Sends(None).evaluate_sync(rt.ScriptedClient(["x"] * 4)).state
+    assert (state["reward"], state["error"]) == (1.0, None)
+    assert bool(state.get("environment_errors")) == (message != {})

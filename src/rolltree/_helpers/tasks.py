@@ -74,10 +74,12 @@ def _must_pass(error: BaseException) -> bool:
         )
     if isinstance(error, KeyboardInterrupt):
         return _is_of_user(error)
+    if isinstance(error, GeneratorExit):
+        return not _was_raised(error)  # Python throws it into a coroutine that is closed
     if type(error) is asyncio.CancelledError:
         # Code that awaits a task that it cancelled itself has failed.
         return being_cancelled()
-    return isinstance(error, Terminated | GeneratorExit | asyncio.CancelledError)
+    return isinstance(error, Terminated | asyncio.CancelledError)
 
 
 def _is_of_user(error: KeyboardInterrupt) -> bool:
@@ -91,11 +93,16 @@ def _is_of_user(error: KeyboardInterrupt) -> bool:
     # asyncio's handler raises it with a statement, too.
     if any(frame.f_code is getattr(handler, "__code__", None) for frame in frames):
         return True
+    # Python's own handler is written in C: what ran when the signal came looks as if it had raised.
+    return not _was_raised(error)
+
+
+def _was_raised(error: BaseException) -> bool:
+    """Whether a `raise` statement raised it."""
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
-    # Python's own handler is written in C: what ran when the signal came looks as if it had raised.
-    return last is None or last.tb_frame.f_code.co_code[last.tb_lasti] != _RAISE
+    return last is not None and last.tb_frame.f_code.co_code[last.tb_lasti] == _RAISE
 
 
 _RAISE = opcode.opmap["RAISE_VARARGS"]

@@ -296,6 +296,8 @@ def _problem_of(prompt: Messages, tools: Any, message_type: MessageType) -> str 
         for name, kinds in _FIELDS.items():
             if not isinstance(message.get(name), kinds):
                 return f"the {name} of a message is a {type(message.get(name)).__name__}"
+        if not _follows([], message.get("tool_calls") or []):
+            return "a tool call of a message is not a dict"
     return None
 
 
