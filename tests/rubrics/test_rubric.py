@@ -9,7 +9,7 @@ from rubric_states import a_state, a_step
 from rolltree._helpers.tasks import Terminated
 from rolltree.environments.parsers import Parser, XMLParser
 from rolltree.environments.rubrics import Rubric, run_inline, write_advantages
-from rolltree.values.errors import ConfigError, RolltreeError
+from rolltree.values.errors import ConfigError, RolltreeError, record_error
 
 
 @run_inline
@@ -175,7 +175,7 @@ def test_a_weight_that_makes_a_score_too_large_is_a_failure_of_the_function():
 
 
 def test_an_earlier_error_is_kept():
-    earlier = object()
+    earlier = record_error(ValueError("first"), "environment")
     assert score(Rubric([broken]), a_state(error=earlier))["error"] is earlier
 
 
