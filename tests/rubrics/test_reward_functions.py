@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from rubric_states import a_state
 
+import rolltree as rt
 from rolltree.environments.rubrics import RewardFunction, Rubric, run_inline
 from rolltree.environments.rubrics.functions import (
     call_all,
@@ -289,3 +290,23 @@ async def test_asynchronous_functions_run_side_by_side():
     state = a_state()
     await rubric.score_rollout(state)
     assert state["reward"] == 3.0
+
+
+@pytest.mark.parametrize("answers", [["lucky"], ["x"], []])
+def test_what_only_some_answers_write_costs_no_reward(answers):
+    class Writes(rt.SingleTurnEnv):
+        @rt.cleanup
+        async def remember(self, state):
+            if state["completion"] and state["completion"][-1]["content"] == "lucky":
+                state["luck"] = 1.0
+
+    def lucky(luck):
+        return luck
+
+    env = Writes(dataset=[{"question": "?"}], rubric=rt.Rubric([lucky]), env_id="luck")
+    (state,) = env.evaluate_sync(rt.ScriptedClient(answers)).state
+    if answers:
+        assert (state["reward"], state["error"]) == (float(answers == ["lucky"]), None)
+        assert ("lucky" in (state.get("scoring_errors") or {})) == (answers != ["lucky"])
+    else:
+        assert state["reward"] is None

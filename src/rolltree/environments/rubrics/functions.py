@@ -135,10 +135,13 @@ class RewardFunction:
                 f"with. The columns are {columns}: name the right one (answer_key=...), or ask for "
                 "one of them by name. A default (answer=None) makes the argument optional."
             )
-        return ConfigError(
+        error = ConfigError(
             f"{asked}, which neither the rollout nor the rubric has."
             f"{did_you_mean(name, {*known, *state})}"
         )
+        # The environment may write it into the state only after some answers.
+        error.kind = "episode"
+        return error
 
 
 def function_name(func: RewardFunc) -> str:
