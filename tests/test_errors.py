@@ -1,5 +1,8 @@
 """The exception tree is what its docstring draws, and failures become data with a traceback."""
 
+from email.message import Message
+from urllib.error import HTTPError, URLError
+
 import pytest
 
 from rolltree._helpers import lazy
@@ -143,3 +146,9 @@ class TestKinds:
     )
     def test_a_failure_that_was_stored_without_a_kind_has_that_of_its_type(self, stored, kind):
         assert errors.stored_kind(stored) == kind
+
+
+def test_urllibs_error_is_of_the_kind_of_its_reason():
+    assert errors.error_kind(URLError(ConnectionRefusedError())) == "machine"
+    assert errors.error_kind(URLError("unknown url type: x")) == "episode"
+    assert errors.error_kind(HTTPError("http://x", 404, "gone", Message(), None)) == "episode"

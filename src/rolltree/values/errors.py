@@ -237,6 +237,9 @@ def error_kind(error: BaseException) -> ErrorKind:
     """Return what failed when an exception was raised."""
     if isinstance(error, RolltreeError):
         return error.kind
+    if isinstance(error, _loaded({"urllib.error": ("URLError",)})):
+        reason = getattr(error, "reason", None)  # a text for an address that is none
+        error = reason if isinstance(reason, BaseException) else error
     # A pipe breaks if what reads it has died, say code that a model wrote.
     if isinstance(error, (ConnectionError, *_loaded(_OF_NETWORK))) and not isinstance(
         error, (BrokenPipeError, *_loaded(_OF_REQUEST))
