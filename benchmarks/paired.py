@@ -4,7 +4,8 @@
     python benchmarks/paired.py OLD --only http samples
     python benchmarks/paired.py OLD --check            exit 1 when one is slower by more than 3 %
 
-Both sides run the scripts that lie here, in this environment, and differ in `PYTHONPATH`. Figures
+Both sides run the scripts that lie here, in this environment, and differ in `PYTHONPATH`; after a
+move of modules the old side needs a copy with the former names (`--old-scripts`). Figures
 are CPU time of one thread. Which side goes first changes from pair to pair. What counts is the
 ratio of the least of each side, since what else the machine does only adds; beside it stands the
 95 % interval of the median ratio of a pair. A ratio beyond the tolerance whose interval does not
@@ -87,9 +88,9 @@ ROWS = {
 }
 
 
-def figures_of(row: Row, source: Path) -> dict[str, float]:
+def figures_of(row: Row, source: Path, scripts: Path) -> dict[str, float]:
     environment = {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(HERE / row.words[0]), *row.words[1:]]
+    command = [sys.executable, str(scripts / row.words[0]), *row.words[1:]]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(row.words)} failed with {source}:\n{done.stderr[-3000:]}")
@@ -108,12 +109,15 @@ def median_interval(values: list[float]) -> tuple[float, float]:
     return ordered[cut], ordered[number - 1 - cut]
 
 
-def compare(row: Row, old: Path, pairs: int) -> dict[str, dict[str, Any]]:
-    sides = {"old": (old, list[dict[str, float]]()), "new": (NEW, list[dict[str, float]]())}
+def compare(row: Row, old: Path, scripts: Path, pairs: int) -> dict[str, dict[str, Any]]:
+    sides = {
+        "old": ((old, scripts), list[dict[str, float]]()),
+        "new": ((NEW, HERE), list[dict[str, float]]()),
+    }
     for number in range(pairs):
         for side in ("old", "new") if number % 2 else ("new", "old"):
-            source, found = sides[side]
-            found.append(figures_of(row, source))
+            code, found = sides[side]
+            found.append(figures_of(row, *code))
     results = {}
     for name in sides["new"][1][0]:
         before, after = ([one[name] for one in found] for _, found in sides.values())
@@ -144,13 +148,15 @@ def main() -> int:
     parser.add_argument("old", type=Path, help="a checkout of rolltree, or its src")
     parser.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS), help="benchmarks")
     parser.add_argument("--pairs", type=int, default=14, help="runs of each side")
+    text = "a copy of this folder for the old side, if modules that scripts import have moved"
+    parser.add_argument("--old-scripts", type=Path, default=HERE, help=text)
     options = parser.parse_args()
     old = options.old if (options.old / "rolltree").is_dir() else options.old / "src"
     if not (old / "rolltree").is_dir():
         parser.error(f"{options.old} has no rolltree")
     results = {}
     for name in options.only:
-        results[name] = compare(ROWS[name], old.resolve(), options.pairs)
+        results[name] = compare(ROWS[name], old.resolve(), options.old_scripts, options.pairs)
         if not options.json:
             for figure, of in results[name].items():
                 show_figure(name, figure, of)
