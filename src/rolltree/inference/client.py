@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from reprlib import repr as shown
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
@@ -162,6 +162,23 @@ stop_token_ids=(), seed=None, extra={'min_p': 0.1})
     Raises:
         ConfigError: a field has an invalid value, or `n` is not 1.
     """
+    try:
+        made = _shared_sampling(tuple(args.items()), tuple(map(type, args.values())))
+    except TypeError:  # a value that cannot be hashed, such as a list of stop texts
+        return _sampling(args)
+    # A caller may change the fields of its own `extra`.
+    return _sampling(args) if made.extra else made
+
+
+@lru_cache(4096)
+def _shared_sampling(
+    fields: tuple[tuple[str, Any], ...], kinds: tuple[type, ...]
+) -> SamplingParams:
+    # Every turn of a rollout asks with the same fields. `kinds` tells 1 from True.
+    return _sampling(dict(fields))
+
+
+def _sampling(args: SamplingArgs) -> SamplingParams:
     rest = {key: value for key, value in args.items() if value is not None}
     body = dict(_mapping(rest.pop("extra_body", {})))
     for key in _IN_BODY:

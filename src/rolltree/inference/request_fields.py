@@ -252,11 +252,12 @@ class TokenFields:
         Raises:
             TokenError: an id is outside the model's vocabulary.
         """
-        high = max((int(array.max(initial=0)) for array in ids), default=0)
-        if self.vocab_size is not None and high >= self.vocab_size:
+        size = self.vocab_size
+        high = 0 if size is None else max(int(array.max(initial=0)) for array in ids)
+        if size is not None and high >= size:
             raise TokenError(
                 f"{self._where} reports the token id {high}, but the model has "
-                f"{self.vocab_size} ids, so it cannot be trained. Does the server have a different "
+                f"{size} ids, so it cannot be trained. Does the server have a different "
                 "model?"
             )
         self._proven = True

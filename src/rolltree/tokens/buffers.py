@@ -162,7 +162,7 @@ def as_ids(values: ArrayLike, name: str) -> IntArray:
             f"{array.shape}; matching is by integer id only. Pass the ids the engine reported."
         )
     # Checked before the conversion, which would wrap larger ids around.
-    low, high = int(array.min()), int(array.max())
+    low, high = int(np.minimum.reduce(array)), int(np.maximum.reduce(array))
     if low < 0 or high > _INT32_MAX:
         raise TokenError(
             f"{name} holds ids from {low} to {high}; token ids are 0 to {_INT32_MAX}. Placeholders "
@@ -173,7 +173,7 @@ def as_ids(values: ArrayLike, name: str) -> IntArray:
 
 def check_new_ids(ids: IntArray, name: str) -> None:
     """Raise for negative ids, which are padding or placeholders and never tokens."""
-    if len(ids) and ids.min() < 0:
+    if len(ids) and np.minimum.reduce(ids) < 0:
         position = int(np.argmax(ids < 0))
         raise TokenError(
             f"{name} holds the negative id {int(ids[position])} at offset {position} of what is "
