@@ -22,9 +22,10 @@ import threading
 from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from functools import partial
 from traceback import walk_tb
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 from rolltree.values.errors import Escaped
@@ -43,7 +44,88 @@ def being_cancelled() -> bool:
         task = asyncio.current_task()
     except RuntimeError:  # a thread without an event loop
         return False
+    own = _OWN.get()
+    if own is not None and own.task is task:
+        return own.is_cancelled
     return task is not None and task.cancelling() > 0
+
+
+class OwnTask(Generic[T]):
+    """Work in a task of its own, which only who waits for it can cancel.
+
+    What other people's code cancels in it (`current_task().cancel()`, a scope of anyio that it
+    opened in one hook and closes in another) is that code's failure: `being_cancelled` is false
+    there. With plain tasks it could not be told from the end of the run.
+    """
+
+    __slots__ = ("_is_held", "_num_finishing", "is_cancelled", "task")
+
+    def __init__(self, work: Coroutine[Any, Any, T]) -> None:
+        self.is_cancelled = self._is_held = False
+        self._num_finishing = 0
+        token = _OWN.set(self)
+        self.task = asyncio.Task(_all_contained(work), loop=asyncio.get_running_loop())
+        _OWN.reset(token)
+
+    async def wait(self) -> T:
+        """Wait for the result; a cancellation goes on to the work, and waits for its end.
+
+        Raises:
+            asyncio.CancelledError: this task was cancelled meanwhile, or the work cancelled itself.
+        """
+        cancelled: asyncio.CancelledError | None = None
+        loop = asyncio.get_running_loop()
+        while not self.task.done():
+            # Not the task itself, which a cancellation would reach at once.
+            ended = loop.create_future()
+            self.task.add_done_callback(partial(_resolve, ended))
+            try:
+                await ended
+            except asyncio.CancelledError as error:
+                cancelled, self.is_cancelled = error, True
+                if self._num_finishing:
+                    self._is_held = True
+                else:
+                    self.task.cancel()
+        if cancelled is not None:
+            failure = None if self.task.cancelled() else self.task.exception()
+            raise cancelled from failure
+        return self.task.result()
+
+    def __enter__(self) -> None:
+        """Hold cancellations back until the block ends."""
+        self._num_finishing += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._num_finishing -= 1
+        if self._is_held and not self._num_finishing:
+            self._is_held = False
+            self.task.cancel()
+
+
+_OWN: ContextVar[OwnTask[Any] | None] = ContextVar("rolltree_own_task", default=None)
+
+
+async def _all_contained(work: Coroutine[Any, Any, T]) -> T:
+    with contained():
+        return await work
+
+
+def _resolve(ended: asyncio.Future[None], _: object) -> None:
+    if not ended.done():
+        ended.set_result(None)
+
+
+async def finish(work: Coroutine[Any, Any, T]) -> T:
+    """Run `work` to its end, even if this task is cancelled meanwhile.
+
+    In an `OwnTask` it runs in the same task as what it ends, as scopes of anyio demand.
+    """
+    own = _OWN.get()
+    if own is None or own.task is not asyncio.current_task():
+        return await run_shielded(work)
+    with own:
+        return await work
 
 
 class Terminated(SystemExit):

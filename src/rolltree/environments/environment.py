@@ -19,7 +19,7 @@ from dataclasses import replace
 from types import CoroutineType
 from typing import Any, ClassVar
 
-from rolltree._helpers.tasks import being_cancelled, contained, run_shielded
+from rolltree._helpers.tasks import being_cancelled, contained, finish
 from rolltree.environments.batch_runner import BatchRunner
 from rolltree.environments.completion import render_completion
 from rolltree.environments.dataset import Data, RowFormat
@@ -474,7 +474,7 @@ class Environment(BatchRunner):
         # Set before the handlers run, so that the engine does not run a cancelled one again.
         state.cleaned_up = True
         # A cancelled rollout still has to give back its sandbox, container or connection.
-        await run_shielded(self._run_cleanup(state))
+        await finish(self._run_cleanup(state))
 
     async def _run_cleanup(self, state: State) -> None:
         for handler in self._cleanup_handlers:

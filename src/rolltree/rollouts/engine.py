@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from numpy.typing import NDArray
 
 from rolltree._helpers.tasks import (
+    OwnTask,
     ShortCollections,
     allow_open_files,
     being_cancelled,
@@ -28,7 +29,7 @@ from rolltree._helpers.tasks import (
     yield_fairly,
 )
 from rolltree.environments.rubrics import write_failure
-from rolltree.inference.client import as_client, check_tools
+from rolltree.inference.client import ModelClient, as_client, check_tools
 from rolltree.inference.deadline import RolloutClient
 from rolltree.rollouts.progress_watch import InFlight, ProgressWatch
 from rolltree.rollouts.requests import (
@@ -390,7 +391,7 @@ class RolloutEngine:
             # A new clock for each attempt: the time that a failed attempt took must not count
             # against the next one's limit.
             clock = flight.clock = Clock(self.time_limit_s, self.grace_s, left_s)
-            result = await self._attempt(request, attempt, clock)
+            result = await self._attempt(request, attempt, clock, flight)
             error = result.error
             if error is None or attempt > self.retries or error.kind != "infrastructure":
                 return result
@@ -400,7 +401,9 @@ class RolloutEngine:
                 return result
             attempt += 1
 
-    async def _attempt(self, request: RolloutRequest, attempt: int, clock: Clock) -> RolloutResult:
+    async def _attempt(
+        self, request: RolloutRequest, attempt: int, clock: Clock, flight: InFlight
+    ) -> RolloutResult:
         episode = Episode(request, clock)
         # Seeds are counted from the start of the attempt, so a retry replays the same random
         # numbers.
@@ -410,7 +413,9 @@ class RolloutEngine:
             with playing(episode):
                 async with clock.guard() as scope:
                     with contained():
-                        states = tuple(await self.source.run_request(request, client))
+                        played = OwnTask(self._play(request, client))
+                        flight.task = played.task
+                        states = await played.wait()
         except TimeoutError as failure:
             states = tuple(episode.states)
             # The guard's own timeout and a TimeoutError that user code raised are the same class.
@@ -431,10 +436,14 @@ class RolloutEngine:
         finally:
             # A call that outlives its episode must not be limited by the episode's remaining time.
             clock.stop()
+            flight.task = asyncio.current_task()
         settle_states(states)
         if error is None:
             error = _error_in(states)
         return RolloutResult(request, states, error, attempt)
+
+    async def _play(self, request: RolloutRequest, client: ModelClient) -> tuple[State, ...]:
+        return tuple(await self.source.run_request(request, client))
 
     def _timed_out(self, states: tuple[State, ...], at_deadline: bool) -> ErrorRecord:
         why = (
