@@ -1,6 +1,10 @@
 """The exception tree is what its docstring draws, and failures become data with a traceback."""
 
+import asyncio
+import socket
+import sys
 from email.message import Message
+from multiprocessing.connection import Client
 from urllib.error import HTTPError, URLError
 
 import pytest
@@ -152,3 +156,28 @@ def test_urllibs_error_is_of_the_kind_of_its_reason():
     assert errors.error_kind(URLError(ConnectionRefusedError())) == "machine"
     assert errors.error_kind(URLError("unknown url type: x")) == "episode"
     assert errors.error_kind(HTTPError("http://x", 404, "gone", Message(), None)) == "episode"
+
+
+async def test_a_pipe_to_a_process_of_this_machine_is_no_network(tmp_path):
+    address = str(tmp_path / "socket")
+    with socket.socket(socket.AF_UNIX) as gone:
+        gone.bind(address)  # nobody listens
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", "import os; os.close(0)"), stdin=asyncio.subprocess.PIPE
+    )
+    await process.wait()
+    with pytest.raises(ConnectionError) as drained:
+        await written(process.stdin)
+    assert errors.error_kind(drained.value) == "episode"
+    with pytest.raises(ConnectionError) as refused:
+        Client(address)
+    assert errors.error_kind(refused.value) == "episode"
+    with pytest.raises(ConnectionError) as away:
+        await asyncio.open_connection("127.0.0.1", 1)
+    assert errors.error_kind(away.value) == "machine"
+
+
+async def written(pipe):
+    for _ in range(100):
+        pipe.write(b"x" * 100_000)
+        await pipe.drain()

@@ -1,7 +1,9 @@
 """What an author's code raises past `except Exception` fails or scores its own rollout only."""
 
 import asyncio
+from contextlib import AsyncExitStack
 
+import anyio
 import pytest
 from env_scripts import ROWS, Echo, ScriptedModel, a_request, exact, single
 
@@ -362,3 +364,68 @@ async def test_an_override_of_a_call_that_raises_after_its_first_answer_is_score
         (state,) = result.states
         assert (result.error, state["reward"]) == (None, 0.0)
         assert state["environment_errors"]["environment"]["message"] == "no JSON in it"
+
+
+class Scoped(Echo):
+    """Opens a scope of anyio in one hook, and closes it in another, as with an MCP client."""
+
+    async def setup_state(self, state):
+        state["stack"] = stack = AsyncExitStack()
+        group = await stack.enter_async_context(anyio.create_task_group())
+        group.start_soon(self.background)
+        state["scope"] = group.cancel_scope
+        return state
+
+    async def background(self):
+        await anyio.sleep(60)
+
+    @cleanup
+    async def close(self, state):
+        state["scope"].cancel()
+        await state["stack"].aclose()
+
+
+async def test_a_scope_may_be_opened_in_setup_state_and_closed_in_a_cleanup():
+    for result in await played(Scoped(), ScriptedModel("two", "one")):
+        assert result.error is None
+        assert result.states[0]["reward"] == 1.0
+        assert "cleanup_errors" not in result.states[0]
+    assert asyncio.current_task().cancelling() == 0
+
+
+@pytest.mark.parametrize("way", ["group", "task", "timeout"])
+async def test_a_cancellation_by_an_environments_own_code_is_scored(way):
+    class Cancels(Scoped):
+        async def background(self):
+            await anyio.sleep(0.01)
+            raise ValueError("it died")
+
+        async def env_response(self, messages, state):
+            if way == "task":
+                asyncio.current_task().cancel()
+            if way == "timeout":
+                await asyncio.timeout(0.01).__aenter__()
+            await asyncio.sleep(0.5)
+
+    for result in await played(Cancels(), ScriptedModel("two")):
+        (state,) = result.states
+        assert (result.error, state["reward"]) == (None, 0.0)
+        assert "environment" in state["environment_errors"]
+
+
+async def test_a_cleanup_is_finished_though_the_run_is_cancelled_and_then_the_run_ends():
+    begun, log = asyncio.Event(), []
+
+    class Slow(Echo):
+        @cleanup
+        async def slow(self, state):
+            begun.set()
+            await asyncio.sleep(0.2)
+            log.append("done")
+
+    run = asyncio.create_task(played(Slow(), ScriptedModel("one"), 1))
+    await begun.wait()
+    run.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    assert log == ["done"]

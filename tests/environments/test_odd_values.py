@@ -1,15 +1,22 @@
 """What an environment's or an agent's code leaves behind: odd rewards, odd values in the state."""
 
+import asyncio
+
 import numpy as np
 import pytest
+from datasets import Dataset
+from env_scripts import a_request
 
 import rolltree as rt
 from rolltree.agents import Agent
 from rolltree.agents.protocols import SingleAgentProtocol, TurnProtocol
 from rolltree.environments import ProtocolEnvironment
 from rolltree.records import audit
+from rolltree.rollouts import RolloutEngine
 from rolltree.store import Run
+from rolltree.values.errors import ServerError
 from rolltree.values.steps import ParseResult, StepOutcome
+from rolltree.verifiers import verifiers as vf
 
 ROWS = [{"question": f"{i}?", "answer": "12"} for i in range(2)]
 ODD_REWARDS = [float("nan"), float("inf"), -float("inf"), None, "1", [1.0], 10**400, 1e300, {}]
@@ -205,6 +212,12 @@ WRITES = {
     "numbers": lambda s: s.__setitem__("completion", [5]),
     "key": lambda s: s.update({5: 5, (1, 2): 5}),
     "time": lambda s: s["timing"].__setitem__("start_time", 10**400),
+    "truncated": lambda s: s.__setitem__("truncated", np.array([])),
+    "terminated": lambda s: s.__setitem__("terminated", np.array([False, False])),
+    "content": lambda s: s["trajectory"][-1]["completion"][0].update(content=np.array([1, 2])),
+    "finish reason": lambda s: s["trajectory"][-1]["extras"].update(finish_reason=["stop"]),
+    "temperature": lambda s: s["trajectory"][-1]["extras"].update(temperature=np.array([1, 2])),
+    "cycle": lambda s: s.__setitem__("tool_errors", (own := {}) or own.update(own=own) or own),
 }
 TRUE_OF_TOKENS = {"counts", "tokens"}  # what the audit says of these is so
 
@@ -336,3 +349,102 @@ def test_a_message_that_cannot_be_sent_ends_a_rollout_after_an_answer_as_cut(mes
     (state, _) = Sends(None).evaluate_sync(rt.ScriptedClient(["x"] * 4)).state
     assert (state["reward"], state["error"]) == (1.0, None)
     assert bool(state.get("environment_errors")) == (message != {})
+
+
+class Shares(rt.MultiTurnEnv):
+    """All rollouts write into one cache, which every state has."""
+
+    def __init__(self):
+        rows = [{"question": f"{i}?", "answer": "12"} for i in range(128)]
+        super().__init__(dataset=rows, max_turns=4, rubric=rt.Rubric([one]), env_id="shares")
+        self.cache, self.seen = {}, set()
+
+    async def setup_state(self, state):
+        state["cache"], state["seen"] = self.cache, self.seen
+        return state
+
+    async def env_response(self, messages, state):
+        for _ in range(50):
+            self.cache[f"{state['example_id']}-{len(self.cache)}"] = "x"
+            self.seen.add(len(self.cache))
+        await asyncio.sleep(0.001)
+        return [{"role": "user", "content": "again"}]
+
+
+def test_a_state_that_still_changes_while_it_is_stored_ends_nothing(tmp_path):
+    with Run.open_or_create(tmp_path / "run", config={}, kind="eval") as run:
+        client = rt.ScriptedClient(lambda messages: "x", delay_s=0.002)
+        report = rt.evaluate(Shares(), client, run=run)
+    assert (report.num_rollouts, report.num_failed, report.reward.mean) == (128, 0, 1.0)
+
+
+@pytest.mark.parametrize("response", [None, "a text"])
+@pytest.mark.parametrize("library", [rt, vf])
+def test_an_override_that_returns_no_response_after_an_answer_is_scored(response, library):
+    class Forgets(library.SingleTurnEnv):
+        async def get_model_response(self, *given, **named):
+            await super().get_model_response(*given, **named)
+            return response
+
+    rubric = library.Rubric(funcs=[one])
+    env = Forgets(dataset=Dataset.from_list(ROWS), rubric=rubric, env_id="forgets")
+    report = rt.evaluate(env, rt.ScriptedClient(["x"] * 4))
+    assert (report.num_failed, report.reward.mean) == (0, 1.0)
+
+
+def test_an_override_of_verifiers_that_raises_after_its_answer_is_scored():
+    class Parses(vf.SingleTurnEnv):
+        async def get_model_response(self, *given, **named):
+            answer = await super().get_model_response(*given, **named)
+            int(answer.choices[0].message.content)
+            return answer
+
+    env = Parses(dataset=Dataset.from_list(ROWS), rubric=vf.Rubric(funcs=[one]))
+    report = rt.evaluate(env, rt.ScriptedClient(["x"] * 4))
+    assert (report.num_failed, report.reward.mean) == (0, 1.0)
+
+
+@pytest.mark.parametrize("call", [{"id": "a", "name": "f", "arguments": "{}"}, {"function": None}])
+def test_a_tool_call_without_a_function_ends_a_rollout_after_an_answer_as_cut(call):
+    class Sends(Writes):
+        async def env_response(self, messages, state):
+            return [{"role": "assistant", "content": "", "tool_calls": [call]}]
+
+    (state, _) = Sends(None).evaluate_sync(rt.ScriptedClient(["x"] * 4)).state
+    assert (state["reward"], state["error"]) == (1.0, None)
+    assert "no function" in named(state)
+
+
+@pytest.mark.parametrize("library", [rt, vf])
+def test_a_group_that_an_override_scores_in_part_is_scored_and_named(library):
+    class Skips(library.Rubric):
+        async def score_group(self, states, *given, **named):
+            states[0]["reward"] = 1.0
+
+    def together(states):
+        return [1.0] * len(states)
+
+    env = library.SingleTurnEnv(
+        dataset=Dataset.from_list(ROWS), rubric=Skips(funcs=[together]), env_id="skips"
+    )
+    report = rt.evaluate(env, rt.ScriptedClient(["x"] * 8), rollouts_per_example=2)
+    assert (report.num_failed, report.reward.mean) == (0, 0.5)
+
+
+def test_a_refusal_with_403_after_an_answer_is_scored_and_before_it_is_none():
+    flagged = ServerError("flagged", status=403, retryable=False)
+    for answers, reward in ((["x", "x", flagged, flagged], 1.0), ([flagged] * 2, None)):
+        (state, _) = Writes(lambda state: None).evaluate_sync(rt.ScriptedClient(answers)).state
+        assert state["reward"] == reward
+
+
+async def test_a_source_that_returns_dicts_fails_its_rollouts_alone():
+    class Source:
+        env_id = "dicts"
+
+        async def run_request(self, request, client):
+            return [{"input": request.input, "reward": 1.0, "trajectory": []}]
+
+    request = a_request(Writes(None))
+    (result,) = await RolloutEngine(Source(), rt.ScriptedClient(["x"])).run_all([request])
+    assert "State(...)" in result.error.message

@@ -226,7 +226,10 @@ def redact(value: Any, secrets: tuple[str, ...] = ()) -> Any:
     Under a secret key, strings and containers with strings are replaced whole; numbers, booleans,
     None and empty strings stay (`{"token": 504}` is a token id).
     """
-    return _redact(value, _all_known(secrets))
+    try:
+        return _redact(value, _all_known(secrets))
+    except RecursionError:  # it contains itself
+        return f"<{type(value).__name__}>"
 
 
 def _redact(value: Any, known: tuple[str, ...]) -> Any:

@@ -22,7 +22,7 @@ from rolltree.environments.dataset import Data, RowFormat, Rows
 from rolltree.environments.lifecycle import end_raised, failure_of, is_scored
 from rolltree.environments.openai_view import OpenAIView
 from rolltree.environments.rubrics import Rubric, write_advantages
-from rolltree.environments.scoring import score_episode
+from rolltree.environments.scoring import check_scored, score_episode
 from rolltree.inference.client import ModelClient, as_client, sampling_to_args
 from rolltree.inference.deadline import seeded
 from rolltree.rollouts import (
@@ -302,6 +302,7 @@ class BatchRunner(ABC):
     async def score_group(self, states: Sequence[State]) -> None:
         """Score the finished rollouts of one group, in place."""
         await self.rubric.score_group(states)
+        check_scored(states, self.rubric, "score_group")
 
     # Many requests
 

@@ -32,7 +32,7 @@ from rolltree.environments.lifecycle import (
     register,
     watch,
 )
-from rolltree.environments.openai_view import OpenAIView, openai_view
+from rolltree.environments.openai_view import openai_view
 from rolltree.environments.parsers import Parser
 from rolltree.environments.rubrics import Rubric, as_rubric
 from rolltree.inference.client import as_client, policy_version, sampling_from_args
@@ -338,16 +338,13 @@ class Environment(BatchRunner):
             sampling = sampling_from_args(args)
             # Errors of the client are the model's; those of an override are the environment's.
             with in_phase("model"):
-                response = await asked.chat(
+                return await asked.chat(
                     prompt,
                     tools=oai_tools or None,
                     sampling=sampling,
                     model=model or None,
                     message_type=kind,
                 )
-            if type(client) is OpenAIView:  # an override has called, and may raise now
-                client.__rolltree_answered__ = True
-            return response
         # A special response instead of an exception: a prompt that is too long ends the rollout,
         # which is then truncated and scored.
         except PromptTooLong as error:

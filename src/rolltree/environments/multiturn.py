@@ -210,7 +210,7 @@ class MultiTurnEnv(Environment):
             request = _NO_REQUEST if is_own else self.model_request(session, args)
             with request, contained():
                 try:
-                    response = await self.get_model_response(
+                    response: Any = await self.get_model_response(
                         session,
                         model,
                         prompt,
@@ -219,7 +219,9 @@ class MultiTurnEnv(Environment):
                         message_type=self.message_type,
                     )
                 except Exception as error:
-                    if not is_own and session.__rolltree_answered__:
+                    # An override may raise after it has got an answer.
+                    episode = current_episode()
+                    if episode is not None and episode.clock.num_answered:
                         state.was_answered = True
                     problem = _problem_of(prompt, state.oai_tools, self.message_type)
                     if state.is_answered and problem:
@@ -230,6 +232,8 @@ class MultiTurnEnv(Environment):
                     await self._end_refused(state, prompt, error)
                     break
                 state.was_answered = state.was_answered or not is_overlong(response)
+                if response is None or isinstance(response, str):
+                    raise wrong_response_error(self, response)
                 overrides = type(self).add_model_response is not Environment.add_model_response
                 with in_phase("environment" if overrides else "model"):
                     await self.add_model_response(state, prompt, response)
@@ -296,8 +300,9 @@ def _problem_of(prompt: Messages, tools: Any, message_type: MessageType) -> str 
         for name, kinds in _FIELDS.items():
             if not isinstance(message.get(name), kinds):
                 return f"the {name} of a message is a {type(message.get(name)).__name__}"
-        if not _follows([], message.get("tool_calls") or []):
-            return "a tool call of a message is not a dict"
+        for call in message.get("tool_calls") or ():
+            if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
+                return "a tool call of a message has no function"
     return None
 
 
@@ -316,6 +321,17 @@ def unsendable_error(environment: MultiTurnEnv, problem: str) -> ConfigError:
         '[{"role": "user", "content": "..."}].'
     )
     error.kind = "episode"  # they may be what the model wrote
+    return error
+
+
+def wrong_response_error(environment: MultiTurnEnv, response: Any) -> ConfigError:
+    """Return the error for a `get_model_response` that returned no response."""
+    error = ConfigError(
+        f"{type(environment).__name__}.get_model_response of {environment.env_id!r} returned "
+        f"{'None' if response is None else 'a text'}, so there is no answer to record. Return the "
+        "response, perhaps in a branch that some answers take."
+    )
+    error.kind = "episode"
     return error
 
 

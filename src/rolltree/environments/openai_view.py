@@ -26,12 +26,11 @@ class OpenAIView:
         ...     return said.choices[0].message.content
     """
 
-    # Names that no SDK uses: every other attribute is looked up on the client behind.
-    __slots__ = ("__rolltree_answered__", "__rolltree_client__")
+    # A name that no SDK uses: every other attribute is looked up on the client behind.
+    __slots__ = ("__rolltree_client__",)
 
     def __init__(self, client: ModelClient) -> None:
         self.__rolltree_client__ = client
-        self.__rolltree_answered__ = False  # whether a call has had an answer
 
     @property
     def model(self) -> str:
@@ -41,12 +40,12 @@ class OpenAIView:
     @property
     def chat(self) -> _Chat:
         """The chat endpoint; it can also be called as `ModelClient.chat`."""
-        return _Chat(self)
+        return _Chat(self.__rolltree_client__)
 
     @property
     def completions(self) -> _Endpoint:
         """The text endpoint."""
-        return _Endpoint(self, "completion")
+        return _Endpoint(self.__rolltree_client__, "completion")
 
     def __getattr__(self, name: str) -> Any:
         # Copying and pickling look up such names before there is a client.
@@ -58,8 +57,8 @@ class OpenAIView:
 class _Endpoint:
     """One endpoint with its `create`."""
 
-    def __init__(self, view: OpenAIView, message_type: MessageType) -> None:
-        self._view = view
+    def __init__(self, client: ModelClient, message_type: MessageType) -> None:
+        self._client = client
         self._type = message_type
 
     async def create(
@@ -84,29 +83,25 @@ class _Endpoint:
                 "recorded. Call create() without stream."
             )
         asked = messages if self._type == "chat" else prompt
-        response = await self._view.__rolltree_client__.chat(
+        return await self._client.chat(
             asked if asked is not None else [],
             tools=tools or None,
             sampling=sampling_from_args(fields),
             model=model,
             message_type=self._type,
         )
-        self._view.__rolltree_answered__ = True
-        return response
 
 
 class _Chat:
-    def __init__(self, view: OpenAIView) -> None:
-        self._view = view
+    def __init__(self, client: ModelClient) -> None:
+        self._client = client
 
     @property
     def completions(self) -> _Endpoint:
-        return _Endpoint(self._view, "chat")
+        return _Endpoint(self._client, "chat")
 
     async def __call__(self, *args: Any, **settings: Any) -> Any:
-        response = await self._view.__rolltree_client__.chat(*args, **settings)
-        self._view.__rolltree_answered__ = True
-        return response
+        return await self._client.chat(*args, **settings)
 
 
 def openai_view(client: Any) -> Any:

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from rolltree._helpers.tasks import contained
 from rolltree.environments.rubrics import Rubric, settle_rewards, write_failure
 from rolltree.rollouts import current_episode
-from rolltree.rollouts.settle import settle_state
+from rolltree.rollouts.settle import KeptParts, settle_state
 from rolltree.values.types import State
 
 
@@ -26,11 +26,22 @@ async def score_episode(rubric: Rubric, states: Sequence[State]) -> None:
                 continue
             try:
                 with contained():
+                    before = KeptParts(state)
                     await rubric.score_rollout(state)
-                settle_rewards(state, rubric)
-                is_own = type(rubric).score_rollout is Rubric.score_rollout
-                if state.reward is None and not is_own and not state.get("scoring_errors"):
-                    raise ValueError(f"{type(rubric).__name__}.score_rollout left no reward")
+                if type(rubric).score_rollout is not Rubric.score_rollout:
+                    settle_rewards(state, rubric)
+                before.settle()
+                check_scored([state], rubric, "score_rollout")
             except Exception as error:  # noqa: BLE001  an overridden rubric may raise: it is data
                 settle_state(state)
                 write_failure([state], rubric, error)
+
+
+def check_scored(states: Sequence[State], rubric: Rubric, method: str) -> None:
+    """Count rollouts as 0 whose rewards an override of a rubric's method left out."""
+    if getattr(type(rubric), method).__module__.startswith("rolltree."):
+        return
+    for state in states:
+        if state.reward is None and state.error is None and not state.get("scoring_errors"):
+            left = ValueError(f"{type(rubric).__name__}.{method} left no reward")
+            write_failure([state], rubric, left)

@@ -239,7 +239,9 @@ def sampling_to_args(sampling: SamplingParams) -> SamplingArgs:
 def is_refusal(error: Exception) -> bool:
     """Whether a model call failed because of the messages or the answer, and would fail again."""
     refusals = (ServerError, AnswerTooLarge, TemplateError, PromptTooLong)
-    return isinstance(error, refusals) and error.kind == "episode"
+    # 403 is a key without rights before the first answer; after it, moderation of a text.
+    is_moderated = isinstance(error, ServerError) and error.status == 403
+    return is_moderated or (isinstance(error, refusals) and error.kind == "episode")
 
 
 def may_follow(error: Exception) -> bool:

@@ -41,6 +41,7 @@ class Clock:
         self.deadline_s = deadline_s
         self.num_calls = 0
         """How many model calls have begun."""
+        self.num_answered = 0
         self._start = time.monotonic()
         self._waited_s = 0.0
         self._calls_in_flight = self._num_excluded = 0
@@ -215,6 +216,7 @@ class RolloutClient(DelegatingClient):
         try:
             response = await call.to(self._inner)
             wait_s, answered = response.wait_s, time.monotonic()
+            clock.num_answered += 1
             if not (response.sent_s or response.time_s):  # a client that makes its own records
                 response = response.timed(sent_s, answered - began_s)
             # Many answers may have come at once: those of other rollouts get the loop first, and

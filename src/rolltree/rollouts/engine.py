@@ -443,7 +443,15 @@ class RolloutEngine:
         return RolloutResult(request, states, error, attempt)
 
     async def _play(self, request: RolloutRequest, client: ModelClient) -> tuple[State, ...]:
-        return tuple(await self.source.run_request(request, client))
+        states = tuple(await self.source.run_request(request, client))
+        for state in states:
+            if not isinstance(state, State):
+                raise ConfigError(
+                    f"{type(self.source).__name__}.run_request returned a {type(state).__name__} "
+                    "among its states, which can be neither trained nor stored. Return "
+                    "`rolltree.State`s, or dicts as State(...)."
+                )
+        return states
 
     def _timed_out(self, states: tuple[State, ...], at_deadline: bool) -> ErrorRecord:
         why = (

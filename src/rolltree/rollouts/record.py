@@ -181,6 +181,7 @@ def _state_columns(
     ]
     error = state.error
     own: list[Mapping[str, Any]] = []
+    task = state.get("task")
     if error is not None:
         # An environment may put any object under `error`; the row gets its text.
         loose = {"type": type(error).__name__, "message": str(error), "phase": "environment"}
@@ -194,7 +195,7 @@ def _state_columns(
         "parent_rollout": state.parent_rollout,
         # Of a rollout that nobody delegated it is the environment's own word, and may be anything.
         "depth": int(state.get("depth") or 0) if state.parent_rollout is not None else 0,
-        "task": str(state.get("task") or request_columns["task"]),
+        "task": (str(task) if task is not None else "") or request_columns["task"],
         "reward": _number(state.reward),
         "status": "error" if status_of else request_columns["status"],
         "error_type": status_of[0]["type"] if status_of else request_columns["error_type"],
@@ -302,7 +303,8 @@ def _graft(tokens: StepTokens, tree: TokenTree) -> StepTokens:
 def _state_data(
     state: State, trajectory: Trajectory, request_input: dict[str, Any], table: MessageTable
 ) -> dict[str, Any]:
-    own = {key: value for key, value in dict.items(state) if key not in _NOT_STORED}
+    # Copied in one go: a task that an environment left behind may still change the state.
+    own = {key: value for key, value in dict.copy(state).items() if key not in _NOT_STORED}
     error = own.get("error")
     data: dict[str, Any] = {
         "has": [key for key in _STATE_APART if key in own],

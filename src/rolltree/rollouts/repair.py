@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from rolltree.inference.client import may_follow
-from rolltree.rollouts.settle import NUMBERS, TEXTS, TIMES, is_finite
+from rolltree.rollouts.settle import FLAGS, NUMBERS, TEXTS, TIMES, is_finite
 from rolltree.tokens import Trajectory, assigned_value, is_plain_step, peek
+from rolltree.tokens.step import RecordedStep, odd_extras
 from rolltree.values.errors import record_error
 from rolltree.values.state import INPUT_FIELDS, OF_ENVIRONMENT, RAISED
 from rolltree.values.steps import as_number
@@ -106,8 +107,14 @@ class _Settled:
                 put(key, [{"role": role, "content": said}])
             elif not isinstance(said, str if self.is_text() else list):
                 put(key, "" if self.is_text() else [])
-        if not isinstance(assigned_value(step, "extras"), Mapping | None):
+        extras = assigned_value(step, "extras")
+        if not isinstance(extras, Mapping | None):
             put("extras", {})
+        elif isinstance(extras, dict):
+            recorded = step.recorded_extras() if isinstance(step, RecordedStep) else {}
+            for key in odd_extras(extras):
+                self.odd.append(f"step {index}'s extras had {key} {_shown(extras[key])}")
+                extras[key] = recorded.get(key)
         for key in ("reward", "advantage"):
             value = assigned_value(step, key)
             number = _number(value)
@@ -140,8 +147,12 @@ class _Settled:
         depth = self.get("depth")
         if depth is not None and not isinstance(depth, int):
             self.put("depth", 0)
-        if not isinstance(self.get("has_step_rewards"), bool | np.bool_ | None):
-            self.put("has_step_rewards", None)
+        for key in FLAGS:
+            flag = self.get(key)
+            if isinstance(flag, np.bool_ | int):
+                dict.__setitem__(self.state, key, bool(flag))
+            elif flag is not None:
+                self.put(key, None)
         self._metrics()
         self._messages()
 

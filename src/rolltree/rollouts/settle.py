@@ -19,6 +19,7 @@ from rolltree.values.types import RolloutTiming, State
 
 TEXTS = ("agent", "parent_rollout", "stop_condition", "truncation_reason")
 NUMBERS = ("reward", "advantage", "bootstrap_value")
+FLAGS = ("is_completed", "terminated", "truncated", "has_step_rewards")
 TIMES = tuple(RolloutTiming.__annotations__)
 _INPUTS = frozenset(INPUT_FIELDS)
 
@@ -77,7 +78,7 @@ _PLAIN_TYPES = {
     **dict.fromkeys(NUMBERS, (float, _NONE)),
     **dict.fromkeys(TEXTS, (str, _NONE)),
     "depth": (int, _NONE),
-    "has_step_rewards": (bool, _NONE),
+    **dict.fromkeys(FLAGS, (bool, _NONE)),
     "metrics": (dict, _NONE),
     "completion": (str, list, _NONE),
 }

@@ -142,9 +142,9 @@ def to_plain(value: Any, depth: int = 0) -> Any:
     if depth > MAX_DEPTH:
         return f"<{type(value).__name__}>"
     if isinstance(value, Mapping):
-        return {str(key): to_plain(item, depth + 1) for key, item in value.items()}
+        return {str(key): to_plain(item, depth + 1) for key, item in list(value.items())}
     if isinstance(value, list | tuple | set | frozenset):
-        return [to_plain(item, depth + 1) for item in value]
+        return [to_plain(item, depth + 1) for item in list(value)]
     if _is_numpy(value):
         return to_plain(value.tolist(), depth)
     return f"<{value.type}>" if isinstance(value, Opaque) else str(value)
@@ -191,17 +191,17 @@ def _opaque(name: str) -> dict[str, str]:
 
 
 def _pack_dict(value: dict[Any, Any], depth: int) -> Any:
-    if all(type(key) is str for key in value) and TAG not in value:
-        return {
-            key: item if type(item) is str else _pack(item, depth + 1)
-            for key, item in value.items()
-        }
-    pairs = [[_pack(key, depth + 1), _pack(item, depth + 1)] for key, item in value.items()]
+    # In one go: code of an environment may still change what it left in a state, say a cache that
+    # all rollouts share, while a thread stores one of them.
+    items = list(value.items())
+    if all(type(key) is str and key != TAG for key, _ in items):
+        return {key: item if type(item) is str else _pack(item, depth + 1) for key, item in items}
+    pairs = [[_pack(key, depth + 1), _pack(item, depth + 1)] for key, item in items]
     return {TAG: "dict", "v": pairs}
 
 
 def _pack_items(tag: str) -> Callable[[Any, int], Any]:
-    return lambda value, depth: {TAG: tag, "v": [_pack(item, depth + 1) for item in value]}
+    return lambda value, depth: {TAG: tag, "v": [_pack(item, depth + 1) for item in list(value)]}
 
 
 def _pack_numpy(value: Any, depth: int) -> Any:

@@ -200,7 +200,7 @@ def checked_logprobs(values: object, count: int, weight: float | NDArray[Any] = 
             raise TypeError(f"their dtype is {array.dtype}")
         if array.dtype.kind == "O":
             array = array.astype(np.float64)  # None becomes NaN
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise TokenError(
             f"the logprobs of {count} sampled tokens are not a flat list of numbers ({error}). "
             "Give one number per sampled id, or pass None."

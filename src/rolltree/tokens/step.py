@@ -279,7 +279,7 @@ class RecordedStep(LazyDict):
         "completion": lambda step: _unpacked(step._answer),
         "response": lambda step: step._build_response(),
         "tokens": lambda step: StepTokens(step.tree, step.call),
-        "extras": lambda step: step._build_extras(),
+        "extras": lambda step: step.recorded_extras(),
     }
 
     def __init__(
@@ -373,7 +373,8 @@ class RecordedStep(LazyDict):
             place=(tree, call),
         )
 
-    def _build_extras(self) -> dict[str, Any]:
+    def recorded_extras(self) -> dict[str, Any]:
+        """Return the extras as they were recorded, in a new dict."""
         tree, call = self.tree, self.call
         kept = self._kept
         extras: dict[str, Any] = {
@@ -467,7 +468,7 @@ def is_plain_step(step: Any) -> bool:
     return (
         (type(get(step, "prompt")), type(get(step, "completion"))) in _MESSAGES
         and "reward" in step
-        and type(get(step, "extras")) in _EXTRAS
+        and (get(step, "extras") is _UNREAD or not odd_extras(get(step, "extras")))
         and (reward is None or (type(reward) is float and abs(reward) <= MAX_REWARD))
         and (advantage is None or (type(advantage) is float and abs(advantage) <= MAX_REWARD))
     )
@@ -475,7 +476,17 @@ def is_plain_step(step: Any) -> bool:
 
 # Of prompt and completion; a text beside what was not read needs a longer look.
 _MESSAGES = frozenset([(str, str), *product((list, _Unread), repeat=2)])
-_EXTRAS = frozenset((dict, _Unread))
+_OF_EXTRAS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("agent", "finish_reason"), (str, type(None))),
+    "temperature": (int, float, type(None)),
+}
+
+
+def odd_extras(extras: Any) -> list[str]:
+    """Return the keys of a step's extras whose values nobody can store; all if it is no dict."""
+    if type(extras) is not dict:
+        return list(_OF_EXTRAS)
+    return [key for key, kinds in _OF_EXTRAS.items() if type(extras.get(key)) not in kinds]
 
 
 def num_call_tokens(step: Mapping[str, Any]) -> int:

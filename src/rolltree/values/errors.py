@@ -241,14 +241,27 @@ def error_kind(error: BaseException) -> ErrorKind:
         reason = getattr(error, "reason", None)  # a text for an address that is none
         error = reason if isinstance(reason, BaseException) else error
     # A pipe breaks if what reads it has died, say code that a model wrote.
-    if isinstance(error, (ConnectionError, *_loaded(_OF_NETWORK))) and not isinstance(
-        error, (BrokenPipeError, *_loaded(_OF_REQUEST))
+    if isinstance(error, (ConnectionError, *_loaded(_OF_NETWORK))) and not (
+        isinstance(error, (BrokenPipeError, *_loaded(_OF_REQUEST))) or _is_of_pipe(error)
     ):
         return "machine"
     # Whoever raised one of its exceptions has imported the package.
     openai = sys.modules.get("openai")
     theirs = tuple(getattr(openai, name, ()) for name in _OF_OPENAI)
     return "infrastructure" if isinstance(error, theirs) else "episode"
+
+
+def _is_of_pipe(error: BaseException) -> bool:
+    """Whether a connection to another process of this machine raised it, not one to a server."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if last is None:
+        return False
+    frame = last.tb_frame
+    if frame.f_globals.get("__name__") == "multiprocessing.connection":
+        return True
+    return type(frame.f_locals.get("self")).__name__ == "SubprocessStreamProtocol"
 
 
 def follows_from_answer(error: BaseException) -> bool:

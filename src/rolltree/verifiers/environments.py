@@ -27,6 +27,7 @@ from rolltree.environments.dataset import Data, RowFormat, Rows
 from rolltree.environments.lifecycle import Mark, Role, mark_of, register
 from rolltree.environments.multiturn import invalid_response_error
 from rolltree.environments.rubrics import as_rubric
+from rolltree.environments.scoring import check_scored
 from rolltree.inference.wire import read
 from rolltree.rollouts import Split, current_episode
 from rolltree.tokens import record_call
@@ -485,6 +486,7 @@ class Environment(OwnNames, Batches, rooms.Environment):
         # In training and evaluation the engine limits scoring; only `generate` has its own limit.
         limit = NullAsyncContext() if batch is None else batch.scoring
         await self.rubric.score_group(list(states), score_sem=limit)
+        check_scored(states, self.rubric, "score_group")
 
     def _own_run_group(self) -> RunGroup | None:
         is_ours = getattr(self.run_group, "__func__", None) is Environment.run_group

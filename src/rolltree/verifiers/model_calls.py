@@ -170,7 +170,10 @@ async def _ask_directly(
         # Waiting for the author's own client counts as waiting for the server, which time limits
         # exclude.
         with nullcontext() if episode is None else episode.clock.excluded():
-            return await call
+            response = await call
+        if episode is not None:
+            episode.clock.num_answered += 1
+        return response
     except Exception as error:  # any client's, known by its text
         if _is_overlong(error):
             return get_overlong_prompt_dummy_response(message_type)

@@ -394,8 +394,9 @@ def write_failure(states: Sequence[State], rubric: object, error: BaseException)
 
 def settle_rewards(state: State, rubric: Rubric) -> None:
     """Replace rewards that an override wrote and that are not numbers by 0, as scoring errors."""
-    for scored in (state, *state.trajectory):
-        value = scored.get("reward")
+    steps: Any = dict.get(state, "trajectory")
+    for scored in (state, *(steps if isinstance(steps, list) else ())):
+        value = dict.get(scored, "reward") if isinstance(scored, dict) else None
         if value is None or (type(value) is float and abs(value) <= MAX_REWARD):
             continue
         try:
