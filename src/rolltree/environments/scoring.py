@@ -28,9 +28,9 @@ async def score_episode(rubric: Rubric, states: Sequence[State]) -> None:
                 with contained():
                     before = KeptParts(state)
                     await rubric.score_rollout(state)
+                settle_rewards(state, rubric)
                 if type(rubric).score_rollout is not Rubric.score_rollout:
-                    settle_rewards(state, rubric)
-                before.settle()
+                    before.settle()
                 check_scored([state], rubric, "score_rollout")
             except Exception as error:  # noqa: BLE001  an overridden rubric may raise: it is data
                 settle_state(state)
