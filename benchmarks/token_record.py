@@ -65,7 +65,8 @@ def record_of(states: list[State]) -> TokenRecord:
         for state in states
     ]
     given = [np.array([step["advantage"] for step in state["trajectory"]]) for state in states]
-    return TokenRecord(results, CreditReport(tuple(states), tuple(given)))
+    places = tuple((index, 0) for index in range(len(states)))
+    return TokenRecord(results, CreditReport(tuple(states), tuple(given), places=places))
 
 
 def store(folder: Path, record: TokenRecord | None) -> tuple[float, float]:

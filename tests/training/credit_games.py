@@ -95,10 +95,13 @@ def result_of(play, index, group="g"):
 def credited(results, *settings):
     """Assign credit, and write it where these tests look: None for what does not train."""
     report = assign_credit(results, *settings)
-    given = {id(s): a.tolist() for s, a in zip(report.trained, report.advantages, strict=True)}
-    for state in (state for result in results for state in result.states):
+    given = dict(zip(report.places, report.advantages, strict=True))
+    states = {
+        (r, s): state for r, result in enumerate(results) for s, state in enumerate(result.states)
+    }
+    for place, state in states.items():
         steps = state.get("trajectory") or ()
-        values = given.get(id(state)) or [None] * len(steps)
+        values = given[place].tolist() if place in given else [None] * len(steps)
         state["advantage"] = values[0] if values else None
         for step, value in zip(steps, values, strict=True):
             step["advantage"] = value

@@ -109,6 +109,25 @@ class TestAssign:
         assert results[1].states[0]["trajectory"][0]["advantage"] == -5.0
         assert len(report.trained) == 4
 
+    def test_places_say_where_the_trained_states_are(self):
+        """Groups may be mixed, episodes may have several rollouts, and equal states differ."""
+        pair, failed = result(1.0, "a"), result(None, "b", error=ERROR)
+        pair = RolloutResult(pair.request, (*pair.states, *deepcopy(pair.states)), None)
+        results = [pair, failed, result(3.0, "a", 1, calls=2), result(2.0, "b", 1)]
+        results[2].states[0]["trajectory"].clear()
+        report = assign_credit(results, "reinforce")
+        assert report.places == ((0, 0), (0, 1), (2, 0), (3, 0))
+        assert all(
+            state is results[result].states[index]
+            for state, (result, index) in zip(report.trained, report.places, strict=True)
+        )
+        assert [values.tolist() for values in report.advantages] == [[1.0], [1.0], [], [2.0]]
+        assert report.first_advantages(results) == {
+            ("a/0", 0): 1.0,
+            ("a/0", 1): 1.0,
+            ("b/1", 0): 2.0,
+        }
+
     def test_episodes_count_once_however_many_calls_they_have(self):
         results = [result(1.0, calls=9), result(0.0, index=1, calls=1)]
         credited(results, "dr_grpo")

@@ -147,19 +147,18 @@ async def test_ids_that_a_server_renders_must_spell_the_messages(fault):
         results = await engine.run_all(step_requests(CONFIG, environment, 1))
         await client.aclose()
     assert all(result.error is None for result in results)
-    calls = [(each.request.request_id, each.states[0]) for each in results]
     vocabulary = Vocabulary(ByteTokenizer())
     if fault is None:
-        assert misspelled(calls, vocabulary) == {}
+        assert misspelled(results, vocabulary) == {}
         return
-    wrong = misspelled(calls, vocabulary)
+    wrong = misspelled(results, vocabulary)
     assert wrong
     assert all(
         "call 0 of train/" in text and " has the message " in text for text in wrong.values()
     )
     report = assign_credit(results)
     samples = build_samples(report.trained, advantages=report.advantages).samples
-    samples = note_misspelled(samples, report.trained, wrong)
+    samples = note_misspelled(samples, report.places, wrong)
     limits = TrainableLimits(vocab_size=1000, max_length=1000)
     kept, masked = mask_untrainable(samples, resolve_algorithm("grpo"), limits)
     assert masked.num_calls == {"misspelled": len(wrong)}

@@ -25,7 +25,8 @@ def record_of(made, *, step=1, samples=None, scope="tree", model=None, **section
     results = [SimpleNamespace(request=SimpleNamespace(request_id=s["request_id"]), states=(s,))
                for s in made]  # fmt: skip
     given = [np.array([step["advantage"] or 0.0 for step in s["trajectory"]]) for s in made]
-    record = TokenRecord(results, CreditReport(tuple(made), tuple(given)))
+    places = tuple((index, 0) for index in range(len(made)))
+    record = TokenRecord(results, CreditReport(tuple(made), tuple(given), places=places))
     samples = build_samples(made, scope).samples if samples is None else samples
     metrics = worker.step(samples, step, on_batch=record.add)
     return {row.request_id: row for row in record.rows(step)}, metrics

@@ -302,11 +302,13 @@ def test_transcripts_have_no_secrets_and_nothing_hidden():
     )
     error = ErrorRecord("ServerError", "500", "", "model")
     results = [RolloutResult(request, (state, state), None), RolloutResult(request, (), error)]
-    credit = CreditReport((state,), (np.array([-0.5, 0.25]),))
-    first, _, failed = transcripts(results, 9, step=3, phase="train", credit=credit)
+    credit = CreditReport((state,), (np.array([-0.5, 0.25]),), places=((0, 0),))
+    advantages = credit.first_advantages(results)
+    first, second, failed = transcripts(results, 9, step=3, phase="train", advantages=advantages)
     assert len(transcripts(results, 2, step=3, phase="train")) == 2
     assert first.prompt == "user: key [redacted]�"
     assert len(first.completion) < 20_100
     assert first.completion.endswith(" more)")
     assert (first.reward, first.advantage, first.agent) == (1.0, -0.5, "white")
+    assert second.advantage is None
     assert (failed.prompt, failed.completion, failed.error) == ("user: p", "", "ServerError: 500")

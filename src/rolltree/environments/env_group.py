@@ -268,25 +268,25 @@ class _GroupRubric(CompositeRubric):
     async def score_group(self, states: Sequence[State], score_sem: object = None) -> None:
         """Score the rollouts of one group of requests, each by its environment's rubric."""
         with ExitStack() as swapped:
-            for env, members in self._by_env(states, swapped):
-                await env.rubric.score_group(members)
+            for env, places in self._by_env(states, swapped):
+                await env.rubric.score_group([states[place] for place in places])
 
     async def evaluate(self, states: Sequence[State]) -> list[Scores]:
         """Return the scores, each computed by its environment's rubric."""
         found: dict[int, Scores] = {}
         with ExitStack() as swapped:
-            for env, members in self._by_env(states, swapped):
-                scores = await env.rubric.evaluate(members)
-                found.update({id(s): score for s, score in zip(members, scores, strict=True)})
-        return [found[id(state)] for state in states]
+            for env, places in self._by_env(states, swapped):
+                scores = await env.rubric.evaluate([states[place] for place in places])
+                found.update(zip(places, scores, strict=True))
+        return [found[place] for place in range(len(states))]
 
     def _by_env(
         self, states: Sequence[State], swapped: ExitStack
-    ) -> list[tuple[Environment, list[State]]]:
-        members: dict[int, tuple[Environment, list[State]]] = {}
-        for state in states:
+    ) -> list[tuple[Environment, list[int]]]:
+        members: dict[int, tuple[Environment, list[int]]] = {}
+        for place, state in enumerate(states):
             env = swapped.enter_context(self._group.as_own(state))
-            members.setdefault(id(env), (env, []))[1].append(state)
+            members.setdefault(id(env), (env, []))[1].append(place)
         return list(members.values())
 
 

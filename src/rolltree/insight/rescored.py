@@ -264,13 +264,10 @@ def _for_credit(run: Run, where: Mapping[str, Any]) -> list[RolloutResult]:
 def _advantages(
     results: list[RolloutResult], credit: str, policy: CreditPolicy
 ) -> dict[Place, float | None]:
-    report = assign_credit(results, credit, policy)
-    first = {
-        id(state): float(values[0]) if len(values) else None
-        for state, values in zip(report.trained, report.advantages, strict=True)
-    }
-    return {
-        (result.request.request_id, index): first.get(id(state))
+    places = [
+        (result.request.request_id, index)
         for result in results
-        for index, state in enumerate(result.states)
-    }
+        for index in range(len(result.states))
+    ]
+    first = assign_credit(results, credit, policy).first_advantages(results)
+    return {place: first.get(place) for place in places}

@@ -113,22 +113,37 @@ class CreditReport:
 
     `advantages` has an array per trained state, float64 `[num_calls]`, one value per step of its
     trajectory. `effects` has what the truncation policy decided about each of them: pass both to
-    `build_samples`. `averages` are the roles' averages after this step: pass them to the next call.
-    `problems` says of each episode without usable credit why it is left out.
+    `build_samples`. `places` says where each of them is: the index of its result, and its index
+    among the result's states. `averages` are the roles' averages after this step: pass them to the
+    next call. `problems` says of each episode without usable credit why it is left out.
     """
 
     trained: tuple[State, ...]
     advantages: tuple[NDArray[np.float64], ...] = ()
     effects: tuple[TruncationEffect, ...] = ()
+    places: tuple[tuple[int, int], ...] = ()
     metrics: dict[str, float] = field(default_factory=dict)
     averages: Averages = field(default_factory=dict)
     problems: tuple[str, ...] = ()
+
+    def first_advantages(self, results: Sequence[RolloutResult]) -> dict[tuple[str, int], float]:
+        """Return the advantage of each trained rollout's first call, if it has one.
+
+        The keys name the rollouts as a store does: id of the request, index of the trajectory.
+        """
+        return {
+            (results[result].request.request_id, index): float(values[0])
+            for (result, index), values in zip(self.places, self.advantages, strict=True)
+            if len(values)
+        }
 
 
 class _Member(NamedTuple):
     """A rollout that counts in the baseline of its group; if it failed, it is not trained."""
 
     state: State
+    # The indices of its result in the group, and of the state in that.
+    place: tuple[int, int]
     failed: bool
     effect: TruncationEffect
     group: Hashable
@@ -195,9 +210,9 @@ def credit_group(
     tally: Counter[str] = Counter()
     members: list[_Member] = []
     problems = []
-    for result in results:
+    for index, result in enumerate(results):
         try:
-            members += _members(result, policy, tally)
+            members += _members(index, result, policy, tally)
         except TrainingError as error:
             # One odd episode must not end a training, which would meet it again in its store.
             tally["unusable"] += len(result.states)
@@ -244,14 +259,19 @@ def join_credit(
         values, after = subtract_averages(
             [member.earned for member in members], values, after, policy.baseline_decay
         )
-    states = [state for result in results for state in result.states]
-    # By identity, because states are dicts, which cannot be hashed.
-    trained = {
-        id(member.state): (member.effect, np.array(mine, np.float64))
-        for member, mine in zip(members, values, strict=True)
-        if not member.failed
-    }
-    count, num_compared = max(1, len(states)), max(1, tally["compared"])
+    # The results of a group may stand between those of others, but keep their order.
+    indices: dict[str, list[int]] = {}
+    for index, result in enumerate(results):
+        indices.setdefault(result.request.group_id, []).append(index)
+    places = [
+        (indices[group.results[0].request.group_id][result], index)
+        for group in groups
+        for result, index in (member.place for member in group.members)
+    ]
+    trained = [at for at, member in enumerate(members) if not member.failed]
+    trained.sort(key=places.__getitem__)
+    count = max(1, sum(len(result.states) for result in results))
+    num_compared = max(1, tally["compared"])
     metrics = {
         "credit/failed_share": tally["failed"] / count,
         "credit/truncated_share": tally["truncated"] / count,
@@ -268,11 +288,11 @@ def join_credit(
     if tally["unusable"]:
         metrics["credit/unusable_share"] = tally["unusable"] / count
     metrics |= {_average_name(role, after): value for role, value in after.items()}
-    chosen = tuple(state for state in states if id(state) in trained)
     return CreditReport(
-        trained=chosen,
-        advantages=tuple(trained[id(state)][1] for state in chosen),
-        effects=tuple(trained[id(state)][0] for state in chosen),
+        trained=tuple(members[at].state for at in trained),
+        advantages=tuple(np.array(values[at], np.float64) for at in trained),
+        effects=tuple(members[at].effect for at in trained),
+        places=tuple(places[at] for at in trained),
         metrics=metrics,
         averages=after,
         problems=tuple(problem for group in groups for problem in group.problems),
@@ -317,13 +337,18 @@ def check_baseline(credit: str, baseline: str) -> None:
         )
 
 
-def _members(result: RolloutResult, policy: CreditPolicy, tally: Counter[str]) -> list[_Member]:
-    """Return the rollouts of one episode that count in a baseline, with their flowed credit."""
+def _members(
+    number: int, result: RolloutResult, policy: CreditPolicy, tally: Counter[str]
+) -> list[_Member]:
+    """Return the rollouts of a group's episode that count in a baseline, with their flowed credit.
+
+    `number` is the episode's index in the group.
+    """
     parents = _parents(result)
     members: list[_Member] = []
     counts: list[bool] = []
     met: Counter[str] = Counter()
-    for state, parent in zip(result.states, parents, strict=True):
+    for index, (state, parent) in enumerate(zip(result.states, parents, strict=True)):
         failed = result.error is not None or state.get("error") is not None
         effect = truncation_effect(state, policy.truncation, max_seq_len=policy.max_seq_len)
         tally["failed"] += failed
@@ -344,7 +369,8 @@ def _members(result: RolloutResult, policy: CreditPolicy, tally: Counter[str]) -
         else:
             group = (*where, "child", str(state.get("subtask", "")))
         met[earned.role] += parent is None
-        members.append(_Member(state, failed, effect, group, penalty, earned))
+        place = number, index
+        members.append(_Member(state, place, failed, effect, group, penalty, earned))
         counts.append(effect.counts and not (failed and policy.on_error != "zero"))
     # Parents first, so that a grandchild sees whether its parent was left out.
     for index in parents_first(parents):

@@ -56,7 +56,7 @@ from rolltree.training.transcripts import transcripts
 from rolltree.training.untrainable import MaskedCalls, note_misspelled
 from rolltree.values.errors import NonFiniteStep, StoreError, TrainingError
 from rolltree.values.state import OF_ENVIRONMENT, RAISED
-from rolltree.values.types import RolloutResult, State
+from rolltree.values.types import RolloutResult
 
 Evaluate = Callable[[str, int], Awaitable[Mapping[str, Any]]]
 """(phase, step) -> metrics. It stores its own rollouts under `phase` and may be called again after
@@ -300,17 +300,16 @@ class _Loop:
 
     async def _take(self, step: int, found: StepRollouts, began: float) -> dict[str, float]:
         """Train on the collected rollouts; weights, version and stored metrics change together."""
-        wrong: Mapping[tuple[int, int], str] = {}
+        wrong: Mapping[tuple[int, int, int], str] = {}
         if self.vocabulary is not None:
-            calls = [(each.request.request_id, s) for each in found.trained for s in each.states]
-            wrong = await asyncio.to_thread(misspelled, calls, self.vocabulary)
+            wrong = await asyncio.to_thread(misspelled, found.trained, self.vocabulary)
         # Set before the first write to the weights, because `_samples` already updates the moving
         # averages.
         self.is_writing = True
         sampled_at = time.perf_counter()
         batch, record, credit = self._samples(found)
         if wrong:
-            samples = note_misspelled(batch.samples, credit.trained, wrong)
+            samples = note_misspelled(batch.samples, credit.places, wrong)
             batch = replace(batch, samples=samples)
         self._tell_raised(found.sampled, step)
         trained = await self._train(batch, step, record, _may_stand_still(found, batch))
@@ -334,7 +333,8 @@ class _Loop:
         self.done, self.is_writing = step, False
         self._hint_at_equal_rewards(metrics)
         if num := self.trackers.wants(step):
-            self._show("completions", found.sampled, num, step, "train", credit)
+            advantages = credit.first_advantages(found.trained)
+            self._show("completions", found.sampled, num, step, "train", advantages)
         return metrics
 
     def _store(self, step: int, metrics: Mapping[str, float], record: TokenRecord | None) -> None:
@@ -492,17 +492,13 @@ class _Loop:
                 f"{len(report.problems)} episodes are left out of the training, because their "
                 f"credit is unknown (credit/unusable_share counts them): {report.problems[0]}"
             )
-        group_of: dict[int, str] = {}
         for result in results:
             for state in result.states:
                 state.setdefault("request_id", result.request.request_id)
-                # By identity: states are dicts, which are unhashable, and equal dicts can be
-                # different rollouts.
-                group_of[id(state)] = result.request.group_id
-        keys: dict[str, Callable[[State], Hashable]] = {
-            "group": lambda state: group_of[id(state)],
-            "step": lambda state: 0,
-            "rollout": id,
+        keys: dict[str, Sequence[Hashable]] = {
+            "group": [results[result].request.group_id for result, _ in report.places],
+            "step": [0] * len(report.places),
+            "rollout": report.places,
         }
         batch = build_samples(
             report.trained,
@@ -534,9 +530,9 @@ class _Loop:
         num: int,
         step: int,
         phase: str,
-        credit: CreditReport | None = None,
+        advantages: Mapping[tuple[str, int], float] | None = None,
     ) -> None:
-        read = partial(transcripts, results, num, step=step, phase=phase, credit=credit)
+        read = partial(transcripts, results, num, step=step, phase=phase, advantages=advantages)
         self.trackers.show(name, read, step)
 
     def _last_phase(self, step: int) -> str:

@@ -11,7 +11,7 @@ from rolltree.inference.spelling import check_messages
 from rolltree.inference.vocabulary import Vocabulary
 from rolltree.tokens import peek
 from rolltree.values.errors import TokenError
-from rolltree.values.types import State
+from rolltree.values.types import RolloutResult
 
 # Calls checked per step. A server with a different template or tokenizer is wrong in every call, so
 # a sample of the calls is enough.
@@ -24,23 +24,24 @@ def _trains(tokens: Any) -> bool:
 
 
 def misspelled(
-    rollouts: Sequence[tuple[str, State]], vocabulary: Vocabulary
-) -> dict[tuple[int, int], str]:
+    results: Sequence[RolloutResult], vocabulary: Vocabulary
+) -> dict[tuple[int, int, int], str]:
     """Return what is wrong with calls whose ids do not spell their messages.
 
     For clients whose server renders prompts; other clients know the ids that they sent. A sample of
     the calls is checked, and all of them if one is wrong.
 
     Args:
-        rollouts: states, each with the id of its request.
+        results: the rollouts of a step.
         vocabulary: of the model that is trained.
 
     Returns:
-        What is wrong, by the identity of the state and the index of the call.
+        What is wrong, by the index of the result, that of its state and that of the call.
     """
     calls = [
-        (id(state), index, f"call {index} of {name}", step)
-        for name, state in rollouts
+        ((number, place, index), f"call {index} of {result.request.request_id}", step)
+        for number, result in enumerate(results)
+        for place, state in enumerate(result.states)
         for index, step in enumerate(state.get("trajectory") or ())
         if _trains(peek(step, "tokens"))
     ]
@@ -49,10 +50,10 @@ def misspelled(
 
 
 def _misspelled(
-    calls: Iterable[tuple[int, int, str, Any]], vocabulary: Vocabulary
-) -> dict[tuple[int, int], str]:
+    calls: Iterable[tuple[tuple[int, int, int], str, Any]], vocabulary: Vocabulary
+) -> dict[tuple[int, int, int], str]:
     found = {}
-    for state, index, where, step in calls:
+    for place, where, step in calls:
         tokens, prompt, said = step["tokens"], step["prompt"], step["completion"]
         # Steps store ids as lists.
         prompt_ids, ids = (
@@ -63,5 +64,5 @@ def _misspelled(
         try:
             check_messages(vocabulary, prompt_ids, ids, asked, answer, where=where)
         except TokenError as error:
-            found[state, index] = str(error)
+            found[place] = str(error)
     return found

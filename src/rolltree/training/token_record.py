@@ -35,12 +35,7 @@ class TokenRecord:
     def __init__(self, results: Sequence[RolloutResult], credit: CreditReport) -> None:
         self._states = credit.trained
         self._advantages = credit.advantages
-        # By identity: states are dicts, which have no hash.
-        self._names = {
-            id(state): (result.request.request_id, index)
-            for result in results
-            for index, state in enumerate(result.states)
-        }
+        self._names = [(results[at].request.request_id, index) for at, index in credit.places]
         self._seen: list[tuple[Records, Records, RecordStats]] = []
 
     def add(self, batch: Batch, stats: RecordStats) -> None:
@@ -88,10 +83,9 @@ class TokenRecord:
                 column[at] = values
         edges = starts[first_call]
         rows = []
-        for state, calls, low, high in zip(
-            self._states, sampled, edges[:-1], edges[1:], strict=True
+        for (request_id, index), calls, low, high in zip(
+            self._names, sampled, edges[:-1], edges[1:], strict=True
         ):
-            request_id, index = self._names[id(state)]
             rows.append(
                 TrainedRollout(
                     request_id=request_id,

@@ -14,7 +14,6 @@ from typing import Any
 from rolltree._helpers.redact import shown, shown_start
 from rolltree.environments.parsers.parser import text_of
 from rolltree.rollouts.conversation import conversation_of
-from rolltree.training.advantages import CreditReport
 from rolltree.values.types import RolloutResult, State
 
 _MOST_CHARACTERS = 20_000
@@ -56,30 +55,27 @@ def transcripts(
     *,
     step: int,
     phase: str,
-    credit: CreditReport | None = None,
+    advantages: Mapping[tuple[str, int], float] | None = None,
 ) -> list[Transcript]:
     """Return the first `num` rollouts of `results`; a request without a rollout has an empty one.
 
-    With `credit` each trained rollout shows the advantage of its first call.
+    `advantages` are shown; see `CreditReport.first_advantages`.
     """
-    advantages: dict[int, float] = {}
-    if credit is not None:
-        for state, values in zip(credit.trained, credit.advantages, strict=True):
-            if len(values):
-                # By identity, because states are dicts, which cannot be hashed.
-                advantages[id(state)] = float(values[0])
     # Lazy, so the other rollouts are not turned into text.
-    return list(islice(_each(results, step, phase, advantages), num))
+    return list(islice(_each(results, step, phase, advantages or {}), num))
 
 
 def _each(
-    results: Iterable[RolloutResult], step: int, phase: str, advantages: Mapping[int, float]
+    results: Iterable[RolloutResult],
+    step: int,
+    phase: str,
+    advantages: Mapping[tuple[str, int], float],
 ) -> Iterator[Transcript]:
     for result in results:
         error = "" if result.error is None else f"{result.error.type}: {result.error.message}"
         # A request that failed before it had a rollout still shows its prompt.
         asked = State(prompt=result.request.input.get("prompt"))
-        for state in result.states or (asked,):
+        for index, state in enumerate(result.states or (asked,)):
             prompt, completion = conversation_of(state)
             yield Transcript(
                 step,
@@ -90,7 +86,7 @@ def _each(
                 _text(prompt),
                 _text(completion),
                 state.get("reward"),
-                advantages.get(id(state)),
+                advantages.get((result.request.request_id, index)),
                 _cut(error),
             )
 

@@ -20,7 +20,7 @@ from rolltree.training.algorithms import Algorithm
 from rolltree.training.batches import rollout_names
 from rolltree.training.layout import BoolArray, LongArray
 from rolltree.values.errors import TrainingError
-from rolltree.values.types import Records, Sample, State
+from rolltree.values.types import Records, Sample
 
 CHANGED_SAMPLING = "changed_sampling"
 _ADVICE = {
@@ -107,14 +107,16 @@ class MaskedCalls:
 
 
 def note_misspelled(
-    samples: Sequence[Sample], trained: Sequence[State], wrong: Mapping[tuple[int, int], str]
+    samples: Sequence[Sample],
+    places: Sequence[tuple[int, int]],
+    wrong: Mapping[tuple[int, int, int], str],
 ) -> list[Sample]:
-    """Return the samples of `trained` with a note of the calls that `misspelled` has found."""
+    """Return samples of the states at `places` with the calls that `misspelled` has found."""
+    index_of = {place: index for index, place in enumerate(places)}
     found = tuple(
-        (index, call, text)
-        for index, state in enumerate(trained)
-        for (owner, call), text in wrong.items()
-        if owner == id(state)
+        (index_of[result, state], call, text)
+        for (result, state, call), text in wrong.items()
+        if (result, state) in index_of
     )
     return [replace(sample, info={**sample.info, "misspelled": found}) for sample in samples]
 

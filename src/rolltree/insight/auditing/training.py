@@ -359,6 +359,11 @@ class TrainingAudit:
                 missing = max(0, num_trained - len(useful))
                 taken = [*useful, *flat[len(flat) - missing :]]
             results = [result for _, each in taken for result in each.results]
+            played = [
+                [item for item in members if item.state is not None]
+                for group, _ in taken
+                for members in _by_request(group)
+            ]
             report = join_credit(results, [each for _, each in taken], policy, averages)
         except RolltreeError as error:
             self.ledger.find("advantages", "no_credit", str(error), step=row.step)
@@ -366,19 +371,16 @@ class TrainingAudit:
         self._metrics(row, sampled, report.metrics)
         if row.step not in self.recorded_steps:
             return
-        self._tokens_of_step(row, [item for group, _ in taken for item in group], report)
-        pairs = zip(report.trained, report.advantages, strict=True)
-        chosen = {id(state): values.tolist() for state, values in pairs}
-        for item in (item for group, _ in taken for item in group):
-            if item.state is None or id(item.state) not in chosen:
-                continue
+        items = [played[result][index] for result, index in report.places]
+        self._tokens_of_step(row, items, report)
+        for item, values in zip(items, report.advantages, strict=True):
             rows = [known for known in item.trained if known.step == row.step]
             where = item.place, row.step
             if not rows and item.num_sampled:
                 said = f"step {row.step} was to train it, but trained none of its tokens"
                 self.ledger.find("counted_once", "not_trained", said, *where)
             for known in rows:
-                self._compare(known, chosen[id(item.state)], where)
+                self._compare(known, values.tolist(), where)
 
     def _compare(self, known: TrainedFacts, wanted: Sequence[float], where: _Where) -> None:
         for index, (got, right) in enumerate(zip(known.advantages, wanted, strict=False)):
@@ -460,10 +462,8 @@ class TrainingAudit:
         self, row: StepRow, items: Sequence[RolloutFacts], report: CreditReport
     ) -> None:
         """Compare loss weights with the aggregation, and token metrics with the trained tokens."""
-        by_state = {id(item.state): item for item in items}
         found: list[tuple[RolloutFacts, TrainedFacts, bool]] = []
-        for state, effect in zip(report.trained, report.effects, strict=True):
-            item = by_state[id(state)]
+        for item, effect in zip(items, report.effects, strict=True):
             known = [each for each in item.trained if each.step == row.step]
             if len(known) != 1:
                 return  # missing and duplicate rows are found elsewhere
@@ -589,12 +589,18 @@ def _of_tokens(rows: Sequence[TrainedFacts]) -> Iterator[tuple[str, float, float
         yield "rollout/entropy", -sum(row.sum_logprob for row in rows) / num_logprobs, 1e-4
 
 
+def _by_request(facts: Sequence[RolloutFacts]) -> list[list[RolloutFacts]]:
+    """Return the trajectories of each request, in their order."""
+    requests = grouped((item.request_id, item) for item in facts).values()
+    return [sorted(members, key=lambda item: item.trajectory_index) for members in requests]
+
+
 def _results(facts: Sequence[RolloutFacts]) -> list[RolloutResult]:
     """Return the results that credit and metrics are computed from, of all their trajectories."""
     results = []
-    for request_id, members in grouped((item.request_id, item) for item in facts).items():
-        members.sort(key=lambda item: item.trajectory_index)
+    for members in _by_request(facts):
         asked = {"task": members[0].task}
+        request_id = members[0].request_id
         request = SimpleNamespace(request_id=request_id, group_id=members[0].group_id, input=asked)
         states = tuple(item.state for item in members if item.state is not None)
         kind = members[0].error_type if any(item.failed for item in members) else None
