@@ -1,14 +1,17 @@
 """A run that nobody changed passes the audit, whatever its settings and its environment did."""
 
 import json
+import shutil
 
 import pytest
+from corrupt_kit import Corrupter
 
 import rolltree as rt
 from golden import make_runs
 from rolltree.agents import Agent
 from rolltree.agents.protocols import SingleAgentProtocol
 from rolltree.environments import ProtocolEnvironment
+from rolltree.training.losses import LOSSES, Loss, LossTerms
 from rolltree.values.steps import StepOutcome
 
 MODEL = make_runs.TinyConfig(
@@ -66,6 +69,8 @@ def assert_nothing_is_wrong(path):
 
 
 HALVES = {"minibatches": 2, "updates_per_step": 2}
+# Steps so large that the next one's tokens come from a rather different policy.
+FAR, FAST = {"async_steps": 1, "num_steps": 3}, {"lr": 0.1}
 SETTINGS = {
     "a moving average": {"algorithm": {"name": "reinforce", "baseline": "ema"}},
     "two parts": {"train": HALVES},
@@ -78,12 +83,68 @@ SETTINGS = {
     "masked by length": {"train": {"max_tokens": 40}},
     "replaced groups": {"algorithm": {"dynamic_sampling_max": 2}, "train": HALVES},
     "ratios of rollouts": {"algorithm": {"name": "gspo"}, "train": HALVES},
+    "ratios far from 1": {"train": FAR, "optim": FAST},
+    "means of rollouts, far from 1": {
+        "algorithm": {"name": "gmpo", "kl_coef": 0.1, "kl": "full"},
+        "train": FAR,
+        "optim": FAST,
+    },
+    "a bonus for entropy": {"algorithm": {"name": "cispo", "kl_coef": 0.1, "entropy_coef": 0.1}},
+    "a KL and a correction": {
+        "algorithm": {"name": "rloo", "correction": "sequence_tis", "kl_coef": 0.1, "kl": "k2"}
+    },
+    "a KL in the reward": {
+        "algorithm": {"kl_coef": 0.1, "kl": "reward"},
+        "train": HALVES,
+        "optim": FAST,
+    },
 }
+
+
+SAID = ("train/loss", "train/clip_ratio/region_mean", "ratio/ess", "ratio/max", "ratio/mean")
+
+
+@pytest.fixture(scope="module")
+def far_run(train, tmp_path_factory):
+    """The metrics and the path of a run whose ratios are far from 1."""
+    path = tmp_path_factory.mktemp("far") / "run"
+    return train(path, train=FAR, optim=FAST), path
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_no_setting_is_accused(name, train, tmp_path):
     train(tmp_path / "run", **SETTINGS[name])
+    assert_nothing_is_wrong(tmp_path / "run")
+
+
+@pytest.mark.parametrize("kl", ["k2", "k3", "full", "reward"])
+def test_the_kl_to_the_reference_is_computed_again(kl, train, tmp_path):
+    metrics = train(tmp_path / "run", algorithm={"kl_coef": 0.1, "kl": kl}, optim=FAST)
+    stored = metrics[1]["train/kl"]
+    for changed in (stored, 1.01 * stored, stored + 1e-5):
+        Corrupter(tmp_path / "run").step(2, {"train/kl": changed})
+        found = rt.audit(tmp_path / "run").findings
+        assert [item.cause for item in found] == ["metrics_differ"] * (changed != stored)
+        assert all("train/kl of step 2" in item.message for item in found)
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_what_asynchronous_tokens_give_is_computed_again(name, train, far_run, tmp_path):
+    metrics, corrupter = far_run[0], Corrupter(shutil.copytree(far_run[1], tmp_path / "run"))
+    corrupter.step(3, {name: metrics[2][name] + 0.01})
+    (found,) = rt.audit(tmp_path / "run").findings
+    assert (found.check, found.cause) == ("steps", "metrics_differ")
+    assert f"{name} of step 3" in found.message
+
+
+def test_a_loss_that_only_takes_tensors_is_not_compared(train, monkeypatch, tmp_path):
+    def squashed(x, p):
+        return LossTerms(-x.advantage * x.logprob.sigmoid(), x.logprob > 0)
+
+    monkeypatch.setitem(LOSSES, "squashed", Loss(squashed, {}))
+    metrics = train(tmp_path / "run", algorithm={"loss": "squashed"})
+    assert_nothing_is_wrong(tmp_path / "run")
+    Corrupter(tmp_path / "run").step(2, {"train/loss": metrics[1]["train/loss"] + 1})
     assert_nothing_is_wrong(tmp_path / "run")
 
 

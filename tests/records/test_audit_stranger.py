@@ -304,6 +304,10 @@ STRANGER = {
     "a metric's mean": (metric(metrics__letters=1.0), "steps", "metrics_differ"),
     "a mean entropy": (metric(train__entropy=1.0), "steps", "metrics_differ"),
     "an evaluation gone": (no_evaluation, "counted_once", "missing_evaluation"),
+    "a rollout of a test gone": (
+        *(of_evaluation(lambda c, victim: c.delete(victim)), "counted_once"),
+        "missing_rollout",
+    ),
     "an evaluation's result gone": (
         *(lambda c, v: c.event("evaluation", 2, None), "counted_once"),
         "missing_evaluation",
@@ -426,6 +430,26 @@ STRANGER = {
         "metrics_differ",
     ),
     "a lag": (metric(train__lag_mean=3.0), "steps", "metrics_differ"),
+    # what the trained tokens give
+    "a loss": (metric(train__loss=1e-3), "steps", "metrics_differ"),
+    "a share of clipped tokens": (
+        *(metric(train__clip_ratio__region_mean=0.02), "steps"),
+        "metrics_differ",
+    ),
+    "a ratio": (metric(ratio__mean=1.01), "steps", "metrics_differ"),
+    "a largest ratio": (metric(ratio__max=1.01), "steps", "metrics_differ"),
+    "a smallest ratio": (metric(ratio__min=0.99), "steps", "metrics_differ"),
+    "a share of large ratios": (metric(ratio__outside_share=0.02), "steps", "metrics_differ"),
+    "an effective sample size": (metric(ratio__ess=0.99), "steps", "metrics_differ"),
+    "the sign of a mismatch": (metric(mismatch__mean=1e-4), "steps", "metrics_differ"),
+    "a largest mismatch": (
+        *(metric(train__sampling__sampling_logp_difference__max=1e-4), "steps"),
+        "metrics_differ",
+    ),
+    "the KL of engine and trainer": (metric(mismatch_kl__mean=1e-6), "steps", "metrics_differ"),
+    # speeds
+    "a speed of sampling": (metric(rollout__tokens_per_s=1e6), "steps", "metrics_differ"),
+    "a speed of training": (metric(train__tokens_per_s=1e6), "steps", "metrics_differ"),
     # times that do not fit each other
     "a start before the run": (
         *(lambda c, v: shifted_start(c, v, -86_400.0), "times"),

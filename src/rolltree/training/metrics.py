@@ -112,9 +112,7 @@ class RecordStats:
         return metrics
 
     def _against_engine(self, records: Records, version: int | None) -> dict[str, float]:
-        difference = (self.logprob - records.logprob).astype(np.float64)
-        # Capped so that float64 holds the exponential, and its square below.
-        ratio = np.exp(np.minimum(difference, 50.0))
+        difference, ratio = importance_ratio(self.logprob, records.logprob)
         tails = np.quantile(ratio, (0.01, 0.99))
         metrics = {
             "ratio/mean": float(ratio.mean()),
@@ -138,6 +136,15 @@ class RecordStats:
             "mismatch_kl/mean": float((ratio[fresh] - 1 - own).mean()),
             **mismatch_metrics(take_records(records, fresh), own),
         }
+
+
+def importance_ratio(
+    logprob: FloatColumn, engine: FloatColumn
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return trainer minus engine logprob of each token, and its exponential."""
+    difference = (logprob - engine).astype(np.float64)
+    # Capped so that float64 holds the exponential, and its square.
+    return difference, np.exp(np.minimum(difference, 50.0))
 
 
 _OFFSETS = (0, 1, 4, 16, 64, 256, 1024)

@@ -135,11 +135,10 @@ class TrainedFacts:
     num_tokens: int = 0
     num_computed: int = 0  # tokens that were in a forward pass
     num_counted: int = 0  # tokens that count in the normalizers
-    sum_entropy: float = 0.0  # of the computed tokens
-    sum_lag: float = 0.0  # of the computed tokens
     num_fresh: int = 0  # tokens that `mismatch` is the mean of
-    num_logprobs: int = 0  # tokens with a logprob of the engine
-    sum_logprob: float = 0.0  # of these
+    # What `token_metrics` needs of its tokens: sums and largest values.
+    sums: dict[str, float] = field(default_factory=dict)
+    peaks: dict[str, float] = field(default_factory=dict)
 
     @property
     def sampling_calls(self) -> list[int]:

@@ -408,6 +408,20 @@ def _missing_evaluations(stored: Stored) -> Iterator[Found]:
 _EVALUATED = ("evaluation", "evaluation_skipped")
 
 
+def _missing_rollouts(stored: Stored) -> Iterator[Found]:
+    """Compare the requests of each finished evaluation with its plan."""
+    planned: Mapping[str, Any] = stored.run.meta.get("planned") or {}
+    played = grouped((item.phase, item.request_id) for item in stored.facts)
+    for done in stored.run.evaluations():
+        number, there = planned.get(f"phase/{done.phase}"), len({*played.get(done.phase, ())})
+        if isinstance(number, int) and there < number:
+            yield Found(
+                f"{done.phase} was to play {number} requests and is finished, but {there} are "
+                "stored",
+                step=done.step,
+            )
+
+
 def _evaluation_numbers(stored: Stored) -> Iterator[Found]:
     played = stored.run.phases()
     for evaluation in stored.run.evaluations():
@@ -528,6 +542,7 @@ RUN_RULES: tuple[AuditRule[InRun], ...] = (
     AuditRule("groups", "wrong_parent", _parents),
     AuditRule("counted_once", "trained_on_test", _trained_on_test),
     AuditRule("counted_once", "missing_evaluation", _missing_evaluations),
+    AuditRule("counted_once", "missing_rollout", _missing_rollouts),
     AuditRule("rewards", "evaluation_differs", _evaluation_numbers),
     AuditRule("rewards", "report_differs", _kept_reports),
     AuditRule("versions", "future_version", _future_versions),

@@ -40,6 +40,30 @@ def _impossible_metrics(stored: Stored) -> Iterator[Found]:
                 )
 
 
+def _differing_speeds(stored: Stored) -> Iterator[Found]:
+    for row in stored.run.steps():
+        found = {name: number_of(value) for name, value in row.metrics.items()}
+        for name, of, time, num_passes in _speeds(stored):
+            speed, tokens, spent = found.get(name), found.get(of), found.get(time)
+            if speed is None or tokens is None or spent is None or spent <= 0:
+                continue
+            right = tokens * num_passes / max(spent, 1e-9)
+            if not math.isclose(speed, right, rel_tol=1e-6):
+                yield Found(
+                    f"{name} is {speed:g}, but {tokens:g} tokens in {spent:g} s are {right:g}",
+                    step=row.step,
+                )
+
+
+def _speeds(stored: Stored) -> Iterator[tuple[str, str, str, int]]:
+    """Yield speeds of a step: metric, number of tokens, time, and how often each is computed."""
+    yield "rollout/tokens_per_s", "rollout/total_sampled_tokens", "time/step", 1
+    # Fewer mini-batches than the settings say if fewer rollouts train.
+    if stored.config is not None and stored.config.train.minibatches == 1:
+        num_passes = stored.config.train.updates_per_step
+        yield "train/tokens_per_s", "train/num_computed_tokens", "time/train_s", num_passes
+
+
 def _differing_settings(stored: Stored) -> Iterator[Found]:
     """Compare steps and plans with the settings, unless these changed during the run."""
     run, config = stored.run, stored.config
@@ -124,6 +148,7 @@ def _settings_for_people(stored: Stored) -> Iterator[Found]:
 
 STEP_RULES: tuple[AuditRule[InRun], ...] = (
     AuditRule("steps", "impossible_metric", _impossible_metrics),
+    AuditRule("steps", "metrics_differ", _differing_speeds),
     AuditRule("steps", "settings_differ", _differing_settings),
     AuditRule("steps", "missing_checkpoint", _missing_checkpoints),
     AuditRule("times", "late_rollout", _late_rollouts),

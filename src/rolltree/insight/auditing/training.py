@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from types import SimpleNamespace
@@ -21,6 +21,7 @@ from rolltree.insight.auditing.loss_weights import (
 from rolltree.insight.auditing.older_intervals import older_interval
 from rolltree.insight.auditing.report import Ledger, Place, grouped, some, tolerance
 from rolltree.insight.auditing.rollout import Call, RolloutFacts, TrainedFacts
+from rolltree.insight.auditing.token_metrics import metrics_of_tokens, note_sums
 from rolltree.records.trained_steps import LEDGER
 from rolltree.store import Run, StepRow
 from rolltree.store.trained import TrainedRollout
@@ -34,7 +35,6 @@ from rolltree.training.plan import PHASE, group_name
 from rolltree.values.errors import RolltreeError
 from rolltree.values.types import RolloutResult
 
-_OF_FIRST_UPDATE = ("train/entropy", "train/sampling/sampling_logp_difference/mean")
 # The entropy limit if the run's vocabulary is not known: that of a million tokens.
 MOST_ENTROPY = math.log(2**20)
 # A softmax in 16 bits may leave [0, 1] by this much.
@@ -101,7 +101,10 @@ class TrainingAudit:
                 engine = _engine_logprobs(calls)
                 self._impossible(row, where)
                 self._weights(known, row, calls, lag, engine, where)
-                known.mismatch, known.num_fresh = self._mismatch(row, lag, engine)
+                note_sums(known, row, lag, engine, self.algorithm)
+                if known.num_fresh:
+                    self.ledger.count("logprobs")
+                    known.mismatch = known.sums["size"] / known.num_fresh
 
     def _of_calls(self, row: TrainedRollout, where: _Where) -> list[float | None]:
         """Return the advantage of each call; credit gives all tokens of a call the same."""
@@ -162,12 +165,6 @@ class TrainingAudit:
             section.max_seq_len,
             is_supervised=self.algorithm.supervised,
         )
-        computed = np.isfinite(row.logprob)
-        known.num_computed = int(computed.sum())
-        known.sum_lag = 0.0 if lag is None else float(lag[computed].sum())
-        known.sum_entropy = float(row.entropy[computed].sum(dtype=np.float64))
-        given = np.isfinite(engine)
-        known.num_logprobs, known.sum_logprob = int(given.sum()), float(engine[given].sum())
         masked = self._masked(row, calls, where)
         masked |= self._changed_sampling(row, calls, where)
         if tokens.is_known and not masked and (wrong := ~tokens.used & (row.weight != 0)).any():
@@ -232,23 +229,6 @@ class TrainingAudit:
                 *where,
             )
         return lag
-
-    def _mismatch(
-        self,
-        row: TrainedRollout,
-        lag: NDArray[np.int64] | None,
-        engine: NDArray[np.float64],
-    ) -> tuple[float | None, int]:
-        """Return the mean distance of engine and trainer logprobs, and the number of tokens."""
-        # Only tokens of the version that the step began with: older ones rightly differ.
-        known = np.isfinite(row.logprob) & np.isfinite(engine)
-        if lag is not None:
-            known &= lag == 0
-        if not known.any():
-            return None, 0
-        self.ledger.count("logprobs")
-        mismatch = float(np.abs(row.logprob[known] - engine[known]).mean())
-        return mismatch, int(known.sum())
 
     # -- all rollouts of a step -----------------------------------------------------
 
@@ -438,6 +418,7 @@ class TrainingAudit:
         name: str,
         value: float,
         relative: float = 1e-6,
+        absolute: float = 1e-7,
         older: Sequence[float] = (),
     ) -> None:
         """Compare a stored metric with its `value`, or with those that older versions computed."""
@@ -446,9 +427,7 @@ class TrainingAudit:
             return
         self.ledger.count("steps")
         if all(
-            not math.isclose(
-                float(stored), each, rel_tol=relative, abs_tol=max(1e-9, relative / 10)
-            )
+            not math.isclose(float(stored), each, rel_tol=relative, abs_tol=absolute)
             for each in (value, *older)
         ):
             self.ledger.find(
@@ -474,19 +453,21 @@ class TrainingAudit:
         section = self.config.train
         # Why calls were left out for these reasons is not stored with the rollout.
         is_known = not any(row.metrics.get(f"masked/{reason}") for reason in _NOT_STORED)
+        first = [*range(len(rows))]
         if section.minibatches > 1:
-            # The other parts are read after the first update, with other weights.
             parts = minibatches(rows, in_loss, self.config) if is_known else None
-            for index, mine in enumerate(rows):
-                if parts is None or index not in parts[0]:
-                    mine.mismatch, mine.num_fresh = None, 0
-        for name, value, relative in _of_tokens(rows):
-            # These metrics cover only the first update, or only tokens that were not cut.
-            is_part = name in _OF_FIRST_UPDATE and section.minibatches > 1
+            first = parts[0] if parts else []
+            for index in {*range(len(rows))}.difference(first):
+                # The other parts are read after the first update, with other weights.
+                rows[index].mismatch = None
+        for name, value, relative, absolute in metrics_of_tokens(
+            rows, [rows[index] for index in first], self.algorithm
+        ):
+            # This metric covers only tokens that were not cut.
             is_cut = name == "rollout/entropy" and section.max_seq_len is not None
             is_unknown = name == "train/num_skipped_records" and not is_known
-            if not (is_part or is_cut or is_unknown):
-                self._metric(row, name, value, relative)
+            if not (is_cut or is_unknown):
+                self._metric(row, name, value, relative, absolute)
         if not is_known:
             return
         wrong = differing_weights(rows, in_loss, self.config, self.algorithm)
@@ -564,29 +545,6 @@ def _engine_logprobs(calls: Sequence[Call]) -> NDArray[np.float64]:
     pairs = [(call.logprobs, call.num_sampled) for call in calls]
     found = [np.full(size, np.nan) if each is None else np.asarray(each) for each, size in pairs]
     return np.concatenate(found).astype(np.float64)
-
-
-def _of_tokens(rows: Sequence[TrainedFacts]) -> Iterator[tuple[str, float, float]]:
-    """Yield the metrics of the tokens that a step trained: name, value, and relative precision.
-
-    A metric is left out if its input was not stored.
-    """
-    computed = sum(row.num_computed for row in rows)
-    yield "train/num_records", float(computed), 1e-6
-    if all(row.is_weighted for row in rows):
-        counted = sum(row.num_counted for row in rows)
-        yield "train/num_skipped_records", float(counted - computed), 1e-6
-    if computed:
-        yield "train/lag_mean", sum(row.sum_lag for row in rows) / computed, 1e-6
-        # Stored as float16.
-        yield "train/entropy", sum(row.sum_entropy for row in rows) / computed, 2e-3
-    if fresh := sum(row.num_fresh for row in rows):
-        total = sum(row.mismatch * row.num_fresh for row in rows if row.mismatch is not None)
-        # Logprobs are stored as float32, and their differences are small.
-        yield "train/sampling/sampling_logp_difference/mean", total / fresh, 1e-2
-    if num_logprobs := sum(row.num_logprobs for row in rows):
-        # The step computed this mean in float32.
-        yield "rollout/entropy", -sum(row.sum_logprob for row in rows) / num_logprobs, 1e-4
 
 
 def _by_request(facts: Sequence[RolloutFacts]) -> list[list[RolloutFacts]]:
