@@ -12,6 +12,7 @@ from rolltree.agents import Agent
 from rolltree.agents.protocols import SingleAgentProtocol
 from rolltree.environments import ProtocolEnvironment
 from rolltree.training.losses import LOSSES, Loss, LossTerms
+from rolltree.training.optim import Optimizer
 from rolltree.values.steps import StepOutcome
 
 MODEL = make_runs.TinyConfig(
@@ -135,6 +136,16 @@ def test_what_asynchronous_tokens_give_is_computed_again(name, train, far_run, t
     (found,) = rt.audit(tmp_path / "run").findings
     assert (found.check, found.cause) == ("steps", "metrics_differ")
     assert f"{name} of step 3" in found.message
+
+
+@pytest.mark.parametrize("parts", [{}, HALVES])
+def test_a_skipped_step_is_not_accused(parts, train, monkeypatch, tmp_path):
+    real, norms = Optimizer.clip, [float("inf")]
+    monkeypatch.setattr(Optimizer, "clip", lambda self: norms.pop() if norms else real(self))
+    first, second = train(tmp_path / "run", train=parts)
+    assert first["train/skipped_step"] == 1
+    assert "train/loss" in second
+    assert_nothing_is_wrong(tmp_path / "run")
 
 
 def test_a_loss_that_only_takes_tensors_is_not_compared(train, monkeypatch, tmp_path):

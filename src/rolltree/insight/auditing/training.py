@@ -441,6 +441,8 @@ class TrainingAudit:
         self, row: StepRow, items: Sequence[RolloutFacts], report: CreditReport
     ) -> None:
         """Compare loss weights with the aggregation, and token metrics with the trained tokens."""
+        if row.metrics.get("train/skipped_step"):
+            return  # nothing was trained, and tokens were recorded only until the step failed
         found: list[tuple[RolloutFacts, TrainedFacts, bool]] = []
         for item, effect in zip(items, report.effects, strict=True):
             known = [each for each in item.trained if each.step == row.step]
