@@ -68,7 +68,7 @@ def build_samples(
     advantages: Sequence[Advantages] | None = None,
     truncation: TruncationPolicy | TruncationMode | Sequence[TruncationEffect] | None = None,
     max_seq_len: int | None = None,
-    group_key: GroupKey | Sequence[Hashable] | None = None,
+    group_key: GroupKey | None = None,
     inputs: Sequence[str] = (),
     decode: Decoder | None = None,
     skip_invalid: bool = False,
@@ -88,8 +88,7 @@ def build_samples(
             or the decision for each trajectory, from the `effects` of `assign_credit`'s report.
         max_seq_len: cut every path to this many tokens.
         group_key: in scope `tree`, trajectories with equal keys share one sample, for example
-            `lambda state: state["example_id"]`, or a list of the keys. Default: one sample per
-            trajectory.
+            `lambda state: state["example_id"]`. Default: one sample per trajectory.
         inputs: names of per-token streams that a loss reads (`Loss.inputs`); `records.extra` has
             their values.
         skip_invalid: leave out steps whose tokens contradict themselves, and list them in
@@ -98,12 +97,11 @@ def build_samples(
 
     Raises:
         ConfigError: the scope is unknown, a `group_key` is given for another scope than `tree`,
-            `max_seq_len` is below 2, or the numbers of keys, effects or advantages do not match
-            the trajectories or their steps.
+            `max_seq_len` is below 2, or the numbers of effects or advantages do not match the
+            trajectories or their steps.
         TokenError: a step's tokens contradict themselves.
     """
     _check_options(scope, max_seq_len, group_key)
-    keys = _keys(trajectories, group_key)
     effects = _effects(trajectories, truncation, max_seq_len)
     given = _advantages(trajectories, advantages)
     rollouts = [
@@ -117,7 +115,7 @@ def build_samples(
     samples: list[Sample] = []
     trees: dict[Hashable, list[ResolvedRollout]] = {}
     num_extendable = 0
-    for rollout in rollouts:
+    for rollout, trajectory in zip(rollouts, trajectories, strict=True):
         # Breaks are reported in every scope, and are those that interleaving would have.
         turns = turns_of(rollout) if scope == "turn" else [list(rollout.calls)]
         opened: dict[int, Break] = {}
@@ -131,7 +129,8 @@ def build_samples(
         if not rollout.calls or not rollout.effect.counts:
             continue
         if scope == "tree":
-            trees.setdefault(keys(rollout.index), []).append(rollout)
+            key = rollout.index if group_key is None else ("group", group_key(trajectory))
+            trees.setdefault(key, []).append(rollout)
             continue
         if scope == "step":
             turn_groups = [[[call] for call in rollout.calls]]
@@ -171,9 +170,7 @@ def trajectory_breaks(
     return [item for item in found if item.is_break]
 
 
-def _check_options(
-    scope: str, max_seq_len: int | None, group_key: GroupKey | Sequence[Hashable] | None
-) -> None:
+def _check_options(scope: str, max_seq_len: int | None, group_key: GroupKey | None) -> None:
     if scope not in get_args(Scope):
         raise ConfigError(
             f"{scope!r} is not a scope of training samples.{did_you_mean(scope, get_args(Scope))}"
@@ -188,22 +185,6 @@ def _check_options(
             f"max_seq_len is {max_seq_len}; a sample needs a prompt token and a sampled one. Give "
             "at least 2."
         )
-
-
-def _keys(
-    trajectories: Sequence[Any], group_key: GroupKey | Sequence[Hashable] | None
-) -> Callable[[int], Hashable]:
-    """Return the key of a trajectory's sample, by the trajectory's index."""
-    if group_key is None:
-        return int
-    if callable(group_key):
-        return lambda index: group_key(trajectories[index])
-    if len(group_key) != len(trajectories):
-        raise ConfigError(
-            f"there are {len(group_key)} group keys for {len(trajectories)} trajectories, so they "
-            "cannot be matched. Pass one per trajectory, in the same order."
-        )
-    return group_key.__getitem__
 
 
 def _advantages(

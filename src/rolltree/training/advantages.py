@@ -142,8 +142,7 @@ class _Member(NamedTuple):
     """A rollout that counts in the baseline of its group; if it failed, it is not trained."""
 
     state: State
-    # The indices of its result in the group, and of the state in that.
-    place: tuple[int, int]
+    index: int  # of the state in its result
     failed: bool
     effect: TruncationEffect
     group: Hashable
@@ -210,9 +209,9 @@ def credit_group(
     tally: Counter[str] = Counter()
     members: list[_Member] = []
     problems = []
-    for index, result in enumerate(results):
+    for result in results:
         try:
-            members += _members(index, result, policy, tally)
+            members += _members(result, policy, tally)
         except TrainingError as error:
             # One odd episode must not end a training, which would meet it again in its store.
             tally["unusable"] += len(result.states)
@@ -259,17 +258,14 @@ def join_credit(
         values, after = subtract_averages(
             [member.earned for member in members], values, after, policy.baseline_decay
         )
-    # The results of a group may stand between those of others, but keep their order.
-    indices: dict[str, list[int]] = {}
-    for index, result in enumerate(results):
-        indices.setdefault(result.request.group_id, []).append(index)
+    # The results of a group may stand between those of others.
+    order = {(r.request.group_id, r.request.request_id): at for at, r in enumerate(results)}
     places = [
-        (indices[group.results[0].request.group_id][result], index)
+        (order[group.results[0].request.group_id, member.earned.episode], member.index)
         for group in groups
-        for result, index in (member.place for member in group.members)
+        for member in group.members
     ]
-    trained = [at for at, member in enumerate(members) if not member.failed]
-    trained.sort(key=places.__getitem__)
+    trained = sorted((at for at, m in enumerate(members) if not m.failed), key=places.__getitem__)
     count = max(1, sum(len(result.states) for result in results))
     num_compared = max(1, tally["compared"])
     metrics = {
@@ -337,13 +333,8 @@ def check_baseline(credit: str, baseline: str) -> None:
         )
 
 
-def _members(
-    number: int, result: RolloutResult, policy: CreditPolicy, tally: Counter[str]
-) -> list[_Member]:
-    """Return the rollouts of a group's episode that count in a baseline, with their flowed credit.
-
-    `number` is the episode's index in the group.
-    """
+def _members(result: RolloutResult, policy: CreditPolicy, tally: Counter[str]) -> list[_Member]:
+    """Return the rollouts of one episode that count in a baseline, with their flowed credit."""
     parents = _parents(result)
     members: list[_Member] = []
     counts: list[bool] = []
@@ -369,8 +360,7 @@ def _members(
         else:
             group = (*where, "child", str(state.get("subtask", "")))
         met[earned.role] += parent is None
-        place = number, index
-        members.append(_Member(state, place, failed, effect, group, penalty, earned))
+        members.append(_Member(state, index, failed, effect, group, penalty, earned))
         counts.append(effect.counts and not (failed and policy.on_error != "zero"))
     # Parents first, so that a grandchild sees whether its parent was left out.
     for index in parents_first(parents):

@@ -56,7 +56,7 @@ from rolltree.training.transcripts import transcripts
 from rolltree.training.untrainable import MaskedCalls, note_misspelled
 from rolltree.values.errors import NonFiniteStep, StoreError, TrainingError
 from rolltree.values.state import OF_ENVIRONMENT, RAISED
-from rolltree.values.types import RolloutResult
+from rolltree.values.types import RolloutResult, State
 
 Evaluate = Callable[[str, int], Awaitable[Mapping[str, Any]]]
 """(phase, step) -> metrics. It stores its own rollouts under `phase` and may be called again after
@@ -492,13 +492,15 @@ class _Loop:
                 f"{len(report.problems)} episodes are left out of the training, because their "
                 f"credit is unknown (credit/unusable_share counts them): {report.problems[0]}"
             )
+        group_of = {result.request.request_id: result.request.group_id for result in results}
         for result in results:
             for state in result.states:
                 state.setdefault("request_id", result.request.request_id)
-        keys: dict[str, Sequence[Hashable]] = {
-            "group": [results[result].request.group_id for result, _ in report.places],
-            "step": [0] * len(report.places),
-            "rollout": report.places,
+        keys: dict[str, Callable[[State], Hashable] | None] = {
+            # A name that an environment gave is in no group; its rollout shares with its like.
+            "group": lambda state: group_of.get(state["request_id"], state["request_id"]),
+            "step": lambda state: 0,
+            "rollout": None,
         }
         batch = build_samples(
             report.trained,

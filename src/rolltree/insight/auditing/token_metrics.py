@@ -54,7 +54,7 @@ class _Column(np.ndarray[Any, Any]):
         return np.zeros(shape, self.dtype).view(_Column)
 
     def bool(self) -> _Column:
-        return self.astype(np.bool_)
+        return cast(_Column, self.astype(np.bool_))
 
 
 @np.errstate(all="ignore")
@@ -114,12 +114,11 @@ def _has_known_loss(algorithm: Algorithm) -> bool:
 
 def _kl(row: TrainedRollout, algorithm: Algorithm) -> NDArray[np.float32]:
     """Return the KL of each token, float32 `[_T]`; 0 if the run has none."""
-    estimate = KLS[algorithm.kl].fn
-    if row.kl is not None:
-        return cast(Any, row.kl)
-    if algorithm.kl_coef == 0 or estimate is None or row.reference is None:
-        return np.zeros(row.num_tokens, np.float32)
-    return cast(Any, estimate(like_tensor(row.logprob), like_tensor(row.reference)))
+    estimate: Any = KLS[algorithm.kl].fn
+    found: NDArray[np.float32] | None = row.kl
+    if found is None and algorithm.kl_coef > 0 and estimate and row.reference is not None:
+        found = estimate(like_tensor(row.logprob), like_tensor(row.reference))
+    return np.zeros(row.num_tokens, np.float32) if found is None else found
 
 
 def _loss(
