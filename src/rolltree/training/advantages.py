@@ -142,7 +142,7 @@ class _Member(NamedTuple):
     """A rollout that counts in the baseline of its group; if it failed, it is not trained."""
 
     state: State
-    index: int  # of the state in its result
+    place: tuple[str, int]  # the id of its request, its index in the result
     failed: bool
     effect: TruncationEffect
     group: Hashable
@@ -261,9 +261,9 @@ def join_credit(
     # The results of a group may stand between those of others.
     order = {(r.request.group_id, r.request.request_id): at for at, r in enumerate(results)}
     places = [
-        (order[group.results[0].request.group_id, member.earned.episode], member.index)
+        (order[group.results[0].request.group_id, request_id], index)
         for group in groups
-        for member in group.members
+        for request_id, index in (member.place for member in group.members)
     ]
     trained = sorted((at for at, m in enumerate(members) if not m.failed), key=places.__getitem__)
     count = max(1, sum(len(result.states) for result in results))
@@ -360,7 +360,8 @@ def _members(result: RolloutResult, policy: CreditPolicy, tally: Counter[str]) -
         else:
             group = (*where, "child", str(state.get("subtask", "")))
         met[earned.role] += parent is None
-        members.append(_Member(state, index, failed, effect, group, penalty, earned))
+        place = result.request.request_id, index
+        members.append(_Member(state, place, failed, effect, group, penalty, earned))
         counts.append(effect.counts and not (failed and policy.on_error != "zero"))
     # Parents first, so that a grandchild sees whether its parent was left out.
     for index in parents_first(parents):

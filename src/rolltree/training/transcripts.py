@@ -66,10 +66,7 @@ def transcripts(
 
 
 def _each(
-    results: Iterable[RolloutResult],
-    step: int,
-    phase: str,
-    advantages: Mapping[tuple[str, int], float],
+    results: Iterable[RolloutResult], step: int, phase: str, first: Mapping[tuple[str, int], float]
 ) -> Iterator[Transcript]:
     for result in results:
         error = "" if result.error is None else f"{result.error.type}: {result.error.message}"
@@ -86,7 +83,7 @@ def _each(
                 _text(prompt),
                 _text(completion),
                 state.get("reward"),
-                advantages.get((result.request.request_id, index)),
+                first.get((result.request.request_id, index)),
                 _cut(error),
             )
 
