@@ -68,37 +68,39 @@ def note_sums(
     """Note the sums and largest values over the tokens of a rollout that a step trained."""
     computed = np.isfinite(row.logprob)
     given = np.isfinite(engine)
+    kl = _kl(row, algorithm)[computed]
     known.num_computed = int(computed.sum())
     known.sums = {
         "lag": 0 if lag is None else lag[computed].sum(),
         "entropy": row.entropy[computed].sum(dtype=np.float64),
         "num_logprobs": given.sum(),
         "logprob": engine[given].sum(),
-        "kl": _kl(row, algorithm)[computed].sum(dtype=np.float64),
+        "kl": kl.sum(dtype=np.float64),
     }
     both = computed & given
     if both.any():
         difference, ratio = importance_ratio(row.logprob[both], engine[both].astype(np.float32))
         # Older tokens rightly differ from what the engine said.
-        own = np.ones(len(ratio), np.bool_) if lag is None else lag[both] == 0
-        known.num_fresh = int(own.sum())
+        own = slice(None) if lag is None else lag[both] == 0
+        size = np.abs(difference[own])
+        known.num_fresh = len(size)
         known.sums |= {
             "num_ratios": len(ratio),
             "ratio": ratio.sum(),
             "ratio_squared": (ratio**2).sum(),
             "outside": ((ratio < 0.5) | (ratio > 2)).sum(),
             "difference": difference[own].sum(),
-            "size": np.abs(difference[own]).sum(),
+            "size": size.sum(),
             "mismatch_kl": (ratio - 1 - difference)[own].sum(),
         }
         known.peaks = {
             "ratio": ratio.max(),
             "inverse": -ratio.min(),
-            "size": np.abs(difference[own]).max(initial=0.0),
+            "size": size.max(initial=0.0),
         }
     if computed.any() and _has_known_loss(algorithm):
         with suppress(Exception):  # a loss that a user added may ask anything of a tensor
-            known.sums |= _loss(row, computed, engine, algorithm)
+            known.sums |= _loss(row, computed, engine, kl, algorithm)
     # As Python's finite numbers, because the processes of an audit exchange JSON.
     for values in (known.sums, known.peaks):
         values |= {n: float(each) if math.isfinite(each) else 0.0 for n, each in values.items()}
@@ -125,11 +127,12 @@ def _loss(
     row: TrainedRollout,
     computed: NDArray[np.bool_],
     engine: NDArray[np.float64],
+    kl: NDArray[np.float32],
     algorithm: Algorithm,
 ) -> dict[str, Any]:
     """Return the rollout's share of the loss, and the number of its clipped tokens, as bounds."""
-    kl, entropy, weight = _kl(row, algorithm)[computed], row.entropy[computed], row.weight[computed]
     logprob, advantage = row.logprob[computed], row.advantage[computed]
+    entropy, weight = row.entropy[computed], row.weight[computed]
     old = engine[computed].astype(np.float32) if algorithm.correction is None else logprob
     is_in_reward = algorithm.kl_coef > 0 and KLS[algorithm.kl].in_reward
     if is_in_reward:
@@ -138,7 +141,8 @@ def _loss(
     noise = np.float32(_SAME_PASS if is_exact else _OTHER_PASS)
     # Three times: with logprobs that are as much too small as they may be, as stored, too large.
     now = np.concatenate([logprob - noise, logprob, logprob + noise])
-    columns = [like_tensor(each) for each in (now, np.tile(old, 3), np.tile(advantage, 3))]
+    thrice = (np.concatenate([each] * 3) for each in (old, advantage))
+    columns = [like_tensor(each) for each in (now, *thrice)]
     loss, parameters = get_loss(algorithm.loss), algorithm.parameters
     if loss.rollout_term is not None:
         terms = loss.rollout_term(columns[0] - columns[1], columns[2], parameters)
