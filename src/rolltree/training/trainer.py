@@ -133,7 +133,6 @@ class Trainer:
             model,
             choose_forward(model, section.forward, section.scope, section.tree_attention),
             compute_dtype=getattr(torch, self.config.model.compute_dtype),
-            chunk_rows=section.chunk_rows,
         )
 
     def _find_limits(self) -> TrainableLimits:
