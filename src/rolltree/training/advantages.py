@@ -267,7 +267,9 @@ def join_credit(
         metrics["credit/num_dropped_groups"] = float(tally["dropped"])
     if tally["unusable"]:
         metrics["credit/unusable_share"] = tally["unusable"] / count
-    metrics |= {_average_name(role, after): value for role, value in after.items()}
+    # `agent` reads better, and an environment with names rarely has agents without one, too.
+    unnamed = _UNNAMED if "agent" in after else "agent"
+    metrics |= {_AVERAGE + (role or unnamed): value for role, value in after.items()}
     chosen = tuple(state for state in states if id(state) in trained)
     return CreditReport(
         trained=chosen,
@@ -281,11 +283,6 @@ def join_credit(
 
 _AVERAGE = "credit/average/"
 _UNNAMED = "(unnamed)"
-
-
-def _average_name(role: str, averages: Averages) -> str:
-    # `agent` reads better, and an environment with names rarely has agents without one, too.
-    return _AVERAGE + (role or (_UNNAMED if "agent" in averages else "agent"))
 
 
 def averages_of(metrics: Mapping[str, float], roles: Collection[str | None]) -> dict[str, float]:
