@@ -73,7 +73,6 @@ export = false
 rollout_workers = 2
 launcher = "LAUNCHER"
 address = "ADDRESS"
-stall_s = 10.0
 trainer = {{ ranks = 2 }}
 """
 

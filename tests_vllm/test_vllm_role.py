@@ -28,7 +28,7 @@ async def test_a_run_whose_engine_is_vllm(folder, tmp_path, monkeypatch):
             "train": {"num_steps": 2, "num_threads": 1},
             "eval": {"before": False, "after": False},
             "checkpoint": {"export": False},
-            "cluster": {"rollout_workers": 1, "engines": {"kind": "vllm"}, "stall_s": 60.0},
+            "cluster": {"rollout_workers": 1, "engines": {"kind": "vllm"}},
         }
     )
     refused = []

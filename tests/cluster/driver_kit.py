@@ -92,9 +92,10 @@ class Driving:
 
 
 @contextlib.asynccontextmanager
-async def driving(run_dir, launcher=None, **settings):
+async def driving(run_dir, launcher=None, stall_s=1.0):
     """Yield a driver that runs; its roles have ended afterwards."""
-    made = Driving(run_dir, ClusterSection(**{"stall_s": 1.0, **settings}), launcher)
+    made = Driving(run_dir, ClusterSection(), launcher)
+    made.roster.stall_s = stall_s
     made.task = asyncio.ensure_future(made.driver.run())
     try:
         yield made

@@ -39,7 +39,7 @@ async def test_an_engine_that_failed_outside_of_a_call_is_brought_back():
 
 def test_a_role_that_waits_to_be_started_again_is_not_late():
     now = [0.0]
-    roster = Roster(20.0, lambda: now[0])
+    roster = Roster(lambda: now[0])
     roster.started("engine-0", "engine")
     roster.register(Registration("engine-0", "engine", "http://1", 1, "here"))
     now[0] = 400.0
@@ -49,7 +49,7 @@ def test_a_role_that_waits_to_be_started_again_is_not_late():
 
 
 def test_a_notice_whose_answer_is_lost_comes_with_the_next_one():
-    roster, told = Roster(20.0, float), []
+    roster, told = Roster(float), []
     lost = [False, True, True, False, False]
 
     class Link:

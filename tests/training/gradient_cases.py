@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -13,10 +14,11 @@ from training_kit import Call, flat, group, tiny_model, tree
 
 from rolltree.samples import SampleStream
 from rolltree.tokens import ROUTED_EXPERTS
-from rolltree.training import Trainer, load_train_config
+from rolltree.training import Trainer, forward, load_train_config
 from rolltree.training.batches import build_batch
 from rolltree.training.checkpoint_formats import trained_tensors
 from rolltree.training.layout import collate
+from rolltree.training.logprobs import CHUNK_ROWS, gather_logprobs
 from rolltree.training.models.lora import add_adapter
 from rolltree.training.models.plain_weights import copy_weights, plain_tensors
 from rolltree.training.models.ranks import whole
@@ -53,7 +55,7 @@ CASES = {
             "entropy_coef": 0.1,
         },
     },
-    "checkpointing": {"train": {"gradient_checkpointing": True, "chunk_rows": 3}},
+    "checkpointing": {"train": {"gradient_checkpointing": True}, "chunk_rows": 3},
     "one group, so that ranks have nothing": {
         "num_groups": 1,
         "algorithm": {"kl_coef": 0.3, "kl": "reward", "correction": "token_tis"},
@@ -102,7 +104,7 @@ def routed(sample):
 
 
 def made(case, ranks):
-    sections = {k: v for k, v in case.items() if k not in ("num_groups", "kind")}
+    sections = {k: v for k, v in case.items() if k not in ("num_groups", "kind", "chunk_rows")}
     sections["train"] = {**QUIET, **sections.get("train", {})}
     config = load_train_config({"optim": {"lr": 1e-2, "weight_decay": 0.1}, **sections})
     kind, teacher = case.get("kind", "qwen3"), None
@@ -112,6 +114,8 @@ def made(case, ranks):
     elif config.algorithm.kl_coef:
         teacher = tiny_model(kind, 1)
     trainer = Trainer(model, config, ranks, teacher)
+    chunk_rows = case.get("chunk_rows", CHUNK_ROWS)
+    forward.gather_logprobs = partial(gather_logprobs, chunk_rows=chunk_rows)
     torch.manual_seed(1)
     for name, parameter in trainer.model.named_parameters():
         if ".lora_B." in name:  # 0 at first: nothing would move away from the reference

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import rolltree.training as room
 from rolltree.samples import TruncationPolicy
 from rolltree.scale.cluster import beat, broker, driver
+from rolltree.scale.cluster.roster import Roster
 from rolltree.scale.weights import publish
 from rolltree.training import (
     MAY_CHANGE,
@@ -20,6 +21,7 @@ from rolltree.training import (
     checkpoint_formats,
     config,
     load_train_config,
+    logprobs,
     optim,
     plan,
     trackers,
@@ -167,6 +169,8 @@ def test_what_is_said_of_removed_settings_is_what_holds():
         "cluster.orphan_s": beat.ORPHAN_S,
         "cluster.max_restarts": driver.MAX_RESTARTS,
         "cluster.queue_bytes": broker.QUEUE_BYTES,
+        "cluster.stall_s": Roster(float).stall_s,
+        "train.chunk_rows": logprobs.CHUNK_ROWS,
     }
     assert {place: value for place, (value, _) in config.REMOVED.items()} == now
 

@@ -1,16 +1,18 @@
 """Logits that are capped, scaled or cut off after the output embedding."""
 
 import copy
-import functools
+from functools import partial
 
 import pytest
 import torch
 from training_kit import Call, check_exact, flat, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rolltree.training import forward
 from rolltree.training.forward import LogprobModel
 from rolltree.training.head import LARGE_LOGIT, head_logits
 from rolltree.training.layout import collate
+from rolltree.training.logprobs import gather_logprobs
 from rolltree.training.models.lora import adapters_off, add_adapter
 from rolltree.training.sections import ModelSection
 from rolltree.values.errors import TrainingError
@@ -79,9 +81,10 @@ CALLS = [Call([3, 4, 5], [6, 7, 9]), Call([8, 2], [1, 60], temperature=0.7)]
 
 
 @pytest.mark.parametrize("kind", SHAPED)
-def test_the_gradient_is_that_of_the_logits_the_model_makes(kind):
+def test_the_gradient_is_that_of_the_logits_the_model_makes(kind, monkeypatch):
     model = shaped(kind)
-    read = LogprobModel(model, "rows", chunk_rows=2)  # judges the fresh model, with small logits
+    monkeypatch.setattr(forward, "gather_logprobs", partial(gather_logprobs, chunk_rows=2))
+    read = LogprobModel(model, "rows")  # judges the fresh model, with small logits
     grow(model)
     forest = collate([flat(call) for call in CALLS])
     ours = gradient(model, read(forest).logprob.sum())
@@ -159,7 +162,7 @@ def test_a_teacher_below_adapters_has_its_head_below_them_too():
                 parameter.normal_(std=0.3)
     student, teacher = LogprobModel(model, "rows"), LogprobModel(plain, "rows")
     below = LogprobModel(model, "rows")
-    below.around = functools.partial(adapters_off, model)
+    below.around = partial(adapters_off, model)
     forest = collate([flat(Call(list(range(5, 20)), list(range(30, 40))))])
     with student.context():
         found = student(forest, teacher=below).kl

@@ -7,6 +7,7 @@ computed once per scope.
 """
 
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,11 +15,12 @@ import torch
 from training_kit import FLOAT32, difference, gradient_of, states, tiny_model, trainer
 
 from rolltree.samples import TruncationPolicy, build_samples
+from rolltree.training import forward
 from rolltree.training.algorithms import ALGORITHMS, resolve_algorithm
 from rolltree.training.batches import build_batch
 from rolltree.training.coefficients import AGGREGATIONS, CORRECTIONS
 from rolltree.training.forward import LogprobModel
-from rolltree.training.logprobs import RecordLogprobs
+from rolltree.training.logprobs import RecordLogprobs, gather_logprobs
 from rolltree.training.losses import KLS, LOSSES
 from rolltree.training.objective import fixed_terms_of, objective, rollout_ratios
 
@@ -65,7 +67,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
-def test_each_part_through_the_trainer(case):
+def test_each_part_through_the_trainer(case, monkeypatch):
     model = tiny_model("llama")
     uses_kl = "kl_coef" in case or ALGORITHMS[case["name"]].teaches
     worker = trainer(model, shifted(model) if uses_kl else None, algorithm=case)
@@ -84,8 +86,9 @@ def test_each_part_through_the_trainer(case):
         model,
         shifted(model) if uses_kl else None,
         algorithm=case,
-        train={"max_tokens": longest, "chunk_rows": 3},
+        train={"max_tokens": longest},
     )
+    monkeypatch.setattr(forward, "gather_logprobs", partial(gather_logprobs, chunk_rows=3))
     built = in_scope(rollouts, "tree")
     assert len(build_batch(built, small.algorithm, longest).packs) > 1
     assert difference(gradient_of(small, built), gradients["step"]) < FLOAT32

@@ -1,4 +1,5 @@
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -7,6 +8,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_kit import group, tiny_model, trainer, tree
 
+from rolltree.training import forward
 from rolltree.training.logprobs import gather_logprobs
 
 V = 7
@@ -167,15 +169,16 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("chunk_rows", [4, 16])
 @pytest.mark.parametrize("kl", ["k3", "full"])
-def test_the_vocabulary_never_exists_for_more_tokens_than_a_chunk(chunk_rows, kl):
+def test_the_vocabulary_never_exists_for_more_tokens_than_a_chunk(chunk_rows, kl, monkeypatch):
     """A whole step of the trainer, with reference, entropy and backward passes."""
     sizes = {"hidden_size": 16, "vocab_size": WIDE}  # the transposed head has 16 rows
     worker = trainer(
         tiny_model("llama", **sizes),
         tiny_model("llama", 1, **sizes),
         algorithm={"kl_coef": 0.1, "kl": kl, "entropy_coef": 0.1},
-        train={"chunk_rows": chunk_rows},
     )
+    chunked = partial(gather_logprobs, chunk_rows=chunk_rows)
+    monkeypatch.setattr(forward, "gather_logprobs", chunked)
     with Largest() as seen:
         metrics = worker.step([tree(group(6, turns=2, length=8))], 1)
     assert metrics["train/num_records"] > 2 * 16

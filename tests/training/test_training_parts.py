@@ -68,6 +68,7 @@ OLD = {
     "optim.final_lr_share": 0.5,
     "checkpoint.max_shard_size": "5GB",
     "algorithm.baseline_decay": None,
+    "train.chunk_rows": 512,
 }
 
 
@@ -90,12 +91,12 @@ def test_a_run_with_settings_that_were_removed_continues_and_says_so(model, tmp_
     expected = [
         f"the run was started with {name} = {OLD[name]}, a setting that was removed: "
         f"{REMOVED[name][1]}."
-        for name in ("engine.away_limit_s", "optim.final_lr_share")
+        for name in ("engine.away_limit_s", "optim.final_lr_share", "train.chunk_rows")
     ]
-    assert heard.notices[:2] == expected
+    assert heard.notices[:3] == expected
     for path in (tmp_path / "run", made.run.dir):
         with Run.open(path, "r") as run:
-            assert [event.data["message"] for event in run.events("notice")][:2] == expected
+            assert [event.data["message"] for event in run.events("notice")][:3] == expected
             assert load_train_config(run.config)
     # Once: the run has the settings of this version now.
     heard = At({}, lambda: None)

@@ -1,3 +1,5 @@
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -26,9 +28,11 @@ from training_kit import (
 )
 
 from rolltree.samples import build_samples, prune_sample
+from rolltree.training import forward
 from rolltree.training import tree_attention as room
 from rolltree.training.forward import LogprobModel, choose_forward
 from rolltree.training.layout import Pattern, collate
+from rolltree.training.logprobs import gather_logprobs
 from rolltree.training.tree_blocks import TreeLayout, forest_attention
 from rolltree.training.tree_support import check_tree_support, why_not_tree
 from rolltree.values.errors import ConfigError, TrainingError
@@ -150,10 +154,10 @@ def test_scores_far_apart_do_not_overflow():
     assert torch.isfinite(single).all()
 
 
-def gradient(model, samples, forward="tree", chunk_rows=512, dtype=torch.float32):
+def gradient(model, samples, forward="tree", dtype=torch.float32):
     """d(sum of weighted logprobs) / d(parameters), pack by pack."""
     model.zero_grad()
-    run = LogprobModel(model, forward, chunk_rows=chunk_rows, compute_dtype=dtype)
+    run = LogprobModel(model, forward, compute_dtype=dtype)
     total = 0.0
     for pack in samples:
         with run.context():
@@ -197,13 +201,14 @@ def test_packs_of_trees_and_paths_give_the_same_gradient():
     check_exact(packed, exact)
 
 
-def test_small_chunks_of_logits_change_nothing():
+def test_small_chunks_of_logits_change_nothing(monkeypatch):
     model = tiny_model()
     calls = group(4, 10, 2)
     for call in calls[::2]:
         call.temperature = 0.7
     whole, loss = gradient(model, [[tree(calls)]])
-    chunked, chunked_loss = gradient(model, [[tree(calls)]], chunk_rows=3)
+    monkeypatch.setattr(forward, "gather_logprobs", partial(gather_logprobs, chunk_rows=3))
+    chunked, chunked_loss = gradient(model, [[tree(calls)]])
     assert difference(chunked, whole) < FLOAT32
     assert chunked_loss == pytest.approx(loss, rel=FLOAT32)
 

@@ -283,7 +283,9 @@ def join_credit(
         metrics["credit/num_dropped_groups"] = float(tally["dropped"])
     if tally["unusable"]:
         metrics["credit/unusable_share"] = tally["unusable"] / count
-    metrics |= {_average_name(role, after): value for role, value in after.items()}
+    # `agent` reads better, and an environment with names rarely has agents without one, too.
+    unnamed = _UNNAMED if "agent" in after else "agent"
+    metrics |= {_AVERAGE + (role or unnamed): value for role, value in after.items()}
     return CreditReport(
         trained=tuple(members[at].state for at in trained),
         advantages=tuple(np.array(values[at], np.float64) for at in trained),
@@ -297,11 +299,6 @@ def join_credit(
 
 _AVERAGE = "credit/average/"
 _UNNAMED = "(unnamed)"
-
-
-def _average_name(role: str, averages: Averages) -> str:
-    # `agent` reads better, and an environment with names rarely has agents without one, too.
-    return _AVERAGE + (role or (_UNNAMED if "agent" in averages else "agent"))
 
 
 def averages_of(metrics: Mapping[str, float], roles: Collection[str | None]) -> dict[str, float]:

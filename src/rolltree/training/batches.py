@@ -170,12 +170,6 @@ def _with_gradient(records: Records) -> BoolArray:
     return np.isin(records.rollout, moving if len(moving) else records.rollout[:1])
 
 
-def rollout_names(sample: Sample) -> str:
-    """Return the ids of the rollouts of a sample, for messages."""
-    names = list(dict.fromkeys(origin.rollout_id for origin in sample.origins))
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-
-
 # -- staleness -----------------------------------------------------------------------------------
 
 

@@ -45,7 +45,6 @@ MAY_CHANGE: tuple[str, ...] = (
     "train.num_threads",
     "train.record_tokens",
     "train.tree_attention",
-    "train.chunk_rows",
     "train.gradient_checkpointing",
 )
 """Settings in which a continued run may differ from its first start: they do not change what is
@@ -65,6 +64,8 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "cluster.orphan_s": (60.0, "a role ends 60 s after its driver"),
     "cluster.max_restarts": (5, "a role starts again at most 5 times without progress"),
     "cluster.queue_bytes": (2**28, "at most 256 MiB of results wait to be stored"),
+    "cluster.stall_s": (20.0, "a role that is silent for 20 s is reported"),
+    "train.chunk_rows": (256, "logits of at most 256 positions are in memory at once"),
 }
 """Settings of earlier versions that no longer exist: the only value now, and what it means. Stored
 runs may hold them."""

@@ -19,12 +19,7 @@ from torch import Tensor
 from rolltree.inference.local.shell import body_of
 from rolltree.training.head import check_head, head_logits
 from rolltree.training.layout import Forest, collate
-from rolltree.training.logprobs import (
-    DEFAULT_CHUNK_ROWS,
-    RecordLogprobs,
-    Teacher,
-    gather_logprobs,
-)
+from rolltree.training.logprobs import RecordLogprobs, Teacher, gather_logprobs
 from rolltree.training.rope_lengths import check_lengths, longest_exact
 from rolltree.training.tree_attention import tree_attention, tree_layout
 from rolltree.training.tree_probe import probe_forest
@@ -171,7 +166,6 @@ class LogprobModel:
         model: the Hugging Face module; it is used in place and never copied.
         forward: a key of `FORWARDS`.
         compute_dtype: autocast to this while computing; float32 turns autocast off.
-        chunk_rows: rows of logits that exist at the same time.
 
     The module is put into evaluation mode, as in the engine. Every pass runs inside `around`, so
     that two readers of one module can see it differently (with and without its adapter). With
@@ -184,7 +178,6 @@ class LogprobModel:
         forward: str = "tree",
         *,
         compute_dtype: torch.dtype = torch.float32,
-        chunk_rows: int = DEFAULT_CHUNK_ROWS,
     ) -> None:
         # Training mode would switch on dropout and router noise, which the engine did not have.
         model.eval()
@@ -192,7 +185,6 @@ class LogprobModel:
         self.model = model
         self.forward = forward
         self.compute_dtype = compute_dtype
-        self.chunk_rows = chunk_rows
         self.device: torch.device = model.get_input_embeddings().weight.device
         # `shard` replaces it with a method that gathers the weights first.
         self.run: Callable[..., tuple[Tensor, Tensor, Tensor | None]] = self.compute
@@ -276,7 +268,6 @@ class LogprobModel:
                 torch.from_numpy(forest.row_temperature).to(self.device),
                 torch.from_numpy(forest.record_row).to(self.device),
                 _ids(forest.records.target, self.device),
-                chunk_rows=self.chunk_rows,
                 entropy_gradient=entropy_gradient,
                 teacher=teacher,
             )

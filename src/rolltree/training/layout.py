@@ -135,9 +135,9 @@ def collate(samples: Sequence[Sample]) -> Forest:
         source = sample.records.source
         if len(source) and (source.min() < 0 or source.max() >= len(sample.ids)):
             raise TokenError(
-                f"sample {index} ({_name(sample)}) has {len(sample.ids)} tokens and a loss record "
-                f"at position {int(source.max())}; its logits would come from another sample. "
-                "Build samples with rolltree.samples.build_samples."
+                f"sample {index} ({rollout_names(sample)}) has {len(sample.ids)} tokens and a loss "
+                f"record at position {int(source.max())}; its logits would come from another "
+                "sample. Build samples with rolltree.samples.build_samples."
             )
     joined = join_samples(samples)
     records = joined.records
@@ -262,5 +262,7 @@ def _runs(wanted: BoolArray) -> list[tuple[int, int]]:
     return runs
 
 
-def _name(sample: Sample) -> str:
-    return ", ".join(origin.rollout_id for origin in sample.origins[:3]) or "unnamed"
+def rollout_names(sample: Sample) -> str:
+    """Return the ids of the rollouts of a sample, for messages."""
+    names = list(dict.fromkeys(origin.rollout_id for origin in sample.origins)) or ["unnamed"]
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-DEFAULT_CHUNK_ROWS = 256
+CHUNK_ROWS = 256
+"""Twice as many need more memory, and save 2 % of the time (design/0003)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ def gather_logprobs(
     record_row: Tensor,
     target: Tensor,
     *,
-    chunk_rows: int = DEFAULT_CHUNK_ROWS,
+    chunk_rows: int = CHUNK_ROWS,
     entropy_gradient: bool = False,
     teacher: Teacher | None = None,
 ) -> RecordLogprobs:

@@ -329,16 +329,15 @@ class _Loop:
             "rollout/tokens_per_s": sampled / max(spent, 1e-9),
         }
         # Last: after an earlier kill, the step is repeated from its stored rollouts.
-        await asyncio.to_thread(self._store, step, metrics, record)
+        await asyncio.to_thread(
+            lambda: self.run.add_step(step, metrics, record.rows(step) if record else ())
+        )
         self.done, self.is_writing = step, False
         self._hint_at_equal_rewards(metrics)
         if num := self.trackers.wants(step):
             advantages = credit.first_advantages(found.trained)
             self._show("completions", found.sampled, num, step, "train", advantages)
         return metrics
-
-    def _store(self, step: int, metrics: Mapping[str, float], record: TokenRecord | None) -> None:
-        self.run.add_step(step, metrics, () if record is None else record.rows(step))
 
     def _hint_at_equal_rewards(self, metrics: Mapping[str, float]) -> None:
         """Send a notice after `_PATIENCE` steps in a row with equal rewards: they teach nothing."""

@@ -294,7 +294,6 @@ class TrainSection(Section, frozen=True):
       picks.
     - `tree_attention`: `segments` computes attention over trees block by block, on any device;
       `flex` with one FlexAttention kernel, on a GPU.
-    - `chunk_rows`: positions whose logits are in memory at once.
     - `updates_per_step`: optimizer updates on the rollouts of a step; ratios, corrections and the
       KL in the reward stay those before the first.
     - `minibatches`: parts of whole rollouts that a step is cut into; each update takes the next
@@ -329,7 +328,6 @@ class TrainSection(Section, frozen=True):
     max_tokens: AtLeast1 = 8192
     forward: Literal["auto", "tree", "rows"] = "auto"
     tree_attention: Literal["segments", "flex"] = "segments"
-    chunk_rows: AtLeast1 = 256
     updates_per_step: AtLeast1 = 1
     minibatches: AtLeast1 = 1
     skip_zero_advantage: bool = True
@@ -389,7 +387,6 @@ class ClusterSection(Section, frozen=True):
       Ray cluster, which `address` names (`auto`: the existing one; empty: a new local one).
     - `rollout_workers`: processes that play rollouts, each at most `slots_per_worker` at a time.
     - `engines` (`count`, `gpus`, `kind`) sample; `trainer` (`ranks`, `gpus`) trains.
-    - `stall_s`: a notice names a role that is silent for this long.
     """
 
     launcher: Literal["local", "ray"] = "local"
@@ -397,7 +394,6 @@ class ClusterSection(Section, frozen=True):
     rollout_workers: AtLeast1 = 2
     engines: ClusterEngines = ClusterEngines()
     trainer: ClusterTrainer = ClusterTrainer()
-    stall_s: Positive = 20.0
     slots_per_worker: AtLeast1 = 64
 
     def __post_init__(self) -> None:

@@ -26,14 +26,7 @@ from rolltree.inference.local.shell import is_mixture
 from rolltree.inference.models import load_model
 from rolltree.tokens import ROUTED_EXPERTS
 from rolltree.training.algorithms import Algorithm
-from rolltree.training.batches import (
-    Batch,
-    Pack,
-    build_batch,
-    has_loss,
-    rollout_names,
-    split_rollouts,
-)
+from rolltree.training.batches import Batch, Pack, build_batch, has_loss, split_rollouts
 from rolltree.training.config import TrainConfig
 from rolltree.training.forward import (
     LogprobModel,
@@ -41,7 +34,7 @@ from rolltree.training.forward import (
     choose_forward,
     is_padding,
 )
-from rolltree.training.layout import FloatColumn, collate
+from rolltree.training.layout import FloatColumn, collate, rollout_names
 from rolltree.training.logprobs import RecordLogprobs
 from rolltree.training.losses import KLS
 from rolltree.training.metrics import MISMATCH, RecordStats
@@ -133,7 +126,6 @@ class Trainer:
             model,
             choose_forward(model, section.forward, section.scope, section.tree_attention),
             compute_dtype=getattr(torch, self.config.model.compute_dtype),
-            chunk_rows=section.chunk_rows,
         )
 
     def _find_limits(self) -> TrainableLimits:

@@ -17,8 +17,7 @@ import numpy as np
 from rolltree.samples import Skipped, prune_sample, take_records
 from rolltree.tokens import ROUTED_EXPERTS
 from rolltree.training.algorithms import Algorithm
-from rolltree.training.batches import rollout_names
-from rolltree.training.layout import BoolArray, LongArray
+from rolltree.training.layout import BoolArray, LongArray, rollout_names
 from rolltree.values.errors import TrainingError
 from rolltree.values.types import Records, Sample
 

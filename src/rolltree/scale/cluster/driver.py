@@ -86,7 +86,7 @@ class Driver:
     ) -> None:
         self.run_dir, self._settings, self._launcher = run_dir.absolute(), settings, launcher
         self._argv, self._reporter = argv, reporter
-        self.roster = Roster(settings.stall_s, time.monotonic)
+        self.roster = Roster(time.monotonic)
         self.token = secrets.token_urlsafe(32)
         remember(self.token)
         self.control = ControlServer(
@@ -296,7 +296,7 @@ class Driver:
                     warned.pop(role.name, None)
                     warned.pop(f"{role.name} has no place", None)
                 elif not role.place and late_s > warned.get(
-                    f"{role.name} has no place", self._settings.stall_s
+                    f"{role.name} has no place", self.roster.stall_s
                 ):
                     warned[f"{role.name} has no place"] = 2 * late_s
                     self.notice(

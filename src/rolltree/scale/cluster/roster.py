@@ -81,18 +81,21 @@ class Roster:
     """The roles of a run.
 
     Args:
-        stall_s: seconds without a beat, or without progress of its loop, until a role stalls.
         clock: seconds, monotonic.
     """
 
-    def __init__(self, stall_s: float, clock: Callable[[], float]) -> None:
+    stall_s = 20.0
+    """Seconds without a beat, or without progress of its loop, until a role stalls: several beats,
+    one of which waited for its timeout."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
         self.roles: dict[str, Role] = {}
         self.notices: list[str] = []
         """Messages for the user, in order; the oldest are dropped."""
         self.progress = 0.0
         """The progress of the run: a growing number, in the head's own unit."""
         self.is_stopping = False
-        self._stall_s, self._clock = stall_s, clock
+        self._clock = clock
         self._num_dropped = self._num_handed = 0
 
     def started(self, name: str, kind: str) -> Role:
@@ -200,7 +203,7 @@ class Roster:
         """Return new notices: which roles stall now, and which work again."""
         now, said = self._clock(), []
         for role in list(self.roles.values()):
-            if not role.is_kept and now - role.heard_at > 2 * self._stall_s:
+            if not role.is_kept and now - role.heard_at > 2 * self.stall_s:
                 # The process of a role that was started by hand is not watched.
                 self.removed(role.name)
                 said.append(f"{role.name}, which was started by hand, is gone")
@@ -218,7 +221,7 @@ class Roster:
         if role.registration is None:
             return None
         silent_s = now - role.heard_at
-        if silent_s > self._stall_s:
+        if silent_s > self.stall_s:
             return (
                 f"{role.name} has not answered for {silent_s:.0f} s: its process runs, but it is "
                 "stopped or the machine does not get to it"
@@ -227,7 +230,7 @@ class Roster:
             return None
         busy_s = role.beat.busy_since_s
         # Steps of one run take about equally long, so one like the longest so far is not a stall.
-        if busy_s > max(self._stall_s, 2 * role.longest_busy_s):
+        if busy_s > max(self.stall_s, 2 * role.longest_busy_s):
             return (
                 f"{role.name} answers, but its loop has not advanced for {busy_s:.0f} s "
                 f"({role.beat.state})"
