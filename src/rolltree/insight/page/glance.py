@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from rolltree.records.story import run_story
-from rolltree.records.values import number_of
 from rolltree.store import Run
+from rolltree.store.metric_names import number_of
 
 _MOST_POINTS = 60
 REWARD = "reward/mean"
