@@ -288,7 +288,7 @@ def evaluate_environment(
         out.print(evaluation_table(report), "", evaluation_facts(report))
         with only_shows("what happened"):
             for line in headlines(stored, idle_gpu=report.idle_gpu):
-                out.print(line)
+                out.print(line, soft_wrap=True)
         if save:
             results = decode_results(stored.rollouts(phase=PHASE))
             written = write_results(

@@ -107,7 +107,7 @@ def _of_limit(
     return "info" if is_meant or earns_most(facts) or reward_moves(facts) == "rises" else "error"
 
 
-def failures(facts: Facts) -> Cases:
+def failed_rollouts(facts: Facts) -> Cases:
     """Find rollouts that failed."""
     for case in share_of(failed, facts, where="status = error", words=_kinds_of_failures):
         if case["share"] >= 1.0:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from rolltree.narrator import conditions
 from rolltree.narrator import rewards as of_rewards
@@ -70,11 +70,6 @@ class Advice:
     def __str__(self) -> str:
         return f"{self.text} (rolltree docs {self.page.replace('.md', '')})"
 
-    @classmethod
-    def of(cls, sentence: Sentence) -> Self:
-        """Return what a sentence says and advises."""
-        return cls(sentence["kind"], f"{sentence['text']} {sentence['advice']}", sentence["page"])
-
 
 def story(facts: Facts) -> list[Sentence]:
     """Return the sentences that follow from the facts, the most alarming first.
@@ -110,7 +105,10 @@ def advised(sentences: Iterable[Sentence]) -> list[Sentence]:
 
 def advise(facts: Facts) -> tuple[Advice, ...]:
     """Return what to do next, the most important first."""
-    return tuple(map(Advice.of, advised(story(facts))))
+    return tuple(
+        Advice(each["kind"], f"{each['text']} {each['advice']}", each["page"])
+        for each in advised(story(facts))
+    )
 
 
 _DOUBTS = {"gaming", "form", "empty_answers", "scale", "same_answer", "not_finite"}
@@ -325,7 +323,7 @@ DETECTORS: Mapping[str, Detector] = {
         shows=(*_ONE_ROLLOUT, "phase"),
     ),
     "failures": Detector(
-        condition=conditions.failures,
+        condition=conditions.failed_rollouts,
         sentence="{percent} of rollouts failed{since}{words}.",
         severity=_above(0.1),
         advice="They are not in the means, and failures are rarely random: read them before the "

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple, Self, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from rolltree.rollouts.conversation import conversation_of
 from rolltree.rollouts.decode import decode_rollout
@@ -58,11 +58,6 @@ class StoryRollout(NamedTuple):
     scoring_ms: float = 0.0
     env_id: str = ""
     example_id: int | str | None = None
-
-    @classmethod
-    def of(cls, row: StoredRollout) -> Self:
-        """Return the columns of a row."""
-        return cls._make(getattr(row, name) for name in cls._fields)
 
 
 NAMES = StoryRollout._fields
@@ -146,7 +141,7 @@ class Facts:
         """The mean reward of a phase without steps, over its examples; None if there is none."""
         if self.phase == "train":
             return None
-        by_example: dict[tuple[str, str, int | str | None], list[float]] = defaultdict(list)
+        by_example: dict[Hashable, list[float]] = defaultdict(list)
         for each in self.rollouts:
             if each.reward is not None and each.status == "ok" and not each.parent_rollout:
                 by_example[each.env_id, each.task, each.example_id].append(each.reward)

@@ -89,16 +89,17 @@ def overview_line(found: Mapping[str, Any]) -> str:
 
 
 def story_lines(sentences: Sequence[Mapping[str, Any]]) -> list[Text]:
-    """Return the story of a run, a line per sentence with what to do.
+    """Return the story of a run, a line per sentence and one below it if there is advice.
 
-    Problems and warnings begin with `!`.
+    Problems and warnings begin with `!`. Print them with `soft_wrap`: advice ends with a command.
     """
     marks = {"error": ("! ", "red"), "warning": ("! ", "yellow"), "good": ("  ", "green")}
     found = []
     for each in sentences:
         mark, style = marks.get(each["severity"], ("  ", ""))
-        said = str(Advice.of(each)) if each["advice"] else each["text"]
-        found.append(Text(mark, style=style) + safe_text(said))
+        found.append(Text(mark, style=style) + safe_text(each["text"]))
+        if each["advice"]:
+            found.append(safe_text(f"    {Advice(each['kind'], each['advice'], each['page'])}"))
     return found
 
 

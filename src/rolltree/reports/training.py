@@ -54,7 +54,7 @@ def print_report(
     """
     with only_shows("the report"):
         for part in training_report(run, num_transcripts=num_transcripts):
-            out.print(part)
+            out.print(part, soft_wrap=isinstance(part, Text))
         say(out, f"run    {run.path}")
         curve: object
         try:

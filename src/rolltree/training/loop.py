@@ -347,7 +347,7 @@ class _Loop:
         equal = metrics.get("reward/std") == 0.0
         self.num_equal = self.num_equal + 1 if equal else 0
         if self.num_equal == _PATIENCE:
-            # A damaged row ends no training; who reads it is told.
+            # A damaged row ends no training.
             with suppress(StoreError):
                 self._tell("zero_variance", read_facts(self.run, quick=True))
 
