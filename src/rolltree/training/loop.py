@@ -349,13 +349,14 @@ class _Loop:
         if self.num_equal == _PATIENCE:
             # A damaged row ends no training.
             with suppress(StoreError):
-                self._tell("zero_variance", read_facts(self.run, quick=True))
+                self._tell(read_facts(self.run, quick=True), "zero_variance", "flat_groups")
 
-    def _tell(self, kind: str, facts: Facts) -> None:
-        """Send what the narrator says of one kind."""
-        for each in DETECTORS[kind].sentences(kind, facts):
-            advice = each["advice"].replace(" RUN ", f" {self.run.path} ")
-            self.notify(f"{each['text']} {advice}")
+    def _tell(self, facts: Facts, *kinds: str) -> None:
+        """Send what the narrator says of some kinds."""
+        for kind in kinds:
+            for each in DETECTORS[kind].sentences(kind, facts):
+                advice = each["advice"].replace(" RUN ", f" {self.run.path} ")
+                self.notify(f"{each['text']} {advice}".rstrip())
 
     async def _train(
         self, batch: SampleBatch, step: int, record: TokenRecord | None, may_stand_still: bool
@@ -471,7 +472,7 @@ class _Loop:
             for state in each.states
         ]
         self.raised.update(name for each in looked for name, _ in each.scoring_errors)
-        self._tell("scoring", Facts("train", {}, (), looked))
+        self._tell(Facts("train", {}, (), looked), "scoring")
 
     def _stand_still(self, step: int) -> dict[str, float]:
         """Return the metrics of a step that trains nothing; the first time, send a notice why."""
