@@ -50,7 +50,7 @@ RUNS = {
     "reward": ("reward_falls", "curriculum"),
     "held_out": ("overfit", "held_out"),
 }
-"""For each detector of `records/story.py`: a run that it must find, and a similar healthy one."""
+"""For each detector of `narrator/detectors.py`: a run that it must find, a similar healthy one."""
 
 
 def kinds_of_alarms(sentences: Iterable[dict[str, Any]]) -> set[str]:

@@ -133,7 +133,10 @@ def test_show_chosen_rollouts(path):
 
 
 def test_show_tells_what_happened_and_what_came_out(path):
-    lines = invoke("show", path).splitlines()
+    first, *advice = invoke("show", path).splitlines()[:2]
+    assert (first[0], advice[0][:8]) == ("!", "    They")
+    assert advice[0].endswith("(rolltree docs first-hour#something-fails)")
+    lines = [line for line in invoke("show", path).splitlines() if line[:4] != "    "]
     assert "! 33 % of rollouts failed: 1 with ServerError (model)." in lines[:2]
     assert "reward 1.000 (step 2)  4 rollouts  1 failed: ServerError 1" in lines[2]
     assert "of rollouts failed" not in invoke("show", path, "--phase", "train")

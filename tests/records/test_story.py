@@ -8,9 +8,10 @@ import pytest
 import planted_kit
 import rolltree as rt
 from golden_kit import unpack
-from rolltree.records.story import run_story, story
-from rolltree.records.story_facts import MAX_LOOKED, Facts, Looked, StoryRollout, chosen, read_facts
-from rolltree.records.trends import since
+from rolltree.narrator.detectors import story
+from rolltree.narrator.facts import MAX_LOOKED, Facts, Looked, StoryRollout, chosen, read_facts
+from rolltree.narrator.trends import since
+from rolltree.records.story import run_story
 from rolltree.rollouts.record import encode_result
 from rolltree.store import Run, StoredEvaluation, StoredRollout
 from step_kit import answer
@@ -157,7 +158,7 @@ def test_a_reward_function_that_raises_is_told_with_where():
     (found,) = told("scoring", rollouts=plain(1), looked=looked)
     assert found["text"] == (
         "The reward function broken raised in 2 of 4 rollouts that were looked at, the first time "
-        f"{said}."
+        f"in step 1 ({said})."
     )
     assert (found["severity"], found["evidence"]["view"]) == ("error", "rollout")
 
@@ -353,7 +354,7 @@ def test_the_stories_of_other_real_runs(tmp_path):
     assert kinds >= {"failures", "max_tokens", "truncated"}
     with rt.read_run(unpack("4/tools", tmp_path / "tools")) as data:
         kinds = {each["kind"]: each for each in run_story(data.run)["sentences"]}
-    assert kinds.keys() == {"failures", "breaks"}
+    assert kinds.keys() == {"failures", "breaks", "level", "few_examples"}
 
 
 @pytest.fixture
@@ -432,7 +433,7 @@ def test_each_planted_problem_is_the_only_one_that_alarms(tmp_path, problem):
 
 def test_a_long_run_is_told_from_a_sample(tmp_path):
     """What `show` says of 5,000 rollouts reads a fifth of them, and no more of a longer run."""
-    from rolltree.records import story_facts
+    from rolltree.narrator import facts as story_facts
     from rolltree.store import Run, StoredRollout
 
     with Run.create(tmp_path / "run") as run:

@@ -361,12 +361,12 @@ class TestRuns:
 
         said = Notices()
         start(make_config(model, tmp_path / "run", train={"num_steps": 2}), Raises(), reporter=said)
-        told = sorted(text for text in said.texts if "raised in step 1 (KeyError: 'b')" in text)
+        told = sorted(text for text in said.texts if "first time in step 1 (KeyError: 'b')" in text)
         assert [text.partition(" raised")[0] for text in told] == [
-            "the environment",
-            "the reward function exact",
+            "The environment",
+            "The reward function exact",
         ]
-        assert not any("raised in step 2" in text for text in said.texts)
+        assert not any("in step 2" in text for text in said.texts)
 
     @pytest.mark.parametrize("async_steps", [0, 1])
     def test_a_step_whose_gradient_is_not_finite_is_skipped(self, model, tmp_path, async_steps):

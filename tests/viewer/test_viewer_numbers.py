@@ -424,7 +424,11 @@ def test_the_story(tab, page, runs, name):
     assert data(page, name, "story")["sentences"] == told
     assert json.loads(command("show", runs / name, "--json"))["story"] == told
     lines = command("show", runs / name).splitlines()
-    assert [line[2:] for line in lines[: len(told)]] == [each["text"] for each in told]
+    wanted = []
+    for each in told:
+        see = f"(rolltree docs {each['page'].replace('.md', '')})"
+        wanted += [each["text"], *([f"  {each['advice']} {see}"] if each["advice"] else [])]
+    assert [line[2:] for line in lines[: len(wanted)]] == wanted
     tab.open(f"#/run/{part(name)}")
     tab.page.wait_for_selector(".story:not([aria-busy])")
     drawn = tab.texts(".story .sentence")

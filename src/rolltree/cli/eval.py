@@ -287,10 +287,8 @@ def evaluate_environment(
                     out.print(transcript(result))
         out.print(evaluation_table(report), "", evaluation_facts(report))
         with only_shows("what happened"):
-            for line in headlines(stored):
-                out.print(line)
-        for each in report.advice:
-            say(out, str(each))
+            for line in headlines(stored, idle_gpu=report.idle_gpu):
+                out.print(line, soft_wrap=True)
         if save:
             results = decode_results(stored.rollouts(phase=PHASE))
             written = write_results(

@@ -79,7 +79,7 @@ def show_run(
             from rolltree.records.story import run_story
 
             for line in story_lines(run_story(rows_only, quick=True)["sentences"]):
-                console.print(line)
+                console.print(line, soft_wrap=True)
             say(console, overview_line(run_overview(rows_only)))
         console.print(phases_table(summarize(stored)))
         curve = reward_curve(stored)

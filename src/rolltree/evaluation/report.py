@@ -25,13 +25,21 @@ from rolltree.evaluation.reducers import (
     Reducer,
     Settings,
     per_environment,
+    values,
 )
-from rolltree.rollouts.advice import Advice, Measured, advise
+from rolltree.narrator.detectors import Advice, advise
+from rolltree.narrator.facts import Facts, Looked, StoryRollout
 from rolltree.store import Run, StoredRollout, to_plain
 from rolltree.store.weights import noted_environments
 from rolltree.values.errors import StoreError
 from rolltree.values.estimate import Estimate
 from rolltree.values.types import RolloutResult, State
+
+# What the narrator reads of an outcome.
+_TOLD = (
+    *("reward", "error_type", "truncation_reason", "finish_reason", "num_calls"),
+    *("num_completion_tokens", "task", "scoring_ms"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,22 +100,28 @@ class EvalReport(Finished):
 
     @property
     def advice(self) -> tuple[Advice, ...]:
-        """What to do next, judging by the results; each with its page of the docs."""
-        num, usage, reward = self.num_rollouts, self.results.get("usage", {}), self.reward
-        low, high = (None, None) if reward is None else (reward.low, reward.high)
-        half_width = None if low is None or high is None else (high - low) / 2
-        return advise(
-            Measured(
-                kind="eval",
-                num_rollouts=num,
-                num_examples=self.num_examples,
-                reward=None if reward is None else reward.mean,
-                half_width=half_width,
-                failed=self.num_failed / num if num else 0.0,
-                cut_by_tokens=usage.get("num_cut_by_tokens", 0) / num if num else 0.0,
-                idle_gpu=self.idle_gpu,
+        """What to do next, judging by the outcomes; each entry names its page of the docs.
+
+        Empty if only aggregates were read.
+        """
+        columns = (values(self.outcomes, name) for name in ("example", *_TOLD))
+        rollouts = [
+            StoryRollout(
+                str(place),
+                status="ok" if found[1] is None else "error",
+                truncated=found[2] is not None,
+                env_id=example[0],
+                example_id=example[2],
+                **dict(zip(_TOLD, found, strict=True)),
             )
-        )
+            for place, (example, *found) in enumerate(zip(*columns, strict=True))
+        ]
+        raised = values(self.outcomes, "scoring_errors")
+        looked = [
+            Looked(rollout, scoring_errors=errors)
+            for rollout, errors in zip(rollouts, raised, strict=True)
+        ]
+        return advise(Facts(self.phase, {}, rollouts, looked, idle_gpu=self.idle_gpu))
 
     def _repr_html_(self) -> str:
         """Return the results as a table for a notebook, with advice on what to do next."""

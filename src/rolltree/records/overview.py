@@ -9,8 +9,8 @@ from typing import Any
 
 from rolltree._helpers.redact import redact
 from rolltree.records.notices import notice_sentences
-from rolltree.records.values import number_of
 from rolltree.store import Run, RunSummary, StoredEvaluation, summarize, to_plain
+from rolltree.store.metric_names import number_of
 
 
 def run_overview(run: Run, found: RunSummary | None = None) -> dict[str, Any]:

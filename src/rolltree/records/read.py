@@ -27,9 +27,10 @@ from rolltree.records.columns import (
     TOKENS,
 )
 from rolltree.records.table import Batch, Column, Table
-from rolltree.records.values import is_number, json_text, number_of, rollout_values, stored_names
+from rolltree.records.values import json_text, rollout_values, stored_names
 from rolltree.store import Run, StepRow, StoredEvaluation
 from rolltree.store.filters import METRIC, order_clause, where_clause
+from rolltree.store.metric_names import is_number, number_of
 from rolltree.tokens import Decoder
 from rolltree.values.errors import ConfigError, UnknownName, did_you_mean
 
@@ -96,8 +97,8 @@ class RunData:
     def story(self) -> list[dict[str, Any]]:
         """Return what happened, as sentences with their evidence, the most alarming first.
 
-        A sentence has `text`, `kind`, `severity` (`error`, `warning`, `good`, `info`) and
-        `evidence`, as docs/viewer.md lists them.
+        A sentence has `text`, `kind`, `severity` (`error`, `warning`, `good`, `info`), `evidence`,
+        `advice` and `page`, as docs/viewer.md lists them.
         """
         from rolltree.records.story import run_story
 

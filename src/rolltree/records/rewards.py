@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rolltree.records.values import number_of
 from rolltree.store import Run, StoredRollout
+from rolltree.store.metric_names import number_of
 from rolltree.store.weights import META, noted_weights
 
 

@@ -10,6 +10,7 @@ import msgspec
 
 from rolltree.store import Run, StoredRollout, to_plain
 from rolltree.store.filters import METRIC
+from rolltree.store.metric_names import number_of
 
 
 def stored_names(names: Sequence[str]) -> list[str]:
@@ -87,26 +88,3 @@ _DERIVED: dict[str, tuple[str, Callable[[Any], Any] | None]] = {
     "input": ("input", json_text),
     "example_id": ("example_id", lambda value: None if value is None else str(value)),
 }
-
-
-def is_number(value: Any) -> bool:
-    """Whether a value is a number; True and False count as numbers."""
-    return isinstance(value, bool | int | float)
-
-
-def number_of(value: Any) -> float | None:
-    """Return a value as a finite float; None if it is not a finite number."""
-    if not is_number(value):
-        return None
-    try:
-        found = float(value)
-    except OverflowError:
-        return None
-    # Neither NaN nor an infinity minus itself is 0.
-    return found if found - found == 0.0 else None
-
-
-def finite_numbers(values: Mapping[Any, Any]) -> dict[str, float]:
-    """Return the values that are finite numbers, by their names."""
-    found = {str(name): number_of(value) for name, value in values.items()}
-    return {name: value for name, value in found.items() if value is not None}

@@ -15,9 +15,9 @@ from rich.text import Text
 
 from rolltree._helpers.files import whole_file
 from rolltree._helpers.redact import shown
-from rolltree.records.values import number_of
 from rolltree.reports.formatting import only_shows
 from rolltree.store import Run
+from rolltree.store.metric_names import number_of
 from rolltree.values.errors import import_extra
 
 if TYPE_CHECKING:

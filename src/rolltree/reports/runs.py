@@ -13,6 +13,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from rolltree.narrator.detectors import Advice, advised
 from rolltree.reports.formatting import counts, duration, number_text, safe_text, text_table
 from rolltree.rollouts.conversation import conversation_of
 from rolltree.store import Run, RunSummary, to_plain
@@ -37,7 +38,7 @@ def run_lines(run: RunSummary, health: Mapping[str, Any] | None = None) -> list[
     lines = [str(run.path), "  " + "  ".join(facts)]
     # An error is the last line, and the story would repeat it.
     if health is not None and not run.error:
-        lines += [f"  {line.plain}" for line in story_lines([health])]
+        lines += [f"  {line.plain}" for line in story_lines([{**health, "advice": ""}])]
     if run.error:
         # An error message may be pages long.
         lines.append(f"  {' '.join(run.error.split())[:200]}")
@@ -88,21 +89,28 @@ def overview_line(found: Mapping[str, Any]) -> str:
 
 
 def story_lines(sentences: Sequence[Mapping[str, Any]]) -> list[Text]:
-    """Return the story of a run, a line per sentence; problems and warnings begin with `!`."""
+    """Return the story of a run, a line per sentence and one below it if there is advice.
+
+    Problems and warnings begin with `!`. Print them with `soft_wrap`: advice ends with a command.
+    """
     marks = {"error": ("! ", "red"), "warning": ("! ", "yellow"), "good": ("  ", "green")}
     found = []
     for each in sentences:
         mark, style = marks.get(each["severity"], ("  ", ""))
         found.append(Text(mark, style=style) + safe_text(each["text"]))
+        if each["advice"]:
+            found.append(safe_text(f"    {Advice(each['kind'], each['advice'], each['page'])}"))
     return found
 
 
-def headlines(run: Run) -> list[Text]:
-    """Return the most important lines of a run's story, at most three."""
-    # Imported here because it loads numpy, and `show --phase` has no story.
+def headlines(run: Run, *, idle_gpu: bool = False) -> list[Text]:
+    """Return the three most important lines of a run's story, and those with the first advice."""
+    # Imported here because `show --phase` has no story.
     from rolltree.records.story import run_story
 
-    return story_lines(run_story(run)["sentences"][:3])
+    told = run_story(run, idle_gpu=idle_gpu)["sentences"]
+    chosen = advised(told)
+    return story_lines([each for at, each in enumerate(told) if at < 3 or each in chosen])
 
 
 def transcript(

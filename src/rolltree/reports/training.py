@@ -24,12 +24,12 @@ from rolltree.training import TrainReport
 
 
 def training_report(run: Run, *, num_transcripts: int = 2) -> list[RenderableType]:
-    """Return the report of a run: curve, held-out results, transcripts, headlines."""
+    """Return the report of a run: curve, held-out results, transcripts, headlines with advice."""
     made: dict[str, Callable[[Run], Sequence[RenderableType]]] = {
         "the reward curve": _curve,
         "the held-out results": _held_out,
         "the transcripts": partial(_transcripts, num=num_transcripts),
-        "what happened": headlines,
+        "what happened": lambda run: headlines(run, idle_gpu=TrainReport.read(run).idle_gpu),
     }
     parts: list[RenderableType] = []
     for what, make in made.items():
@@ -54,7 +54,7 @@ def print_report(
     """
     with only_shows("the report"):
         for part in training_report(run, num_transcripts=num_transcripts):
-            out.print(part)
+            out.print(part, soft_wrap=isinstance(part, Text))
         say(out, f"run    {run.path}")
         curve: object
         try:
@@ -63,8 +63,6 @@ def print_report(
             curve = f"{error} ({type(error).__name__})"
         if curve is not None:
             say(out, f"curve  {curve}")
-        for each in TrainReport.read(run).advice:
-            say(out, str(each))
         say(out, "next")
         for line in next_commands(run, train_command, has_env_object=has_env_object):
             say(out, f"  {line}")

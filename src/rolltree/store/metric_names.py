@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,8 +17,8 @@ def numbers(data: Mapping[str, Any], stem: str = "") -> dict[str, float]:
         key = f"{stem}/{name}" if stem else str(name)
         if isinstance(value, Mapping):
             flat |= numbers(value, key)
-        elif isinstance(value, int | float) and math.isfinite(value):
-            flat[key] = float(value)
+        elif (number := number_of(value)) is not None:
+            flat[key] = number
     return flat
 
 
@@ -46,3 +45,26 @@ def eval_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 _OF_ESTIMATES = {"mean": "", "low": "_low", "high": "_high"}
 _SETTINGS = ("eval/confidence", "eval/pass_threshold")
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a number; True and False count as numbers."""
+    return isinstance(value, bool | int | float)
+
+
+def number_of(value: Any) -> float | None:
+    """Return a value as a finite float; None if it is not a finite number."""
+    if not is_number(value):
+        return None
+    try:
+        found = float(value)
+    except OverflowError:
+        return None
+    # Neither NaN nor an infinity minus itself is 0.
+    return found if found - found == 0.0 else None
+
+
+def finite_numbers(values: Mapping[Any, Any]) -> dict[str, float]:
+    """Return the values that are finite numbers, by their names."""
+    found = {str(name): number_of(value) for name, value in values.items()}
+    return {name: value for name, value in found.items() if value is not None}

@@ -23,6 +23,8 @@ import torch
 
 from rolltree._helpers.tasks import run_shielded
 from rolltree.inference.vocabulary import Vocabulary
+from rolltree.narrator.detectors import DETECTORS
+from rolltree.narrator.facts import Facts, Looked, StoryRollout, read_facts
 from rolltree.rollouts import RolloutEngine, RolloutSource
 from rolltree.rollouts.decode import decode_results
 from rolltree.samples import SampleBatch, SkipReason, build_samples
@@ -55,7 +57,7 @@ from rolltree.training.trainer import Trainer
 from rolltree.training.transcripts import transcripts
 from rolltree.training.untrainable import MaskedCalls, note_misspelled
 from rolltree.values.errors import NonFiniteStep, StoreError, TrainingError
-from rolltree.values.state import OF_ENVIRONMENT, RAISED
+from rolltree.values.state import RAISED
 from rolltree.values.types import RolloutResult, State
 
 Evaluate = Callable[[str, int], Awaitable[Mapping[str, Any]]]
@@ -333,23 +335,27 @@ class _Loop:
             lambda: self.run.add_step(step, metrics, record.rows(step) if record else ())
         )
         self.done, self.is_writing = step, False
-        self._hint_at_equal_rewards(metrics)
+        self._tell_equal_rewards(metrics)
         if num := self.trackers.wants(step):
             advantages = credit.first_advantages(found.trained)
             self._show("completions", found.sampled, num, step, "train", advantages)
         return metrics
 
-    def _hint_at_equal_rewards(self, metrics: Mapping[str, float]) -> None:
+    def _tell_equal_rewards(self, metrics: Mapping[str, float]) -> None:
         """Send a notice after `_PATIENCE` steps in a row with equal rewards: they teach nothing."""
         equal = metrics.get("reward/std") == 0.0
         self.num_equal = self.num_equal + 1 if equal else 0
         if self.num_equal == _PATIENCE:
-            self.notify(
-                f"every rollout of the last {_PATIENCE} steps had the reward "
-                f"{metrics['reward/mean']:g}, so there was nothing to learn. Look at a few: "
-                f"rolltree show {self.run.path} --transcripts 3. Does the parser find the answers? "
-                "Is max_tokens long enough? Is the task too hard, or too easy, for this model?"
-            )
+            # A damaged row ends no training.
+            with suppress(StoreError):
+                self._tell(read_facts(self.run, quick=True), "zero_variance", "flat_groups")
+
+    def _tell(self, facts: Facts, *kinds: str) -> None:
+        """Send what the narrator says of some kinds."""
+        for kind in kinds:
+            for each in DETECTORS[kind].sentences(kind, facts):
+                advice = each["advice"].replace(" RUN ", f" {self.run.path} ")
+                self.notify(f"{each['text']} {advice}".rstrip())
 
     async def _train(
         self, batch: SampleBatch, step: int, record: TokenRecord | None, may_stand_still: bool
@@ -451,18 +457,21 @@ class _Loop:
 
         Its rollouts are scored, since the answer may be the cause; so may be a mistake in the code.
         """
-        states = (state for each in results for state in each.states)
-        found = [state.get(key) for state in states for key in RAISED]
-        for name, error in (pair for errors in found if errors for pair in errors.items()):
-            if name in self.raised:
-                continue
-            self.raised.add(name)
-            what = "the environment" if name == OF_ENVIRONMENT else f"the reward function {name}"
-            self.notify(
-                f"{what} raised in step {step} ({error['type']}: {error['message']}), and the "
-                "rollout counts with what it earned otherwise. If no answer explains that, fix "
-                "the code."
+        looked = [
+            Looked(
+                StoryRollout(each.request.request_id, train_step=step),
+                scoring_errors=tuple(
+                    (name, f"{error['type']}: {error['message']}")
+                    for key in RAISED
+                    for name, error in (state.get(key) or {}).items()
+                    if name not in self.raised
+                ),
             )
+            for each in results
+            for state in each.states
+        ]
+        self.raised.update(name for each in looked for name, _ in each.scoring_errors)
+        self._tell(Facts("train", {}, (), looked), "scoring")
 
     def _stand_still(self, step: int) -> dict[str, float]:
         """Return the metrics of a step that trains nothing; the first time, send a notice why."""

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from rolltree._helpers.finished import Finished
 from rolltree._helpers.html_view import html_lines, html_table
 from rolltree.inference.models.load import has_gpu
-from rolltree.rollouts.advice import Advice, advise, of_training
+from rolltree.narrator.detectors import Advice, advise
+from rolltree.narrator.facts import read_facts
 from rolltree.store import Run, StoredEvaluation
+from rolltree.values.errors import StoreError
 
 # What a printed report shows; `rows` has every metric.
 _COLUMNS = {
@@ -85,9 +88,14 @@ class TrainReport(Finished):
 
     @property
     def advice(self) -> tuple[Advice, ...]:
-        """What to do next, judging by the metrics; each entry names its page of the docs."""
-        rewards = [done.reward for done in self.eval_curve]
-        return advise(of_training(self.metrics, rewards, idle_gpu=self.idle_gpu))
+        """What to do next, judging by the stored run; each entry names its page of the docs.
+
+        Empty if the run cannot be read any more.
+        """
+        # A report can be printed after its run was moved away.
+        with suppress(StoreError), self.run as run:
+            return advise(replace(read_facts(run), idle_gpu=self.idle_gpu))
+        return ()
 
     def _repr_html_(self) -> str:
         """Return the steps as a table for a notebook, with what to do next."""

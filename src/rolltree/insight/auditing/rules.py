@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 from rolltree.evaluation import Settings
 from rolltree.evaluation.report import stored_report
 from rolltree.insight.auditing.report import Place, grouped
-from rolltree.records.values import number_of
 from rolltree.store import Run
-from rolltree.store.metric_names import numbers
+from rolltree.store.metric_names import number_of, numbers
 from rolltree.store.weights import noted_part
 from rolltree.training.config import TrainConfig
 from rolltree.training.plan import PHASE

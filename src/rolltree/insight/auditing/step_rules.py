@@ -9,7 +9,7 @@ from typing import Any
 
 from rolltree._helpers.files import read_regular
 from rolltree.insight.auditing.rules import CLOCK_S, AuditRule, Found, InRun, Stored
-from rolltree.records.values import number_of
+from rolltree.store.metric_names import number_of
 from rolltree.store.metric_table import metric_of
 from rolltree.training.plan import PHASE
 from rolltree.values.errors import StoreError

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from rolltree.records.values import number_of
 from rolltree.store import Run
+from rolltree.store.metric_names import number_of
 from rolltree.store.metric_table import Metric, metric_of, metric_rows
 
 _OTHER = "Other"

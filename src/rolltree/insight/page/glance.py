@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from rolltree.narrator.detectors import DETECTORS
 from rolltree.records.story import run_story
-from rolltree.records.values import number_of
 from rolltree.store import Run
+from rolltree.store.metric_names import number_of
 
 _MOST_POINTS = 60
 REWARD = "reward/mean"
@@ -22,8 +23,9 @@ def run_glance(run: Run) -> dict[str, Any]:
     Raises:
         StoreError: a row is damaged.
     """
-    # Stories begin with the most alarming sentence.
-    health = next(iter(run_story(run, quick=True)["sentences"]), None)
+    # Stories begin with the most alarming sentence. A kind that never alarms does not stand out.
+    told = run_story(run, quick=True)["sentences"]
+    health = next((each for each in told if DETECTORS[each["kind"]].severity != "info"), None)
     values = [number_of(row.metrics.get(REWARD)) for row in run.steps()]
     return {"health": health, "curve": _thinned(values)}
 

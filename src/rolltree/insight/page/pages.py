@@ -15,9 +15,10 @@ from rolltree.environments.rubrics import are_equal
 from rolltree.insight.search import OWN, SearchIndex, previews
 from rolltree.records.columns import ROLLOUTS
 from rolltree.records.trained_steps import trained_groups, trained_steps
-from rolltree.records.values import finite_numbers, rollout_values, stored_names
+from rolltree.records.values import rollout_values, stored_names
 from rolltree.store import Run, to_plain
 from rolltree.store.filters import parted, where_clause
+from rolltree.store.metric_names import finite_numbers
 
 # The most rows of a page; to read more at once, read a table (`rt.read_run`).
 MAX_ROWS = 1000

@@ -8,8 +8,8 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from rolltree._helpers.redact import shown
+from rolltree.narrator.words import short
 from rolltree.records import ComparedPair, RunComparison
-from rolltree.records.story_words import short
 from rolltree.reports.formatting import Cell, safe_text, text_table
 
 _TEXT_LIMIT = 60

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rolltree.records.story_facts import StoryRollout
+from rolltree.narrator.facts import StoryRollout
 
 Cases = Iterator[dict[str, Any]]
 NAME_LENGTH = 60

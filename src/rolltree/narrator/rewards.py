@@ -7,18 +7,10 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from statistics import median
+from typing import Any
 
-from rolltree.records.story_facts import Facts
-from rolltree.records.story_words import (
-    Cases,
-    equals,
-    interval_text,
-    percent,
-    short,
-    shown_rollouts,
-    steps_of,
-)
-from rolltree.records.trends import (
+from rolltree.narrator.facts import Facts
+from rolltree.narrator.trends import (
     LEAST_STEPS,
     Trend,
     consecutive,
@@ -29,6 +21,15 @@ from rolltree.records.trends import (
     ratio_of,
     since,
     trend,
+)
+from rolltree.narrator.words import (
+    Cases,
+    equals,
+    interval_text,
+    percent,
+    short,
+    shown_rollouts,
+    steps_of,
 )
 from rolltree.store.metric_table import metric_rows
 from rolltree.values.estimate import estimate, mean
@@ -43,6 +44,39 @@ UNSOLVED, UNSOLVED_FLAT = 0.9, 0.7
 MANY_FLAT = 0.7
 # A flat run rules out a rise by this share of what is left to earn.
 WORTH_HAVING = 0.2
+# Mean rewards below and above which most groups have equal rewards, and so teach nothing.
+LOW, HIGH = 0.05, 0.95
+# An interval wider than this on either side is too wide to compare an evaluation with another.
+WIDE = 0.1
+# What to do, and the page of docs/ that says more.
+WARM_UP: Mapping[str, Any] = {
+    "advice": "Add two solved examples to the prompt (few_shot) if it has none, give partial "
+    "credit, or warm the model up on good answers.",
+    "page": "first-hour.md#the-reward-is-near-0",
+}
+HARDER: Mapping[str, Any] = {
+    "advice": "Take harder rows, or a stricter rubric.",
+    "page": "first-hour.md#all-groups-are-equal",
+}
+VARY: Mapping[str, Any] = {
+    "advice": "Look at a few (rolltree show RUN --transcripts 3): does the parser find the "
+    "answers, and is max_tokens long enough? Otherwise take easier or harder rows, larger groups "
+    "(algorithm.group_size), a higher temperature, or algorithm.dynamic_sampling_max.",
+    "page": "first-hour.md#all-groups-are-equal",
+}
+GO_ON: Mapping[str, Any] = {
+    "advice": "If it should rise further, train for more steps, and measure against a control "
+    "(algorithm.name=zero).",
+    "page": "training.md",
+}
+RAISE_RATE: Mapping[str, Any] = {
+    "advice": "Raise optim.lr two to five times, or train for more steps.",
+    "page": "first-hour.md#the-reward-is-flat",
+}
+HALVE_RATE: Mapping[str, Any] = {
+    "advice": "Halve optim.lr, and look at train/kl and entropy in `rolltree view`.",
+    "page": "training.md",
+}
 # A fall by this share of the rewards' range is an error at 95 % confidence, a smaller at 99.9 %.
 LARGE_FALL = 0.1
 # The number of rollouts from which it means something that all of them earned the same.
@@ -114,6 +148,7 @@ def zero_variance(facts: Facts) -> Cases:
             else "error",
             "steps": [first, last],
             "step": last,
+            **(HARDER if is_solved else {}),
         }
 
 
@@ -236,7 +271,14 @@ def reward_trend(facts: Facts) -> Cases:
         verb = "still rises" if trend(recent) == "rises" else trend(recent)
         bounds = f"{recent[0]:+.2g} [{recent[1]:+.2g}, {recent[2]:+.2g}]"
         now = f" At the end it {verb}: {bounds} beside the {size} steps before."
+    is_fine = earns_most(facts, UNSOLVED_FLAT) or _is_curriculum(facts)
+    advice = {
+        "rises": {} if earns_most(facts) else GO_ON,
+        "is flat": {} if is_fine or any(level(facts)) else RAISE_RATE,
+        "falls": HALVE_RATE if severity == "error" else {},
+    }
     yield {
+        **advice[trend(change)],
         "trend": trend(change),
         "began": interval_text(began.mean, began.low, began.high),
         "ended": interval_text(ended.mean, ended.low, ended.high),
@@ -246,6 +288,35 @@ def reward_trend(facts: Facts) -> Cases:
         "severity": severity,
         "steps": [steps[0], steps[-1]],
     }
+
+
+def level(facts: Facts) -> Cases:
+    """Find that hardly anything is earned at the end, or nearly everything in an evaluation."""
+    played, steps = facts.played_reward, sorted(facts.group_rewards)
+    last = rewards_of(facts.group_rewards, steps[ends(len(steps))[1] :] or steps)
+    if played is None and not last:
+        return
+    reward = mean(map(mean, last)) if played is None else played.mean
+    said = f"The mean reward{' at the end' if steps else ''} is {reward:.3f}"
+    if 0 <= reward < LOW and reward_moves(facts) != "rises":
+        yield {"text": f"{said}, too little for reinforcement learning to learn from.", **WARM_UP}
+    elif played is not None and HIGH < reward <= 1:
+        yield {"text": f"{said}: training would find little to improve.", **HARDER}
+
+
+def learnable(facts: Facts) -> Cases:
+    """Find that an evaluation earns something, but not everything."""
+    if (reward := facts.played_reward) is not None and LOW <= reward.mean <= HIGH:
+        yield {"reward": reward.mean}
+
+
+def few_examples(facts: Facts) -> Cases:
+    """Find that an evaluation's interval is wide."""
+    reward = facts.played_reward
+    if reward is not None and reward.low is not None and reward.high is not None:
+        half_width = (reward.high - reward.low) / 2
+        if half_width > WIDE:
+            yield {"num": reward.num_examples, "half_width": half_width}
 
 
 def _of_trend(facts: Facts, found: Trend, severity: str) -> str:

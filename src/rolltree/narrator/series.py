@@ -7,24 +7,18 @@ import re
 from collections.abc import Iterable
 from statistics import median
 
-from rolltree.records.story_facts import Facts
-from rolltree.records.story_rewards import earns_most, reward_change, reward_moves, rewards_of
-from rolltree.records.story_words import (
-    Cases,
-    interval_text,
-    percent,
-    short,
-    steps_of,
+from rolltree.narrator.facts import Facts
+from rolltree.narrator.rewards import (
+    GO_ON,
+    HALVE_RATE,
+    RAISE_RATE,
+    earns_most,
+    reward_change,
+    reward_moves,
+    rewards_of,
 )
-from rolltree.records.trends import (
-    LEAST_STEPS,
-    Growth,
-    ends,
-    growth,
-    jump,
-    mean_change,
-    trend,
-)
+from rolltree.narrator.trends import LEAST_STEPS, Growth, ends, growth, jump, mean_change, trend
+from rolltree.narrator.words import Cases, interval_text, percent, short, steps_of
 from rolltree.store import StoredEvaluation
 from rolltree.values.estimate import mean
 
@@ -408,6 +402,12 @@ def held_out_change(facts: Facts) -> Cases:
     sides = [_held_out(each, "eval/reward") for each in ends]
     verb, severity = _change(*sides)
     more = ""
+    advice = {
+        "rose": {} if earns_most(facts) else GO_ON,
+        "fell": _STOP if reward_moves(facts) == "rises" else HALVE_RATE,
+        # With more steps their own rewards say it.
+        "does not clearly differ": RAISE_RATE if len(facts.group_rewards) < 4 else {},
+    }[verb]
     new_high = sides[1][2]
     if verb == "does not clearly differ" and new_high is not None:
         rise = reward_change(facts)
@@ -424,6 +424,7 @@ def held_out_change(facts: Facts) -> Cases:
     yield told | {
         "of": "",
         "verb": verb,
+        **advice,
         # A rise on trained questions does not show that anything else was learned.
         "severity": "info" if shared and severity == "good" else severity,
         "began": interval_text(*sides[0]),
@@ -450,6 +451,10 @@ def held_out_change(facts: Facts) -> Cases:
             }
 
 
+_STOP = {
+    "advice": "Only the reward of training rises: train for fewer steps, or on more questions.",
+    "page": "training.md",
+}
 _HELD_OUT_ENVIRONMENT = re.compile(r"eval/env/(.+)/reward")
 
 

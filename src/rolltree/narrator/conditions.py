@@ -7,20 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from rolltree.records.story_facts import Facts, Looked, StoryRollout
-from rolltree.records.story_rewards import earns_most, reward_moves
-from rolltree.records.story_words import (
-    Cases,
-    equals,
-    percent,
-    short,
-    shown_rollouts,
-)
-from rolltree.records.trends import (
-    mean_change,
-    ratio_of,
-    since,
-)
+from rolltree.narrator.facts import Facts, Looked, StoryRollout
+from rolltree.narrator.rewards import earns_most, reward_moves
+from rolltree.narrator.trends import mean_change, ratio_of, since
+from rolltree.narrator.words import Cases, equals, percent, short, shown_rollouts
 from rolltree.values.state import OF_ENVIRONMENT
 
 LEAST_SHARE = 0.2  # of rollouts that end at a limit, from which it is reported
@@ -90,10 +80,13 @@ def hit_max_tokens(rollout: StoryRollout) -> bool:
 def max_tokens(facts: Facts) -> Cases:
     """Find rollouts that reached their token limit."""
     limit = "" if facts.max_tokens is None else f" ({facts.max_tokens})"
+    is_fine = earns_most(facts) or reward_moves(facts) == "rises"
     is_short = facts.max_tokens is not None and facts.max_tokens <= SHORT_LIMIT
     found = share_of(hit_max_tokens, facts, where="finish_reason = length", least=LEAST_SHARE)
     for case in found:
-        yield {**case, "words": limit, "severity": _of_limit(facts, hit_max_tokens, case, is_short)}
+        case |= {"words": limit, "severity": _of_limit(facts, hit_max_tokens, case, is_short)}
+        # Few rollouts may not show what it costs, but a longer limit does.
+        yield {**case, "is_small": is_fine and case["severity"] == "info"}
 
 
 def _of_limit(
@@ -114,15 +107,22 @@ def _of_limit(
     return "info" if is_meant or earns_most(facts) or reward_moves(facts) == "rises" else "error"
 
 
-def kinds_of_failures(facts: Facts) -> str:
+def failed_rollouts(facts: Facts) -> Cases:
+    """Find rollouts that failed."""
+    for case in share_of(failed, facts, where="status = error", words=_kinds_of_failures):
+        if case["share"] >= 1.0:
+            case["advice"] = "Nothing is measured: fix the first failure and run it again."
+        yield case
+
+
+def _kinds_of_failures(facts: Facts) -> str:
     """Return how many rollouts failed with which errors, as a clause."""
     kinds = Counter(
-        (each.error_type or "an error", each.error_phase or "?")
-        for each in facts.rollouts
-        if failed(each)
+        (each.error_type or "an error", each.error_phase) for each in facts.rollouts if failed(each)
     )
     shown = ", ".join(
-        f"{number:,} with {short(kind)} ({phase})" for (kind, phase), number in kinds.most_common(3)
+        f"{number:,} with {short(kind)}{f' ({phase})' if phase else ''}"
+        for (kind, phase), number in kinds.most_common(3)
     )
     more = f", and {len(kinds) - 3} other kinds" if len(kinds) > 3 else ""
     return f": {shown}{more}"
@@ -148,10 +148,10 @@ def truncated(facts: Facts) -> Cases:
 
 def unscored(facts: Facts) -> Cases:
     """Find rollouts that ended well but were not scored."""
-    # A run without any reward has no rubric, which its numbers show.
-    if facts.phase != "train" and all(each.reward is None for each in facts.rollouts):
-        return
-    yield from share_of(is_unscored, facts, where="status = ok and reward = none")
+    # A run without any reward has no rubric, which deserves advice but does not alarm.
+    is_all = facts.phase != "train" and all(each.reward is None for each in facts.rollouts)
+    for case in share_of(is_unscored, facts, where="status = ok and reward = none"):
+        yield {**case, "share": 0.0, "is_small": False} if is_all else case
 
 
 def is_unscored(rollout: StoryRollout) -> bool:
@@ -287,6 +287,8 @@ def scoring(facts: Facts) -> Cases:
             "num": len(raised),
             "num_read": len(facts.looked),
             "share": len(raised) / len(facts.looked),
+            "is_small": False,
+            "step": "" if (step := raised[0][0].train_step) is None else f" in step {step}",
             "message": short(raised[0][1], 300),
             **shown_rollouts([rollout for rollout, _ in raised]),
         }

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
-from rolltree.records.values import finite_numbers, is_number
 from rolltree.rollouts.conversation import conversation_of
 from rolltree.rollouts.decode import decode_rollout
 from rolltree.store import Run, StoredEvaluation, StoredRollout, raised_by_rewards, summarize
+from rolltree.store.metric_names import finite_numbers, is_number
 from rolltree.store.weights import phase_parts
-from rolltree.tokens.breaks import Decoder
 from rolltree.values.errors import StoreError
-from rolltree.values.estimate import mean
+from rolltree.values.estimate import Estimate, estimate, mean
 from rolltree.values.state import tool_errors
 from rolltree.values.types import State
 
@@ -33,25 +32,27 @@ MAX_ANSWER = 400
 MAX_TASKS = 24
 """With more tasks, each has too few rollouts to be reported on its own."""
 _THOUGHT = re.compile(r"<think>.*?(</think>|\Z)", re.DOTALL)
+Breaks: TypeAlias = Callable[[State], list[dict[str, Any]]]
+"""Returns where the prompts of a rollout do not extend the call before, as `break_rows` does."""
 
 
 class StoryRollout(NamedTuple):
     """The columns of a rollout, in the order of `NAMES`."""
 
     request_id: str
-    trajectory_index: int
-    group_id: str
-    train_step: int | None
-    parent_rollout: str | None
-    reward: float | None
-    status: str
-    error_type: str | None
-    error_phase: str | None
-    truncated: bool
-    truncation_reason: str | None
-    finish_reason: str | None
-    num_calls: int
-    num_completion_tokens: int
+    trajectory_index: int = 0
+    group_id: str = ""
+    train_step: int | None = None
+    parent_rollout: str | None = None
+    reward: float | None = None
+    status: str = "ok"
+    error_type: str | None = None
+    error_phase: str | None = None
+    truncated: bool = False
+    truncation_reason: str | None = None
+    finish_reason: str | None = None
+    num_calls: int = 1
+    num_completion_tokens: int = 0
     num_unique_tokens: int = 0
     task: str = ""
     scoring_ms: float = 0.0
@@ -113,6 +114,8 @@ class Facts:
     waits: Sequence[str] = ()
     # The first step after the run was continued with other settings, and what was changed.
     changes: Sequence[tuple[int, str]] = ()
+    # The machine has a GPU, and the model was on the CPU.
+    idle_gpu: bool = False
 
     def series(self, name: str) -> list[tuple[int, float]]:
         """Return the steps at which a metric has a value, with the value."""
@@ -132,6 +135,17 @@ class Facts:
         """All rewards except those of delegated rollouts, in ascending order."""
         own = (each.reward for each in self.rollouts if not each.parent_rollout)
         return sorted(each for each in own if each is not None)
+
+    @cached_property
+    def played_reward(self) -> Estimate | None:
+        """The mean reward of a phase without steps, over its examples; None if there is none."""
+        if self.phase == "train":
+            return None
+        by_example: dict[Hashable, list[float]] = defaultdict(list)
+        for each in self.rollouts:
+            if each.reward is not None and each.status == "ok" and not each.parent_rollout:
+                by_example[each.env_id, each.task, each.example_id].append(each.reward)
+        return estimate(by_example)
 
     def reward_means(self, steps: Sequence[int]) -> list[float]:
         """Return the mean reward of each step that has one, among these."""
@@ -169,8 +183,11 @@ class Facts:
         return found
 
 
-def read_facts(run: Run, *, quick: bool = False) -> Facts:
-    """Return the facts of a run; with `quick`, those of a sample if the run is long."""
+def read_facts(run: Run, *, quick: bool = False, breaks: Breaks | None = None) -> Facts:
+    """Return the facts of a run; with `quick`, those of a sample if the run is long.
+
+    Without `breaks`, and of a sample, no tokens are read.
+    """
     run.query("SELECT 1")  # checks the file once; then no row is checked again
     phases = run.phases()
     phase = "train" if "train" in phases else phases[-1] if phases else ""
@@ -189,13 +206,14 @@ def read_facts(run: Run, *, quick: bool = False) -> Facts:
         rollouts = [each for each in rollouts if (each.train_step or 0) <= newest]
     told = [(e.created_at, str(e.data.get("message"))) for e in events if e.kind == "notice"]
     after = steps[-1].created_at if steps else 0.0
-    decode = None if is_sampled else _decoder(run, rollouts)
     return Facts(
         phase=phase,
         steps={step.step: finite_numbers(step.metrics) for step in steps},
         rollouts=rollouts,
         looked=list(
-            _look(run, chosen(rollouts)[:: 4 if is_sampled else 1], not is_sampled, decode)
+            _look(run, chosen(rollouts)[::4], None)
+            if is_sampled
+            else _look(run, chosen(rollouts), breaks)
         ),
         evaluations=run.evaluations(),
         max_tokens=limit if type(limit) is int else None,
@@ -220,16 +238,6 @@ def read_facts(run: Run, *, quick: bool = False) -> Facts:
             if event.kind == "resumed" and (changed := event.data.get("changed"))
         ],
     )
-
-
-def _decoder(run: Run, rollouts: Sequence[StoryRollout]) -> Decoder | None:
-    """Return a decoder of ids, so that the causes of breaks are those that the page names."""
-    tokenizer = None
-    if any(each.num_calls > 1 for each in rollouts):
-        from rolltree.records.tokenizer import shown_tokenizer
-
-        tokenizer = shown_tokenizer(run)
-    return None if tokenizer is None else tokenizer.decode
 
 
 def chosen(rollouts: Sequence[StoryRollout]) -> list[StoryRollout]:
@@ -267,36 +275,25 @@ def _spread(items: Sequence[StoryRollout], count: int) -> list[StoryRollout]:
     return [items[(index + 1) * len(items) // count - 1] for index in range(count)]
 
 
-def _look(
-    run: Run, wanted: Sequence[StoryRollout], tokens: bool, decode: Decoder | None
-) -> Iterator[Looked]:
+def _look(run: Run, wanted: Sequence[StoryRollout], breaks: Breaks | None) -> Iterator[Looked]:
     names = {(each.request_id, each.trajectory_index): each for each in wanted}
     if not names:
         return
     for row in run.rollouts(request_id=list(dict.fromkeys(name for name, _ in names))):
         rollout = names.get((row.request_id, row.trajectory_index))
         if rollout is not None:
-            yield looked_at(rollout, row, tokens=tokens, decode=decode)
+            yield _looked_at(rollout, row, breaks)
 
 
-def looked_at(
-    rollout: StoryRollout,
-    row: StoredRollout,
-    *,
-    tokens: bool = True,
-    decode: Decoder | None = None,
-) -> Looked:
+def _looked_at(rollout: StoryRollout, row: StoredRollout, breaks: Breaks | None) -> Looked:
     """Return what a stored row holds beyond its columns; only scoring errors if unreadable."""
     unread = Looked(rollout, scoring_errors=raised_by_rewards(row.errors))
     try:
-        states = decode_rollout(row, tokens=tokens).states
+        states = decode_rollout(row, tokens=breaks is not None).states
         if not states:
             return unread
-        state, breaks = states[0], []
-        if tokens and row.num_calls > 1:
-            from rolltree.records.token_rows import break_rows  # it loads numpy
-
-            breaks = break_rows(state, decode)
+        state = states[0]
+        found = breaks(state) if breaks is not None and row.num_calls > 1 else []
     except StoreError:
         return unread
     answer = _answer(state)
@@ -309,11 +306,11 @@ def looked_at(
         tool_errors=tuple((each["tool"], each["type"]) for each in tool_errors(state)),
         breaks=tuple(
             (each["call"], each["position"], _cause(state, each))
-            for each in breaks
+            for each in found
             if each["previous_call"] is not None
         ),
         num_tools=sum(each.get("role") == "tool" for each in conversation_of(state)[1]),
-        num_later_calls=max(0, row.num_calls - 1) if tokens else 0,
+        num_later_calls=max(0, row.num_calls - 1) if breaks is not None else 0,
     )
 
 
