@@ -22,7 +22,6 @@ import rolltree as rt
 from rolltree.gateway import journal
 from rolltree.gateway.calls import AgentCall, AnswerHead, CallOrigin, Connection
 from rolltree.gateway.journal import Journal, KeptCall, read_session
-from rolltree.gateway.serve.requests import RequestError
 from rolltree.gateway.session import SessionLimits, new_state
 from rolltree.inference.session import TokenSession
 from rolltree.records import audit
@@ -31,6 +30,7 @@ from rolltree.tokens import Trajectory, recorded_routing
 from rolltree.values.errors import ConfigError, ConnectionFailed, StoreError
 from rolltree.values.seeds import derive_seed
 from rolltree.values.types import ModelResponse
+from rolltree.web.guard import RequestError
 
 ASKED = {"model": "m", "messages": [{"role": "user", "content": "hello there"}]}
 

@@ -12,10 +12,10 @@ from gateway_kit import ADD, calling, is_one_path, openai_agent, paths
 import rolltree as rt
 from rolltree.gateway.fields import read_fields
 from rolltree.gateway.openai_chat import TEXT_FIELDS
-from rolltree.gateway.serve.requests import RequestError
 from rolltree.inference.chat import ChatRenderer
 from rolltree.testing import ScriptedClient
 from rolltree.testing.tokenizer import ByteTokenizer
+from rolltree.web.guard import RequestError
 
 
 def adder(messages):

@@ -19,7 +19,6 @@ from rolltree.gateway.calls import (
     CallOrigin,
     Connection,
 )
-from rolltree.gateway.serve.requests import RequestError
 from rolltree.gateway.session import GatewaySession, SessionLimits
 from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.client_base import DelegatingClient
@@ -28,6 +27,7 @@ from rolltree.testing import FaultyClient, ScriptedClient
 from rolltree.testing.tokenizer import ByteTokenizer
 from rolltree.values.errors import ConfigError, ConnectionFailed
 from rolltree.values.types import FinishReason, SamplingParams
+from rolltree.web.guard import RequestError
 
 THINKING = (
     "{% for m in messages %}[{{ m.role }}]"

@@ -38,9 +38,10 @@ from rolltree.gateway.messages import (
     unsupported_part,
 )
 from rolltree.gateway.protocol import WireProtocol, data_event
-from rolltree.gateway.serve.requests import Failure, RequestError, flag
+from rolltree.gateway.serve.requests import Failure, flag
 from rolltree.gateway.session import GatewaySession
 from rolltree.values.types import ChatMessage, FinishReason, SamplingParams, ToolSchema
+from rolltree.web.guard import RequestError
 
 _OWN_MODEL = "every call is answered by the session's model alone"
 _WHOLE_HISTORY = "the model reads the whole history of the request"

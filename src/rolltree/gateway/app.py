@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.datastructures import Headers
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -41,22 +41,12 @@ from rolltree.gateway.calls import (
 from rolltree.gateway.openai_chat import CHAT, TEXT
 from rolltree.gateway.openai_responses import RESPONSES
 from rolltree.gateway.protocol import EventWriter, WireProtocol
-from rolltree.gateway.serve.http import (
-    Handler,
-    foreign_request,
-    has_left,
-    json_response,
-    object_in,
-    request_body,
-    while_connected,
-)
 from rolltree.gateway.serve.requests import (
     Failure,
-    RequestError,
     failure_of_request,
     openai_error,
 )
-from rolltree.gateway.session import GatewaySession, digest_of
+from rolltree.gateway.session import GatewaySession
 from rolltree.values.errors import (
     CallTimeout,
     ConnectionFailed,
@@ -64,6 +54,9 @@ from rolltree.values.errors import (
     ServerError,
     StoreError,
 )
+from rolltree.web.answers import Handler, answering_errors, error_response, json_response
+from rolltree.web.guard import RequestError, digest_of, foreign_request, has_digest, key_in
+from rolltree.web.limits import ClientLeft, has_left, object_in, request_body, while_connected
 
 if TYPE_CHECKING:
     from rolltree.gateway.server import Gateway
@@ -175,8 +168,7 @@ class GatewayApp:
         try:
             handler = self._admitted(scope)
         except RequestError as error:
-            headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
-            response = _failed(error, _protocol_at(scope["path"]), headers)
+            response = _failed(error, _protocol_at(scope["path"]))
         else:
             response = await handler(Request(scope, receive, send))
         try:
@@ -186,17 +178,17 @@ class GatewayApp:
 
     def _admitted(self, scope: Scope) -> Handler:
         """Return the handler of a request, or raise `RequestError`."""
-        headers, path = Headers(scope=scope), scope["path"]
+        headers, path = scope["headers"], scope["path"]
         # A Unix socket has no host name, so DNS rebinding cannot reach it.
         # Older releases of uvicorn leave out its address.
         if (scope.get("server") or (None, None))[1] is not None:
-            refusal = foreign_request(headers, self._hosts, frozenset())
+            refusal = foreign_request(headers, self._hosts)
             if refusal is not None:
-                raise RequestError(refusal[1], status=refusal[0])
+                raise refusal
         found, paths = _AGENT_PATH.fullmatch(path), self._others
         if found is not None:
             session = self._gateway.sessions.get(found[1] or found[4])
-            if session is None or not session.has_key(_secret_in(headers)):
+            if session is None or not session.has_key(key_in(headers)):
                 raise RequestError(
                     "no open session has this address and this key. Send the session's own key, as "
                     "a bearer token or as x-api-key.",
@@ -204,7 +196,7 @@ class GatewayApp:
                 )
             scope[_SESSION] = session
             paths, path = self._agents, found[3] or path
-        elif path != "/health" and digest_of(_secret_in(headers)) != self._admin_key:
+        elif path != "/health" and not has_digest(key_in(headers), self._admin_key):
             raise RequestError(
                 "the request has no valid admin key. Send the one that the gateway was started "
                 "with as a bearer token.",
@@ -228,12 +220,6 @@ def _agent_routes() -> Iterable[tuple[str, str, Handler]]:
 
 def _protocol_at(path: str) -> WireProtocol | None:
     return next((each for each in PROTOCOLS if f"/v1{each.path}" in path), None)
-
-
-def _secret_in(headers: Headers) -> str:
-    given = headers.get("authorization", "")
-    kind, _, secret = given.partition(" ")
-    return secret.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "")
 
 
 # -- calls ---------------------------------------------------------------------------------------
@@ -342,7 +328,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events until the answer ends or the client leaves."""
-        with suppress(ClientDisconnect):
+        with suppress(ClientLeft):
             await while_connected(self._request, self._run(scope, receive, send))
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -528,16 +514,10 @@ def _without_address(message: str, why: str) -> str:
     return f"the model's server gave no answer ({why}). The gateway's log says more."
 
 
-def _failed(
-    error: Exception, protocol: WireProtocol | None = None, headers: dict[str, str] | None = None
-) -> Response:
+def _failed(error: Exception, protocol: WireProtocol | None = None) -> Response:
     failure = failure_of_gateway(error)
     body = openai_error(failure) if protocol is None else protocol.error(failure)
-    response = json_response(body, failure.status)
-    response.headers.update(headers or {})
-    if failure.status in (401, 408, 413, 421):
-        # A part of the body may be unread, and would be taken for the next request.
-        response.headers["Connection"] = "close"
+    response = error_response(failure.status, body, closing=(401, 408, 413, 421))
     if failure.status < 500:
         response.headers["x-should-retry"] = "false"
     return response
@@ -549,15 +529,8 @@ def _log_failure(request: Request, error: Exception) -> None:
 
 
 def _answering(handler: Handler, protocol: WireProtocol | None = None) -> Handler:
-    """Wrap a handler so that its exceptions become responses."""
+    def fail(request: Request, error: Exception) -> Response:
+        _log_failure(request, error)
+        return _failed(error, protocol)
 
-    async def run(request: Request) -> Response:
-        try:
-            return await handler(request)
-        except ClientDisconnect:
-            return Response(status_code=499)
-        except Exception as error:  # noqa: BLE001  (becomes the answer)
-            _log_failure(request, error)
-            return _failed(error, protocol)
-
-    return run
+    return answering_errors(handler, fail)

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from reprlib import repr as shown
 from typing import Any, Literal
 
-from rolltree.gateway.serve.requests import RequestError, is_one_of, sampling_of, unknown_field
+from rolltree.gateway.serve.requests import is_one_of, sampling_of, unknown_field
 from rolltree.values.types import SamplingParams
+from rolltree.web.guard import RequestError
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from reprlib import repr as shown
 
 from rolltree._helpers.untrusted import encode_json
-from rolltree.gateway.serve.requests import RequestError
 from rolltree.values.types import ChatMessage
+from rolltree.web.guard import RequestError
 
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """The types of content parts that are text, and the field that has the text."""

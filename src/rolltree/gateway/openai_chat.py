@@ -31,7 +31,6 @@ from rolltree.gateway.protocol import WireProtocol, data_event
 from rolltree.gateway.serve.requests import (
     TEXT_MAX_TOKENS,
     Failure,
-    RequestError,
     flag,
     includes_usage,
     is_tool,
@@ -42,6 +41,7 @@ from rolltree.gateway.serve.responses import DONE, chat_logprobs, text_logprobs
 from rolltree.gateway.session import GatewaySession
 from rolltree.inference.deltas import one_call_each, outgoing_message
 from rolltree.values.types import IntArray, SamplingParams, ToolSchema
+from rolltree.web.guard import RequestError
 
 _ONE_OF_SAMPLED = "only logprobs of sampled tokens are recorded"
 _COMMON: dict[str, Field] = {

@@ -13,9 +13,10 @@ from typing import Any
 
 from rolltree.gateway.calls import AgentAnswer
 from rolltree.gateway.messages import assistant, joined_text, text_at, tool_call
-from rolltree.gateway.serve.requests import RequestError, unknown_field
+from rolltree.gateway.serve.requests import unknown_field
 from rolltree.gateway.session import GatewaySession
 from rolltree.values.types import ChatMessage, FinishReason
+from rolltree.web.guard import RequestError
 
 ENCRYPTED = "reasoning.encrypted_content"
 """The entry of `include` that requests reasoning in a form that only the gateway can read."""

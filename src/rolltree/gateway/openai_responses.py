@@ -43,9 +43,10 @@ from rolltree.gateway.openai_items import (
     reasoning_item_kind,
 )
 from rolltree.gateway.protocol import SideHandler, WireProtocol, data_event
-from rolltree.gateway.serve.requests import Failure, RequestError, flag, unknown_field
+from rolltree.gateway.serve.requests import Failure, flag, unknown_field
 from rolltree.gateway.session import GatewaySession
 from rolltree.values.types import ChatMessage, SamplingParams
+from rolltree.web.guard import RequestError
 
 _KEPT_HERE = "a session keeps its responses only. Send input, or previous_response_id"
 RESPONSE_FIELDS: dict[str, Field] = {

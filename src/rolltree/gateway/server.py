@@ -14,19 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import uvicorn
 
 from rolltree._helpers.tasks import ShortCollections, allow_open_files
 from rolltree.gateway.app import GatewayApp
 from rolltree.gateway.journal import Journal, KeptSession
 from rolltree.gateway.serve.app import ServerOptions
-from rolltree.gateway.serve.http import (
-    READ_TIMEOUT_S,
-    AnnouncingServer,
-    listen,
-    protocol_with_head_timeout,
-)
-from rolltree.gateway.serve.requests import RequestError
 from rolltree.gateway.session import NO_LIMITS, GatewaySession, SessionLimits
 from rolltree.inference.client import as_client, check_sampling_names
 from rolltree.rollouts.record import encode_result
@@ -34,6 +26,9 @@ from rolltree.store import Run
 from rolltree.values.errors import ConfigError, StoreError, refuse_unknown
 from rolltree.values.seeds import derive_seed
 from rolltree.values.types import RolloutRequest, RolloutResult, SamplingArgs, SamplingParams, State
+from rolltree.web.guard import RequestError, url_at
+from rolltree.web.limits import READ_TIMEOUT_S
+from rolltree.web.start import AnnouncingServer, listen, server_config
 
 PATIENCE_LIMIT_S = 2.0
 """How long the gateway's own client tries a server that cannot be reached, before its agent hears
@@ -157,8 +152,7 @@ class Gateway:
         allow_open_files()
         listener = self.listener = listen(self._where.host, self._where.port)
         port = listener.getsockname()[1]
-        name = f"[{self._where.host}]" if ":" in self._where.host else self._where.host
-        self.url = f"http://{name}:{port}"
+        self.url = url_at(self._where.host, port)
         self._opened.callback(listener.close)
         listeners = [listener]
         if self._socket is not None:
@@ -170,19 +164,10 @@ class Gateway:
             self._opened.callback(self._journal.close)
             for session_id, kept in self._journal.read():
                 self._restore(session_id, kept)
-        hosts = {f"{name}:{port}", f"127.0.0.1:{port}", f"localhost:{port}", *self._allowed_hosts}
-        config = uvicorn.Config(
-            GatewayApp(self, hosts),
-            http=protocol_with_head_timeout(self.read_timeout_s),
-            lifespan="off",
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            date_header=False,
-            proxy_headers=False,
-            timeout_graceful_shutdown=1,
-            ws="none",
-        )
+        own = self.url.removeprefix("http://")
+        hosts = {own, f"127.0.0.1:{port}", f"localhost:{port}", *self._allowed_hosts}
+        app = GatewayApp(self, hosts)
+        config = server_config(app, self.read_timeout_s, lifespan="off", date_header=False)
         ready = asyncio.Event()
         self._server = _QuietServer(config, ready.set)
         self._serving = asyncio.ensure_future(self._serve(self._server, listeners))

@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import contextvars
 import hashlib
-import hmac
 import secrets
 import time
 from collections import Counter
@@ -34,7 +33,6 @@ from rolltree.gateway.calls import (
     Connection,
 )
 from rolltree.gateway.journal import JournalFile, KeptCall, KeptSession
-from rolltree.gateway.serve.requests import RequestError
 from rolltree.inference.call import ModelCall
 from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.client import ModelClient, merge_sampling, sampling_to_args
@@ -57,6 +55,7 @@ from rolltree.values.types import (
     State,
     TruncationReason,
 )
+from rolltree.web.guard import RequestError, digest_of, has_digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +259,7 @@ class GatewaySession:
 
     def has_key(self, given: str) -> bool:
         """Whether `given` is the session's secret."""
-        return hmac.compare_digest(digest_of(given), self.key_digest)
+        return has_digest(given, self.key_digest)
 
     def settings(self) -> dict[str, Any]:
         """Return the settings from which a restarted gateway rebuilds the session."""
@@ -840,11 +839,6 @@ class GatewaySession:
                 self._seeds.next(None)
         if self.journal is not None:
             self.journal.publish()
-
-
-def digest_of(secret: str) -> str:
-    """Return the digest that is stored instead of a secret."""
-    return hashlib.sha256(secret.encode("utf-8", "replace")).hexdigest()
 
 
 def _content_digest(value: object) -> bytes:

@@ -14,14 +14,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from serve_kit import ADD
 
-from rolltree.gateway.serve import http as server_http
-from rolltree.gateway.serve.app import ServerOptions, is_loopback
-from rolltree.gateway.serve.http import object_in
+from rolltree.gateway.serve.app import ServerOptions
 from rolltree.gateway.serve.model_server import ServedModel, choice_seeds
 from rolltree.gateway.serve.requests import (
     CHAT_FIELDS,
     TEXT_FIELDS,
-    RequestError,
     check_fields,
     error_body,
     includes_usage,
@@ -42,6 +39,9 @@ from rolltree.inference.request_fields import token_in_fields
 from rolltree.testing.tokenizer import ByteTokenizer
 from rolltree.values.errors import ConfigError, PromptTooLong, TokenError
 from rolltree.values.types import FinishReason, SamplingParams
+from rolltree.web import limits as server_http
+from rolltree.web.guard import RequestError, is_loopback
+from rolltree.web.limits import object_in
 
 RENDERER = ChatRenderer(ByteTokenizer())
 

@@ -15,13 +15,13 @@ from serve_kit import ADD, TOKEN, Served
 import rolltree as rt
 from conftest import ASKED
 from rolltree.gateway.serve import ServedModel, create_app
-from rolltree.gateway.serve.http import listen
 from rolltree.gateway.server import _QuietServer
 from rolltree.inference import ChatRenderer, EndpointPool, OpenAIClient
 from rolltree.inference.call import ModelCall
 from rolltree.inference.local import local_client
 from rolltree.inference.models import load_model
 from rolltree.values.types import ModelResponse, SamplingParams
+from rolltree.web.start import listen
 
 LONG = [{"role": "user", "content": "count"}]
 

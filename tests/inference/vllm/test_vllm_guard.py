@@ -2,7 +2,7 @@
 
 import pytest
 
-from rolltree.scale.vllm.guard import RequireToken
+from rolltree.web.guard import RequireToken
 
 
 async def answer(path, *headers, kind="http"):

@@ -9,8 +9,9 @@ reach the server.
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,28 +19,14 @@ from pathlib import Path
 from reprlib import repr as shown
 from typing import Any
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rolltree.gateway.serve.http import (
-    READ_TIMEOUT_S,
-    AnnouncingServer,
-    Handler,
-    Unauthorized,
-    answering_errors,
-    is_loopback,
-    json_body,
-    json_response,
-    listen,
-    protocol_with_head_timeout,
-    unknown_path,
-    while_connected,
-)
 from rolltree.gateway.serve.model_server import ServedModel
 from rolltree.gateway.serve.requests import (
     CHAT_FIELDS,
@@ -49,8 +36,8 @@ from rolltree.gateway.serve.requests import (
     TEXT_FIELDS,
     TOKENIZE_FIELDS,
     ParsedRequest,
-    RequestError,
     check_fields,
+    error_body,
     flag,
     includes_usage,
     messages_of,
@@ -63,6 +50,77 @@ from rolltree.gateway.serve.responses import Responses, ResponseStream, TokenRes
 from rolltree.scale.weights.receive import WeightReceiver, weights_mark
 from rolltree.values.errors import ConfigError
 from rolltree.values.types import IntArray
+from rolltree.web.answers import Handler, answering_errors, error_response, json_response
+from rolltree.web.guard import RawHeaders, RequestError, has_token, is_loopback, url_at
+from rolltree.web.limits import READ_TIMEOUT_S, json_body, while_connected
+from rolltree.web.start import AnnouncingServer, listen, server_config
+
+logger = logging.getLogger("rolltree.inference")
+
+
+class Unauthorized:
+    """Refuses requests without a bearer token (RFC 6750) before their bodies are read.
+
+    `admin_token` is accepted everywhere, `token` everywhere but in `admin_paths`, which replace
+    weights. Without an `admin_token`, every request to these is refused.
+    """
+
+    def __init__(
+        self, app: ASGIApp, token: str, admin_token: str | None, admin_paths: Collection[str]
+    ) -> None:
+        self._app, self._admin_paths = app, frozenset(admin_paths)
+        self._token, self._admin_token = token, admin_token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or answer 401 or 403."""
+        app = self._app
+        # `/health` shows only whether the engine runs.
+        if scope["type"] == "http" and scope["path"] != "/health":
+            # Before the body, so that a client without a token cannot make the server read
+            # megabytes.
+            error = self._refusal(scope["headers"], scope["path"])
+            app = self._app if error is None else failure(error)
+        await app(scope, receive, send)
+
+    def _refusal(self, headers: RawHeaders, path: str) -> RequestError | None:
+        if self._admin_token is not None and has_token(headers, self._admin_token):
+            return None
+        if not has_token(headers, self._token):
+            return RequestError(
+                "the request has no valid bearer token. Send the token that `rolltree serve` "
+                "printed, as the API key.",
+                status=401,
+            )
+        if path not in self._admin_paths:
+            return None
+        how = (
+            "This server has no admin token: start it with --admin-key-env."
+            if self._admin_token is None
+            else "Send the admin token: engine.admin_key_env, or OpenAIClient(admin_key=...)."
+        )
+        return RequestError(
+            f"the token is for inference only, but {path} replaces weights, which takes the admin "
+            f"token. {how}",
+            status=403,
+        )
+
+
+def failure(error: Exception) -> Response:
+    """Return the error response of OpenAI's servers for an exception."""
+    return error_response(*error_body(error))
+
+
+def _failed(request: Request, error: Exception) -> Response:
+    response = failure(error)
+    if response.status_code >= 500:
+        logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return response
+
+
+async def _unknown_path(request: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    what = f"{request.method} {request.url.path} is not served here"
+    return failure(RequestError(what, status=status))
 
 
 class Handlers:
@@ -389,7 +447,7 @@ def create_app(
 
     app = Starlette(
         routes=[
-            Route(path, answering_errors(run), methods=[method])
+            Route(path, answering_errors(run, _failed), methods=[method])
             for (method, path), run in paths.items()
         ],
         middleware=[
@@ -400,7 +458,7 @@ def create_app(
                 admin_paths=weights.admin_paths,
             )
         ],
-        exception_handlers={HTTPException: unknown_path},
+        exception_handlers={HTTPException: _unknown_path},
         lifespan=lifespan,
     )
     app.state.read_timeout_s = read_timeout_s
@@ -494,18 +552,13 @@ def serve(
         admin_token = secrets.token_urlsafe(24)
     # Bound here, since with port 0 the URL is known only afterwards.
     listener = listen(options.host, options.port)
-    port = listener.getsockname()[1]
-    name = f"[{options.host}]" if ":" in options.host else options.host
-    config = uvicorn.Config(
+    url = f"{url_at(options.host, listener.getsockname()[1])}/v1"
+    config = server_config(
         create_app(served, token, admin_token=admin_token, read_timeout_s=options.read_timeout_s),
-        http=protocol_with_head_timeout(options.read_timeout_s),
-        log_level="warning",
-        access_log=False,
-        server_header=False,
+        options.read_timeout_s,
+        proxy_headers=True,  # a proxy's https in redirects
         # Streams may take minutes, and the engine stops with the server anyway.
         timeout_graceful_shutdown=5,
-        ws="none",
     )
-    url = f"http://{name}:{port}/v1"
     with listener:
         AnnouncingServer(config, lambda: on_ready(url, token, admin_token)).run([listener])

@@ -26,6 +26,7 @@ from rolltree.values.errors import (
     message_of,
 )
 from rolltree.values.types import ChatMessage, SamplingParams
+from rolltree.web.guard import RequestError
 
 # Errors that the same request would raise again, so that a client must not retry it.
 _CLIENT_ERRORS = (ConfigError, PromptTooLong, TokenError, UnsupportedSetting, TemplateError)
@@ -36,14 +37,6 @@ _CODES = {
     408: "request_timeout",
     413: "request_too_large",
 }
-
-
-class RequestError(Exception):
-    """An error that is answered with `status` and its message; `param` is the field at fault."""
-
-    def __init__(self, message: str, *, status: int = 400, param: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.param = status, param
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import hmac
 from collections.abc import AsyncIterator, Collection
 from pathlib import Path
 
 from starlette.applications import Starlette
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -17,9 +16,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rolltree._helpers.untrusted import shorten
-from rolltree.gateway.serve.http import foreign_request
 from rolltree.insight.page.api import Api, api_response
 from rolltree.insight.page.bundle import STATIC
+from rolltree.web.guard import RequestError, foreign_request, has_token, header
 
 _TYPES = {
     ".css": "text/css; charset=utf-8",
@@ -99,11 +98,6 @@ def create_viewer_app(
     return app
 
 
-def _is_same(given: str, secret: str) -> bool:
-    # In constant time, so that the time says nothing about where a guess differs.
-    return hmac.compare_digest(given.encode("utf-8", "replace"), secret.encode())
-
-
 async def _page(request: Request) -> Response:
     """Answer with the page, with links that preload every module."""
     # Without them, modules that import each other would be loaded one round trip after another
@@ -143,10 +137,9 @@ class Guard:
     """
 
     def __init__(self, app: ASGIApp, token: str, hosts: Collection[str]) -> None:
-        self._app = app
+        self._app, self._token = app, token
         self._hosts = frozenset(hosts)
         self._origins = frozenset(f"http://{host}" for host in hosts)
-        self._bearer = f"Bearer {token}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
@@ -160,21 +153,24 @@ class Guard:
             await send(message)
 
         refusal = self._refusal(scope)
-        app = self._app if refusal is None else api_response({"error": refusal[1]}, refusal[0])
+        app = self._app
+        if refusal is not None:
+            app = api_response({"error": str(refusal)}, refusal.status)
         await app(scope, receive, send_guarded)
 
-    def _refusal(self, scope: Scope) -> tuple[int, str] | None:
-        headers = Headers(scope=scope)
+    def _refusal(self, scope: Scope) -> RequestError | None:
+        headers = scope["headers"]
         foreign = foreign_request(headers, self._hosts, self._origins)
         if foreign is not None:
             return foreign
         if scope["method"] not in ("GET", "HEAD"):
-            return 405, "this server only reads: use GET."
+            return RequestError("this server only reads: use GET.", status=405)
         # The page's own files are public, but the data is not.
         if not scope["path"].startswith("/api/"):
             return None
-        if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
-            return 403, "the request comes from another page."
-        if not _is_same(headers.get("authorization", ""), self._bearer):
-            return 401, "the token is missing or old. Open the link that `rolltree view` printed."
+        if header(headers, b"sec-fetch-site") not in (None, "same-origin", "none"):
+            return RequestError("the request comes from another page.", status=403)
+        if not has_token(headers, self._token):
+            why = "the token is missing or old. Open the link that `rolltree view` printed."
+            return RequestError(why, status=401)
         return None

@@ -11,14 +11,11 @@ import webbrowser
 from collections.abc import Callable
 from pathlib import Path
 
-import uvicorn
-
-from rolltree.gateway.serve.http import AnnouncingServer, listen, protocol_with_head_timeout
 from rolltree.insight.page.app import create_viewer_app
 from rolltree.values.errors import ConfigError
+from rolltree.web.start import AnnouncingServer, listen, server_config
 
 HOST = "127.0.0.1"
-_READ_TIMEOUT_S = 30.0
 
 
 def serve_viewer(
@@ -43,16 +40,8 @@ def serve_viewer(
     port = listener.getsockname()[1]
     page = f"http://{HOST}:{port}/"
     redirect = _redirect_file(f"{page}#file={token}") if browser else None
-    config = uvicorn.Config(
-        create_viewer_app(root, token, (f"{HOST}:{port}", f"localhost:{port}"), redirect=redirect),
-        http=protocol_with_head_timeout(_READ_TIMEOUT_S),
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        timeout_graceful_shutdown=1,
-        ws="none",
-    )
+    hosts = (f"{HOST}:{port}", f"localhost:{port}")
+    config = server_config(create_viewer_app(root, token, hosts, redirect=redirect))
 
     def ready() -> None:
         on_ready(f"{page}#token={token}")

@@ -7,7 +7,6 @@ a launcher for several machines, on the address of this machine.
 from __future__ import annotations
 
 import asyncio
-import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,6 +15,7 @@ import msgspec
 from aiohttp import web
 
 from rolltree.values.errors import ClusterError, ConfigError
+from rolltree.web.guard import NO_RUN_TOKEN, has_token, url_at
 
 _MAX_BODY_BYTES = 16 * 2**20
 """Large, because the progress of a long run has the metrics of all its steps."""
@@ -155,13 +155,11 @@ async def in_time(request: web.Request) -> AsyncIterator[None]:
 
 def token_guard(token: str) -> Any:
     """Return middleware that refuses requests without the token, before their body is read."""
-    bearer = f"Bearer {token}".encode()
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        if not hmac.compare_digest(given, bearer):
-            return refusal(401, "this server accepts only requests with the run's token")
+        if not has_token(request.raw_headers, token):
+            return refusal(401, NO_RUN_TOKEN)
         return await handler(request)
 
     return guard
@@ -180,5 +178,4 @@ async def serve_at(app: web.Application, host: str) -> tuple[web.AppRunner, str]
     except OSError:
         await runner.cleanup()
         raise
-    port = runner.addresses[0][1]
-    return runner, f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    return runner, url_at(host, runner.addresses[0][1])

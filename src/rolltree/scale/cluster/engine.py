@@ -21,6 +21,7 @@ from rolltree.scale.cluster.roles import CLUSTER_TOKEN
 from rolltree.training import TrainConfig
 from rolltree.training.sections import ClusterSection
 from rolltree.values.errors import ClusterError, ConfigError
+from rolltree.web.guard import url_at
 
 _START_S = 600.0
 _HEALTH_S = 10.0
@@ -68,7 +69,7 @@ def vllm_command(config: TrainConfig, host: str, port: int) -> list[str]:
         *("--model", str(resolve_model(config.model.name))),
         *("--served-model-name", config.model.name, "--host", host, "--port", str(port)),
         *("--worker-extension-cls", "rolltree.scale.vllm.worker.WeightReload"),
-        *("--middleware", "rolltree.scale.vllm.guard.RequireToken"),
+        *("--middleware", "rolltree.web.guard.RequireToken"),
         *("--seed", str(config.run.seed), "--max-num-seqs", str(section.max_batch)),
         *("--logprobs-mode", "processed_logprobs", "--enable-scale-out"),
         *("--weight-transfer-config", '{"backend": "rolltree"}'),
@@ -104,7 +105,7 @@ def _run(link: Link, config: TrainConfig, cluster: ClusterSection) -> int:
     print("starting", *command, flush=True)
     process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
     signal.signal(signal.SIGTERM, lambda *_: process.terminate())
-    url = f"http://{f'[{link.host}]' if ':' in link.host else link.host}:{port}"
+    url = url_at(link.host, port)
     end = time.monotonic() + _START_S
     while not _is_healthy(url):
         if (status := process.poll()) is not None:
