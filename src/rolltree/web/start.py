@@ -131,7 +131,7 @@ def server_config(
     app: ASGIApp, read_timeout_s: float = READ_TIMEOUT_S, **settings: Any
 ) -> uvicorn.Config:
     """Return uvicorn's settings; a server's own `settings` replace the shared ones."""
-    shared = {
+    shared: dict[str, Any] = {
         "http": protocol_with_head_timeout(read_timeout_s),
         "log_level": "warning",
         "access_log": False,
