@@ -3,13 +3,6 @@
 `rolltree.inference` parses the calls that a model writes.
 """
 
-from rolltree.environments.tools.describe import (
-    Tool,
-    ToolArgumentError,
-    ToolUnavailable,
-    convert_func_to_oai_tool,
-    result_text,
-)
 from rolltree.environments.tools.run import (
     ToolProcessError,
     ToolQuit,
@@ -21,6 +14,13 @@ from rolltree.environments.tools.run import (
     is_plain,
     run_all,
     side_by_side,
+)
+from rolltree.environments.tools.tool import (
+    Tool,
+    ToolArgumentError,
+    ToolUnavailable,
+    convert_func_to_oai_tool,
+    result_text,
 )
 from rolltree.environments.tools.toolset import RawToolCall, Toolset, raw_tool_calls, unreadable
 

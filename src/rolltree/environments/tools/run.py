@@ -26,7 +26,7 @@ import msgspec
 from rolltree._helpers.tasks import contained, wait_shielded
 from rolltree._helpers.threads import run_in_thread
 from rolltree._helpers.workers import WorkerCallError, WorkerDied, WorkerPool
-from rolltree.environments.tools.describe import Tool, ToolUnavailable, result_text, text_for_model
+from rolltree.environments.tools.tool import Tool, ToolUnavailable, result_text, text_for_model
 from rolltree.values.errors import ConfigError, Escaped, message_of, record_error
 from rolltree.values.steps import ToolAnswer, ToolRequest
 from rolltree.values.types import ErrorRecord

@@ -3,7 +3,7 @@
 On a CPU vLLM packs the output layer's weights into a format of its own. If they are tied to the
 embedding, its `reload_weights` renews the embedding but not the packed copy, so answers mix old and
 new weights. Importing the module also registers the weight-transfer backend "rolltree"
-(`transfer.py`).
+(`receive.py`).
 
     python -m vllm.entrypoints.openai.api_server \
         --worker-extension-cls rolltree.scale.vllm.worker.WeightReload \
@@ -70,7 +70,7 @@ def _register() -> None:
     except ImportError:
         # vLLM is missing, or too old for transfers; reloading still works.
         return
-    name = "rolltree.scale.vllm.transfer"
+    name = "rolltree.scale.vllm.receive"
     WeightTransferEngineFactory.register_engine("rolltree", name, "TransferEngine")
 
 
