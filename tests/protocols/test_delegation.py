@@ -61,6 +61,14 @@ class TestTheFamily:
         await delegate([a_call("only this"), "move 1"], children={"delegate": child(answer)})
         assert seen == [["only this"]]
 
+    @pytest.mark.parametrize(
+        ("task", "said"), [(5, "5"), (True, "true"), (["a"], '["a"]'), ({"a": 1}, '{"a": 1}')]
+    )
+    async def test_the_task_of_a_child_is_a_text_whatever_the_parent_wrote(self, task, said):
+        kind = child(["move done"], task_of=lambda arguments: task)
+        _, sub = await delegate([a_call("x"), "move 1"], children={"delegate": kind})
+        assert (sub.meta["subtask"], sub.error, sub.meta["result"]) == (said, None, "done")
+
     async def test_a_child_may_have_its_own_world(self):
         made = []
 

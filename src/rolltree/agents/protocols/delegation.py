@@ -28,6 +28,7 @@ from rolltree.agents.protocols.single import (
 from rolltree.agents.worlds import World
 from rolltree.inference.client import as_client, may_follow
 from rolltree.inference.deadline import Clock, RolloutClient
+from rolltree.inference.wire import sent_text
 from rolltree.values.errors import ConfigError, record_error
 from rolltree.values.steps import AgentStep, ToolAnswer, ToolRequest
 from rolltree.values.types import ToolSchema
@@ -198,7 +199,8 @@ class _Delegator(Player):
             parent_step=step,
             position=position,
             meta={
-                "subtask": kind.task_of(arguments),
+                # A text, whatever the parent wrote as its argument.
+                "subtask": sent_text(kind.task_of(arguments)),
                 "tool": request.name,
                 "arguments": arguments,
             },
