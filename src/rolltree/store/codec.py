@@ -49,7 +49,7 @@ def dumps(value: Any) -> str:
 
     It is exact for None, bool, int, float (NaN and infinities too), str, bytes, list, tuple, set,
     frozenset, dict with keys of these types, and numpy arrays of numbers. Numpy scalars become
-    Python scalars, pydantic models become dicts, everything else becomes `Opaque`.
+    Python scalars, other numpy arrays lists, pydantic models dicts, and everything else `Opaque`.
     """
     packed = _pack(value, 0)
     try:
@@ -210,7 +210,7 @@ def _pack_numpy(value: Any, depth: int) -> Any:
     if not isinstance(value, np.ndarray):
         return _pack(value.item(), depth + 1)
     if value.dtype.kind not in "biufc":
-        return _opaque(f"numpy.ndarray of {value.dtype}")
+        return _pack(value.tolist(), depth + 1)
     raw = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
     return {TAG: "array", "dtype": value.dtype.str, "shape": list(value.shape), "v": raw}
 
