@@ -315,7 +315,8 @@ def results_line(result: RolloutResult, state: State | None) -> dict[str, Any]:
         "reward": own.get("reward"),
         **{name: timing.get(name, 0.0) for name in ("generation_ms", "scoring_ms", "total_ms")},
     }
-    line.update({name: source[name] for name in ("answer", "info") if source.get(name)})
+    more = {name: to_plain(source.get(name)) for name in ("answer", "info")}
+    line.update({name: value for name, value in more.items() if value})
     line.update(own.get("metrics") or {})
     if result.error is not None:
         line["error"] = redact({"type": result.error.type, "message": result.error.message})
@@ -343,7 +344,8 @@ def write_results(
     # Written to a temporary file and renamed, so that readers never see half a file.
     with (
         whole_file(target / "results.jsonl") as part,
-        part.open("w", encoding="utf-8") as file,
+        # Half a surrogate pair, as models write, becomes an escape of JSON.
+        part.open("w", encoding="utf-8", errors="backslashreplace") as file,
     ):
         for result in results:
             for state in result.states or (None,):

@@ -302,7 +302,7 @@ def _looked_at(rollout: StoryRollout, row: StoredRollout, breaks: Breaks | None)
         is_empty=answer == "",
         answer=" ".join((answer or "").split())[:MAX_ANSWER],
         repeated=_repeated(answer or ""),
-        expected=str(row.input.get("answer") or ""),
+        expected="" if row.input.get("answer") is None else str(row.input["answer"]),
         tool_errors=tuple((each["tool"], each["type"]) for each in tool_errors(state)),
         breaks=tuple(
             (each["call"], each["position"], _cause(state, each))

@@ -14,16 +14,19 @@ def conversation_of(state: State) -> tuple[list[Mapping[str, Any]], list[Mapping
     For a rollout that failed before its completion was rendered, the messages of its last call
     are used.
     """
-    prompt = _messages(state.get("prompt"), "user")
-    found = _messages(state.completion, "assistant")
+    prompt = messages_of(state.get("prompt"), "user")
+    found = messages_of(state.completion, "assistant")
     if found or not state.get("trajectory"):
         return prompt, found
     last = state.trajectory[-1]
-    seen = _messages(last["prompt"], "user")[len(prompt) :]
-    return prompt, [*seen, *_messages(last["completion"], "assistant")]
+    seen = messages_of(last["prompt"], "user")[len(prompt) :]
+    return prompt, [*seen, *messages_of(last["completion"], "assistant")]
 
 
-def _messages(value: Any, role: str) -> list[Mapping[str, Any]]:
+def messages_of(value: Any, role: str) -> list[Mapping[str, Any]]:
+    """Return the messages of a prompt or a completion; a text is one message of `role`."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]
-    return [item for item in value or () if isinstance(item, Mapping)]
+    # Scoring may have put anything in its place.
+    given = value if isinstance(value, list | tuple) else ()
+    return [item for item in given if isinstance(item, Mapping)]
