@@ -1,6 +1,5 @@
 """Runs of environments that write odd values pass the audit, and every reader copes with them."""
 
-import asyncio
 import datetime
 import decimal
 import itertools
@@ -8,12 +7,15 @@ import uuid
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from corrupt_kit import Corrupter
 
 import rolltree as rt
-import rolltree.verifiers as vf
+from rolltree.cli import app
+from rolltree.insight.page.export import export_page
 from rolltree.records import audit, read_run
 from rolltree.store import Run
+from rolltree.verifiers import verifiers as vf
 
 NAN = float("nan")
 
@@ -68,10 +70,20 @@ def findings(path):
 
 def assert_readable(path):
     assert findings(path) == []
-    data = read_run(path)
-    data.story()
-    for name in ("rollouts", "calls", "conversations"):
-        list(getattr(data, name)().batches())
+    with read_run(path) as data:
+        data.story()
+        for name in ("rollouts", "calls", "tokens", "breaks", "conversations", "sft"):
+            list(getattr(data, name)().batches())
+    export_page(path, path / "page.html")
+    for command in (
+        ["show", str(path), "--transcripts", "9"],
+        ["show", str(path), "--json"],
+        ["export", str(path), str(path / "rollouts.jsonl")],
+        ["export", str(path), str(path / "dataset.jsonl"), "--as", "dataset"],
+        ["export", str(path), str(path / "results"), "--as", "results"],
+    ):
+        done = CliRunner().invoke(app, command)
+        assert done.exit_code == 0, (command, done.output, done.exception)
 
 
 def last(state):
@@ -166,3 +178,99 @@ ODD = {
 @pytest.mark.parametrize("name", ODD)
 def test_nothing_is_wrong(name, tmp_path):
     assert_readable(play(tmp_path / "run", ODD[name]()))
+
+
+def add(key, value):
+    return lambda fields: fields.update({key: fields[key] + value})
+
+
+def add_step(value):
+    def edit(record):
+        record["state"]["steps"][0]["reward"] += value
+
+    return edit
+
+
+@rt.run_inline
+def of_step(step_index):
+    return 0.5 * step_index
+
+
+@rt.run_inline
+def of_group(completions):
+    return [float(len(each[-1]["content"])) for each in completions]
+
+
+def with_steps():
+    rubric = rt.Rubric([length])
+    rubric.add_step_reward_func(of_step)
+    return rubric
+
+
+class OwnGroup(rt.Rubric):
+    """A rubric that adjusts rewards and advantages after its functions of groups."""
+
+    async def score_group(self, states, score_sem=None):
+        await super().score_group(states)
+        for state in states:
+            state["reward"] -= 0.25
+            state["advantage"] = 0.125
+
+
+class OldGroup(vf.Rubric):
+    """A rubric of verifiers that sets everything itself."""
+
+    async def score_group(self, states, score_sem):
+        for state in states:
+            state["reward"], state["advantage"] = 1.0, 0.125
+            state["trajectory"][0]["reward"] = 0.5
+
+
+RUBRICS = {
+    "functions": lambda: rt.Rubric([length]),
+    "steps": with_steps,
+    "group": lambda: rt.Rubric([of_group]),
+    "parts": lambda: rt.RubricGroup([rt.Rubric([length]), with_steps_only()]),
+    "verifiers": lambda: vf.Rubric(funcs=[length]),
+}
+
+
+def with_steps_only():
+    rubric = rt.Rubric()
+    rubric.add_step_reward_func(of_step)
+    return rubric
+
+
+@pytest.mark.parametrize("name", RUBRICS)
+def test_a_changed_step_reward_is_found(name, tmp_path):
+    path = play(tmp_path / "run", Turns(rubric=RUBRICS[name]()))
+    assert_readable(path)
+    corrupter = Corrupter(path)
+    corrupter.record(corrupter.ids("1")[0], add_step(0.5))
+    assert {(each.check, each.cause) for each in audit(path).findings} == {
+        ("rewards", "step_rewards")
+    }
+
+
+@pytest.mark.parametrize("name", ["group", "verifiers"])
+def test_a_changed_advantage_is_found(name, tmp_path):
+    path = play(tmp_path / "run", Turns(rubric=RUBRICS[name](), after=put("advantage", 3.0)))
+    assert_readable(path)
+    corrupter = Corrupter(path)
+    change = add("advantage", 0.5)
+    corrupter.record(corrupter.ids("1")[0], lambda record: change(record["state"]["fields"]))
+    found = {(each.check, each.cause) for each in audit(path).findings}
+    assert found == {("advantages", "advantage_differs")}
+
+
+@pytest.mark.parametrize("rubric", [OwnGroup([of_group]), OldGroup(funcs=[length])])
+def test_an_own_score_group_is_nothing_wrong(rubric, tmp_path):
+    assert_readable(play(tmp_path / "run", Turns(rubric=rubric)))
+
+
+def test_rows_in_numpys_format(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    rows = [{"question": f"q{at}", "answer": "1", "info": {"cells": [1, 2]}} for at in range(2)]
+    dataset = datasets.Dataset.from_list(rows).with_format("numpy")
+    env = vf.SingleTurnEnv(dataset=dataset, rubric=vf.Rubric(funcs=[length]))
+    assert_readable(play(tmp_path / "run", env))

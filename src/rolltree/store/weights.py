@@ -22,13 +22,16 @@ class ScoredPart:
 
     `task` is that of an environment group's member, `agent` that of an agent with its own rubric;
     empty means all others. `is_sum`: the reward is exactly the functions' weighted sum, so that an
-    audit can compare it; False for a rubric with its own scoring method.
+    audit can compare it; False for a rubric with its own scoring method. `kinds` are the kinds of
+    the functions ("rollout", "step", "group"); empty if the rewards of the steps and the advantages
+    are not those that `Rubric` writes, because a subclass has its own scoring method.
     """
 
     functions: tuple[tuple[str, float], ...]
     task: str = ""
     agent: str = ""
     is_sum: bool = False
+    kinds: tuple[str, ...] = ()
 
 
 def environments_of(source: object) -> tuple[str, ...]:
@@ -80,6 +83,7 @@ def note_weights(source: object, run: Run) -> None:
             "agent": p.agent,
             "functions": [list(pair) for pair in p.functions],
             "is_sum": p.is_sum,
+            "kinds": list(p.kinds),
         }
         for p in scored_parts
     ]
@@ -110,9 +114,10 @@ def noted_part(
     for each in parts or ():
         if each["task"] in ("", environment) and each["agent"] == agent:
             functions = tuple((name, weight) for name, weight in each["functions"])
-            # Notes of older versions lack it.
+            # Notes of older versions lack these.
             is_sum = bool(each.get("is_sum"))
-            return ScoredPart(functions, each["task"], each["agent"], is_sum)
+            kinds = tuple(each.get("kinds") or ["rollout"] * is_sum)
+            return ScoredPart(functions, each["task"], each["agent"], is_sum, kinds)
     if parts is None:
         return None
     if agent:

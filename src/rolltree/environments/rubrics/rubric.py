@@ -105,6 +105,8 @@ class Scores:
         return None
 
 
+_RUBRICS = ("rolltree.environments.rubrics.rubric.Rubric", "rolltree.verifiers.rubrics.Rubric")
+"""The classes whose scoring methods write rewards of steps, and advantages, as an audit expects."""
 _SCORING = ("score_rollout", "score_group", "evaluate")
 """Methods that a subclass may override to give other rewards than the weighted sum."""
 
@@ -209,7 +211,15 @@ class Rubric:
         kind = type(self)
         is_sum = all(getattr(kind, name) is getattr(Rubric, name) for name in _SCORING)
         functions = tuple((each.name, each.weight) for each in self.functions)
-        return [ScoredPart(functions, is_sum=is_sum)]
+        is_own = any(
+            kind.score_rollout is base.score_rollout and kind.score_group is base.score_group
+            for base in kind.__mro__
+            if issubclass(base, Rubric) and f"{base.__module__}.{base.__name__}" in _RUBRICS
+        )
+        kinds = {each.kind for each in self.functions} if is_own else set()
+        if kinds and self.has_group_rewards:
+            kinds.add("group")
+        return [ScoredPart(functions, is_sum=is_sum, kinds=tuple(sorted(kinds)))]
 
     @property
     def funcs(self) -> tuple[RewardFunc, ...]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 from zlib import crc32
 
 import msgspec
@@ -28,6 +28,7 @@ from rolltree.samples.build import trajectory_breaks
 from rolltree.samples.resolve import changed_sampling, not_the_models_own, resolve_tokens
 from rolltree.store import Opaque, StoredRollout, dumps
 from rolltree.store.rows import COLUMNS
+from rolltree.store.weights import ScoredPart, noted_part
 from rolltree.tokens import RecordedStep, StepTokens, peek
 from rolltree.training.plan import group_seed
 from rolltree.values.errors import RolltreeError
@@ -48,6 +49,7 @@ _COMPARED = (
 )
 _NUMBERS = ("reward", "started_at", "generation_ms", "scoring_ms", "total_ms")
 _compared_of = attrgetter(*_COMPARED)
+Kind = TypeVar("Kind")
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +210,7 @@ class RolloutAudit:
         )
         self.calls: list[Call] = []
         self.is_contradictory = False
+        self.part = ScoredPart(())
         self.is_trained = expected.is_training and row.phase == "train"
 
     def find(self, check: str, cause: str, message: str) -> None:
@@ -229,6 +232,9 @@ class RolloutAudit:
         row = self.row
         for name in ("columns", "groups", "rewards", "times"):
             self.ledger.count(name)
+        notes = self.expected.settings.weights
+        labels = {name: getattr(row, name) for name in ("env_id", "task", "agent", "created_at")}
+        self.part = noted_part(notes, **labels) or self.part
         result = decode_rollout(row)
         self._seeds(result.request)
         state = result.states[0] if result.states else None
@@ -340,14 +346,16 @@ class RolloutAudit:
         rewards = [step["reward"] for step in steps if isinstance(step["reward"], int | float)]
         if reward is None or not rewards or len(rewards) < len(steps):
             return
-        own = dict.get(state, "has_step_rewards")
-        if own and not _same(sum(rewards), reward):
+        own, kinds = dict.get(state, "has_step_rewards"), self.part.kinds
+        # Others follow from nothing: the environment wrote them, or its own scoring method.
+        is_sum = "step" in kinds or "environment_steps" in state
+        if own and is_sum and not _same(sum(rewards), reward):
             self.find(
                 *("rewards", "step_rewards"),
                 f"its steps earned {sum(rewards):g} together, but its reward is {reward:g}",
             )
         wrong = [(at, value) for at, value in enumerate(rewards) if not _same(value, reward)]
-        if own is False and wrong:
+        if own is False and kinds and wrong:
             self.find(
                 *("rewards", "step_rewards"),
                 f"its reward is {reward:g}, but its step {wrong[0][0]} has {wrong[0][1]:g}",
@@ -382,7 +390,7 @@ class RolloutAudit:
                 *("spans", "call_twice"),
                 f"steps {at} are one model call, so its tokens would be trained {len(at)} times",
             )
-        elif again := _repeated([name for name in names if name is not None]):
+        elif again := _repeated([name for name in names if isinstance(name, int | str)]):
             at = [index for index, name in enumerate(names) if name == again[0]]
             self.find(
                 *("spans", "duplicated_span"),
@@ -397,7 +405,7 @@ class RolloutAudit:
         self.ledger.count("sampler")
         self.ledger.num_sampled_tokens += sampled
         for name, size in (("num_prompt_tokens", prompt), ("num_completion_tokens", sampled)):
-            if extras.get(name, size) != size:
+            if isinstance(extras.get(name), int) and extras[name] != size:
                 self.find(
                     *("alignment", "count_differs"),
                     f"call {handle} says {name} = {extras[name]} but has {size}",
@@ -463,7 +471,7 @@ class RolloutAudit:
         said, recorded = extras.get("temperature"), call.value_range("temperature")
         assert recorded is not None
         # Trees hold float32, in which the request's 0.7 is a slightly different number.
-        if said is not None and not _holds([said, said], np.array(recorded)):
+        if isinstance(said, int | float) and not _holds([said, said], np.array(recorded)):
             wrong = next(value for value in recorded if not _holds(said, np.array(value)))
             self.find(
                 *("sampler", "temperature"),
@@ -528,13 +536,15 @@ class RolloutAudit:
     def _keep(self, state: State) -> None:
         """Keep what the checks of the whole run need."""
         row, facts = self.row, self.facts
-        facts.rollout_id = dict.get(state, "rollout_id")
-        facts.advantage = None if state.get("credit") else dict.get(state, "advantage")
+        facts.rollout_id = _of_kind(str, dict.get(state, "rollout_id"))
+        # Without functions of a group, the environment wrote it itself.
+        if not state.get("credit") and "group" in self.part.kinds:
+            facts.advantage = dict.get(state, "advantage")
         facts.num_sampled = row.num_completion_tokens
         if row.started_at is not None and facts.num_sampled:
             # Two rollouts may have the same answer, but do not begin in the same microsecond.
             facts.fingerprint = (row.started_at, row.generation_ms, row.example_id, row.agent)
-        facts.parent_step = dict.get(state, "parent_step")
+        facts.parent_step = _of_kind(int, dict.get(state, "parent_step"))
         if self.is_trained:
             facts.state = credit_state(state)
 
@@ -565,6 +575,10 @@ def _holds(given: Any, values: Any) -> bool:
         return False
 
 
+def _of_kind(kind: type[Kind], value: Any) -> Kind | None:
+    return value if isinstance(value, kind) else None
+
+
 def _has_answers(state: State) -> bool | None:
     """Whether the completion has every call's answer, in order; None if that is not known."""
     completion, steps = state.get("completion"), state["trajectory"]
@@ -572,8 +586,8 @@ def _has_answers(state: State) -> bool | None:
         return None
     left = iter([each.get("content") for each in completion if each.get("role") == "assistant"])
     answers = [peek(step, "completion") for step in steps]
-    said = [each[-1].get("content") for each in answers if isinstance(each, list) and each]
-    return all(each in left for each in said)
+    last = [each[-1] for each in answers if isinstance(each, list) and each]
+    return all(each.get("content") in left for each in last if isinstance(each, Mapping))
 
 
 def _last_message(prompt: Any) -> Any:

@@ -17,7 +17,6 @@ from rolltree.evaluation.report import stored_report
 from rolltree.insight.auditing.report import Place, grouped
 from rolltree.store import Run
 from rolltree.store.metric_names import number_of, numbers
-from rolltree.store.weights import noted_part
 from rolltree.training.config import TrainConfig
 from rolltree.training.plan import PHASE
 from rolltree.values.seeds import derive_seed
@@ -132,17 +131,10 @@ def _long_times(audit: RolloutAudit, request: RolloutRequest) -> Iterator[str]:
 
 
 def _weighted_sum(audit: RolloutAudit, request: RolloutRequest) -> Iterator[str]:
-    row = audit.row
+    row, part = audit.row, audit.part
     if row.reward is None:
         return
-    part = noted_part(
-        audit.expected.settings.weights,
-        env_id=row.env_id,
-        task=row.task,
-        agent=row.agent,
-        created_at=row.created_at,
-    )
-    paid = {} if part is None or not part.is_sum else {n: w for n, w in part.functions if w}
+    paid = {n: w for n, w in part.functions if w} if part.is_sum else {}
     # A delegated rollout that no rubric scored has no values of these functions.
     if not paid or not paid.keys() <= row.metrics.keys():
         return
@@ -216,7 +208,8 @@ def _labels(audit: RolloutAudit, request: RolloutRequest) -> Iterator[str]:
             ("policy_version_max", high),
         ):
             said = extras.get(name)
-            if said is not None and label is not None and said != label:
+            # An environment may write something of its own there.
+            if isinstance(said, str if name == "agent" else int) and label not in (None, said):
                 yield (
                     f"the {name} of call {call.index} is {said!r} in its record, but {label} in "
                     "its tokens"
