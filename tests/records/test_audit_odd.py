@@ -148,6 +148,12 @@ ODD = {
     "an advantage of the environment": lambda: Turns(after=put("advantage", 0.5)),
     # labels
     "an agent": lambda: Turns(after=put_extra("agent", 7)),
+    "an array for an agent": lambda: Turns(after=put_extra("agent", np.array([1, 2]))),
+    "an array for a temperature": lambda: Turns(after=put_extra("temperature", np.array([1, 2]))),
+    "an array for settings": lambda: Turns(after=put_extra("sampling", np.array([1, 2]))),
+    "an array for an end": lambda: Turns(rubric=rewarding(put_extra("finish_reason", np.ones(2)))),
+    "a list for an end": lambda: Turns(rubric=rewarding(put_extra("finish_reason", ["stop"]))),
+    "a lost input": lambda: Turns(rubric=Own(put("input", None))),
     "a turn": lambda: Turns(after=put_extra("turn", "opening")),
     "a temperature": lambda: Turns(after=put_extra("temperature", "hot")),
     "a temperature in a list": lambda: Turns(after=put_extra("temperature", [0.5])),

@@ -24,12 +24,13 @@ async def score_episode(rubric: Rubric, states: Sequence[State]) -> None:
         for state in states:
             if state.error is not None:
                 continue
+            is_own = type(rubric).score_rollout is Rubric.score_rollout
+            before = None if is_own else KeptParts(state)
             try:
                 with contained():
-                    before = KeptParts(state)
                     await rubric.score_rollout(state)
                 settle_rewards(state, rubric)
-                if type(rubric).score_rollout is not Rubric.score_rollout:
+                if before is not None:
                     before.settle()
                 check_scored([state], rubric, "score_rollout")
             except Exception as error:  # noqa: BLE001  an overridden rubric may raise: it is data

@@ -167,6 +167,7 @@ def _state_columns(
 ) -> dict[str, Any]:
     timing: Mapping[str, Any] = state.timing or {}
     extras = [peek(step, "extras") or {} for step in trajectory]
+    agents = (_text(extra.get("agent")) for extra in extras)
     tree = trajectory.tree
     handles = [trajectory.call_of(index) for index in range(len(trajectory))]
     calls = [call for call in handles if call is not None]
@@ -191,7 +192,7 @@ def _state_columns(
     # A delegated rollout's failure is listed in `errors`, but the episode has not failed.
     status_of = [] if state.parent_rollout is not None else own
     return {
-        "agent": str(state.agent or next((e["agent"] for e in extras if e.get("agent")), "")),
+        "agent": state.agent or next((name for name in agents if name not in (None, "")), ""),
         "parent_rollout": state.parent_rollout,
         # Of a rollout that nobody delegated it is the environment's own word, and may be anything.
         "depth": int(state.get("depth") or 0) if state.parent_rollout is not None else 0,
@@ -209,7 +210,7 @@ def _state_columns(
         "terminated": bool(state.terminated),
         "truncated": bool(state.truncated),
         "truncation_reason": state.truncation_reason,
-        "finish_reason": extras[-1].get("finish_reason") if extras else None,
+        "finish_reason": _text(extras[-1].get("finish_reason")) if extras else None,
         "num_calls": len(trajectory),
         "num_prompt_tokens": sum(n for n, _ in sizes),
         "num_completion_tokens": sum(n for _, n in sizes),
@@ -229,6 +230,10 @@ def _told_once(error: Mapping[str, Any], own: Sequence[Mapping[str, Any]]) -> Ma
     if any(each.get("traceback") == error.get("traceback") for each in own):
         return {name: value for name, value in error.items() if name != "traceback"}
     return error
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None else str(value)
 
 
 def _number(value: Any) -> float | None:

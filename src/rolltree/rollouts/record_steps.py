@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from rolltree.rollouts.message_table import MessageReader, MessageTable, Reference
+from rolltree.store.codec import is_equal
 from rolltree.tokens import KeptResponse, RecordedStep, StepTokens, TokenTree, Trajectory, peek
 from rolltree.values.types import FinishReason, ModelResponse, TrajectoryStep
 
@@ -134,16 +135,9 @@ def _answer_data(
     implied = {"message": message, "text": text, **{name: extras.get(name) for name in _IN_EXTRAS}}
     values = {name: getattr(response, name) for name in implied}
     values["finish_reason"] = response.finish_reason.value
-    data = {name: value for name, value in values.items() if not _is_same(value, implied[name])}
+    data = {name: value for name, value in values.items() if not is_equal(value, implied[name])}
     rest = {name: getattr(response, name) for name in _REST}
     return data | {name: value for name, value in rest.items() if value}
-
-
-def _is_same(value: Any, implied: Any) -> bool:
-    try:
-        return bool(value == implied)
-    except Exception:  # noqa: BLE001  the author's objects compare as they like, and arrays by element
-        return False
 
 
 def _decode_answer(

@@ -130,7 +130,7 @@ def resolve_rollout(
         # `peek`, so that reading does not build and keep the lists of every step.
         extras = peek(step, "extras") or {}
         own = _number(step.get("advantage") if advantages is None else advantages[position])
-        agent, turn = str(extras.get("agent") or ""), extras.get("turn")
+        agent, turn = _text(extras.get("agent")) or "", extras.get("turn")
         if handle >= 0:
             agent = agent or tree.agent(handle)
             turn = turn if isinstance(turn, int) else tree.turn(handle)
@@ -198,7 +198,7 @@ def not_the_models_own(temperature: Any, changes: Any) -> str | None:
     # An environment may write anything there; how the call was sampled is then unknown.
     if not isinstance(changes, Mapping):
         changes = {"sampling": changes}
-    is_known = isinstance(temperature, Real) and 0 < float(temperature) < math.inf
+    is_known = isinstance(temperature, Real) and 0 < (_number(temperature) or 0.0) < math.inf
     settings = changes if is_known else {"temperature": temperature, **changes}
     return ", ".join(f"{name} = {value!r}" for name, value in settings.items()) or None
 

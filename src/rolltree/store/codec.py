@@ -150,6 +150,14 @@ def to_plain(value: Any, depth: int = 0) -> Any:
     return f"<{value.type}>" if isinstance(value, Opaque) else str(value)
 
 
+def is_equal(one: Any, other: Any) -> bool:
+    """Whether two values are equal; False for arrays, of which `==` says it for each item."""
+    try:
+        return bool(one == other)
+    except ValueError:
+        return False
+
+
 def _is_numpy(value: Any) -> bool:
     """Whether it is an array or a scalar of numpy; if so, numpy has been imported already."""
     np = sys.modules.get("numpy")

@@ -27,6 +27,7 @@ from rolltree.rollouts.record import encode_result
 from rolltree.samples.build import trajectory_breaks
 from rolltree.samples.resolve import changed_sampling, not_the_models_own, resolve_tokens
 from rolltree.store import Opaque, StoredRollout, dumps
+from rolltree.store.codec import is_equal
 from rolltree.store.rows import COLUMNS
 from rolltree.store.weights import ScoredPart, noted_part
 from rolltree.tokens import RecordedStep, StepTokens, peek
@@ -296,7 +297,7 @@ class RolloutAudit:
         first = self.calls[0]
         facts.first_prompt = crc32(first.tokens.tree.prompt_ids(first.handle).tobytes())
         wanted, given = _last_message(asked.get("prompt")), peek(first.step, "prompt")
-        facts.is_as_asked = wanted is not None and wanted == _last_message(given)
+        facts.is_as_asked = wanted is not None and is_equal(wanted, _last_message(given))
 
     def _columns(self, again: StoredRollout) -> None:
         told = [[_said(each) for each in row.errors] for row in (self.row, again)]
@@ -306,10 +307,10 @@ class RolloutAudit:
                 f"the column errors is {told[0]!r}, but the rollout's own record says {told[1]!r}",
             )
         values = _compared_of(self.row), _compared_of(again)
-        if _equal(*values):
+        if is_equal(*values):
             return
         for name, column, stored in zip(_COMPARED, *values, strict=True):
-            if _equal(column, stored) or (name in _NUMBERS and _same(column, stored)):
+            if is_equal(column, stored) or (name in _NUMBERS and _same(column, stored)):
                 continue
             # Of an object, the column has the text, and the record only the type.
             if str(stored).startswith(f"{Opaque.__name__}(type="):
@@ -405,7 +406,7 @@ class RolloutAudit:
         self.ledger.count("sampler")
         self.ledger.num_sampled_tokens += sampled
         for name, size in (("num_prompt_tokens", prompt), ("num_completion_tokens", sampled)):
-            if isinstance(extras.get(name), int) and extras[name] != size:
+            if type(extras.get(name)) is int and extras[name] != size:
                 self.find(
                     *("alignment", "count_differs"),
                     f"call {handle} says {name} = {extras[name]} but has {size}",
@@ -433,8 +434,8 @@ class RolloutAudit:
         if sampled:
             self._sampler(call, request.sampling.max_tokens)
             own = request.sampling
-            is_free = bool(own.stop or own.stop_token_ids or extras.get("sampling"))
-            self._ending(call, None if is_free or extras.get("agent") else own.max_tokens)
+            is_free = bool(own.stop or own.stop_token_ids) or extras.get("sampling") is not None
+            self._ending(call, None if is_free or tree.agent(handle) else own.max_tokens)
 
     def _assigned(self, call: Call) -> None:
         """Check what replaced recorded values of a call: only masks may change."""
@@ -471,14 +472,15 @@ class RolloutAudit:
         said, recorded = extras.get("temperature"), call.value_range("temperature")
         assert recorded is not None
         # Trees hold float32, in which the request's 0.7 is a slightly different number.
-        if isinstance(said, int | float) and not _holds([said, said], np.array(recorded)):
+        is_told = type(said) in (int, float) and said == said  # not NaN
+        if is_told and not _holds([said, said], np.array(recorded)):
             wrong = next(value for value in recorded if not _holds(said, np.array(value)))
             self.find(
                 *("sampler", "temperature"),
                 f"call {handle} says temperature {said}, but its tokens say {wrong:g}",
             )
         # An agent of a protocol may have a limit of its own, which the request does not name.
-        if limit is not None and call.num_sampled > limit and not extras.get("agent"):
+        if limit is not None and call.num_sampled > limit and not call.tokens.tree.agent(handle):
             self.find(
                 *("sampler", "too_long"),
                 f"call {handle} has {call.num_sampled} sampled tokens, but its limit was {limit}",
@@ -605,13 +607,6 @@ def _repeated(values: Sequence[Any]) -> list[Any]:
     if len(set(values)) == len(values):
         return []
     return [value for value, count in Counter(values).items() if count > 1]
-
-
-def _equal(one: Any, other: Any) -> bool:
-    try:
-        return bool(one == other)
-    except ValueError:  # arrays, which are compared as they are stored
-        return False
 
 
 def _same(one: Any, other: Any) -> bool:

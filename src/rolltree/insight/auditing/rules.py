@@ -209,7 +209,7 @@ def _labels(audit: RolloutAudit, request: RolloutRequest) -> Iterator[str]:
         ):
             said = extras.get(name)
             # An environment may write something of its own there.
-            if isinstance(said, str if name == "agent" else int) and label not in (None, said):
+            if type(said) is (str if name == "agent" else int) and label not in (None, said):
                 yield (
                     f"the {name} of call {call.index} is {said!r} in its record, but {label} in "
                     "its tokens"
