@@ -214,13 +214,13 @@ def with_steps():
 
 
 class OwnGroup(rt.Rubric):
-    """A rubric that adjusts rewards and advantages after its functions of groups."""
+    """A rubric that adjusts rewards and advantages after its functions of groups, and more."""
 
     async def score_group(self, states, score_sem=None):
         await super().score_group(states)
         for state in states:
             state["reward"] -= 0.25
-            state["advantage"] = 0.125
+            state["advantage"], state["input"] = 0.125, None
 
 
 class OldGroup(vf.Rubric):
@@ -272,6 +272,12 @@ def test_a_changed_advantage_is_found(name, tmp_path):
 @pytest.mark.parametrize("rubric", [OwnGroup([of_group]), OldGroup(funcs=[length])])
 def test_an_own_score_group_is_nothing_wrong(rubric, tmp_path):
     assert_readable(play(tmp_path / "run", Turns(rubric=rubric)))
+
+
+def test_a_rollout_id_of_the_environment_is_rescored_as_its_own(tmp_path):
+    path = play(tmp_path / "run", ODD["a rollout_id"]())
+    rt.rescore(path, rubric=rt.Rubric([length]), run_dir=tmp_path / "again")
+    assert_readable(tmp_path / "again")
 
 
 def test_rows_in_numpys_format(tmp_path):

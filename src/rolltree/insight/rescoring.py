@@ -248,7 +248,7 @@ class _Scorer:
 
     def _rubric_of(self, states: Sequence[State]) -> Rubric:
         """Return the rubric; without rubrics per agent it does not score delegated rollouts."""
-        has_agents = any("rollout_id" in state for state in states)
+        has_agents = any("environment_steps" in state for state in states)
         if has_agents and not self.knows_agents:
             return PerAgentRubric(self.rubric, {})
         return self.rubric

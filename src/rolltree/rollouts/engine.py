@@ -598,7 +598,7 @@ class _Groups:
             else:
                 write_failure(states, getattr(self._scorer, "rubric", self._scorer), error)
         for member in members:
-            settle_states(member.states)
+            settle_states(member.states, member.request.input)
         return [_with_state_error(member) for member in members]
 
 

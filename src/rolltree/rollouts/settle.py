@@ -17,7 +17,7 @@ from rolltree.values.state import INPUT_FIELDS, RAISED
 from rolltree.values.steps import MAX_REWARD
 from rolltree.values.types import RolloutTiming, State
 
-TEXTS = ("agent", "parent_rollout", "stop_condition", "truncation_reason")
+TEXTS = ("agent", "rollout_id", "parent_rollout", "stop_condition", "truncation_reason")
 NUMBERS = ("reward", "advantage", "bootstrap_value")
 FLAGS = ("is_completed", "terminated", "truncated", "has_step_rewards")
 TIMES = tuple(RolloutTiming.__annotations__)
