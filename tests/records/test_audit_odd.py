@@ -127,7 +127,7 @@ ODD = {
     "a task that is a uuid": lambda: Turns({"task": uuid.UUID(int=3)}),
     "a task that is a date": lambda: Turns({"task": datetime.date(2024, 5, 1)}),
     "a task that is a Decimal": lambda: Turns({"task": decimal.Decimal("1.50")}),
-    "a task with half a character": lambda: Turns({"task": "a\ud800"}),
+    "a task with a lone surrogate": lambda: Turns({"task": "a\ud800"}),
     "a task of the state": lambda: Turns(after=put("task", uuid.UUID(int=3))),
     "a task of the state, scored": lambda: Turns(rubric=rewarding(put("task", object()))),
     "an immense example_id": lambda: Turns({"example_id": 10**400}),

@@ -127,7 +127,14 @@ def test_what_would_break_json_becomes_opaque():
     loop.append(loop)
     assert "nested deeper" in dumps(loop)
     assert isinstance(loads(dumps(10**5000)), Opaque)
-    assert isinstance(loads(dumps(np.array(["a"]))), Opaque)
+
+
+def test_arrays_without_numbers_become_lists():
+    assert loads(dumps(np.array([["a"], ["b"]]))) == [["a"], ["b"]]
+    assert loads(dumps(np.array([{"a": 1}, None], dtype=object))) == [{"a": 1}, None]
+    loop = np.array([None], dtype=object)
+    loop[0] = loop
+    assert "nested deeper" in dumps(loop)
 
 
 def test_to_plain_ends_where_a_value_contains_itself():

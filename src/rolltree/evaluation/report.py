@@ -344,7 +344,7 @@ def write_results(
     # Written to a temporary file and renamed, so that readers never see half a file.
     with (
         whole_file(target / "results.jsonl") as part,
-        # Half a surrogate pair, as models write, becomes an escape of JSON.
+        # Models do write lone surrogates: they become escapes of JSON.
         part.open("w", encoding="utf-8", errors="backslashreplace") as file,
     ):
         for result in results:

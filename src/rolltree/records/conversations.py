@@ -13,7 +13,7 @@ from rolltree.records.columns import SFT
 from rolltree.records.table import MESSAGE_TEXTS, Batch
 from rolltree.records.token_rows import state_of
 from rolltree.records.values import clean_text, json_text, values_of_rows
-from rolltree.rollouts.conversation import messages_of
+from rolltree.rollouts.conversation import message_list
 from rolltree.rollouts.decode import decode_rollout
 from rolltree.samples import Skipped, SkipReason, build_samples
 from rolltree.store import Run, StoredRollout
@@ -32,7 +32,7 @@ def message_rows(messages: Any, role: str) -> list[dict[str, Any]]:
     Content that is not text (images, parts) becomes JSON; keys that the column does not have become
     JSON in `extra`.
     """
-    return [_message(each) for each in messages_of(messages, role)]
+    return [_message(each) for each in message_list(messages, role)]
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:

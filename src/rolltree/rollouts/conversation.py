@@ -14,16 +14,16 @@ def conversation_of(state: State) -> tuple[list[Mapping[str, Any]], list[Mapping
     For a rollout that failed before its completion was rendered, the messages of its last call
     are used.
     """
-    prompt = messages_of(state.get("prompt"), "user")
-    found = messages_of(state.completion, "assistant")
+    prompt = message_list(state.get("prompt"), "user")
+    found = message_list(state.completion, "assistant")
     if found or not state.get("trajectory"):
         return prompt, found
     last = state.trajectory[-1]
-    seen = messages_of(last["prompt"], "user")[len(prompt) :]
-    return prompt, [*seen, *messages_of(last["completion"], "assistant")]
+    seen = message_list(last["prompt"], "user")[len(prompt) :]
+    return prompt, [*seen, *message_list(last["completion"], "assistant")]
 
 
-def messages_of(value: Any, role: str) -> list[Mapping[str, Any]]:
+def message_list(value: Any, role: str) -> list[Mapping[str, Any]]:
     """Return the messages of a prompt or a completion; a text is one message of `role`."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]
