@@ -237,7 +237,7 @@ ODD = {
     "an advantage of text": (lambda step: step.update(advantage="x"), set()),
     "a reward of text": (lambda step: step.update(reward="x"), set()),
     "a reward of nan": (lambda step: step.update(reward=float("nan")), set()),
-    "a temperature of text": (lambda step: step["extras"].update(temperature="x"), {"temperature"}),
+    "a temperature of text": (lambda step: step["extras"].update(temperature="x"), set()),
     "a temperature below 0": (lambda step: step["extras"].update(temperature=-1), {"temperature"}),
     "settings of text": (lambda step: step["extras"].update(sampling="x"), set()),
 }
