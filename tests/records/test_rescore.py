@@ -371,8 +371,7 @@ async def test_a_judge_is_asked_by_as_many_rollouts_at_once_as_allowed(tmp_path)
         nonlocal now, most
         now += 1
         most = max(most, now)
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.02)
         now -= 1
         return 1.0
 

@@ -483,7 +483,7 @@ _OF_EXTRAS: dict[str, tuple[type, ...]] = {
 
 
 def odd_extras(extras: Any) -> list[str]:
-    """Return the keys of a step's extras whose values nobody can store; all if it is no dict."""
+    """Return the keys of a step's extras whose values nobody can store; all of anything else."""
     if type(extras) is not dict:
         return list(_OF_EXTRAS)
     return [key for key, kinds in _OF_EXTRAS.items() if type(extras.get(key)) not in kinds]
