@@ -165,6 +165,7 @@ class BatchRunner(ABC):
     row_format: RowFormat
     dataset: Rows | None
     eval_dataset: Rows | None
+    _settles = False  # whether nothing can change a state after `rollout` has settled it
 
     @abstractmethod
     async def rollout(
@@ -288,7 +289,7 @@ class BatchRunner(ABC):
             # Also when cancelled: nothing was returned then, but the episode has the states so far.
             for made in states if states is not None else episode.states:
                 await self._cleanup(made)
-        settle_states(states, request.input)
+        settle_states(states, request.input, are_settled=self._settles)
         for state in states:
             # Before scoring, so that a stored rollout can be scored again as if for the first time.
             state.unscored = UnscoredSnapshot.of(state)

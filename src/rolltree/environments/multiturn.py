@@ -66,6 +66,10 @@ class MultiTurnEnv(Environment):
                 "max_turns is 0; the model would never be called. Use -1 for no limit."
             )
         self.max_turns = max_turns
+        kind = type(self)
+        self._settles = (
+            kind.rollout is MultiTurnEnv.rollout and kind.rollouts is Environment.rollouts
+        )
 
     @abstractmethod
     async def env_response(self, messages: Messages, state: State) -> Messages:

@@ -21,6 +21,7 @@ from rolltree.inference.parse import read_answer
 from rolltree.inference.request_fields import TokenFields, outgoing
 from rolltree.inference.session import check_message_type
 from rolltree.inference.wire import PromptReader
+from rolltree.tokens.buffers import same_ids
 from rolltree.values.errors import ServerError
 from rolltree.values.types import (
     ChatMessage,
@@ -157,7 +158,7 @@ class MessageSession:
             return None, False
         earlier = self._calls.path(match.call)
         # Never by text: only equal ids are one path.
-        is_exact = np.array_equal(prompt_ids[: len(earlier)], earlier)
+        is_exact = same_ids(prompt_ids[: len(earlier)], earlier)
         return (match.call if is_exact else None), True
 
 

@@ -412,10 +412,9 @@ class RolloutEngine:
         try:
             with playing(episode):
                 async with clock.guard() as scope:
-                    with contained():
-                        played = OwnTask(self._play(request, client))
-                        flight.task = played.task
-                        states = await played.wait()
+                    played = OwnTask(self._play(request, client))
+                    flight.task = played.task
+                    states = await played.wait()
         except TimeoutError as failure:
             states = tuple(episode.states)
             # The guard's own timeout and a TimeoutError that user code raised are the same class.

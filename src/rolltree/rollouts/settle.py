@@ -42,10 +42,13 @@ def settle_state(
     repair_state(state, row, calls)
 
 
-def settle_states(states: Sequence[State], row: Mapping[str, Any] | None = None) -> None:
-    """Settle the states of one episode."""
+def settle_states(
+    states: Sequence[State], row: Mapping[str, Any] | None = None, *, are_settled: bool = False
+) -> None:
+    """Settle the states of one episode, unless each `are_settled` alone already."""
     for state in states:
-        settle_state(state, row)
+        if not are_settled:
+            settle_state(state, row)
         # A word of the environment's own: as a delegated rollout, it would count in no mean.
         if state.parent_rollout is not None and not any(
             each is not state and each.get("rollout_id") == state.parent_rollout for each in states

@@ -22,6 +22,7 @@ from rolltree.tokens.buffers import (
     check_labels,
     check_new_ids,
     checked_logprobs,
+    same_ids,
 )
 from rolltree.tokens.serialize import load, save
 from rolltree.tokens.streams import (
@@ -347,7 +348,7 @@ class TokenTree:
         known, place = self.path_len(parent), self.calls.end(parent)
         # Comparing all ids would make the cost of T turns O(T^2).
         count = known if verify else min(known, _BOUNDARY_TOKENS)
-        if known > len(prompt) or not np.array_equal(
+        if known > len(prompt) or not same_ids(
             self.arena.path(place, count), prompt[known - count : known]
         ):
             raise TokenError(
