@@ -1,8 +1,11 @@
 """The codec: what goes in comes out, and the text is JSON that others can read."""
 
+import gc
 import json
 import math
 import sqlite3
+import sys
+import threading
 from enum import StrEnum
 from types import MappingProxyType
 
@@ -164,3 +167,43 @@ def test_it_reads_all_that_json_reads(text):
 def test_what_is_no_json_is_refused(text):
     with pytest.raises(ValueError):
         loads(text)
+
+
+class Cyclic:
+    """Garbage that runs Python code when it is collected."""
+
+    def __init__(self):
+        self.own = self
+
+    def __del__(self):
+        sum(range(20))
+
+
+def test_a_dict_that_another_thread_changes_can_be_stored():
+    changing, numbers, is_over = {}, set(), threading.Event()
+
+    def change():
+        number = 0
+        while not is_over.is_set():
+            number += 1
+            changing[f"k{number}"] = [number]
+            numbers.add(number)
+            Cyclic()
+            if number % 2000 == 0:
+                changing.clear()
+                numbers.clear()
+
+    thresholds, pause_s = gc.get_threshold(), sys.getswitchinterval()
+    writing = threading.Thread(target=change)
+    try:
+        gc.set_threshold(50, 1, 1)
+        sys.setswitchinterval(1e-6)
+        writing.start()
+        for _ in range(300):
+            dumps({"dict": changing, "set": numbers})
+            to_plain(changing)
+    finally:
+        is_over.set()
+        writing.join()
+        gc.set_threshold(*thresholds)
+        sys.setswitchinterval(pause_s)

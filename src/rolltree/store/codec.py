@@ -142,7 +142,7 @@ def to_plain(value: Any, depth: int = 0) -> Any:
     if depth > MAX_DEPTH:
         return f"<{type(value).__name__}>"
     if isinstance(value, Mapping):
-        return {str(key): to_plain(item, depth + 1) for key, item in list(value.items())}
+        return {str(key): to_plain(item, depth + 1) for key, item in _items(value)}
     if isinstance(value, list | tuple | set | frozenset):
         return [to_plain(item, depth + 1) for item in list(value)]
     if _is_numpy(value):
@@ -199,13 +199,18 @@ def _opaque(name: str) -> dict[str, str]:
 
 
 def _pack_dict(value: dict[Any, Any], depth: int) -> Any:
-    # In one go: code of an environment may still change what it left in a state, say a cache that
-    # all rollouts share, while a thread stores one of them.
-    items = list(value.items())
+    items = _items(value)
     if all(type(key) is str and key != TAG for key, _ in items):
         return {key: item if type(item) is str else _pack(item, depth + 1) for key, item in items}
     pairs = [[_pack(key, depth + 1), _pack(item, depth + 1)] for key, item in items]
     return {TAG: "dict", "v": pairs}
+
+
+def _items(value: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
+    # Code of an environment may still change what it left in a state, say a cache that all rollouts
+    # share, while a thread stores one of them. To copy a dict is one step for other threads; to
+    # list its items is not, since a garbage collection may run meanwhile.
+    return list((value.copy() if type(value) is dict else value).items())
 
 
 def _pack_items(tag: str) -> Callable[[Any, int], Any]:
