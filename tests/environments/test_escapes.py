@@ -393,6 +393,27 @@ async def test_a_scope_may_be_opened_in_setup_state_and_closed_in_a_cleanup():
     assert asyncio.current_task().cancelling() == 0
 
 
+@pytest.mark.parametrize("way", ["timeout", "task", "group"])
+async def test_a_cancellation_that_arrives_in_the_next_model_call_is_scored(way):
+    class Leaves(Scoped):
+        async def background(self):
+            await anyio.sleep(0.1 if way == "group" else 60)
+            raise ValueError("it died")
+
+        async def env_response(self, messages, state):
+            if way == "timeout":
+                await asyncio.timeout(0.02).__aenter__()
+            if way == "task":
+                asyncio.get_running_loop().call_later(0.02, asyncio.current_task().cancel)
+            return await super().env_response(messages, state)
+
+    for result in await played(Leaves(), ScriptedModel("two", delay_s=0.06)):
+        (state,) = result.states
+        assert (result.error, result.num_attempts) == (None, 1)
+        assert state["reward"] in (0.0, 1.0)  # the second row is answered at once
+        assert ("environment_errors" in state) == (state["reward"] == 0.0)
+
+
 @pytest.mark.parametrize("way", ["group", "task", "timeout"])
 async def test_a_cancellation_by_an_environments_own_code_is_scored(way):
     class Cancels(Scoped):

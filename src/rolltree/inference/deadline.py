@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rolltree._helpers.tasks import being_cancelled, yield_fairly
+from rolltree._helpers.tasks import yield_fairly
 from rolltree.inference.call import ModelCall
 from rolltree.inference.client import ModelClient
 from rolltree.inference.client_base import DelegatingClient
@@ -225,8 +225,10 @@ class RolloutClient(DelegatingClient):
             wait_s += time.monotonic() - answered
             return response
         except asyncio.CancelledError as error:
-            # A replay that stops has a class of its own.
-            if type(error) is not asyncio.CancelledError or being_cancelled():
+            # A replay that stops has a class of its own. The task's own code may have cancelled it,
+            # say with a timeout that it left open, which is not the client's failure.
+            task = asyncio.current_task()
+            if type(error) is not asyncio.CancelledError or (task and task.cancelling()):
                 raise
             raise ConnectionFailed(
                 "the model's client cancelled the call, which the rollout had not asked for, so "
