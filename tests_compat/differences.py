@@ -70,7 +70,9 @@ DIFFERENCES: tuple[Difference, ...] = (
         'that rollout (or group) has `state["error"]` and the reward None, the others count; '
         "a hook that raises after an answer ends its rollout, which is scored; `generate` raises "
         "if all have failed",
-        _outcome("turns_hooked_flaky|turns_raises_once|overrides_pending"),
+        _outcome(
+            "turns_hooked_flaky|turns_raises_once|overrides_pending|turns_returns_unsent_pair"
+        ),
     ),
     Difference(
         "`@cleanup` methods do not run when a model call fails",
