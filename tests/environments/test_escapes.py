@@ -7,7 +7,7 @@ import anyio
 import pytest
 from env_scripts import ROWS, Echo, ScriptedModel, a_request, exact, single
 
-from rolltree._helpers.tasks import Terminated
+from rolltree._helpers.tasks import OwnTask, Terminated
 from rolltree.agents import Agent, ToolAgent
 from rolltree.agents.protocols import (
     DelegatingProtocol,
@@ -37,6 +37,7 @@ ESCAPES = [
     *(Own("out"), KeyboardInterrupt(), SystemExit(3), BaseExceptionGroup("two", [Own()])),
     GeneratorExit(),
     asyncio.CancelledError(),  # as from awaiting a task that this code cancelled
+    BaseExceptionGroup("two", [KeyboardInterrupt(), ValueError()]),
 ]
 escapes = pytest.mark.parametrize("error", ESCAPES, ids=lambda error: type(error).__name__)
 
@@ -450,3 +451,83 @@ async def test_a_cleanup_is_finished_though_the_run_is_cancelled_and_then_the_ru
     with pytest.raises(asyncio.CancelledError):
         await run
     assert log == ["done"]
+
+
+@pytest.mark.parametrize("way", ["task", "later", "timeout", "exit", "scope"])
+async def test_a_group_scorer_that_cancels_itself_fails_its_group_alone(way):
+    async def leave():
+        raise SystemExit(3)
+
+    class Ranks(Rubric):
+        async def score_group(self, states, *given, **named):
+            if way == "task":
+                asyncio.current_task().cancel()
+            if way == "later":
+                asyncio.get_running_loop().call_later(0.02, asyncio.current_task().cancel)
+            if way == "timeout":
+                await asyncio.timeout(0.02).__aenter__()
+            if way == "exit":
+                await asyncio.gather(leave())
+            if way == "scope":
+                scope = anyio.CancelScope().__enter__()
+                scope.cancel()
+            await asyncio.sleep(0.1)
+
+    def rank(states) -> list[float]:
+        return [1.0 for _ in states]
+
+    env = single(rubric=Ranks([rank]))
+    for result in await played(env, ScriptedModel("one"), 3):
+        (state,) = result.states
+        assert (result.error, state["reward"]) == (None, 0.0)
+        assert "Ranks" in state["scoring_errors"]
+    assert asyncio.current_task().cancelling() == 0
+
+
+@pytest.mark.parametrize("later", [ConnectionError("away"), ValueError("no JSON")])
+async def test_a_group_of_failures_is_weather_if_each_of_them_is(later):
+    class Calls(Echo):
+        async def env_response(self, messages, state):
+            async def fails(error):
+                raise error
+
+            async with asyncio.TaskGroup() as group:
+                for error in (ConnectionError("away"), later):
+                    group.create_task(fails(error))
+
+    for result in await played(Calls(), ScriptedModel("two")):
+        is_weather = isinstance(later, ConnectionError)
+        assert (result.error is not None) == is_weather
+        assert result.states[0]["reward"] == (None if is_weather else 0.0)
+
+
+async def test_a_reward_function_of_which_all_tasks_met_the_weather_gives_no_reward():
+    async def judged(completion):
+        async def fails():
+            raise ConnectionError("away")
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(fails())
+
+    env = single(rubric=Rubric([judged]))
+    for result in await played(env, ScriptedModel("one")):
+        assert (result.error.phase, result.states[0]["reward"]) == ("scoring", None)
+
+
+async def test_a_loop_that_swallows_a_cancellation_is_cancelled_again(monkeypatch):
+    monkeypatch.setattr(OwnTask, "again_s", 0.1)
+    log = []
+
+    class Stubborn(Echo):
+        async def env_response(self, messages, state):
+            while True:
+                try:
+                    await asyncio.sleep(60)
+                except:  # noqa: E722  as authors write it
+                    log.append("swallowed")
+                    await asyncio.sleep(30)  # and here the next one arrives
+
+    env = Stubborn()
+    engine = RolloutEngine(env, ScriptedModel("two"), deadline_s=0.2)
+    for result in await asyncio.wait_for(engine.run_all([a_request(env)]), 30):
+        assert (result.error.type, log) == ("RolloutTimeout", ["swallowed"])

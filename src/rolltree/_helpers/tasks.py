@@ -58,6 +58,12 @@ class OwnTask(Generic[T]):
     there. With plain tasks it could not be told from the end of the run.
     """
 
+    again_s: ClassVar = 30.0
+    """After so many seconds the work is cancelled again, as a loop with a bare `except:` may need.
+
+    What ends the work in `finally` may take as long.
+    """
+
     __slots__ = ("_is_held", "_num_finishing", "is_cancelled", "task")
 
     def __init__(self, work: Coroutine[Any, Any, T]) -> None:
@@ -75,18 +81,25 @@ class OwnTask(Generic[T]):
         """
         cancelled: asyncio.CancelledError | None = None
         loop = asyncio.get_running_loop()
+        again: asyncio.TimerHandle | None = None
         while not self.task.done():
             # Not the task itself, which a cancellation would reach at once.
             ended = loop.create_future()
             self.task.add_done_callback(partial(_resolve, ended))
+            if cancelled is not None:
+                again = loop.call_later(self.again_s, _resolve, ended, None)
             try:
                 await ended
+                cancels = cancelled is not None
             except asyncio.CancelledError as error:
                 cancelled, self.is_cancelled = error, True
-                if self._num_finishing:
-                    self._is_held = True
-                else:
-                    self.task.cancel()
+                cancels = True
+            if again is not None:
+                again.cancel()
+            if cancels and self._num_finishing:
+                self._is_held = True
+            elif cancels:
+                self.task.cancel()
         if cancelled is not None:
             failure = None if self.task.cancelled() else self.task.exception()
             raise cancelled from failure
@@ -172,6 +185,8 @@ def _is_of_user(error: KeyboardInterrupt) -> bool:
     while isinstance(handler, partial):
         handler = handler.func
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    if not frames:
+        return False  # code made it, say for a group, and nothing raised it
     # asyncio's handler raises it with a statement, too.
     if any(frame.f_code is getattr(handler, "__code__", None) for frame in frames):
         return True
@@ -190,8 +205,8 @@ def _was_raised(error: BaseException) -> bool:
 _RAISE = opcode.opmap["RAISE_VARARGS"]
 
 
-def contain_tasks(is_inside: Callable[[], object]) -> None:
-    """From now on, contain what tasks raise that begin in this loop while `is_inside()` is true.
+def contain_tasks() -> None:
+    """From now on, contain what tasks raise that begin in this loop inside of an `OwnTask`.
 
     asyncio hands a SystemExit not only to who waits for the task but to the whole loop, so `exit()`
     in what an author passes to `gather` or `wait_for` would end every rollout.
@@ -202,7 +217,7 @@ def contain_tasks(is_inside: Callable[[], object]) -> None:
         return
 
     def make(loop: asyncio.AbstractEventLoop, work: Any, **settings: Any) -> Any:
-        if is_inside() and asyncio.iscoroutine(work):
+        if _OWN.get() is not None and asyncio.iscoroutine(work):
             work = _Contained(work)
         if before is None:
             return asyncio.Task(work, loop=loop, **settings)

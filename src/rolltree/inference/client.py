@@ -250,6 +250,8 @@ def may_follow(error: Exception) -> bool:
     A call of an environment's own, say of a simulated user, may quote it, and a setting may be
     computed from it: `max_tokens = budget - used`.
     """
+    if isinstance(error, ExceptionGroup):
+        return any(map(may_follow, error.exceptions))
     if isinstance(error, ModelError) and not isinstance(error, UnsupportedSetting):
         return is_refusal(error)
     # A wrong setting shows before the first answer. What shows later, such as an observation that

@@ -40,7 +40,6 @@ from rolltree.rollouts.requests import (
     RolloutSource,
     call_seeds,
     check_source,
-    current_episode,
     playing,
     with_tools,
 )
@@ -312,7 +311,7 @@ class RolloutEngine:
         Raises:
             ConfigError: two requests share an id, so their results would count as one.
         """
-        contain_tasks(current_episode)
+        contain_tasks()
         groups = _Groups(self.source, self.deadline_s)
         total: int | None = None
         is_distinct = isinstance(requests, DistinctRequests)
@@ -583,8 +582,8 @@ class _Groups:
                 # The comparison begins after the last member has ended, perhaps at its deadline,
                 # so it gets a deadline of its own.
                 async with asyncio.timeout(self._deadline_s) as deadline:
-                    with contained():
-                        await self._scorer.score_group(states)
+                    with contained():  # an override may be a plain function
+                        await OwnTask(self._scorer.score_group(states)).wait()
         except (Exception, asyncio.CancelledError) as error:
             # A CancelledError of the scorer's own is recorded like any error.
             if being_cancelled():

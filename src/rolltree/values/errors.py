@@ -237,6 +237,9 @@ def error_kind(error: BaseException) -> ErrorKind:
     """Return what failed when an exception was raised."""
     if isinstance(error, RolltreeError):
         return error.kind
+    if isinstance(error, BaseExceptionGroup):
+        kinds = [error_kind(part) for part in error.exceptions]
+        return "episode" if "episode" in kinds else kinds[0]
     if isinstance(error, _loaded({"urllib.error": ("URLError",)})):
         reason = getattr(error, "reason", None)  # a text for an address that is none
         error = reason if isinstance(reason, BaseException) else error
