@@ -80,10 +80,11 @@ async def test_a_judge_that_fails_is_no_zero():
     assert second["reward"] == 1.0
 
 
-async def test_a_response_that_the_judge_refuses_counts_as_no_answer():
+@pytest.mark.parametrize("status", [400, 403])
+async def test_a_response_that_the_judge_refuses_counts_as_no_answer(status):
     def reply(messages):
         if "filtered" in messages[0]["content"]:
-            raise ServerError("content_filter", status=400, retryable=False)
+            raise ServerError("content_filter", status=status, retryable=False)
         return "yes" if "four" in messages[0]["content"] else "no"
 
     rubric = JudgeRubric([correct], judge_client=ScriptedClient(reply))

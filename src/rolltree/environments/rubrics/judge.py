@@ -13,7 +13,7 @@ from typing import Any
 from rolltree.environments.parsers import Parser, text_of
 from rolltree.environments.rubrics.functions import RewardFunc
 from rolltree.environments.rubrics.rubric import Rubric
-from rolltree.inference.client import as_client, sampling_from_args
+from rolltree.inference.client import as_client, is_refusal, sampling_from_args
 from rolltree.values.errors import ConfigError, ModelError, PromptTooLong
 from rolltree.values.types import Messages, SamplingArgs, State
 
@@ -126,7 +126,7 @@ class JudgeRubric(Rubric):
             try:
                 return await self._judged(prompt, _end_of(response, limit), answer, state)
             except ModelError as error:
-                if error.kind != "episode":
+                if error.kind != "episode" and not is_refusal(error):
                     raise
                 # A response has its answer at the end, so its beginning is cut.
                 if isinstance(error, PromptTooLong) and limit >= 2000 and len(response) >= 1000:
