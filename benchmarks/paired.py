@@ -6,7 +6,7 @@
 
 Both sides run the scripts that lie here, in this environment, and differ in `PYTHONPATH`; after a
 move of modules the old side needs a copy with the former names (`--old-scripts`). Figures
-are CPU time of one thread. Which side goes first changes from pair to pair. What counts is the
+are CPU time of one thread, and the page's are what the browser took to draw a view. Which side goes first changes from pair to pair. What counts is the
 ratio of the least of each side, since what else the machine does only adds; beside it stands the
 95 % interval of the median ratio of a pair. A ratio beyond the tolerance whose interval does not
 say so too is undecided.
@@ -19,6 +19,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import comb
@@ -30,7 +31,8 @@ from verdict import Bar, conclude, make_parser
 HERE = Path(__file__).parent
 NEW = HERE.parent / "src"
 TOLERANCE = 0.03
-SHORT_SCENE = "reasoning stripped, 8 turns"
+RUNS = "RUNS"
+"""A word that stands for a folder of the side's own, which keeps what its first run stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +87,20 @@ ROWS = {
             for name, row in found["results"].items()
         },
     ),
+    "viewer": Row(
+        ("viewer.py", "--json", "--num", "10000", "--tokens", "20000", "--runs", RUNS)
+        + ("--only", "run", "rollouts", "long rollout", "long tokens"),
+        lambda found: {
+            f"to open {name}": row["first_ms"] for name, row in found["results"]["opened"].items()
+        },
+    ),
 }
 
 
-def figures_of(row: Row, source: Path, scripts: Path) -> dict[str, float]:
+def figures_of(row: Row, source: Path, scripts: Path, runs: Path) -> dict[str, float]:
     environment = {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(scripts / row.words[0]), *row.words[1:]]
+    words = [str(runs) if word is RUNS else word for word in row.words[1:]]
+    command = [sys.executable, str(scripts / row.words[0]), *words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(row.words)} failed with {source}:\n{done.stderr[-3000:]}")
@@ -114,10 +124,11 @@ def compare(row: Row, old: Path, scripts: Path, pairs: int) -> dict[str, dict[st
         "old": ((old, scripts), list[dict[str, float]]()),
         "new": ((NEW, HERE), list[dict[str, float]]()),
     }
-    for number in range(pairs):
-        for side in ("old", "new") if number % 2 else ("new", "old"):
-            code, found = sides[side]
-            found.append(figures_of(row, *code))
+    with tempfile.TemporaryDirectory() as runs:
+        for number in range(pairs):
+            for side in ("old", "new") if number % 2 else ("new", "old"):
+                code, found = sides[side]
+                found.append(figures_of(row, *code, Path(runs) / side))
     results = {}
     for name in sides["new"][1][0]:
         before, after = ([one[name] for one in found] for _, found in sides.values())
