@@ -52,7 +52,7 @@ class InFlight:
     clock: Clock | None = None
     mark: object = None
     wait: tuple[str, str] | None = None
-    told_s: float = 0.0
+    warned_s: float = 0.0
 
 
 class ProgressWatch:
@@ -73,7 +73,7 @@ class ProgressWatch:
         self._quiet_until_s: defaultdict[str, float] = defaultdict(float)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread = 0
-        self._looped_s = self._blocked_told_s = 0.0
+        self._looped_s = self._blocked_warned_s = 0.0
 
     @contextmanager
     def over(self, request: RolloutRequest) -> Iterator[InFlight]:
@@ -100,7 +100,7 @@ class ProgressWatch:
                 watching.start()
 
     def _looped(self) -> None:
-        self._looped_s, self._blocked_told_s = time.monotonic(), 0.0
+        self._looped_s, self._blocked_warned_s = time.monotonic(), 0.0
 
     def _run(self) -> None:
         pause_s = self.stall_s / 4
@@ -132,19 +132,19 @@ class ProgressWatch:
             self._loop.call_soon_threadsafe(self._looped)
         if blocked_s > self.stall_s / 2:
             self._forgive(self.stall_s / 4)
-            self._tell_blocked(blocked_s)
+            self._warn_blocked(blocked_s)
             return
         waiting = defaultdict[tuple[str, str, str], list[InFlight]](list)
         for flight in list(self._rollouts):
             self._update(flight, now_s)
             waited_s = now_s - flight.since_s
-            if flight.wait is None or waited_s < max(2 * flight.told_s, self.stall_s):
+            if flight.wait is None or waited_s < max(2 * flight.warned_s, self.stall_s):
                 continue
             if waited_s >= 2 * self._longest_s[flight.wait[0]]:
                 waiting[(_part(flight.request), *flight.wait)].append(flight)
         for (part, what, where), flights in waiting.items():
             if now_s >= self._quiet_until_s[what]:
-                self._tell(part, what, where, flights, now_s)
+                self._warn(part, what, where, flights, now_s)
 
     def _update(self, flight: InFlight, now_s: float) -> None:
         """Note what a rollout waits for, and since when."""
@@ -160,14 +160,14 @@ class ProgressWatch:
                 return
         if before is not None:
             self._longest_s[before[0]] = max(self._longest_s[before[0]], waited_s)
-        flight.mark, flight.since_s, flight.wait, flight.told_s = mark, now_s, None, 0.0
+        flight.mark, flight.since_s, flight.wait, flight.warned_s = mark, now_s, None, 0.0
 
-    def _tell(
+    def _warn(
         self, part: str, what: str, where: str, flights: list[InFlight], now_s: float
     ) -> None:
         longest_s = max(now_s - flight.since_s for flight in flights)
         for flight in flights:
-            flight.told_s = now_s - flight.since_s
+            flight.warned_s = now_s - flight.since_s
         self._quiet_until_s[what] = now_s + longest_s
         one = len(flights) == 1
         self.notify(
@@ -177,13 +177,13 @@ class ProgressWatch:
             "deadline_s."
         )
 
-    def _tell_blocked(self, blocked_s: float) -> None:
-        if blocked_s < max(self.stall_s, 2 * self._blocked_told_s):
+    def _warn_blocked(self, blocked_s: float) -> None:
+        if blocked_s < max(self.stall_s, 2 * self._blocked_warned_s):
             return
         where = _blocking(sys._current_frames().get(self._loop_thread))
         if where is None:
             return
-        self._blocked_told_s = blocked_s
+        self._blocked_warned_s = blocked_s
         flights = list(self._rollouts)
         held_up = (
             "the only rollout in flight does not go on"
