@@ -6,7 +6,8 @@
 
 Both sides run the scripts that lie here, in this environment, and differ in `PYTHONPATH`; after a
 move of modules the old side needs a copy with the former names (`--old-scripts`). Figures
-are CPU time of one thread, and the page's are what the browser took to draw a view. Which side goes first changes from pair to pair. What counts is the
+are CPU time of one thread, and the page's are what the browser took to draw a view.
+Which side goes first changes from pair to pair. What counts is the
 ratio of the least of each side, since what else the machine does only adds; beside it stands the
 95 % interval of the median ratio of a pair. A ratio beyond the tolerance whose interval does not
 say so too is undecided.
@@ -88,8 +89,10 @@ ROWS = {
         },
     ),
     "viewer": Row(
-        ("viewer.py", "--json", "--num", "10000", "--tokens", "20000", "--runs", RUNS)
-        + ("--only", "run", "rollouts", "long rollout", "long tokens"),
+        (
+            *("viewer.py", "--json", "--num", "10000", "--tokens", "20000", "--runs", RUNS),
+            *("--only", "run", "rollouts", "long rollout", "long tokens"),
+        ),
         lambda found: {
             f"to open {name}": row["first_ms"] for name, row in found["results"]["opened"].items()
         },

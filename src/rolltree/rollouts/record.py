@@ -203,7 +203,10 @@ def _state_columns(
         "error_phase": status_of[0]["phase"] if status_of else request_columns["error_phase"],
         "errors": (
             *(own or request_columns["errors"]),
-            *({"function": name, **_without_repeated_traceback(item, own)} for name, item in raised.items()),
+            *(
+                {"function": name, **_without_repeated_traceback(item, own)}
+                for name, item in raised.items()
+            ),
         ),
         "stop_condition": state.stop_condition,
         "is_completed": bool(state.is_completed),
@@ -225,7 +228,9 @@ def _state_columns(
     }
 
 
-def _without_repeated_traceback(error: Mapping[str, Any], own: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+def _without_repeated_traceback(
+    error: Mapping[str, Any], own: Sequence[Mapping[str, Any]]
+) -> Mapping[str, Any]:
     """Return a function's error, without its traceback if the rollout's own error has the same."""
     if any(each.get("traceback") == error.get("traceback") for each in own):
         return {name: value for name, value in error.items() if name != "traceback"}
