@@ -11,6 +11,7 @@ from golden import make_runs
 from rolltree.agents import Agent
 from rolltree.agents.protocols import SingleAgentProtocol
 from rolltree.environments import ProtocolEnvironment
+from rolltree.insight.auditing import run
 from rolltree.training.losses import LOSSES, Loss, LossTerms
 from rolltree.training.optim import Optimizer
 from rolltree.values.steps import StepOutcome
@@ -48,7 +49,7 @@ def train(tmp_path_factory):
     model.mkdir()
     make_runs.make_tiny(model, MODEL)
 
-    def run(path, environment=None, **settings):
+    def run_training(path, environment=None, **settings):
         sections = {
             "run": {"dir": str(path), "seed": 4},
             "model": {"name": str(model)},
@@ -62,7 +63,7 @@ def train(tmp_path_factory):
         merged = {name: sections.get(name, {}) | settings.get(name, {}) for name in sections}
         return rt.train(merged, environment=environment or Turns(), reporter=rt.Silent()).metrics
 
-    return run
+    return run_training
 
 
 def assert_nothing_is_wrong(path):
@@ -101,6 +102,12 @@ SETTINGS = {
     },
 }
 
+
+RATES = {
+    "a rate that falls": {"schedule": "linear", "lr": 0.01},
+    "a rate that rises and falls": {"schedule": "cosine", "warmup_steps": 2, "lr": 0.01},
+}
+SETTINGS |= {name: {"train": HALVES | {"num_steps": 3}, "optim": RATES[name]} for name in RATES}
 
 SAID = ("train/loss", "train/clip_ratio/region_mean", "ratio/ess", "ratio/max", "ratio/mean")
 
@@ -194,6 +201,39 @@ CHANGED = {
     "changed_sampling": ("refuse", "mask"),
     "max_mismatch": (0.2, 0.1),
 }
+
+
+def test_checkpoints_at_other_steps_than_before_are_not_accused(train, tmp_path):
+    train(tmp_path / "run", train={"num_steps": 3}, checkpoint={"every": 3})
+    train(tmp_path / "run", train={"num_steps": 3}, checkpoint={"every": 2})
+    assert_nothing_is_wrong(tmp_path / "run")
+
+
+def test_a_run_that_goes_on_during_its_audit_is_not_accused(train, monkeypatch, tmp_path):
+    train(tmp_path / "run", train={"num_steps": 1})
+    check_run, num_steps = run._Audit.check_run, []
+
+    def later(audited):
+        num_steps.append(len(train(tmp_path / "run", train={"num_steps": 3})))
+        check_run(audited)
+
+    monkeypatch.setattr(run._Audit, "check_run", later)
+    (found,) = rt.audit(tmp_path / "run").findings
+    # The file beside the database has the new number of steps.
+    assert (found.cause, num_steps) == ("settings_file_differs", [3])
+
+
+def test_a_rate_that_is_not_the_schedules_is_found(train, tmp_path):
+    train(tmp_path / "run", train={"num_steps": 3}, optim={"schedule": "linear"})
+    Corrupter(tmp_path / "run").step(2, {"train/learning_rate": 0.01})
+    (found,) = rt.audit(tmp_path / "run").findings
+    assert (found.cause, found.step) == ("settings_differ", 2)
+
+
+def test_a_file_that_was_never_written_to_is_no_run(train, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.db").touch()
+    assert len(train(tmp_path / "run", train={"num_steps": 1})) == 1
 
 
 @pytest.mark.parametrize("name", CHANGED)

@@ -22,8 +22,8 @@ from rolltree.training import (
     config,
     load_train_config,
     logprobs,
-    optim,
     plan,
+    sections,
     trackers,
 )
 from rolltree.values.errors import ConfigError, RolltreeError, UnknownName
@@ -164,7 +164,7 @@ def test_what_is_said_of_removed_settings_is_what_holds():
         "engine.away_limit_s": plan.AWAY_LIMIT_S,
         "checkpoint.max_shard_size": checkpoint_formats.MAX_SHARD_SIZE,
         "track.transcripts_every": trackers.TRANSCRIPTS_EVERY,
-        "optim.final_lr_share": optim.SCHEDULES["cosine"](1.0),
+        "optim.final_lr_share": sections.SCHEDULES["cosine"](1.0),
         "algorithm.baseline_decay": advantages.BASELINE_DECAY,
         "cluster.orphan_s": beat.ORPHAN_S,
         "cluster.max_restarts": driver.MAX_RESTARTS,

@@ -21,8 +21,8 @@ from training_kit import (
 
 from rolltree.training.algorithms import resolve_algorithm
 from rolltree.training.batches import build_batch
-from rolltree.training.optim import Optimizer, learning_rate
-from rolltree.training.sections import ModelSection
+from rolltree.training.optim import Optimizer
+from rolltree.training.sections import ModelSection, learning_rate
 from rolltree.values.errors import TokenError, TrainingError
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -329,6 +330,10 @@ class StoredRun:
             with self._database.naming():
                 found = trained_from_sql(row)
             yield found
+
+    def snapshot(self) -> AbstractContextManager[object]:
+        """`with run.snapshot():` reads everything as it was at one moment, while others write."""
+        return self._database.snapshot()
 
     def steps(self) -> list[StepRow]:
         """Return the metrics of every step, in order, under the names of `docs/metrics.md`."""

@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from rolltree.training.losses import LossTerms as LossTerms
     from rolltree.training.losses import get_loss as get_loss
     from rolltree.training.optim import Optimizer as Optimizer
-    from rolltree.training.optim import learning_rate as learning_rate
     from rolltree.training.parts import TrainParts as TrainParts
     from rolltree.training.parts import build_parts as build_parts
     from rolltree.training.parts import open_run as open_run
@@ -54,6 +53,7 @@ if TYPE_CHECKING:
     from rolltree.training.reporter import Silent as Silent
     from rolltree.training.reporter import TrainReport as TrainReport
     from rolltree.training.reporter import TrainStart as TrainStart
+    from rolltree.training.sections import learning_rate as learning_rate
     from rolltree.training.supervised import supervised_states as supervised_states
     from rolltree.training.trainer import Trainer as Trainer
     from rolltree.training.tree_support import check_tree_support as check_tree_support
@@ -71,11 +71,12 @@ _MODULES: dict[str, str] = {
     "layout": "Forest collate",
     "loop": "Evaluate run_training",
     "losses": "KLS LOSSES LossInputs LossTerms get_loss",
-    "optim": "Optimizer learning_rate",
+    "optim": "Optimizer",
     "parts": "TrainParts build_parts open_run",
     "plan": "step_requests task_indices",
     "publishing": "WeightTarget",
     "reporter": "Reporter Silent TrainReport TrainStart",
+    "sections": "learning_rate",
     "supervised": "supervised_states",
     "trainer": "Trainer",
     "tree_support": "check_tree_support why_not_tree",

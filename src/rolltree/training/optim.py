@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -11,23 +10,6 @@ from torch import Tensor
 from rolltree.training.models.ranks import total_norm
 from rolltree.training.sections import OptimSection
 from rolltree.values.errors import TrainingError
-
-SCHEDULES: dict[str, Callable[[float], float]] = {
-    "constant": lambda done: 1.0,
-    "linear": lambda done: 1 - done,
-    "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
-}
-"""Share of the run that is done -> share of the rate; one that falls ends at 0."""
-
-
-def learning_rate(config: OptimSection, update: int, num_updates: int) -> float:
-    """Return the rate of update `update` (0 is the first) of `num_updates`."""
-    if update < config.warmup_steps:
-        # The first update is above 0, and the first one after the warm-up has the full rate.
-        return config.lr * (update + 1) / (config.warmup_steps + 1)
-    span = max(1, num_updates - config.warmup_steps)
-    done = min(1.0, (update - config.warmup_steps) / span)
-    return config.lr * SCHEDULES[config.schedule](done)
 
 
 class Optimizer:

@@ -7,6 +7,7 @@ a plain copy of the weights; vLLM and servers have copies that `publish` renews.
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,7 +111,9 @@ def _local(config: TrainConfig, model: Any, tokenizer: Any) -> tuple[Any, Weight
 
 def settings_of_run(config: TrainConfig) -> Mapping[str, Any]:
     """Return the stored settings of the run that the config names; empty if there is none."""
-    if not (Path(config.run.dir) / "run.db").exists():
+    file = Path(config.run.dir) / "run.db"
+    # A program that is killed as it makes a run leaves an empty file, which the next one fills.
+    if not any(os.path.exists(each) and os.path.getsize(each) for each in (file, f"{file}-wal")):
         return {}
     with Run.open(config.run.dir, "r") as run:
         return run.config

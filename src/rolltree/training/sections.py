@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -262,7 +263,7 @@ class OptimSection(Section, frozen=True):
     """AdamW and its schedule.
 
     `lr`, `beta1`, `beta2`, `eps`: AdamW's. `weight_decay` applies to matrices only. The gradient is
-    scaled down to `max_grad_norm` (inf: no clipping). `schedule`: a row of `optim.SCHEDULES`, after
+    scaled down to `max_grad_norm` (inf: no clipping). `schedule`: a row of `SCHEDULES`, after
     `warmup_steps` of linear warm-up.
     """
 
@@ -279,6 +280,24 @@ class OptimSection(Section, frozen=True):
         # `gt=0` lets infinity through, which `max_grad_norm` may be.
         if not math.isfinite(self.lr):
             raise ConfigError(f"optim.lr is {self.lr}. Use a finite learning rate.")
+
+
+SCHEDULES: dict[str, Callable[[float], float]] = {
+    "constant": lambda done: 1.0,
+    "linear": lambda done: 1 - done,
+    "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
+}
+"""Share of the run that is done -> share of the rate; one that falls ends at 0."""
+
+
+def learning_rate(config: OptimSection, update: int, num_updates: int) -> float:
+    """Return the rate of update `update` (0 is the first) of `num_updates`."""
+    if update < config.warmup_steps:
+        # The first update is above 0, and the first one after the warm-up has the full rate.
+        return config.lr * (update + 1) / (config.warmup_steps + 1)
+    span = max(1, num_updates - config.warmup_steps)
+    done = min(1.0, (update - config.warmup_steps) / span)
+    return config.lr * SCHEDULES[config.schedule](done)
 
 
 class TrainSection(Section, frozen=True):

@@ -49,7 +49,8 @@ from rolltree.training.objective import (
     objective,
     rollout_ratios,
 )
-from rolltree.training.optim import Optimizer, learning_rate
+from rolltree.training.optim import Optimizer
+from rolltree.training.sections import learning_rate
 from rolltree.training.untrainable import MaskedCalls, TrainableLimits, mask_untrainable
 from rolltree.values.errors import ConfigError, NonFiniteStep, TrainingError
 from rolltree.values.types import Sample

@@ -27,6 +27,7 @@ from rolltree.insight.auditing.text import TextCheck
 from rolltree.insight.auditing.training import MOST_ENTROPY, TrainingAudit
 from rolltree.records.tokenizer import RunTokenizer, found_tokenizer
 from rolltree.store import Run, StoredRollout
+from rolltree.store.database import WriterLock
 from rolltree.store.settings import without
 from rolltree.store.weights import META as REWARD_WEIGHTS
 from rolltree.training.config import REMOVED, as_started, ignored_settings, load_train_config
@@ -72,7 +73,7 @@ def audit(
         ConfigError: `tokenizer` is not a tokenizer; or nothing can be recomputed.
     """
     began = time.monotonic()
-    with Run.open(path, mode="r") as run:
+    with Run.open(path, mode="r") as run, run.snapshot():
         ledger = Ledger()
         audited = _Audit(run, ledger, tokenizer)
         recomputed: Mapping[str, float] = {}
@@ -255,7 +256,8 @@ class _Audit:
         self.run.query("SELECT 1")
         size = self.run.num_rollouts()
         num = processes_for(size) if num_processes is None else num_processes
-        if num == 1:
+        # Each process sees the run at another moment, and what is written meanwhile would not fit.
+        if num == 1 or WriterLock.holder(self.run.path / "run.lock") is not None:
             self.check_some()
         else:
             self._check_in_parts(size, num)

@@ -12,6 +12,7 @@ from rolltree.insight.auditing.rules import CLOCK_S, AuditRule, Found, InRun, St
 from rolltree.store.metric_names import number_of
 from rolltree.store.metric_table import metric_of
 from rolltree.training.plan import PHASE
+from rolltree.training.sections import learning_rate
 from rolltree.values.errors import StoreError
 
 _MOST_BYTES = 2**24
@@ -75,11 +76,13 @@ def _differing_settings(stored: Stored) -> Iterator[Found]:
     if last > train.num_steps:
         yield _differs("the last step is", last, "train.num_steps", train.num_steps, last)
     for row in steps:
-        rate = number_of(row.metrics.get("train/learning_rate"))
-        is_full = optim.schedule == "constant" and row.step > optim.warmup_steps
-        wrong = rate is not None and (rate > optim.lr * 1.000001 or (is_full and rate < optim.lr))
-        if wrong and not math.isclose(rate or 0.0, optim.lr, rel_tol=1e-6):
-            yield _differs("its learning rate is", rate, "optim.lr", optim.lr, row.step)
+        rate, num_updates = (
+            number_of(row.metrics.get("train/learning_rate")),
+            train.updates_per_step,
+        )
+        due = learning_rate(optim, row.step * num_updates - 1, train.num_steps * num_updates)
+        if rate is not None and not math.isclose(rate, due, rel_tol=1e-6, abs_tol=1e-12):
+            yield _differs("its learning rate is", rate, "what [optim] gives", due, row.step)
     groups: defaultdict[int, set[str]] = defaultdict(set)
     for item in stored.facts:
         label = item.group_id.rpartition("/")[2]
@@ -104,8 +107,10 @@ def _differs(what: str, said: object, name: str, wanted: object, step: int | Non
 
 
 def _missing_checkpoints(stored: Stored) -> Iterator[Found]:
+    """Compare the events with `checkpoint.every`, unless that changed during the run."""
     saved = {event.step for event in stored.run.events("checkpoint")}
-    if stored.config is None or not saved:
+    changed = [event.data.get("changed") for event in stored.run.events("resumed")]
+    if stored.config is None or not saved or "checkpoint.every" in str(changed):
         return
     every, last = (
         stored.config.checkpoint.every,
