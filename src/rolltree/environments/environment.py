@@ -466,7 +466,8 @@ class Environment(BatchRunner):
         A handler that raises does not keep the others from running; its error is in
         `state["cleanup_errors"]`.
         """
-        if state.cleaned_up or not self._cleanup_handlers:
+        # Nothing but True, since an environment may have put anything there.
+        if state.cleaned_up is True or not self._cleanup_handlers:
             return
         # Set before the handlers run, so that the engine does not run a cancelled one again.
         state.cleaned_up = True

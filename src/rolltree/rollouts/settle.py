@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
-from rolltree.tokens import is_plain_step
+from rolltree.tokens import Trajectory, is_plain_step
 from rolltree.values.state import INPUT_FIELDS, RAISED
 from rolltree.values.steps import MAX_REWARD
 from rolltree.values.types import RolloutTiming, State
@@ -74,7 +74,9 @@ class KeptParts:
         settle_state(self._state, self._row, self._calls)
 
 
+# Exact types, since a class of an environment's author may raise when it is read.
 _DICT = frozenset([dict])
+_LISTS = (Trajectory, list)
 _NONE = type(None)
 _PLAIN_TYPES = {
     **dict.fromkeys(("error", "final_env_response", *RAISED), (_NONE,)),
@@ -84,6 +86,7 @@ _PLAIN_TYPES = {
     **dict.fromkeys(FLAGS, (bool, _NONE)),
     "metrics": (dict, _NONE),
     "completion": (str, list, _NONE),
+    "cleaned_up": (bool, _NONE),
 }
 
 
@@ -106,19 +109,22 @@ def _is_plain(state: State) -> bool:
     if type(said) is list and not _DICT.issuperset(map(type, said)):
         return False
     steps = get("trajectory")
-    return isinstance(steps, list) and all(map(is_plain_step, steps))
+    return type(steps) in _LISTS and all(map(is_plain_step, steps))
 
 
 def _is_whole(state: State, row: Mapping[str, Any]) -> bool:
     """Whether a state still has the inputs of its row, and its times."""
     source, timing = dict.get(state, "input"), dict.get(state, "timing")
     return (
-        isinstance(source, dict)
-        and isinstance(timing, dict)
+        type(source) is dict
+        and type(timing) is dict
         and source.keys() >= _INPUTS & row.keys()
         and type(source.get("prompt")) is type(row.get("prompt"))
-        and all(map(is_finite, map(timing.get, TIMES)))
+        and all(type(time) in _NUMBER and is_finite(time) for time in map(timing.get, TIMES))
     )
+
+
+_NUMBER = (float, int)
 
 
 def is_finite(value: Any) -> bool:
