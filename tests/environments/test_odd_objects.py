@@ -1,17 +1,25 @@
 """Objects of an environment's code that raise when somebody reads them, and what it does late."""
 
+import asyncio
 import shelve
 import weakref
 from collections.abc import Mapping
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from test_odd_values import ROWS, Writes, one
+from datasets import Dataset
+from test_odd_values import ROWS, PaidWorld, one
 
 import rolltree as rt
+from rolltree.agents import Agent
+from rolltree.agents.protocols import SingleAgentProtocol
+from rolltree.environments import ProtocolEnvironment
 from rolltree.records import audit, export_run
 from rolltree.rollouts.decode import decode_rollout
-from rolltree.store import Opaque, Run
+from rolltree.store import Run
+from rolltree.verifiers import verifiers as vf
 
 
 class RaisingMap(Mapping):
@@ -192,3 +200,209 @@ def test_a_reward_function_may_leave_it_as_well(place, tmp_path):
     env = rt.SingleTurnEnv(dataset=Leaves(place, tmp_path).dataset, rubric=rt.Rubric([leaves]))
     results = stored(env, tmp_path, ["x"] * 99)
     assert rewards_by_name(results) == dict.fromkeys(RAISING, 1.0)
+
+
+# What it does late: reward functions, cleanups, overrides, worlds
+
+
+def cancels_itself():
+    asyncio.current_task().cancel()
+
+
+RUINS = {
+    "no trajectory": lambda state: state.pop("trajectory"),
+    "no timing": lambda state: state.pop("timing"),
+    "times": lambda state: state["timing"].clear(),
+    "nothing": lambda state: state.clear(),
+    "a text": lambda state: state.__setitem__("trajectory", "gone"),
+    "a number": lambda state: state.__setitem__("trajectory", [1]),
+    "no steps": lambda state: state["trajectory"].clear(),
+    "no input": lambda state: state.__setitem__("input", None),
+    "metrics": lambda state: state.__setitem__("metrics", 5),
+    "errors": lambda state: state.__setitem__("scoring_errors", 5),
+    "error": lambda state: state.__setitem__("error", "bad"),
+    "step": lambda state: state["trajectory"].append(1),
+    "step's keys": lambda state: state["trajectory"][0].clear(),
+    "cleaned_up": lambda state: state.__setitem__("cleaned_up", np.ones(2)),
+}
+
+
+@pytest.mark.parametrize("kind", ["rollout", "group"])
+@pytest.mark.parametrize("name", [name for name in RUINS if name != "step"])
+def test_a_reward_function_for_verifiers_may_ruin_the_state(name, kind, tmp_path):
+    def ruins(state):
+        RUINS[name](state)
+        return 1.0
+
+    def ruins_all(states):
+        return [*map(ruins, states)]
+
+    functions = [ruins if kind == "rollout" else ruins_all, one]
+    rubric = vf.RubricGroup([vf.Rubric(funcs=functions, weights=[0.5, 0.5])])
+    env = vf.SingleTurnEnv(dataset=Dataset.from_list(ROWS), rubric=rubric)
+    results = stored(env, tmp_path, rollouts_per_example=2)
+    assert [result.states[0].reward for result in results] == [1.0] * 4
+
+
+async def cancelled_by_hand():
+    raise asyncio.CancelledError
+
+
+async def cancelled_task():
+    cancels_itself()
+    await asyncio.sleep(0)
+
+
+async def cancelled_at_the_end():
+    cancels_itself()
+
+
+CANCELS = [cancelled_by_hand, cancelled_task, cancelled_at_the_end]
+
+
+@pytest.mark.parametrize("cancels", CANCELS)
+@pytest.mark.parametrize(
+    ("library", "kind"),
+    [(rt, "rollout"), (rt, "group"), (rt, "step"), (vf, "rollout"), (vf, "group")],
+)
+def test_a_metric_that_cancels_itself_costs_itself_only(cancels, library, kind, tmp_path):
+    async def broken(state):
+        await cancels()
+        return 1.0
+
+    async def broken_group(states):
+        await cancels()
+        return [1.0 for _ in states]
+
+    async def late(state):
+        await asyncio.sleep(0.01)
+        return 1.0
+
+    broken = broken_group if kind == "group" else broken
+    rubric = library.Rubric(funcs=[late, one], weights=[0.5, 0.5])
+    if kind == "step":
+        rubric.add_step_reward_func(broken, 0.0)
+    else:
+        rubric.add_metric(broken, 0.0)
+    env = library.SingleTurnEnv(dataset=Dataset.from_list(ROWS), rubric=rubric)
+    results = stored(env, tmp_path, rollouts_per_example=2)
+    for result in results:
+        (state,) = result.states
+        assert (state.reward, state.error) == (1.0, None)
+        assert list(state.get("scoring_errors") or {}) in ([broken.__name__], [])
+
+
+@pytest.mark.parametrize("name", RUINS)
+def test_a_cleanup_may_ruin_the_state(name, tmp_path):
+    class Ruins(rt.SingleTurnEnv):
+        @rt.cleanup
+        async def tidy(self, state):
+            RUINS[name](state)
+
+    env = Ruins(dataset=ROWS, rubric=rt.Rubric([one]))
+    results = stored(env, tmp_path)
+    assert [result.states[0].reward for result in results] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("way", ["rollout", "world", "verifiers"])
+@pytest.mark.parametrize("name", RUINS)
+def test_a_cleanup_of_other_environments_may_ruin_the_state(name, way, tmp_path):
+    class Own(rt.SingleTurnEnv):
+        async def rollout(self, *given, **named):
+            return await super().rollout(*given, **named)
+
+    kind = {"rollout": Own, "world": ProtocolEnvironment, "verifiers": vf.SingleTurnEnv}[way]
+
+    class Ruins(kind):
+        @rt.cleanup
+        async def tidy(self, state):
+            RUINS[name](state)
+
+    if way == "world":
+        protocol = SingleAgentProtocol(Agent, max_steps=2)
+        env = Ruins(
+            protocol, world=lambda row: PaidWorld(1.0), num_eval=2, rubric=rt.Rubric([one])
+        )
+    else:
+        rubric = vf.Rubric(funcs=[one]) if way == "verifiers" else rt.Rubric([one])
+        env = Ruins(dataset=Dataset.from_list(ROWS), rubric=rubric)
+    results = stored(env, tmp_path)
+    assert [result.states[0].reward for result in results] == [1.0, 1.0]
+
+
+ODD_RESPONSES = [
+    *(3, 2.5, True, b"x", [], {}, (), object(), {"role": "assistant", "content": "x"}),
+    *({"choices": []}, {"choices": None}, {"choices": [None]}, {"choices": [{"message": {}}]}),
+    *(SimpleNamespace(content="x"), SimpleNamespace(choices=[]), None, "x", Mock(), RaisingMap()),
+    {"choices": [{"message": {"content": "x"}, "finish_reason": "abort"}]},
+    {"choices": [{"message": {"content": 5}}], "usage": 5},
+    {"choices": [{"message": {"content": "x"}, "token_ids": [1], "logprobs": 5}]},
+    ValueError("x"),
+]
+
+
+@pytest.mark.parametrize("library", [rt, vf])
+@pytest.mark.parametrize("response", ODD_RESPONSES, ids=lambda each: type(each).__name__)
+def test_an_odd_response_of_an_override_after_an_answer_is_scored(response, library, tmp_path):
+    class Odd(library.SingleTurnEnv):
+        async def get_model_response(self, *given, **named):
+            await super().get_model_response(*given, **named)
+            return response
+
+    rubric = library.Rubric(funcs=[one])
+    env = Odd(dataset=Dataset.from_list(ROWS), rubric=rubric)
+    results = stored(env, tmp_path)
+    assert [result.states[0].reward for result in results] == [1.0, 1.0]
+
+
+class CancellingWorld(PaidWorld):
+    """Cancels the task that it runs in."""
+
+    def __init__(self, method, cancels):
+        super().__init__(1.0)
+        self.method, self.cancels = method, cancels
+
+    def step(self, action):
+        if self.method == "step":
+            self.cancels()
+        return super().step(action)
+
+    def reset(self, *, seed=None):
+        if self.method == "reset":
+            self.cancels()
+        return super().reset(seed=seed)
+
+    async def close(self):
+        if self.method == "close":
+            self.cancels()
+
+
+def raises_cancelled():
+    raise asyncio.CancelledError
+
+
+@pytest.mark.parametrize("cancels", [cancels_itself, raises_cancelled])
+@pytest.mark.parametrize("method", ["step", "close"])
+@pytest.mark.parametrize("rubric", [None, rt.Rubric([one])])
+def test_a_world_that_cancels_itself_is_scored(method, cancels, rubric, tmp_path):
+    env = ProtocolEnvironment(
+        SingleAgentProtocol(Agent, max_steps=2),
+        world=lambda row: CancellingWorld(method, cancels),
+        num_eval=2,
+        rubric=rubric,
+    )
+    for result in stored(env, tmp_path):
+        assert result.error is None
+        assert result.states[0].reward is not None
+
+
+@pytest.mark.parametrize("cancels", CANCELS)
+def test_a_rubric_that_cancels_itself_is_scored(cancels, tmp_path):
+    class Cancels(rt.Rubric):
+        async def score_rollout(self, *given, **named):
+            await super().score_rollout(*given, **named)
+            await cancels()
+
+    env = rt.SingleTurnEnv(dataset=ROWS, rubric=Cancels([one]))
+    for result in stored(env, tmp_path):
+        assert result.states[0].reward is not None

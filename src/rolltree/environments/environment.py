@@ -19,7 +19,7 @@ from dataclasses import replace
 from types import CoroutineType
 from typing import Any, ClassVar
 
-from rolltree._helpers.tasks import being_cancelled, contained, finish
+from rolltree._helpers.tasks import being_cancelled, contained, finish, undo_own_cancellation
 from rolltree.environments.batch_runner import BatchRunner
 from rolltree.environments.completion import render_completion
 from rolltree.environments.dataset import Data, RowFormat
@@ -473,6 +473,7 @@ class Environment(BatchRunner):
         state.cleaned_up = True
         # A cancelled rollout still has to give back its sandbox, container or connection.
         await finish(self._run_cleanup(state))
+        state.cleaned_up = True  # a handler may have cleared the state
 
     async def _run_cleanup(self, state: State) -> None:
         for handler in self._cleanup_handlers:
@@ -482,6 +483,7 @@ class Environment(BatchRunner):
                 async with asyncio.timeout(CLEANUP_LIMIT_S):
                     with contained():
                         await maybe_await(handler, state)
+                    await undo_own_cancellation()
             except (Exception, asyncio.CancelledError) as error:
                 # Recorded; the other handlers must still run. A TaskGroup whose task raised leaves
                 # the look of a cancellation behind (Python 3.11 and 3.12).
@@ -541,5 +543,9 @@ def is_overlong(response: Any) -> bool:
     """Whether a response answers nothing: the prompt was too long for the model."""
     if isinstance(response, ModelResponse):  # first: nearly all are
         return response.id == OVERLONG_PROMPT
-    given = response.get("id") if isinstance(response, Mapping) else response
-    return (given if isinstance(given, str) else getattr(given, "id", None)) == OVERLONG_PROMPT
+    try:
+        given = response.get("id") if isinstance(response, Mapping) else response
+        said = given if isinstance(given, str) else getattr(given, "id", None)
+        return isinstance(said, str) and said == OVERLONG_PROMPT
+    except Exception:  # noqa: BLE001  what an override returned may raise when it is read
+        return False

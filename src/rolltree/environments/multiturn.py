@@ -28,7 +28,7 @@ from rolltree.rollouts import merge_args
 from rolltree.rollouts.requests import current_episode
 from rolltree.rollouts.settle import settle_state
 from rolltree.tokens import Trajectory, check_steps, num_call_tokens
-from rolltree.values.errors import ConfigError, message_of
+from rolltree.values.errors import ConfigError, ModelError, message_of
 from rolltree.values.seeds import CallSeeds
 from rolltree.values.types import (
     Messages,
@@ -234,7 +234,6 @@ class MultiTurnEnv(Environment):
                         raise
                     await self._end_refused(state, prompt, error)
                     break
-                is_client_s = isinstance(response, ModelResponse)
                 state.was_answered = state.was_answered or not is_overlong(response)
                 if response is None or isinstance(response, str):
                     raise wrong_response_error(self, response)
@@ -244,7 +243,9 @@ class MultiTurnEnv(Environment):
                         await self.add_model_response(state, prompt, response)
                 except Exception as error:
                     # What a server sent is the server's; what an override made of it is not.
-                    if overrides or is_client_s or not _has_answers():
+                    if isinstance(response, ModelResponse) or not _has_answers():
+                        raise
+                    if overrides and not isinstance(error, ModelError):
                         raise
                     raise wrong_response_error(self, response) from error
         # An override of `is_completed` ended the rollout.

@@ -59,11 +59,12 @@ def settle_states(
 class KeptParts:
     """What a state has before reward functions get it, in case that they lose it."""
 
-    __slots__ = ("_calls", "_row", "_state")
+    __slots__ = ("_calls", "_completion", "_row", "_state")
 
     def __init__(self, state: State) -> None:
         self._state = state
         self._calls = dict.get(state, "trajectory")
+        self._completion = dict.get(state, "completion")
         source: Any = dict.get(state, "input")
         # A state made by hand may have neither, and needs neither.
         is_whole = isinstance(source, dict) and isinstance(dict.get(state, "timing"), dict)
@@ -72,6 +73,8 @@ class KeptParts:
     def settle(self) -> None:
         """Restore what is gone, and replace what is odd."""
         settle_state(self._state, self._row, self._calls)
+        if self._completion is not None:
+            self._state.setdefault("completion", self._completion)
 
 
 # Exact types, since a class of an environment's author may raise when it is read.
