@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 from datasets import Dataset
-from test_odd_values import ROWS, PaidWorld, one
+from test_odd_values import ROWS, PaidWorld, Writes, one
 
 import rolltree as rt
 from rolltree.agents import Agent
@@ -25,8 +25,8 @@ from rolltree.verifiers import verifiers as vf
 class RaisingMap(Mapping):
     """A cache whose server is away."""
 
-    def __init__(self, error=None):
-        self.error = error or OSError("the server is away")
+    def __init__(self, error=OSError):
+        self.error = error
 
     def __getitem__(self, key):
         raise self.error
@@ -102,8 +102,8 @@ RAISING = {
     "a closed shelf": closed_shelf,
     "a dead proxy": lambda folder: weakref.proxy(Unprintable()),
     "a mapping": lambda folder: RaisingMap(),
-    "a mapping that exits": lambda folder: RaisingMap(SystemExit(3)),
-    "a mapping that interrupts": lambda folder: RaisingMap(KeyboardInterrupt()),
+    "a mapping that exits": lambda folder: RaisingMap(SystemExit),
+    "a mapping that interrupts": lambda folder: RaisingMap(KeyboardInterrupt),
     "a dict": lambda folder: RaisingDict(a=1),
     "a list": lambda folder: RaisingList([1]),
     "a float": lambda folder: RaisingFloat(0.5),
@@ -406,3 +406,13 @@ def test_a_rubric_that_cancels_itself_is_scored(cancels, tmp_path):
     env = rt.SingleTurnEnv(dataset=ROWS, rubric=Cancels([one]))
     for result in stored(env, tmp_path):
         assert result.states[0].reward is not None
+
+
+@pytest.mark.parametrize("key", ["truncation_reason", "stop_condition", "agent", "task", "metrics"])
+def test_a_lone_surrogate_in_a_text_makes_no_run_look_changed(key, tmp_path):
+    def write(state):
+        state["truncated"] = True
+        state[key] = {"\ud800": 1.0} if key == "metrics" else "\ud800"
+
+    results = stored(Writes(write), tmp_path)
+    assert [result.states[0].reward for result in results] == [1.0, 1.0]

@@ -41,6 +41,7 @@ from rolltree.rollouts import derive_seed, merge_args
 from rolltree.rollouts.requests import current_episode
 from rolltree.tokens import Trajectory, record_call
 from rolltree.values.errors import ConfigError, PromptTooLong, record_error, refuse_unknown
+from rolltree.values.state import OF_CLEANUP
 from rolltree.values.types import (
     OVERLONG_PROMPT,
     ChatMessage,
@@ -490,9 +491,12 @@ class Environment(BatchRunner):
                 if isinstance(error, asyncio.CancelledError) and being_cancelled():
                     raise
                 logger.warning("cleanup %s of %s failed: %s", handler.__name__, self.env_id, error)
-                state.setdefault("cleanup_errors", []).append(
-                    record_error(error, "cleanup").as_dict()
-                )
+                failure = record_error(error, "cleanup").as_dict()
+                known, raised = map(state.get, ("cleanup_errors", "environment_errors"))
+                state["cleanup_errors"] = [*(known if type(known) is list else ()), failure]
+                # Where the reports and the narrator look.
+                kept = raised if type(raised) is dict else {}
+                state["environment_errors"] = {OF_CLEANUP: failure, **kept}
 
     async def _teardown(self) -> None:
         for handler in self._teardown_handlers:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from rolltree._helpers.tasks import contained
+from rolltree._helpers.untrusted import well_formed
 from rolltree.inference.client import may_follow
 from rolltree.rollouts.settle import FLAGS, NUMBERS, TEXTS, TIMES, is_finite
 from rolltree.store import dumps, loads
@@ -158,12 +159,10 @@ class _Settled:
                     dict.__setitem__(self.state, key, number)
         for key in TEXTS:
             value = self.get(key)
-            if value is not None and type(value) is not str:
-                text = str.__str__(value) if isinstance(value, str) else None
-                if text is None:
-                    self.put(key, _shown(value))
-                else:
-                    dict.__setitem__(self.state, key, text)
+            if isinstance(value, str):
+                dict.__setitem__(self.state, key, well_formed(str.__str__(value)))
+            elif value is not None:
+                self.put(key, _shown(value))
         depth = self.get("depth")
         if depth is not None and not isinstance(depth, int):
             self.put("depth", 0)
@@ -187,7 +186,7 @@ class _Settled:
         lost = [n for n, value in metrics.items() if value is not None and not _is_number(value)]
         if lost:
             self.put("metrics", numbers)
-        elif any(
+        elif [*numbers] != [*metrics] or any(
             type(value) not in (int, float) for value in metrics.values() if value is not None
         ):
             dict.__setitem__(self.state, "metrics", numbers)
@@ -301,7 +300,8 @@ def _texts_of(errors: Any) -> dict[str, Any]:
 
 
 def _name(value: Any) -> str:
-    return value if type(value) is str else _shown(value)
+    """Return what is a key of texts or numbers as a text that UTF-8 can hold."""
+    return well_formed(value if type(value) is str else _shown(value))
 
 
 def _is_number(value: Any) -> bool:

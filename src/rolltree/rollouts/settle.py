@@ -105,6 +105,10 @@ def _is_plain(state: State) -> bool:
     if not _are_plain(tuple(map(type, map(get, _PLAIN_TYPES)))):
         return False
     metrics = get("metrics")
+    # Lone surrogates are written to the columns as other characters than to the record.
+    for text in (*map(get, TEXTS), *(metrics or ())):
+        if text is not None and (type(text) is not str or not text.isascii()):
+            return False
     for number in (*map(get, NUMBERS), *(metrics.values() if metrics else ())):
         if number is not None and (type(number) is not float or not abs(number) <= MAX_REWARD):
             return False
