@@ -320,9 +320,7 @@ def test_a_cleanup_of_other_environments_may_ruin_the_state(name, way, tmp_path)
 
     if way == "world":
         protocol = SingleAgentProtocol(Agent, max_steps=2)
-        env = Ruins(
-            protocol, world=lambda row: PaidWorld(1.0), num_eval=2, rubric=rt.Rubric([one])
-        )
+        env = Ruins(protocol, world=lambda row: PaidWorld(1.0), num_eval=2, rubric=rt.Rubric([one]))
     else:
         rubric = vf.Rubric(funcs=[one]) if way == "verifiers" else rt.Rubric([one])
         env = Ruins(dataset=Dataset.from_list(ROWS), rubric=rubric)

@@ -301,7 +301,8 @@ def _texts_of(errors: Any) -> dict[str, Any]:
 
 def _name(value: Any) -> str:
     """Return what is a key of texts or numbers as a text that UTF-8 can hold."""
-    return well_formed(value if type(value) is str else _shown(value))
+    name: str = well_formed(value if type(value) is str else _shown(value))
+    return name
 
 
 def _is_number(value: Any) -> bool:

@@ -115,7 +115,7 @@ def _is_plain(state: State) -> bool:
     said = get("completion")
     if type(said) is list and not _DICT.issuperset(map(type, said)):
         return False
-    steps = get("trajectory")
+    steps: Any = get("trajectory")
     return type(steps) in _LISTS and all(map(is_plain_step, steps))
 
 

@@ -4,8 +4,8 @@ Plain JSON loses tuples, integer keys, bytes, arrays and non-finite floats. Here
 written as an object that a key marks, `{"$t": kind, "v": ...}`, so the text stays valid JSON that
 SQLite's own JSON functions can read. Objects with behaviour (sandboxes, games, clients) become an
 `Opaque` with the name of their type, without their contents, which may hold secrets; so does what
-raises when it is read. `deflate` and `inflate` compress blobs. The size of a run bounds the memory that `loads` and `inflate` take, so
-untrusted runs can be read.
+raises when it is read. `deflate` and `inflate` compress blobs. The size of a run bounds the memory
+that `loads` and `inflate` take, so untrusted runs can be read.
 """
 
 from __future__ import annotations

@@ -275,8 +275,9 @@ async def call_all(calls: Sequence[FunctionCall]) -> list[RawScore]:
     # Each in a task of its own, so that one that cancels its task costs itself only.
     found = await run_each(work for _, work in waiting) if waiting else ()
     for (index, _), outcome in zip(waiting, found, strict=True):
-        is_raised = isinstance(outcome, Exception)
-        outcomes[index] = _failure(outcome, calls[index]) if is_raised else outcome
+        if isinstance(outcome, Exception):
+            outcome = _failure(outcome, calls[index])
+        outcomes[index] = outcome
     await undo_own_cancellation()
     return outcomes
 
