@@ -239,8 +239,8 @@ def _redact(value: Any, known: tuple[str, ...]) -> Any:
         return {_redact(key, known): _redact_field(key, each, known) for key, each in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         return _rebuilt(value, [_redact(item, known) for item in value])
-    # A pydantic object, whose fields the codec stores.
-    if hasattr(value, "model_dump"):
+    # A pydantic object, whose fields the codec stores. A mock only seems to have the method.
+    if hasattr(type(value), "model_dump") and not isinstance(value, type):
         return _redact(value.model_dump(), known)
     return value
 

@@ -272,8 +272,8 @@ class BatchRunner(ABC):
             with contained():
                 states = await self.rollouts(request.input, OpenAIView(client), client.model, args)
             for state in states:
-                # An override may have assigned a plain list, or anything.
-                if not isinstance(dict.get(state, "trajectory"), list):
+                # An override, or a cleanup, may have assigned a plain list, or anything.
+                if not isinstance(dict.get(state, "trajectory"), Trajectory):
                     settle_state(state, request.input)
                 state.trajectory = Trajectory.of(state.trajectory)
         except Exception as error:  # noqa: BLE001  an overridden rollout() may raise: it is data

@@ -19,7 +19,7 @@ from dataclasses import replace
 from types import CoroutineType
 from typing import Any, ClassVar
 
-from rolltree._helpers.tasks import being_cancelled, contained, finish
+from rolltree._helpers.tasks import being_cancelled, contained, finish, undo_own_cancellation
 from rolltree.environments.batch_runner import BatchRunner
 from rolltree.environments.completion import render_completion
 from rolltree.environments.dataset import Data, RowFormat
@@ -41,6 +41,7 @@ from rolltree.rollouts import derive_seed, merge_args
 from rolltree.rollouts.requests import current_episode
 from rolltree.tokens import Trajectory, record_call
 from rolltree.values.errors import ConfigError, PromptTooLong, record_error, refuse_unknown
+from rolltree.values.state import OF_CLEANUP
 from rolltree.values.types import (
     OVERLONG_PROMPT,
     ChatMessage,
@@ -466,12 +467,14 @@ class Environment(BatchRunner):
         A handler that raises does not keep the others from running; its error is in
         `state["cleanup_errors"]`.
         """
-        if state.cleaned_up or not self._cleanup_handlers:
+        # Nothing but True, since an environment may have put anything there.
+        if state.cleaned_up is True or not self._cleanup_handlers:
             return
         # Set before the handlers run, so that the engine does not run a cancelled one again.
         state.cleaned_up = True
         # A cancelled rollout still has to give back its sandbox, container or connection.
         await finish(self._run_cleanup(state))
+        state.cleaned_up = True  # a handler may have cleared the state
 
     async def _run_cleanup(self, state: State) -> None:
         for handler in self._cleanup_handlers:
@@ -481,15 +484,19 @@ class Environment(BatchRunner):
                 async with asyncio.timeout(CLEANUP_LIMIT_S):
                     with contained():
                         await maybe_await(handler, state)
+                    await undo_own_cancellation()
             except (Exception, asyncio.CancelledError) as error:
                 # Recorded; the other handlers must still run. A TaskGroup whose task raised leaves
                 # the look of a cancellation behind (Python 3.11 and 3.12).
                 if isinstance(error, asyncio.CancelledError) and being_cancelled():
                     raise
                 logger.warning("cleanup %s of %s failed: %s", handler.__name__, self.env_id, error)
-                state.setdefault("cleanup_errors", []).append(
-                    record_error(error, "cleanup").as_dict()
-                )
+                failure = record_error(error, "cleanup").as_dict()
+                known, raised = map(state.get, ("cleanup_errors", "environment_errors"))
+                state["cleanup_errors"] = [*(known if type(known) is list else ()), failure]
+                # Where the reports and the narrator look.
+                kept = raised if type(raised) is dict else {}
+                state["environment_errors"] = {OF_CLEANUP: failure, **kept}
 
     async def _teardown(self) -> None:
         for handler in self._teardown_handlers:
@@ -540,5 +547,9 @@ def is_overlong(response: Any) -> bool:
     """Whether a response answers nothing: the prompt was too long for the model."""
     if isinstance(response, ModelResponse):  # first: nearly all are
         return response.id == OVERLONG_PROMPT
-    given = response.get("id") if isinstance(response, Mapping) else response
-    return (given if isinstance(given, str) else getattr(given, "id", None)) == OVERLONG_PROMPT
+    try:
+        given = response.get("id") if isinstance(response, Mapping) else response
+        said = given if isinstance(given, str) else getattr(given, "id", None)
+        return isinstance(said, str) and said == OVERLONG_PROMPT
+    except Exception:  # noqa: BLE001  what an override returned may raise when it is read
+        return False

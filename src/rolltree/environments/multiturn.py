@@ -28,11 +28,12 @@ from rolltree.rollouts import merge_args
 from rolltree.rollouts.requests import current_episode
 from rolltree.rollouts.settle import settle_state
 from rolltree.tokens import Trajectory, check_steps, num_call_tokens
-from rolltree.values.errors import ConfigError, message_of
+from rolltree.values.errors import ConfigError, ModelError, message_of
 from rolltree.values.seeds import CallSeeds
 from rolltree.values.types import (
     Messages,
     MessageType,
+    ModelResponse,
     RolloutInput,
     SamplingArgs,
     State,
@@ -224,9 +225,7 @@ class MultiTurnEnv(Environment):
                     )
                 except Exception as error:
                     # An override may raise after it has got an answer.
-                    episode = current_episode()
-                    if episode is not None and episode.clock.num_answered:
-                        state.was_answered = True
+                    state.was_answered = state.was_answered or _has_answers()
                     problem = _problem_of(prompt, state.oai_tools, self.message_type)
                     if state.is_answered and problem:
                         raise unsendable_error(self, problem) from error
@@ -239,8 +238,16 @@ class MultiTurnEnv(Environment):
                 if response is None or isinstance(response, str):
                     raise wrong_response_error(self, response)
                 overrides = type(self).add_model_response is not Environment.add_model_response
-                with in_phase("environment" if overrides else "model"):
-                    await self.add_model_response(state, prompt, response)
+                try:
+                    with in_phase("environment" if overrides else "model"):
+                        await self.add_model_response(state, prompt, response)
+                except Exception as error:
+                    # What a server sent is the server's; what an override made of it is not.
+                    if isinstance(response, ModelResponse) or not _has_answers():
+                        raise
+                    if overrides and not isinstance(error, ModelError):
+                        raise
+                    raise wrong_response_error(self, response) from error
         # An override of `is_completed` ended the rollout.
         if not state.is_completed:
             state.is_completed = True
@@ -275,6 +282,12 @@ class MultiTurnEnv(Environment):
             said = conversation(state.trajectory)
             state.final_env_response = appended_messages(said, prompt)
             await self._render_completion(state)
+
+
+def _has_answers() -> bool:
+    """Whether a model has answered a call of the current episode."""
+    episode = current_episode()
+    return episode is not None and episode.clock.num_answered > 0
 
 
 def _as_messages(answer: Any) -> Any:
@@ -330,10 +343,12 @@ def unsendable_error(environment: MultiTurnEnv, problem: str) -> ConfigError:
 
 def wrong_response_error(environment: MultiTurnEnv, response: Any) -> ConfigError:
     """Return the error for a `get_model_response` that returned no response."""
+    known = {type(None): "None", str: "a text"}
+    found = known.get(type(response), f"a {type(response).__name__} that is no response")
     error = ConfigError(
         f"{type(environment).__name__}.get_model_response of {environment.env_id!r} returned "
-        f"{'None' if response is None else 'a text'}, so there is no answer to record. Return the "
-        "response, perhaps in a branch that some answers take."
+        f"{found}, so there is no answer to record. Return the response, perhaps in a branch that "
+        "some answers take."
     )
     error.kind = "episode"
     return error

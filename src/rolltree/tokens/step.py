@@ -461,7 +461,8 @@ def assigned_value(step: Mapping[str, Any], key: str, default: Any = None) -> An
 
 def is_plain_step(step: Any) -> bool:
     """Whether a step is a dict that surely holds what its keys take, as nearly all steps do."""
-    if not isinstance(step, dict):
+    # Exact types, since a class of an environment's author may raise when it is read.
+    if type(step) not in _STEPS:
         return False
     get = dict.get
     reward, advantage = get(step, "reward"), get(step, "advantage")
@@ -474,6 +475,7 @@ def is_plain_step(step: Any) -> bool:
     )
 
 
+_STEPS = (RecordedStep, dict)
 # Of prompt and completion; a text beside what was not read needs a longer look.
 _MESSAGES = frozenset([(str, str), *product((list, _Unread), repeat=2)])
 _OF_EXTRAS: dict[str, tuple[type, ...]] = {

@@ -291,7 +291,7 @@ def record_call(steps: Any, **call: Any) -> TrajectoryStep:
     `call` has the arguments of `Trajectory.append_call`.
 
     Raises:
-        ConfigError: `steps` is not a list.
+        ConfigError: `steps` is not a list of dicts.
     """
     check_steps(steps)
     trajectory = Trajectory.of(steps)
@@ -305,12 +305,19 @@ def check_steps(steps: object) -> None:
     """Check that model calls can be recorded in the value of `state["trajectory"]`.
 
     Raises:
-        ConfigError: it is not a list.
+        ConfigError: it is not a list of dicts.
     """
-    if not isinstance(steps, list):
+    if isinstance(steps, Trajectory):  # first, since nearly all are
+        return
+    try:
+        is_list = isinstance(steps, list) and all(isinstance(step, dict) for step in steps)
+    except Exception:  # noqa: BLE001  a class of an environment's author may raise when it is read
+        is_list = False
+    if not is_list:
         raise ConfigError(
-            f"state['trajectory'] is a {type(steps).__name__}, so no model call can be recorded in "
-            "it. Put a list of steps there: [step for step in state['trajectory'] if ...]."
+            f"state['trajectory'] is a {type(steps).__name__}, or holds what is no step, so no "
+            "model call can be recorded in it. Put a list of steps there: "
+            "[step for step in state['trajectory'] if ...]."
         )
 
 

@@ -13,6 +13,8 @@ _FORWARDED = frozenset(INPUT_FIELDS)
 _MISSING = object()
 OF_ENVIRONMENT = "environment"
 """The name, among the errors of a scored rollout, of one that the environment's own code raised."""
+OF_CLEANUP = "cleanup"
+"""The same of one that its `@cleanup` raised."""
 RAISED = ("scoring_errors", "environment_errors")
 """Keys of the errors that are scored: name -> type and message."""
 OWN_KEYS = frozenset(

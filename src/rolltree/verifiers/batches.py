@@ -27,6 +27,7 @@ from rolltree.environments.dataset import Data
 from rolltree.inference.client import as_client
 from rolltree.rollouts import RolloutEngine, derive_seed
 from rolltree.rollouts.requests import current_episode
+from rolltree.values.state import OF_ENVIRONMENT
 from rolltree.values.types import (
     MessageType,
     RolloutInput,
@@ -78,7 +79,8 @@ def note_failure(error: Exception) -> None:
 
 
 def _has_raised(result: RolloutResult) -> bool:
-    return any(state.get("environment_errors") for state in result.states)
+    # A cleanup that raised ends nothing.
+    return any(OF_ENVIRONMENT in (s.get("environment_errors") or ()) for s in result.states)
 
 
 async def run_batch(
