@@ -212,11 +212,11 @@ def _redact_text(text: str, known: tuple[str, ...]) -> str:
     return _FIELD.sub(_without_value, text)
 
 
-def _without_value(found: re.Match[str]) -> str:
-    name, between, quote, quoted, bare = found.groups()
+def _without_value(match: re.Match[str]) -> str:
+    name, between, quote, quoted, bare = match.groups()
     value = quoted or bare
     if not is_secret_key(name) or value.startswith(("...", "$", "<", "[", "{", "(")):
-        return found[0]
+        return match[0]
     return f"{name}{between}{quote or ''}{REDACTED}"
 
 

@@ -186,6 +186,6 @@ _HARMFUL = re.compile(
 )
 
 
-def _picture(found: re.Match[str]) -> str:
-    code = ord(found[0])
+def _picture(match: re.Match[str]) -> str:
+    code = ord(match[0])
     return chr(0x2400 + code) if code < 32 else "\u2421" if code == 127 else "\ufffd"

@@ -101,23 +101,23 @@ def _advice(machine: Host) -> list[str]:
     from rolltree._helpers.machine import CPU_TORCH_COMMAND, GIB
     from rolltree._helpers.versions import version_problems
 
-    found = []
+    advice = []
     if machine.torch is None:
         first = "" if machine.gpus else f"{CPU_TORCH_COMMAND} (pip may bring 5 GB of CUDA), then "
-        found.append(f"models here and training need torch: {first}pip install 'rolltree[train]'")
+        advice.append(f"models here and training need torch: {first}pip install 'rolltree[train]'")
     elif machine.gpus and machine.torch_cuda is None:
-        found.append(
+        advice.append(
             "this machine has a GPU, but torch is a CPU build: install the build for its driver "
             "(pytorch.org), or training stays on the CPU"
         )
     elif not machine.gpus and machine.torch_cuda is not None:
-        found.append(
+        advice.append(
             "torch is built for CUDA, and there is no GPU: it works, and its packages take some "
             f"5 GB; {CPU_TORCH_COMMAND} --force-reinstall frees them"
         )
     if machine.free_disk_bytes < 5 * GIB:
-        found.append("less than 5 GiB are free here: checkpoints of a 135M model take 1.6 GB each")
-    return [*found, *version_problems(machine.versions)]
+        advice.append("less than 5 GiB are free here: checkpoints of a 135M model take 1.6 GB each")
+    return [*advice, *version_problems(machine.versions)]
 
 
 def _measured(machine: Host) -> dict[str, Any]:

@@ -412,7 +412,7 @@ def find_openings(
     agents: dict[str, dict[str, _Conversation]] = {}
     homes: dict[tuple[int, str], _Conversation] = {}
     asked: dict[tuple[str, Place], ResolvedStep] = {}
-    found: list[Break] = []
+    breaks: list[Break] = []
     before: ResolvedStep | None = None
     for call in ordered:
         group, at = place[call.index]
@@ -442,8 +442,8 @@ def find_openings(
                 was=rollout.messages(previous.index, with_answer=True),
                 now=now,
             )
-            found.append(why.of(rollout.index, call.index, previous.index, call.agent))
+            breaks.append(why.of(rollout.index, call.index, previous.index, call.agent))
         kin.latest.pop(home[0], None)
         kin.latest[home[0]] = call
         before = asked[same_prompt] = call
-    return found
+    return breaks

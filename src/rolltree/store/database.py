@@ -23,7 +23,7 @@ from typing import Any, Literal
 from rolltree._helpers.files import odd_kind, open_regular
 from rolltree.store.change import MAX_META_BYTES, Change
 from rolltree.store.integrity import (
-    MAX_TOLD,
+    MAX_NAMED,
     TABLES,
     CommitNote,
     Counts,
@@ -266,7 +266,7 @@ class Database:
         # SQLite's own check covers pages and indexes, but not the values in them, which the
         # checksums cover (design/0017).
         with self.snapshot() as connection:
-            said = [row[0] for row in connection.execute(f"PRAGMA integrity_check({MAX_TOLD})")]
+            said = [row[0] for row in connection.execute(f"PRAGMA integrity_check({MAX_NAMED})")]
             if said != ["ok"]:
                 raise damaged(self.path, "; ".join(" ".join(text.split()) for text in said))
             for name in TABLES:
@@ -291,7 +291,7 @@ class Database:
         try:
             yield
         except ROW_ERRORS as error:
-            raise damaged(self.path, _said(error)) from error
+            raise damaged(self.path, _message(error)) from error
 
     def all(self, sql: str, values: Iterable[Any] = ()) -> list[tuple[Any, ...]]:
         """Return every row of a query.
@@ -414,9 +414,9 @@ class Database:
             self._note.close()
 
 
-def _said(error: Exception) -> str:
-    is_told = isinstance(error, StoreError | ValueError)
-    return str(error) if is_told else f"{type(error).__name__}: {error}"
+def _message(error: Exception) -> str:
+    is_readable = isinstance(error, StoreError | ValueError)
+    return str(error) if is_readable else f"{type(error).__name__}: {error}"
 
 
 def check_files(folder: Path, *, writes: bool) -> None:

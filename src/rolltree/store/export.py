@@ -12,7 +12,7 @@ from rolltree._helpers.files import whole_file
 from rolltree.store.codec import to_plain
 from rolltree.store.database import Database
 from rolltree.store.filters import matches
-from rolltree.store.integrity import MAX_TOLD
+from rolltree.store.integrity import MAX_NAMED
 from rolltree.store.rows import BLOBS, COLUMNS, StoredRollout, from_sql
 from rolltree.values.errors import ConfigError, RolltreeError, StoreError
 
@@ -59,10 +59,10 @@ def export_rows(
     number = _write_lines(path, _whole_lines(database, names, render, where, lost))
     if not lost:
         raise cause
-    more = f" and {len(lost) - MAX_TOLD} more" if len(lost) > MAX_TOLD else ""
+    more = f" and {len(lost) - MAX_NAMED} more" if len(lost) > MAX_NAMED else ""
     raise StoreError(
         f"{number} rollouts are in {path}, and these could not be read: "
-        f"{'; '.join(lost[:MAX_TOLD])}{more}. Something changed {database.path} after "
+        f"{'; '.join(lost[:MAX_NAMED])}{more}. Something changed {database.path} after "
         "rolltree wrote it; restore it from a copy to get them."
     ) from cause
 

@@ -35,8 +35,8 @@ _MAX_INTEGER = 2**63 - 1
 _WORDS: dict[str, Any] = {"none": None, "null": None, "true": 1, "false": 0}
 
 
-def _contains(found: Any, text: Any) -> bool:
-    return found is not None and str(text) in str(found)
+def _contains(value: Any, text: Any) -> bool:
+    return value is not None and str(text) in str(value)
 
 
 _OPERATORS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
@@ -47,7 +47,7 @@ _OPERATORS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
     ">": ("{} > ?", operator.gt),
     ">=": ("{} >= ?", operator.ge),
     "~": ("coalesce(instr({}, ?), 0) > 0", _contains),
-    "!~": ("coalesce(instr({}, ?), 0) = 0", lambda found, text: not _contains(found, text)),
+    "!~": ("coalesce(instr({}, ?), 0) = 0", lambda value, text: not _contains(value, text)),
 }
 """The SQL of each operator, and a function with the same meaning; `~` is "contains"."""
 
@@ -67,10 +67,10 @@ class Condition:
     def holds(self, row: StoredRollout) -> bool:
         """Whether a row passes."""
         metric = self.name.removeprefix(METRIC)
-        found = getattr(row, self.name) if metric == self.name else row.metrics.get(metric)
-        if found is None and self.operator in ("<", "<=", ">", ">="):
+        value = getattr(row, self.name) if metric == self.name else row.metrics.get(metric)
+        if value is None and self.operator in ("<", "<=", ">", ">="):
             return False
-        return _OPERATORS[self.operator][1](found, self.value)
+        return _OPERATORS[self.operator][1](value, self.value)
 
 
 @lru_cache(64)
@@ -104,11 +104,11 @@ def parted(text: str, names: Collection[str]) -> tuple[tuple[Condition, ...], st
 
 def _split(text: str) -> list[tuple[str, str, str, str]]:
     """Return the name, operator, value and text of each condition."""
-    found: list[tuple[str, str, str, str]] = []
+    parts: list[tuple[str, str, str, str]] = []
     at = 0
-    while at < len(text) or not found:
+    while at < len(text) or not parts:
         match = _CONDITION.match(text, at)
-        if len(found) == _MAX_CONDITIONS:
+        if len(parts) == _MAX_CONDITIONS:
             raise ConfigError(
                 f"the filter has more than {_MAX_CONDITIONS} conditions, which is more than SQLite "
                 "takes. Leave some out."
@@ -121,9 +121,9 @@ def _split(text: str) -> list[tuple[str, str, str, str]]:
                 "division'\", with = != < <= > >= ~ (contains) !~."
             )
         whole = text[match.start() : match.end("value")].strip()
-        found.append((match["name"], match["op"], match["value"], whole))
+        parts.append((match["name"], match["op"], match["value"], whole))
         at = match.end()
-    return found
+    return parts
 
 
 def _no_numbers(name: str, sign: str, word: str) -> ConfigError:

@@ -26,7 +26,7 @@ from rolltree.values.errors import StoreError
 _encode = msgspec.msgpack.Encoder().encode
 _NOTE_BYTES = 32
 # The number of damaged items that an error names, which are enough to find the disk or copy.
-MAX_TOLD = 5
+MAX_NAMED = 5
 
 
 def checksum(table: str, values: Sequence[Any]) -> int:

@@ -67,7 +67,7 @@ def begin(
     Raises:
         ConfigError: its weights are not those that the run began with.
     """
-    found, known = fingerprint(model), run.meta.get(START)
+    weights, known = fingerprint(model), run.meta.get(START)
     file = run.path / START_FILE
     earlier = _trained_by.get(model)
     if known is None and not run.steps():
@@ -85,8 +85,8 @@ def begin(
                 # safetensors refuses tensors that share memory, as tied weights do.
                 unique = {t.data_ptr(): (name, t) for name, t in trained_tensors(model).items()}
                 save_file({name: t.cpu().contiguous() for name, t in unique.values()}, part)
-        run.set_meta(START, found)
-    elif known is not None and found != known:
+        run.set_meta(START, weights)
+    elif known is not None and weights != known:
         # Only if an earlier call trained the object; otherwise its weights may be intended.
         if earlier is not None and is_alone and file.is_file() and odd_kind(file) is None:
             stored, own = open_file(file), trained_tensors(model)

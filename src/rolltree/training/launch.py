@@ -267,7 +267,7 @@ async def train_async(
             except (asyncio.CancelledError, Stopped) as error:
                 stopped = error
             if ranks is not None:
-                ranks.tell(STOP)
+                ranks.send(STOP)
     if stopped is not None:
         raise stopped
     with Run.open(checked.run.dir, "r") as finished:

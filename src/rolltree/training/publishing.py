@@ -203,7 +203,7 @@ class Publisher:
         # All ranks run this pass, and none of them may leave it in the middle.
         after = await run_shielded(asyncio.to_thread(self._score, self._prompts))
         scored = self._scored = _Scored(version, self._prompts, self._before, after)
-        found: list[_Found] = []
+        found: list[_Differences] = []
         for client in getattr(self._client, "clients", [self._client]):
             if getattr(client, "is_suspect", False):
                 continue
@@ -242,7 +242,7 @@ class Publisher:
         own = [p for p in self._model.parameters() if p.requires_grad]
         return all((p.data_ptr(), p.numel()) in addresses for p in own)
 
-    async def _check(self, client: Any, scored: _Scored, *, is_old: bool) -> _Found:
+    async def _check(self, client: Any, scored: _Scored, *, is_old: bool) -> _Differences:
         """Probe one client; if the result looks wrong, sample more and judge all tries together.
 
         `is_old`: the client may serve the weights from before the step.
@@ -313,7 +313,7 @@ async def _sample(client: Any, scored: _Scored, seed: int) -> tuple[IntArray, Fl
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _Differences:
     """A probe's differences of logprobs, each the upper quartile over its prompts.
 
     `error`: between the engine and the weights after the step. `moved`: between the weights before
@@ -364,7 +364,7 @@ def _most(differences: FloatArray) -> float:
 
 def _compare(
     ids: IntArray, logprobs: FloatArray, before: FloatArray | None, after: FloatArray
-) -> _Found:
+) -> _Differences:
     """Compare sampled tokens, `[_N]` or a multiple of it, with the trainer's `[_N, _V]`."""
     # Each try samples after the same prompts in the same order.
     rows = np.arange(len(ids)) % len(after)
@@ -374,7 +374,7 @@ def _compare(
     middle = float(np.median(np.abs(moved)))
     # Differences count in the direction of the old weights: 0 is the new ones, 1 the old ones.
     behind = float(np.median(error * np.sign(moved))) / middle if middle else 0.0
-    return _Found(
+    return _Differences(
         error=_most(error),
         moved=typical,
         behind=behind,

@@ -54,7 +54,7 @@ _ADVICE = {
 }
 """Reason -> what is said about the first such call."""
 
-_Found: TypeAlias = tuple[str, BoolArray, Callable[[int], object]]
+_Fault: TypeAlias = tuple[str, BoolArray, Callable[[int], object]]
 """A reason, which records `[_R]` it concerns, and what to say about one of them."""
 
 
@@ -165,7 +165,7 @@ def _masked(
     return prune_sample(replace(sample, records=take_records(records, keep)))
 
 
-def _unusable(sample: Sample, algorithm: Algorithm, limits: TrainableLimits) -> Iterator[_Found]:
+def _unusable(sample: Sample, algorithm: Algorithm, limits: TrainableLimits) -> Iterator[_Fault]:
     """Yield the records that cannot be trained, by reason."""
     records, supervised = sample.records, algorithm.supervised
     noted = () if supervised else (CHANGED_SAMPLING, "misspelled")
@@ -217,8 +217,8 @@ def _noted(texts: Mapping[int, str], calls: LongArray, record: int) -> str:
     return texts[int(calls[record])]
 
 
-def _constant(said: str, record: int) -> str:
-    return said
+def _constant(text: str, record: int) -> str:
+    return text
 
 
 def _key(rollout: int, call: int) -> int:

@@ -350,13 +350,13 @@ def message_of(error: BaseException) -> str:
         return f"({type(error).__name__} without a readable message)"
 
 
-def as_sentence(said: object) -> str:
+def as_sentence(message: object) -> str:
     """Return a message that another sentence can follow: with a full stop if it has no end mark.
 
     >>> as_sentence(KeyError("id"))
     "'id'."
     """
-    text = str(said).rstrip()
+    text = str(message).rstrip()
     return text if text.endswith((".", "!", "?")) else f"{text}."
 
 

@@ -48,9 +48,9 @@ class Bounds(NamedTuple):
         weight = max(0.0, 1.0 - beyond)
         return cls(0.0, 1.0, weight, beyond / weight if weight else math.inf)
 
-    def within(self, found: Estimate) -> Estimate:
+    def within(self, estimate: Estimate) -> Estimate:
         """Return an estimate of a mean with its interval cut at the bounds."""
-        return found.within(self.least - self.cut, self.most + self.cut)
+        return estimate.within(self.least - self.cut, self.most + self.cut)
 
 
 SHARE = Bounds(0.0, 1.0)

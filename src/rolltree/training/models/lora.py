@@ -366,7 +366,7 @@ def adapted_modules(model: Any) -> dict[str, Any]:
     adapters: dict[int, list[Any]] = {}
     for name, tensor in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(tensor), []).append(name)
-    found: dict[str, Any] = {}
+    modules: dict[str, Any] = {}
     for path, module in model.named_modules():
         if ADAPTER not in getattr(module, "lora_A", {}):
             continue
@@ -378,7 +378,7 @@ def adapted_modules(model: Any) -> dict[str, Any]:
         if shape[-2:] != tuple(sides):
             raise ConfigError(f"peft made an adapter for {path} that does not fit {shape}.")
         # `named_parameters` lists a tied weight once, under its first name.
-        found.setdefault(names[id(tensor)][0], module)
+        modules.setdefault(names[id(tensor)][0], module)
     for tensor_id, made in adapters.items():
         own = [name.replace(_BELOW, "") for name in names[tensor_id]]
         if len(made) != len(own) or any(adapter is not made[0] for adapter in made):
@@ -387,7 +387,7 @@ def adapted_modules(model: Any) -> dict[str, Any]:
                 f"({', '.join(own[1:]) or 'with two adapters'}), so an adapter of one of them "
                 "cannot be added to it. Leave it out of model.lora_targets, or name all of them."
             )
-    return found
+    return modules
 
 
 @contextmanager
