@@ -1,4 +1,4 @@
-"""Names say what a value is: words that fit any value are not names, except of short-lived locals."""
+"""Names say what a value is: words that fit any value name nothing but short-lived locals."""
 
 import ast
 import re

@@ -57,7 +57,9 @@ class WorkerDied(Exception):
     """
 
     def __init__(self, why: Literal["time", "memory", "exit"], status: int | None, output: str):
-        super().__init__(f"the worker process ended ({why}, exit status {status}). {output}".strip())
+        super().__init__(
+            f"the worker process ended ({why}, exit status {status}). {output}".strip()
+        )
         self.why, self.status, self.output = why, status, output
 
 

@@ -230,20 +230,6 @@ def layout(tree: TokenTree, handles: Iterable[int]) -> Layout:
         # follows the run.
         stack.extend(branches)
         total += end - arena.run_start[run]
-
-    return _arrays(tree, total, starts, lengths, offsets, depths, segment_lengths, segment_ends)
-
-
-def _arrays(
-    tree: TokenTree,
-    total: int,
-    starts: list[int],
-    lengths: list[int],
-    offsets: list[int],
-    depths: list[int],
-    segment_lengths: list[int],
-    segment_ends: list[int],
-) -> Layout:
     order = np.arange(total, dtype=np.int32)
     shift = np.array(offsets, dtype=np.int32)
     # In a run, arena indices and depths grow with the position, so one offset per run suffices.
@@ -251,7 +237,7 @@ def _arrays(
     packed = np.full(tree.num_tokens, -1, dtype=np.int32)
     packed[from_arena] = order
     return Layout(
-        ids=tree.arena.ids[from_arena],
+        ids=arena.ids[from_arena],
         positions=order + np.repeat(np.array(depths, np.int32) - shift, lengths),
         subtree_end=np.repeat(np.array(segment_ends, np.int32), segment_lengths),
         packed=packed,

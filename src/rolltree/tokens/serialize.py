@@ -13,13 +13,14 @@ import zlib
 from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import fields
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from rolltree.tokens.arena import NO_TURN, ROOT
+from rolltree.tokens.arena import NO_TURN, ROOT, CallTable
 from rolltree.tokens.buffers import MAX_NDIM, STORED_CODES, STORED_DTYPES, check_stored
 from rolltree.tokens.streams import (
     ABSENT,
@@ -256,16 +257,8 @@ def chunks(data: bytes | bytearray | memoryview) -> list[Reader]:
 # -- trees ---------------------------------------------------------------------------------------
 
 # Without the columns of runs, which are found again by bisection.
-_SAVED_COLUMNS = (
-    "prompt_token",
-    "end_token",
-    "prompt_len",
-    "num_sampled",
-    "parent",
-    "agent",
-    "turn",
-    "num_tokens",
-    "num_runs",
+_SAVED_COLUMNS = tuple(
+    column.name for column in fields(CallTable) if column.name not in ("prompt_run", "end_run")
 )
 
 

@@ -453,10 +453,10 @@ def peek(step: Mapping[str, Any], key: str) -> Any:
     return step.get(key)
 
 
-def assigned_value(step: Mapping[str, Any], key: str, default: Any = None) -> Any:
-    """Return `step.get(key, default)`; `default` as well for what a recorded step builds itself."""
-    value = dict.get(step, key, default) if isinstance(step, LazyDict) else step.get(key, default)
-    return default if value is _UNREAD else value
+def assigned_value(step: Mapping[str, Any], key: str) -> Any:
+    """Return `step.get(key)`; None as well for what a recorded step builds itself."""
+    value = dict.get(step, key) if isinstance(step, LazyDict) else step.get(key)
+    return None if value is _UNREAD else value
 
 
 def is_plain_step(step: Any) -> bool:

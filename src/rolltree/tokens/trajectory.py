@@ -107,7 +107,11 @@ class Trajectory(list[TrajectoryStep]):
         added = prompt
         # Usually these are the same message objects, which Python compares by identity, so this
         # costs only a comparison of pointers.
-        if head is not None and type(messages) is type(prompt) and prompt[: len(messages)] == messages:
+        if (
+            head is not None
+            and type(messages) is type(prompt)
+            and prompt[: len(messages)] == messages
+        ):
             added = prompt[len(messages) :]
         else:
             head = None

@@ -488,7 +488,9 @@ class _Loop:
             )
         return {"train/num_records": 0.0, "train/grad_norm": 0.0}
 
-    def _samples(self, collected: StepRollouts) -> tuple[SampleBatch, TokenRecord | None, CreditReport]:
+    def _samples(
+        self, collected: StepRollouts
+    ) -> tuple[SampleBatch, TokenRecord | None, CreditReport]:
         """Join the credit of one step's groups; return its samples, token record and credit."""
         section, algorithm = self.config.train, self.config.algorithm
         results, policy = collected.trained, algorithm.policy(section.max_seq_len)
