@@ -172,11 +172,8 @@ class _Loop:
     done: int = 0  # steps whose weights are published and metrics stored
     saved: int = 0
     num_equal: int = 0  # steps in a row whose rewards were all equal
-    has_probed: bool = False  # the notice about the probe was sent
     num_skipped: int = 0  # steps in a row whose gradient was not finite
-    has_stood_still: bool = False  # the notice about a step without tokens was sent
-    has_shown_problem: bool = False  # the notice about episodes without credit was sent
-    masked: set[str] = field(default_factory=set)  # why calls were masked, as notices have said
+    noticed: set[str] = field(default_factory=set)  # kinds of notices that are sent only once
     raised: set[str] = field(default_factory=set)  # what raised and was scored, as notices said
     is_writing: bool = False  # weights and averages may be partly updated by a step
 
@@ -417,28 +414,33 @@ class _Loop:
             trained, self.num_skipped = done, 0
         # Without tokens of the current weights `train.max_mismatch` had nothing to compare.
         is_checked = MISMATCH in trained or self.trainer.algorithm.supervised
-        if not is_checked and not self.has_probed:
-            self.has_probed = True
-            self.notify(
+        if not is_checked:
+            self._notify_once(
+                "probe",
                 f"train.max_mismatch compares tokens that the current weights sampled, but step "
                 f"{step} trains none, because sampling runs ahead (train.async_steps). After such "
                 "a step the engine answers a probe, which is compared with the trainer instead "
-                "(engine.probe_tolerance)."
+                "(engine.probe_tolerance).",
             )
         verified = await self.publisher.verify(step, always=not is_checked)
         spent = {"time/paused_s": lock.paused_s, "time/broadcast_weights": self.publisher.spent_s}
         return trained | masked.metrics() | stale | verified | spent
 
+    def _notify_once(self, kind: str, message: str) -> None:
+        """Send the first notice of its kind."""
+        if kind not in self.noticed:
+            self.noticed.add(kind)
+            self.notify(message)
+
     def _note_masked(self, masked: MaskedCalls, step: int) -> None:
         """Send a notice the first time that calls are masked for a reason."""
         for reason, sentence in masked.sentences.items():
-            if reason not in self.masked:
-                self.masked.add(reason)
-                self.notify(
-                    f"step {step} leaves {masked.num_calls[reason]} calls out of the loss, which "
-                    f"cannot be trained (masked/{reason} counts them; their rewards count): "
-                    f"{sentence}"
-                )
+            self._notify_once(
+                f"masked/{reason}",
+                f"step {step} leaves {masked.num_calls[reason]} calls out of the loss, which "
+                f"cannot be trained (masked/{reason} counts them; their rewards count): "
+                f"{sentence}",
+            )
 
     def _skip(self, step: int, error: NonFiniteStep) -> dict[str, float]:
         """Return the metrics of a step that is skipped, with a notice why.
@@ -475,17 +477,16 @@ class _Loop:
 
     def _stand_still(self, step: int) -> dict[str, float]:
         """Return the metrics of a step that trains nothing; the first time, send a notice why."""
-        if not self.has_stood_still:
-            self.has_stood_still = True
-            self.notify(
-                f"step {step} has no token to train: all of its rollouts are masked or left out "
-                "(truncation, mask_truncated_completions, failures, prompts beyond "
-                "train.max_seq_len, calls that cannot be trained, which masked/* count, or masks "
-                "of the environment), so the weights stay as they are. "
-                "If that goes on, nothing is learned. Raise sampling.max_tokens or "
-                f"train.max_seq_len, or look at a few: rolltree show {self.run.path} "
-                "--transcripts 3."
-            )
+        self._notify_once(
+            "no token",
+            f"step {step} has no token to train: all of its rollouts are masked or left out "
+            "(truncation, mask_truncated_completions, failures, prompts beyond "
+            "train.max_seq_len, calls that cannot be trained, which masked/* count, or masks "
+            "of the environment), so the weights stay as they are. "
+            "If that goes on, nothing is learned. Raise sampling.max_tokens or "
+            f"train.max_seq_len, or look at a few: rolltree show {self.run.path} "
+            "--transcripts 3.",
+        )
         return {"train/num_records": 0.0, "train/grad_norm": 0.0}
 
     def _samples(
@@ -496,11 +497,11 @@ class _Loop:
         results, policy = collected.trained, algorithm.policy(section.max_seq_len)
         report = join_credit(results, collected.credit, policy, self.averages)
         self.averages = report.averages
-        if report.problems and not self.has_shown_problem:
-            self.has_shown_problem = True
-            self.notify(
+        if report.problems:
+            self._notify_once(
+                "no credit",
                 f"{len(report.problems)} episodes are left out of the training, because their "
-                f"credit is unknown (credit/unusable_share counts them): {report.problems[0]}"
+                f"credit is unknown (credit/unusable_share counts them): {report.problems[0]}",
             )
         group_of = {result.request.request_id: result.request.group_id for result in results}
         for result in results:

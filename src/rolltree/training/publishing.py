@@ -68,7 +68,7 @@ class RunHooks(Protocol):
 
     async def guard(self, work: Awaitable[T]) -> T:
         """Return what `work` returns, or raise if the engine is lost meanwhile."""
-        ...
+        return await work
 
     def announce_kept_weights(self) -> None:
         """Tell the user at the end of a run where the trained weights are still served."""
@@ -77,22 +77,8 @@ class RunHooks(Protocol):
         """Release what the engine holds for the run."""
 
 
-class _NoHooks:
-    """The hooks of an engine in this process."""
-
-    async def begin(
-        self, notify: Callable[[str], None], probe: Callable[[Any, int], Awaitable[None]]
-    ) -> None:
-        pass
-
-    async def guard(self, work: Awaitable[T]) -> T:
-        return await work
-
-    def announce_kept_weights(self) -> None:
-        pass
-
-    async def aclose(self) -> None:
-        pass
+class _NoHooks(RunHooks):
+    """The hooks of an engine in this process, which do nothing."""
 
 
 _NO_HOOKS = _NoHooks()
