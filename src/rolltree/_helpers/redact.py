@@ -100,18 +100,13 @@ _FIELD = re.compile(
 )
 
 
+@lru_cache(maxsize=4096)  # names repeat in every step of a rollout
 def is_secret_key(key: str) -> bool:
     """Whether the name of a field marks a secret.
 
     >>> [is_secret_key(k) for k in ("api_key", "apiKey", "hf_token", "max_tokens", "eos_token")]
     [True, True, True, False, False]
     """
-    return _is_secret_key(key)
-
-
-# Names repeat in every step of a rollout.
-@lru_cache(maxsize=4096)
-def _is_secret_key(key: str) -> bool:
     parts = [part.lower() for part in _PART.findall(key)]
     if not parts or parts[-1] in _NAMES_ONLY:
         return False
@@ -236,7 +231,12 @@ def _redact(value: Any, known: tuple[str, ...]) -> Any:
     if isinstance(value, str):
         return _redact_text(value, known)
     if isinstance(value, Mapping):
-        return {_redact(key, known): _redact_field(key, each, known) for key, each in value.items()}
+        return {
+            _redact(key, known): REDACTED
+            if isinstance(key, str) and is_secret_key(key) and _holds_text(each)
+            else _redact(each, known)
+            for key, each in value.items()
+        }
     if isinstance(value, (list, tuple, set, frozenset)):
         return _rebuilt(value, [_redact(item, known) for item in value])
     # A pydantic object, whose fields the codec stores.
@@ -361,9 +361,3 @@ def _holds_text(value: Any) -> bool:
     if isinstance(value, (list, tuple, set, frozenset)):
         return any(map(_holds_text, value))
     return isinstance(value, (str, bytes)) and len(value) > 0
-
-
-def _redact_field(key: Any, item: Any, known: tuple[str, ...]) -> Any:
-    if isinstance(key, str) and is_secret_key(key) and _holds_text(item):
-        return REDACTED
-    return _redact(item, known)

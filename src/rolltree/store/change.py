@@ -13,7 +13,7 @@ from rolltree.store.integrity import (
     TOTAL_NAMES,
     Counts,
     Totals,
-    checksum,
+    put_row,
     report_key,
     sum_rows,
 )
@@ -51,10 +51,7 @@ class Change:
         known = self.connection.execute(
             f"SELECT count(*) FROM {table} WHERE {key} = ?", values[:1]
         ).fetchone()[0]
-        marks = ", ".join("?" for _ in (*values, 0))
-        self.connection.execute(
-            f"INSERT OR REPLACE INTO {table} VALUES ({marks})", (*values, checksum(table, values))
-        )
+        put_row(self.connection, table, values)
         setattr(self.counts, table, getattr(self.counts, table) + 1 - known)
 
     def next_id(self) -> int:
@@ -168,12 +165,7 @@ class Change:
     def _write_totals(self) -> None:
         for key, totals in self.totals.items():
             if totals.num_rollouts:
-                values = astuple(totals)
-                marks = ", ".join("?" for _ in (*values, 0))
-                self.connection.execute(
-                    f"INSERT OR REPLACE INTO totals VALUES ({marks})",
-                    (*values, checksum("totals", values)),
-                )
+                put_row(self.connection, "totals", astuple(totals))
             else:
                 self.connection.execute("DELETE FROM totals WHERE phase = ? AND env_id = ?", key)
                 self.counts.totals -= 1

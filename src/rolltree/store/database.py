@@ -80,7 +80,8 @@ class Database:
         self.path = path
         self.is_new = False
         self._lock = threading.RLock()
-        self._is_checked = False
+        # Whether this object has compared the whole file with its checksums.
+        self.is_checked = False
         self._check_file = check == "file"
         self._note = CommitNote(path)
         self.orders = Orders()
@@ -133,7 +134,7 @@ class Database:
         change.finish()
         self._connection.execute("COMMIT")
         self._note.write(change.counts.commits)
-        self.is_new = self._is_checked = True
+        self.is_new = self.is_checked = True
 
     def _compare(self, noted: int) -> None:
         """Refuse a database that lacks batches which were stored in it."""
@@ -248,11 +249,6 @@ class Database:
             ).fetchall()
             return list(checked(name, rows, expected))
 
-    @property
-    def is_checked(self) -> bool:
-        """Whether this object has compared the whole file with its checksums."""
-        return self._is_checked
-
     def check(self) -> None:
         """Read the whole file once and compare everything with its checksums and counts.
 
@@ -261,7 +257,7 @@ class Database:
         Raises:
             StoreError: something is damaged; the first findings are named.
         """
-        if self._is_checked or not self._check_file:
+        if self.is_checked or not self._check_file:
             return
         # SQLite's own check covers pages and indexes, but not the values in them, which the
         # checksums cover (design/0017).
@@ -283,7 +279,7 @@ class Database:
                 if number != counts.rollouts:
                     raise StoreError(f"it has {number} rollouts instead of {counts.rollouts}")
                 check_trained(connection, counts.trained)
-        self._is_checked = True
+        self.is_checked = True
 
     @contextlib.contextmanager
     def naming(self) -> Iterator[None]:

@@ -80,7 +80,11 @@ def conditions(text: str) -> tuple[Condition, ...]:
     Raises:
         ConfigError: the text cannot be read, or compares values that cannot be compared.
     """
-    return tuple(_condition(*each[:3]) for each in _split(text))
+    found = []
+    for name, sign, word, _ in _split(text):
+        _check_name(name, "filtered")
+        found.append(_condition(name, sign, word, _is_metric(name) or name in _NUMBERS))
+    return tuple(found)
 
 
 def parted(text: str, names: Collection[str]) -> tuple[tuple[Condition, ...], str | None]:
@@ -94,11 +98,8 @@ def parted(text: str, names: Collection[str]) -> tuple[tuple[Condition, ...], st
     for name, sign, word, whole in _split(text):
         if name not in names:
             rest.append(whole)
-            continue
-        value = word.strip("\"'") if sign in ("~", "!~") else _value(word)
-        if sign in ("<", "<=", ">", ">=") and not isinstance(value, int | float):
-            raise _no_numbers(name, sign, word)
-        own.append(Condition(name, sign, value))
+        else:
+            own.append(_condition(name, sign, word))
     return tuple(own), " and ".join(rest) or None
 
 
@@ -126,21 +127,15 @@ def _split(text: str) -> list[tuple[str, str, str, str]]:
     return parts
 
 
-def _no_numbers(name: str, sign: str, word: str) -> ConfigError:
-    return ConfigError(
-        f"{name} {sign} {word} does not compare two numbers, so it has no meaning. Use {sign} with "
-        "a number and a column of numbers, or = for texts."
-    )
-
-
-def _condition(name: str, sign: str, word: str) -> Condition:
-    _check_name(name, "filtered")
+def _condition(name: str, sign: str, word: str, has_numbers: bool = True) -> Condition:
     if sign in ("~", "!~"):
         return Condition(name, sign, word.strip("\"'"))
     value = _value(word)
-    is_number = isinstance(value, int | float)
-    if sign not in ("=", "!=") and not (is_number and (_is_metric(name) or name in _NUMBERS)):
-        raise _no_numbers(name, sign, word)
+    if sign not in ("=", "!=") and not (isinstance(value, int | float) and has_numbers):
+        raise ConfigError(
+            f"{name} {sign} {word} does not compare two numbers, so it has no meaning. Use {sign} "
+            "with a number and a column of numbers, or = for texts."
+        )
     return Condition(name, sign, value)
 
 

@@ -35,6 +35,13 @@ def checksum(table: str, values: Sequence[Any]) -> int:
     return zlib.crc32(_encode([table, *values]))
 
 
+def put_row(connection: sqlite3.Connection, table: str, values: Sequence[Any]) -> None:
+    """Insert a row with its checksum, or replace the one with its key."""
+    marks = ", ".join("?" for _ in (*values, 0))
+    row = (*values, checksum(table, values))
+    connection.execute(f"INSERT OR REPLACE INTO {table} VALUES ({marks})", row)
+
+
 def blob_checksum(blobs: Sequence[bytes]) -> int:
     """Return the CRC-32 of the compressed blobs, one after the other."""
     # Blobs have their own checksum, so that a scan of the columns never reads their pages.
@@ -42,6 +49,20 @@ def blob_checksum(blobs: Sequence[bytes]) -> int:
     for blob in blobs:
         found = zlib.crc32(blob, found)
     return found
+
+
+def is_intact(table: str, values: Sequence[Any], num_columns: int) -> bool:
+    """Whether a row with blobs equals its checksums.
+
+    `values` are its first `num_columns`, the last of which is the checksum of its blobs, then
+    their own checksum, then all blobs or none of them.
+    """
+    head, row_sum, blobs = values[:num_columns], values[num_columns], values[num_columns + 1 :]
+    try:
+        is_same = checksum(table, head) == row_sum
+        return is_same and (not blobs or blob_checksum(blobs) == head[-1])
+    except TypeError:  # damage turned a blob into text or NULL
+        return False
 
 
 @dataclass(slots=True)
@@ -72,12 +93,8 @@ class Counts:
 
     def write(self, connection: sqlite3.Connection) -> None:
         """Replace the row."""
-        values = astuple(self)
-        marks = ", ".join("?" for _ in (*values, 0))
         connection.execute("DELETE FROM counts")
-        connection.execute(
-            f"INSERT INTO counts VALUES ({marks})", (*values, checksum("counts", values))
-        )
+        put_row(connection, "counts", astuple(self))
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from rolltree._helpers.redact import REDACTED, cut_secrets, cut_text, redact
 from rolltree.store.codec import deflate, dumps, inflate, loads
-from rolltree.store.integrity import blob_checksum, checksum
+from rolltree.store.integrity import blob_checksum, checksum, is_intact
 from rolltree.store.metric_names import eval_numbers
 from rolltree.values.errors import StoreError, stored_kind
 
@@ -316,14 +316,7 @@ def verify(values: Sequence[Any]) -> None:
     Raises:
         StoreError: they differ; the file is not named.
     """
-    head, (blob_sum, row_sum) = values[: _NUM_LIGHT + 1], values[_NUM_LIGHT : _NUM_LIGHT + 2]
-    blobs = values[_NUM_LIGHT + 2 :]
-    try:
-        whole = checksum("rollouts", head) == row_sum
-        whole = whole and (not blobs or blob_checksum(blobs) == blob_sum)
-    except TypeError:  # damage turned a blob into text or NULL
-        whole = False
-    if not whole:
+    if not is_intact("rollouts", values, _NUM_LIGHT + 1):
         raise StoreError(f"rollout {values[1]!r} (row {values[0]}) differs from its checksum")
 
 

@@ -274,7 +274,8 @@ class StreamFeed(Feed):
         sampled = (*results, *joined([self._complete[name] for name in dropped]))
         # Recorded before the step trains: after a kill the same groups give the same weights again,
         # so that version numbers keep their meaning (design/0008).
-        self._record(step, names, dropped)
+        self._run.add_event(LEDGER, {"groups": names, "dropped": dropped}, step=step)
+        self._taken.update(names, dropped)
         for name in (*names, *dropped):
             del self._complete[name], self._order[name]
             self._credit.pop(name, None)
@@ -370,11 +371,6 @@ class StreamFeed(Feed):
         if why is not None:
             self._dropped[name] = why
             self._num_dropped += 1
-
-    def _record(self, step: int, names: Sequence[str], dropped: dict[str, str]) -> None:
-        data = {"groups": list(names), "dropped": dropped}
-        self._run.add_event(LEDGER, data, step=step)
-        self._taken.update(names, dropped)
 
     def _again(self, step: int) -> StepRollouts:
         """Return the rollouts that step `step` took before the run was killed."""

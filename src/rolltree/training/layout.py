@@ -23,6 +23,10 @@ BoolArray: TypeAlias = NDArray[np.bool_]
 LongArray: TypeAlias = NDArray[np.int64]
 FloatColumn: TypeAlias = NDArray[np.float32]
 
+NO_RECORDS = (
+    "there is no loss record in these samples, so there is nothing to train on. Check that the "
+    "rollouts carry token ids and that credit left some of them to train."
+)
 DEFAULT_BLOCK = 64
 """Keys per block. Measured on CPU: 32 costs calls, 256 costs masked work (design/0003)."""
 
@@ -142,10 +146,7 @@ def collate(samples: Sequence[Sample]) -> Forest:
     joined = join_samples(samples)
     records = joined.records
     if not len(records):
-        raise TokenError(
-            "there is no loss record in these samples, so there is nothing to train on. Check that "
-            "the rollouts carry token ids and that credit left some of them to train."
-        )
+        raise TokenError(NO_RECORDS)
     # One row of logits per position and temperature, however many records read it.
     key = np.stack([records.source.astype(np.float64), records.temperature.astype(np.float64)])
     unique, inverse = np.unique(key, axis=1, return_inverse=True)

@@ -168,9 +168,8 @@ def _masked(
 def _unusable(sample: Sample, algorithm: Algorithm, limits: TrainableLimits) -> Iterator[_Fault]:
     """Yield the records that cannot be trained, by reason."""
     records, supervised = sample.records, algorithm.supervised
-    noted = () if supervised else (CHANGED_SAMPLING, "misspelled")
-    for name in noted:
-        texts = {_key(r, c): text for r, c, text in sample.info.get(name, ())}
+    for name in () if supervised else (CHANGED_SAMPLING, "misspelled"):
+        texts = {(rollout << 32) | call: text for rollout, call, text in sample.info.get(name, ())}
         if texts:
             calls = _calls(records)
             yield name, np.isin(calls, list(texts)), partial(_noted, texts, calls)
@@ -219,10 +218,6 @@ def _noted(texts: Mapping[int, str], calls: LongArray, record: int) -> str:
 
 def _constant(text: str, record: int) -> str:
     return text
-
-
-def _key(rollout: int, call: int) -> int:
-    return (rollout << 32) | call
 
 
 def _calls(records: Records) -> LongArray:
