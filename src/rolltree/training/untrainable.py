@@ -58,14 +58,20 @@ _Fault: TypeAlias = tuple[str, BoolArray, Callable[[int], object]]
 """A reason, which records `[_R]` it concerns, and what to say about one of them."""
 
 
+ForeignRouting: TypeAlias = Callable[[Any], tuple[BoolArray, str]]
+"""Routed experts `[_T, ...]` -> which tokens' cannot be replayed, and why."""
+
+
 @dataclass(frozen=True, slots=True)
 class TrainableLimits:
-    """What a model can train: ids below `vocab_size`, paths of up to `max_length` tokens."""
+    """What a model can train: ids below `vocab_size`, paths of up to `max_length` tokens.
+
+    `foreign_routing` is None if routed experts are left alone.
+    """
 
     vocab_size: int
     max_length: int
-    # Which tokens' routed experts cannot be replayed, and why; None if none are replayed.
-    foreign_routing: Callable[[Any], tuple[BoolArray, str]] | None = None
+    foreign_routing: ForeignRouting | None = None
 
 
 @dataclass(slots=True)
