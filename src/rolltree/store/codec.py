@@ -21,9 +21,10 @@ from typing import Any
 
 import msgspec
 
+from rolltree._helpers.untrusted import MAX_DEPTH
+
 TAG = "$t"
 _TAG_BYTES = TAG.encode()
-MAX_DEPTH = 100
 MAX_BITS = 8192  # Python refuses to print much longer integers
 # A blob inflates to 64 MiB at most, or to 20 times its size if that is more.
 MAX_INFLATED_BYTES = 2**26

@@ -10,7 +10,8 @@ from typing import Any
 
 from rolltree._helpers.files import read_regular, write_whole
 from rolltree._helpers.redact import environment_secrets, known_secrets, redact, secrets_in
-from rolltree.store.codec import MAX_DEPTH, to_plain
+from rolltree._helpers.untrusted import MAX_DEPTH, check_depth
+from rolltree.store.codec import to_plain
 from rolltree.values.errors import ConfigError
 
 _MISSING = object()
@@ -27,22 +28,13 @@ def stored_settings(
     try:
         found = (*secrets, *secrets_in(config))
         plain = to_plain(redact(dict(config), known_secrets((*found, *environment_secrets()))))
-        is_deep = _is_deeper(plain, MAX_DEPTH)
-    except RecursionError:
-        is_deep = True
-    if is_deep:
+        check_depth(plain)
+    except (RecursionError, ValueError):
         raise ConfigError(
             f"the settings are nested deeper than {MAX_DEPTH} levels and cannot be stored, so the "
             "run could not be continued. Put such data into a file, and its path into the settings."
-        )
+        ) from None
     return plain, found
-
-
-def _is_deeper(value: Any, levels: int) -> bool:
-    if not isinstance(value, dict | list):
-        return False
-    items = value.values() if isinstance(value, dict) else value
-    return levels == 0 or any(_is_deeper(item, levels - 1) for item in items)
 
 
 def config_text(config: Mapping[str, Any]) -> str:
