@@ -98,7 +98,7 @@ def look(folder: str | Path = ".") -> Host:
             for extra, (modules, _) in PROVIDES.items()
             if (absent := tuple(name for name in modules if not _is_installed(name)))
         },
-        versions={name: found for name in TESTED if (found := _version(name)) is not None},
+        versions={name: version for name in TESTED if (version := _version(name)) is not None},
     )
 
 

@@ -170,9 +170,9 @@ def known_secrets(secrets: Iterable[str]) -> tuple[str, ...]:
 
 def cut_text(text: str, secrets: tuple[str, ...]) -> str:
     """Replace every known secret in `text`; a secret that contains another is replaced whole."""
-    found = [secret for secret in secrets if secret and secret in text]
+    present = [secret for secret in secrets if secret and secret in text]
     # The longest first: otherwise a secret that contains another would leave a remainder.
-    for secret in sorted(found, key=len, reverse=True):
+    for secret in sorted(present, key=len, reverse=True):
         text = text.replace(secret, REDACTED)
     return text
 
@@ -297,8 +297,8 @@ def _setting(word: str) -> tuple[str, Any] | None:
 
 def secrets_in_words(words: Iterable[str]) -> tuple[str, ...]:
     """Return the secrets in the settings (`key=value`) of a command line."""
-    found = [_setting(word) for word in words]
-    return secrets_in([{key: value} for key, value in filter(None, found)])
+    settings = [_setting(word) for word in words]
+    return secrets_in([{key: value} for key, value in filter(None, settings)])
 
 
 def shown_command(words: Sequence[str]) -> str:

@@ -105,7 +105,7 @@ def _sample(
     info: dict[str, Any],
 ) -> Sample:
     origins = [(rollout.index, rollout.origins(calls)) for rollout, calls in parts]
-    info["rollouts"] = tuple(index for index, found in origins for _ in found)
+    info["rollouts"] = tuple(index for index, own in origins for _ in own)
     changed = tuple(
         (rollout.index, call.index, call.changed_sampling)
         for rollout, calls in parts
@@ -114,7 +114,7 @@ def _sample(
     )
     if changed:
         info["changed_sampling"] = changed
-    together = tuple(origin for _, found in origins for origin in found)
+    together = tuple(origin for _, own in origins for origin in own)
     return Sample(ids, positions, subtree_end, records, together, info)
 
 
@@ -301,7 +301,7 @@ def _loss_input(
     """
     parts = []
     for handle, count in zip(handles, counts, strict=True):
-        found = np.full(count, np.nan, np.float32)
+        values = np.full(count, np.nan, np.float32)
         stream = tree.stream(name, handle)
         if stream is not None:
             if isinstance(stream, PlacedStream) or np.ndim(stream.values) != 1:
@@ -314,8 +314,8 @@ def _loss_input(
             start = (stream.start or 0) - tree.prompt_len(handle)
             low = max(0, start)
             high = max(low, min(count, start + len(stream.values)))
-            found[low:high] = stream.values[low - start : high - start]
-        parts.append(found)
+            values[low:high] = stream.values[low - start : high - start]
+        parts.append(values)
     return concat(parts, np.float32)
 
 

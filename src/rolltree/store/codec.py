@@ -70,9 +70,9 @@ def loads(text: str | bytes) -> Any:
         ValueError: `dumps` did not write the text.
     """
     try:
-        found = _parse(text)
+        value = _parse(text)
         has_tag = TAG in text if isinstance(text, str) else _TAG_BYTES in text
-        return _unpack(found) if has_tag else found
+        return _unpack(value) if has_tag else value
     except (ArithmeticError, LookupError, MemoryError, RecursionError, TypeError) as error:
         what = f"a value that rolltree did not write ({type(error).__name__}: {error})"
         raise ValueError(what) from error
@@ -102,7 +102,7 @@ def inflate(data: bytes) -> bytes:
         if _MAX_DEFLATE_RATIO * len(data) <= MAX_INFLATED_BYTES:
             return zlib.decompress(data)
         unpacker = zlib.decompressobj()
-        found = unpacker.decompress(data, _most_inflated(data))
+        inflated = unpacker.decompress(data, _most_inflated(data))
     except (zlib.error, MemoryError) as error:
         what = "it cannot be inflated" if isinstance(error, zlib.error) else "there is no memory"
         raise ValueError(f"{what} ({type(error).__name__}: {error})") from error
@@ -111,7 +111,7 @@ def inflate(data: bytes) -> bytes:
             f"{len(data):,} bytes inflate to more than {_most_inflated(data):,}, which rolltree "
             "does not write"
         )
-    return found
+    return inflated
 
 
 def _most_inflated(data: bytes) -> int:

@@ -262,9 +262,11 @@ class Database:
         # SQLite's own check covers pages and indexes, but not the values in them, which the
         # checksums cover (design/0017).
         with self.snapshot() as connection:
-            said = [row[0] for row in connection.execute(f"PRAGMA integrity_check({MAX_NAMED})")]
-            if said != ["ok"]:
-                raise damaged(self.path, "; ".join(" ".join(text.split()) for text in said))
+            findings = [
+                row[0] for row in connection.execute(f"PRAGMA integrity_check({MAX_NAMED})")
+            ]
+            if findings != ["ok"]:
+                raise damaged(self.path, "; ".join(" ".join(text.split()) for text in findings))
             for name in TABLES:
                 self.table(name)
             self.totals()

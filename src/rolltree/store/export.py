@@ -76,18 +76,18 @@ def _whole_lines(
 ) -> Iterator[Mapping[str, Any]]:
     """Yield the lines of all intact rows, and note the others in `lost`; no index is used."""
     num_seen = 0
-    for found in database.readable(names):
+    for stored in database.readable(names):
         num_seen += 1
-        if isinstance(found, int):
-            lost.append(f"row {found} (SQLite cannot read it)")
+        if isinstance(stored, int):
+            lost.append(f"row {stored} (SQLite cannot read it)")
             continue
         try:
-            row = from_sql(found)
+            row = from_sql(stored)
             line = render(row) if matches(row, where) else None
         except StoreError as error:
             lost.append(str(error).rstrip("."))
         except _ROW_ERRORS as error:
-            lost.append(f"rollout {found[1]!r} (row {found[0]}): {type(error).__name__}")
+            lost.append(f"rollout {stored[1]!r} (row {stored[0]}): {type(error).__name__}")
         else:
             if line is not None:
                 yield line

@@ -80,11 +80,11 @@ def conditions(text: str) -> tuple[Condition, ...]:
     Raises:
         ConfigError: the text cannot be read, or compares values that cannot be compared.
     """
-    found = []
+    parsed = []
     for name, sign, word, _ in _split(text):
         _check_name(name, "filtered")
-        found.append(_condition(name, sign, word, _is_metric(name) or name in _NUMBERS))
-    return tuple(found)
+        parsed.append(_condition(name, sign, word, _is_metric(name) or name in _NUMBERS))
+    return tuple(parsed)
 
 
 def parted(text: str, names: Collection[str]) -> tuple[tuple[Condition, ...], str | None]:
@@ -146,11 +146,11 @@ def _value(word: str) -> Any:
         return _WORDS[word.lower()]
     for kind in (int, float):
         try:
-            found = kind(word)
+            number = kind(word)
         except ValueError:
             continue
         # SQLite has no larger integers, so it compares floats.
-        return found if abs(found) <= _MAX_INTEGER else float(word)
+        return number if abs(number) <= _MAX_INTEGER else float(word)
     return word
 
 
@@ -235,10 +235,10 @@ def matches(row: StoredRollout, where: Mapping[str, Any]) -> bool:
             if value is not None and not all(each.holds(row) for each in conditions(value)):
                 return False
             continue
-        found = getattr(row, name)
+        own = getattr(row, name)
         if isinstance(value, (list, tuple, set, frozenset)):
-            if found not in value:
+            if own not in value:
                 return False
-        elif found != value:
+        elif own != value:
             return False
     return True

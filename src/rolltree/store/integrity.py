@@ -45,10 +45,10 @@ def put_row(connection: sqlite3.Connection, table: str, values: Sequence[Any]) -
 def blob_checksum(blobs: Sequence[bytes]) -> int:
     """Return the CRC-32 of the compressed blobs, one after the other."""
     # Blobs have their own checksum, so that a scan of the columns never reads their pages.
-    found = 0
+    crc = 0
     for blob in blobs:
-        found = zlib.crc32(blob, found)
-    return found
+        crc = zlib.crc32(blob, crc)
+    return crc
 
 
 def is_intact(table: str, values: Sequence[Any], num_columns: int) -> bool:
@@ -148,10 +148,10 @@ def read_totals(connection: sqlite3.Connection, counts: Counts) -> list[Totals]:
     for row in rows:
         if checksum("totals", row[:-1]) != row[-1]:
             raise StoreError(f"the totals of phase {row[0]!r} differ from their checksum")
-    found = [Totals(*row[:-1]) for row in rows]
-    if len(found) != counts.totals or sum(t.num_rollouts for t in found) != counts.rollouts:
+    totals = [Totals(*row[:-1]) for row in rows]
+    if len(totals) != counts.totals or sum(t.num_rollouts for t in totals) != counts.rollouts:
         raise StoreError("the totals of a phase are missing")
-    return found
+    return totals
 
 
 def report_key(phase: str) -> str:
@@ -184,8 +184,8 @@ class CommitNote:
         """Return the number of batches; 0 if the note is missing or unreadable."""
         with contextlib.suppress(OSError, ValueError):
             # With a checksum, so that a torn write cannot make a healthy run look incomplete.
-            number, _, found = read_regular(self.path, _NOTE_BYTES).decode("ascii").partition(" ")
-            if int(found) == checksum("note", [int(number)]):
+            number, _, crc = read_regular(self.path, _NOTE_BYTES).decode("ascii").partition(" ")
+            if int(crc) == checksum("note", [int(number)]):
                 return int(number)
         return 0
 

@@ -171,14 +171,14 @@ def _whole(value: Any, secrets: Secrets) -> int | str | None:
 def _integer(value: Any, secrets: Secrets) -> int | float | str | None:
     # SQLite turns an integer beyond 64 bits into a float in an INTEGER column. The checksum covers
     # what SQLite returns, so the conversion is made here, before the checksum.
-    found = _whole(value, secrets)
-    is_long = isinstance(found, str) and not isinstance(value, str)
-    return float(found) if is_long and found is not None else found
+    whole = _whole(value, secrets)
+    is_long = isinstance(whole, str) and not isinstance(value, str)
+    return float(whole) if is_long and whole is not None else whole
 
 
 def _real(value: Any, secrets: Secrets) -> float | None:
-    found = math.nan if value is None else float(value)
-    return None if math.isnan(found) else found + 0.0  # SQLite has neither NaN nor -0.0
+    number = math.nan if value is None else float(value)
+    return None if math.isnan(number) else number + 0.0  # SQLite has neither NaN nor -0.0
 
 
 def _json(value: Any, secrets: Secrets) -> str:

@@ -26,15 +26,15 @@ def stored_settings(
         ConfigError: they are nested too deeply to come back equal.
     """
     try:
-        found = (*secrets, *secrets_in(config))
-        plain = to_plain(redact(dict(config), known_secrets((*found, *environment_secrets()))))
+        known = (*secrets, *secrets_in(config))
+        plain = to_plain(redact(dict(config), known_secrets((*known, *environment_secrets()))))
         check_depth(plain)
     except (RecursionError, ValueError):
         raise ConfigError(
             f"the settings are nested deeper than {MAX_DEPTH} levels and cannot be stored, so the "
             "run could not be continued. Put such data into a file, and its path into the settings."
         ) from None
-    return plain, found
+    return plain, known
 
 
 def config_text(config: Mapping[str, Any]) -> str:
@@ -88,14 +88,14 @@ def config_differences(
     ['a.b was 1 and is now 3']
     """
     before, after = flat_config(old), flat_config(new)
-    found = []
+    differences = []
     for key in sorted(before.keys() | after.keys()):
         # A parent stands for all of its keys: `may_change=["train"]` allows `train.num_steps`.
         allowed = any(key == name or key.startswith(name + ".") for name in may_change)
         was, now = before.get(key, _MISSING), after.get(key, _MISSING)
         if not allowed and was != now:
-            found.append(f"{key} was {_show(was)} and is now {_show(now)}")
-    return found
+            differences.append(f"{key} was {_show(was)} and is now {_show(now)}")
+    return differences
 
 
 def _show(value: object) -> str:

@@ -237,7 +237,7 @@ class Reader:
 def chunks(data: bytes | bytearray | memoryview) -> list[Reader]:
     """Split concatenated chunks into readers, after checking lengths and checksums."""
     view = memoryview(data)
-    found: list[Reader] = []
+    readers: list[Reader] = []
     while len(view):
         if len(view) < _HEAD.size:
             raise damaged_tokens("the last record is cut off")
@@ -249,9 +249,9 @@ def chunks(data: bytes | bytearray | memoryview) -> list[Reader]:
             raise damaged_tokens("the last record is cut off")
         if zlib.crc32(body) != checksum:
             raise damaged_tokens("the checksum does not match")
-        found.append(Reader(body))
+        readers.append(Reader(body))
         view = view[_HEAD.size + length :]
-    return found
+    return readers
 
 
 # -- trees ---------------------------------------------------------------------------------------
@@ -355,10 +355,10 @@ def load(tree: TokenTree, data: bytes | bytearray | memoryview) -> None:
         TokenError: the bytes are missing, truncated, of another format, out of order, or contradict
             themselves. The tree must not be used after that.
     """
-    found = chunks(data)
-    if not found:
+    readers = chunks(data)
+    if not readers:
         raise damaged_tokens("there are no bytes")
-    for reader in found:
+    for reader in readers:
         _load_chunk(tree, reader)
     if sum(tree.calls.num_sampled) > MAX_SAMPLED:
         raise damaged_tokens(f"its calls sampled more than {MAX_SAMPLED:,} tokens")

@@ -200,11 +200,11 @@ class StepTokens(LazyDict):
         """Take over values that were assigned, since the last read, in the dict of `hold`."""
         if self._held is None:
             return
-        found = tuple(map(self._held.get, TOKEN_KEYS))
-        for key, value, before in zip(TOKEN_KEYS, found, self._seen, strict=True):
+        values = tuple(map(self._held.get, TOKEN_KEYS))
+        for key, value, before in zip(TOKEN_KEYS, values, self._seen, strict=True):
             if value is not before:
                 dict.__setitem__(self, key, value)
-        self._seen = found
+        self._seen = values
 
     def _same(self, key: str, mine: Any, theirs: Any) -> bool:
         if mine == theirs or key != "completion_logprobs":

@@ -520,8 +520,8 @@ class TokenTree:
 
     def streams(self, call: int) -> dict[str, TokenStream | PlacedStream]:
         """Return the named extra streams of a call."""
-        found = ((name, self.extra.get(name, call)) for name in self.extra.names())
-        return {name: stream for name, stream in found if stream is not None}
+        pairs = ((name, self.extra.get(name, call)) for name in self.extra.names())
+        return {name: stream for name, stream in pairs if stream is not None}
 
     def stream(self, name: str, call: int) -> TokenStream | PlacedStream | None:
         """Return a named extra stream of a call, or None."""

@@ -141,10 +141,10 @@ class SyncFeed(Feed):
         async def again() -> Group:
             return (await sample()).results
 
-        found = await sample()
-        results = await until_enough(found.results, again, config, self._notify)
-        reused = {"rollout/reused_share": found.num_reused / len(requests)}
-        is_replayed = found.num_reused == len(requests)
+        collected = await sample()
+        results = await until_enough(collected.results, again, config, self._notify)
+        reused = {"rollout/reused_share": collected.num_reused / len(requests)}
+        is_replayed = collected.num_reused == len(requests)
         if not config.algorithm.dynamic_sampling_max:
             credit = tuple(credit_of(group, config) for group in by_group(results))
             return StepRollouts(results, results, credit, reused, is_replayed)
@@ -201,10 +201,10 @@ class SyncFeed(Feed):
     ) -> Group:
         """Run replacements of a step that has sampled `num_before` rollouts already."""
         total = num_before + len(requests)
-        found = await self._gather(
+        collected = await self._gather(
             requests, lambda done: self._on_progress(step, num_before + done, total), beside
         )
-        return found.results
+        return collected.results
 
     def _split(self, groups: Sequence[Group]) -> tuple[list[GroupCredit], list[GroupCredit]]:
         useful, flat = [], []

@@ -105,8 +105,8 @@ def begin(
 
 def fingerprint(model: Any) -> int:
     """Return a CRC-32 of the names and bytes of the tensors that would be trained."""
-    found = 0
+    crc = 0
     for name, tensor in sorted(trained_tensors(model).items()):
         data: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        found = zlib.crc32(data, zlib.crc32(name.encode(), found))
-    return found
+        crc = zlib.crc32(data, zlib.crc32(name.encode(), crc))
+    return crc

@@ -69,8 +69,8 @@ class Pattern:
         # A pattern longer than every path hides nothing, so its layers share the full blocks.
         if not limits or min(limit.min() for limit in limits) > depth.max():
             return None
-        found: LongArray = np.minimum.reduce(limits)
-        return None if (found > depth.max()).all() else found
+        limit: LongArray = np.minimum.reduce(limits)
+        return None if (limit > depth.max()).all() else limit
 
     def __and__(self, other: Pattern) -> Pattern:
         windows = [w for w in (self.window, other.window) if w is not None]

@@ -620,8 +620,8 @@ class _Loop:
             self.trackers.log(eval_numbers(metrics), step)
             if num := self.trackers.wants():
                 rows = self.run.rollouts(phase=phase, limit=num, sort="request_id")
-                found = decode_results(rows, tokens=False)
-                self._show("eval/completions", found, num, step, phase)
+                results = decode_results(rows, tokens=False)
+                self._show("eval/completions", results, num, step, phase)
         self.reporter.on_eval(phase, step, metrics, bool(stored))
 
     def _end(self) -> TrainReport:

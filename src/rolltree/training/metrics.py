@@ -277,9 +277,9 @@ def _rewards(results: Sequence[RolloutResult]) -> dict[str, float]:
         "reward/std": 0.0 if are_equal(rewards) else pstdev(rewards),
         "reward/max": max(rewards),
     }
-    found = episodes_estimate(groups)
-    if found is not None and found.low is not None and found.high is not None:
-        metrics |= {"reward/low": found.low, "reward/high": found.high}
+    estimate = episodes_estimate(groups)
+    if estimate is not None and estimate.low is not None and estimate.high is not None:
+        metrics |= {"reward/low": estimate.low, "reward/high": estimate.high}
     return metrics
 
 

@@ -65,6 +65,7 @@ class RunHooks(Protocol):
         self, notify: Callable[[str], None], probe: Callable[[Any, int], Awaitable[None]]
     ) -> None:
         """Get ready to sample; `notify` gets notices, `probe` checks one part with a version."""
+        return
 
     async def guard(self, work: Awaitable[T]) -> T:
         """Return what `work` returns, or raise if the engine is lost meanwhile."""
@@ -72,9 +73,11 @@ class RunHooks(Protocol):
 
     def announce_kept_weights(self) -> None:
         """Tell the user at the end of a run where the trained weights are still served."""
+        return
 
     async def aclose(self) -> None:
         """Release what the engine holds for the run."""
+        return
 
 
 class _NoHooks(RunHooks):
@@ -189,21 +192,21 @@ class Publisher:
         # All ranks run this pass, and none of them may leave it in the middle.
         after = await run_shielded(asyncio.to_thread(self._score, self._prompts))
         scored = self._scored = _Scored(version, self._prompts, self._before, after)
-        found: list[_Differences] = []
+        probes: list[_Differences] = []
         for client in getattr(self._client, "clients", [self._client]):
             if getattr(client, "is_suspect", False):
                 continue
             try:
-                found.append(await self._check(client, scored, is_old=not shares))
+                probes.append(await self._check(client, scored, is_old=not shares))
             # A server that died during the probe gets the weights before its next request.
             except ModelError:
                 if not getattr(client, "is_suspect", False):
                     raise
-        if not found:
+        if not probes:
             return {}
-        metrics = {"publish/probe_error": max(each.error for each in found)}
+        metrics = {"publish/probe_error": max(each.error for each in probes)}
         if self._before is not None:
-            metrics["publish/probe_step"] = max(each.moved for each in found)
+            metrics["publish/probe_step"] = max(each.moved for each in probes)
         return metrics
 
     async def probe(self, client: Any, version: int) -> None:
@@ -242,13 +245,13 @@ class Publisher:
             # Different seeds in each try, so the tries are independent and are judged together.
             more = await _sample(client, scored, version * _NUM_TRIES + number)
             ids, logprobs = np.append(ids, more[0]), np.append(logprobs, more[1])
-            found = _compare(ids, logprobs, scored.before, scored.after)
-            why = found.why_not(noise, self._tolerance)
+            differences = _compare(ids, logprobs, scored.before, scored.after)
+            why = differences.why_not(noise, self._tolerance)
             if why is None:
                 # Set at the first publish only: a later difference may already come from weights
                 # that are out of date.
-                self._noise.setdefault(client, found.error)
-                return found
+                self._noise.setdefault(client, differences.error)
+                return differences
         raise TrainingError(
             f"version {version} was published to {client!r}, and it serves other weights: {why}. "
             "Usual causes: the reload left a part as it was, another model "
@@ -382,8 +385,8 @@ def next_logprobs(model: Any, prompts: IntArray) -> FloatArray:
     logits = model(input_ids=ids, use_cache=False, **only_last).logits[:, -1].float()
     # A backward pass would do this, but none follows.
     reshard(model)
-    found: FloatArray = logits.log_softmax(-1).cpu().numpy()
-    return found
+    logprobs: FloatArray = logits.log_softmax(-1).cpu().numpy()
+    return logprobs
 
 
 class WeightLock:

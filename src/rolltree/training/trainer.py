@@ -145,10 +145,10 @@ class Trainer:
             TrainingError: a call has other sampling settings, and `train.changed_sampling` is
                 `refuse`.
         """
-        found, masked = mask_untrainable(samples, self.algorithm, self._limits)
+        kept, masked = mask_untrainable(samples, self.algorithm, self._limits)
         if self.config.train.changed_sampling == "refuse":
             masked.check()
-        return found, masked
+        return kept, masked
 
     def _prepare_replay(self) -> ForeignRouting | None:
         """Make the reader replay routed experts if it can; return which ones cannot be replayed.
@@ -372,14 +372,14 @@ class Trainer:
     @torch.no_grad()
     def _measure(self, model: LogprobModel, batch: Batch) -> FloatColumn:
         """Return the logprobs of all records of a batch, of all ranks, with the current weights."""
-        found = np.zeros(len(batch.records), np.float32)
+        logprobs = np.zeros(len(batch.records), np.float32)
         for item in batch.packs:
             with model.context():
                 got = model(item.forest).logprob.cpu().numpy()
             # Fillers run too, because all ranks must gather the layers equally often.
             if not item.is_filler:
-                found[item.span] = got
-        return found if self.ranks is None else self.ranks.total(found)[0]
+                logprobs[item.span] = got
+        return logprobs if self.ranks is None else self.ranks.total(logprobs)[0]
 
     def _gradients(self, batch: Batch, fixed: FixedTerms | None = None) -> RecordStats:
         """Add up the gradients of all packs; return the statistics per record, over all ranks."""

@@ -153,8 +153,8 @@ def _compare(trial: Any, first: int) -> str | None:
         # The function is linear, so the gradients of disjoint parts of the rows add up to the
         # tree's.
         total = (hidden.float() * weights[at]).sum()
-        found = torch.autograd.grad(total, learned, allow_unused=True)
-        pairs = zip(found, learned, strict=True)
+        gradients = torch.autograd.grad(total, learned, allow_unused=True)
+        pairs = zip(gradients, learned, strict=True)
         return [torch.zeros_like(p) if g is None else g for g, p in pairs]
 
     with tree_attention(trial):

@@ -95,8 +95,8 @@ class MaskedCalls:
         for each in skipped:
             if each.problem:
                 self.num_calls[each.reason] += 1
-                said = f"call {each.call} of {each.problem}"
-                self.sentences.setdefault(each.reason, said)
+                sentence = f"call {each.call} of {each.problem}"
+                self.sentences.setdefault(each.reason, sentence)
 
     def check(self) -> None:
         """Raise unless every call was sampled from the model's own distribution.
@@ -118,12 +118,12 @@ def note_misspelled(
 ) -> list[Sample]:
     """Return samples of the states at `places` with the calls that `misspelled` has found."""
     index_of = {place: index for index, place in enumerate(places)}
-    found = tuple(
+    marks = tuple(
         (index_of[result, state], call, text)
         for (result, state, call), text in wrong.items()
         if (result, state) in index_of
     )
-    return [replace(sample, info={**sample.info, "misspelled": found}) for sample in samples]
+    return [replace(sample, info={**sample.info, "misspelled": marks}) for sample in samples]
 
 
 def mask_untrainable(
@@ -135,8 +135,8 @@ def mask_untrainable(
     only ids, lengths, masks and its own inputs count.
     """
     masked = MaskedCalls()
-    found = [_masked(sample, algorithm, limits, masked) for sample in samples]
-    return [sample for sample in found if sample is not None], masked
+    kept = [_masked(sample, algorithm, limits, masked) for sample in samples]
+    return [sample for sample in kept if sample is not None], masked
 
 
 def _masked(
@@ -155,10 +155,10 @@ def _masked(
         masked.num_calls[reason] += len(chosen)
         if reason not in masked.sentences:
             at = int(bad.argmax())
-            said = _ADVICE[reason].format(detail=detail_of(at), limit=limits.max_length)
+            advice = _ADVICE[reason].format(detail=detail_of(at), limit=limits.max_length)
             masked.sentences[reason] = (
                 f"call {int(records.call[at])} of rollout "
-                f"{_name(sample, int(records.rollout[at]))} {said}"
+                f"{_name(sample, int(records.rollout[at]))} {advice}"
             )
         left_out |= np.isin(calls, chosen)
     if not left_out.any():
@@ -198,8 +198,8 @@ def _unusable(sample: Sample, algorithm: Algorithm, limits: TrainableLimits) -> 
         values = getattr(records, name)
         yield name, ~np.isfinite(values), values.__getitem__
     for name in algorithm.loss_inputs:
-        found = records.extra.get(name)
-        missing = np.ones(len(records), np.bool_) if found is None else ~np.isfinite(found)
+        given = records.extra.get(name)
+        missing = np.ones(len(records), np.bool_) if given is None else ~np.isfinite(given)
         yield "input", missing, partial(_constant, repr(name))
 
 
@@ -233,5 +233,5 @@ def _calls(records: Records) -> LongArray:
 
 def _name(sample: Sample, rollout: int) -> str:
     places = zip(sample.info.get("rollouts", ()), sample.origins, strict=False)
-    found = (origin.rollout_id for index, origin in places if index == rollout)
-    return next(found, rollout_names(sample))
+    names = (origin.rollout_id for index, origin in places if index == rollout)
+    return next(names, rollout_names(sample))

@@ -229,8 +229,8 @@ _OF_REQUEST = {"httpx": ("UnsupportedProtocol", "LocalProtocolError")}
 def _loaded(table: Mapping[str, tuple[str, ...]]) -> tuple[type[BaseException], ...]:
     # Whoever raised one of a package's exceptions has imported the package.
     packages = [(sys.modules.get(package), names) for package, names in table.items()]
-    found = [getattr(package, name, None) for package, names in packages for name in names]
-    return tuple(kind for kind in found if isinstance(kind, type))
+    kinds = [getattr(package, name, None) for package, names in packages for name in names]
+    return tuple(kind for kind in kinds if isinstance(kind, type))
 
 
 def error_kind(error: BaseException) -> ErrorKind:

@@ -173,8 +173,8 @@ def _over_examples(
         return Estimate(center, None, None, "none", num, num_values)
     half = student_t(size - 1, confidence) * math.sqrt(squares / (size - 1) / size)
     method: Literal["bounded", "t"] = "bounded" if weight else "t"
-    found = Estimate(center, middle - half, middle + half, method, num, num_values)
-    return bounds.within(found)
+    result = Estimate(center, middle - half, middle + half, method, num, num_values)
+    return bounds.within(result)
 
 
 def student_t(degrees: float, confidence: float = CONFIDENCE) -> float:

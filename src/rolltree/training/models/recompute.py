@@ -25,10 +25,10 @@ _TOLERANCE = 1e-3
 
 def outermost(module: nn.Module, wanted: Callable[[nn.Module], bool]) -> list[nn.Module]:
     """Return the wanted modules inside a module, without those inside another wanted one."""
-    found: list[nn.Module] = []
+    modules: list[nn.Module] = []
     for child in module.children():
-        found += [child] if wanted(child) else outermost(child, wanted)
-    return found
+        modules += [child] if wanted(child) else outermost(child, wanted)
+    return modules
 
 
 def recomputable_layers(model: Any) -> list[nn.Module]:
@@ -107,8 +107,8 @@ def _probe(model: Any, hidden: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
 
     hook = model.get_input_embeddings().register_forward_hook(leaf)
     try:
-        found = hidden()
-        (gradient,) = torch.autograd.grad(found.float().square().sum(), inputs[:1])
+        states = hidden()
+        (gradient,) = torch.autograd.grad(states.float().square().sum(), inputs[:1])
     finally:
         hook.remove()
-    return found.detach(), gradient
+    return states.detach(), gradient

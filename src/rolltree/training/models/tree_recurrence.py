@@ -70,8 +70,8 @@ class _Between(torch.autograd.Function):
 
 def _gather(rows: Tensor, chunks: Chunks) -> Tensor:
     """Return float rows by chunk and head: `[_T, _H, ...]` -> `[_N, _H, _C, ...]`."""
-    found: Tensor = _Gather.apply(rows, chunks)  # type: ignore[no-untyped-call]
-    return found.transpose(1, 2)
+    gathered: Tensor = _Gather.apply(rows, chunks)  # type: ignore[no-untyped-call]
+    return gathered.transpose(1, 2)
 
 
 def linear_attention(
@@ -339,15 +339,15 @@ def _over_forest(kind: Any, layout: RecurrenceLayout) -> Any:
     swapped = {name: partial(globals()[KERNELS[name]], layout) for name in called}
     # Copy the function with different globals, because all models of this class share those of
     # its file.
-    found = FunctionType(
+    function = FunctionType(
         forward.__code__,
         {**forward.__globals__, **swapped},
         forward.__name__,
         forward.__defaults__,
         forward.__closure__,
     )
-    found.__kwdefaults__ = forward.__kwdefaults__
-    return found
+    function.__kwdefaults__ = forward.__kwdefaults__
+    return function
 
 
 @contextmanager
