@@ -198,6 +198,6 @@ def check_auxiliary(model: Any) -> None:
             raise ConfigError(
                 f"the configuration of {type(model).__name__} asks for an auxiliary loss "
                 f"({given}), which would not be trained: the objective is that of the algorithm "
-                f"alone. Set {first} to {off} in the model's config.json to train without it; with adapters "
-                "on other layers than the router, it stays as it is."
+                f"alone. Set {first} to {off} in the model's config.json to train without it; with "
+                "adapters on other layers than the router, it stays as it is."
             )
