@@ -122,29 +122,11 @@ async def run_each(works: Iterable[Coroutine[Any, Any, T]]) -> list[T | BaseExce
     Raises:
         asyncio.CancelledError: this task was cancelled; so were they, and they have ended.
     """
-    owns = [OwnTask(work) for work in works]
-    tasks = [own.task for own in owns]
-    cancelled: asyncio.CancelledError | None = None
-    while not all(task.done() for task in tasks):
-        try:
-            await asyncio.wait(tasks)
-        except asyncio.CancelledError as error:
-            cancelled = error
-            for own in owns:
-                own.is_cancelled = True
-                own.task.cancel()
-    if cancelled is not None:
-        for task in tasks:
-            if not task.cancelled():
-                task.exception()  # else asyncio would log it
-        raise cancelled
-    return [_outcome_of(task) for task in tasks]
-
-
-def _outcome_of(task: asyncio.Task[T]) -> T | BaseException:
-    if task.cancelled():
-        return Escaped(asyncio.CancelledError("it cancelled its own task"))
-    return task.exception() or task.result()
+    tasks = [OwnTask(work).task for work in works]
+    return [
+        Escaped(outcome) if isinstance(outcome, asyncio.CancelledError) else outcome
+        for outcome in await asyncio.gather(*tasks, return_exceptions=True)
+    ]
 
 
 async def undo_own_cancellation() -> bool:

@@ -73,12 +73,12 @@ class ResolvedRollout:
 
     def messages(self, index: int, *, with_answer: bool = False) -> list[Mapping[str, Any]]:
         """Return the messages of a step's prompt; none if the prompt is text."""
-        found: list[Mapping[str, Any]] = []
+        listed: list[Mapping[str, Any]] = []
         for name in ("prompt", "completion") if with_answer else ("prompt",):
             part = peek(self.source[index], name)
             if part and not isinstance(part, str) and isinstance(part, Sequence):
-                found += [message for message in part if isinstance(message, Mapping)]
-        return found
+                listed += [message for message in part if isinstance(message, Mapping)]
+        return listed
 
     def origins(self, calls: Sequence[ResolvedStep]) -> list[SampleOrigin]:
         """Return the origins of a sample with these calls: one per agent, in order."""
@@ -250,14 +250,14 @@ def _fresh_tree(
             else:
                 handles.append(insert_step(tree, step))
         except (TokenError, *_UNREADABLE) as error:
-            said = str(error)
+            problem = str(error)
             if not isinstance(error, TokenError):
-                said = f"its tokens cannot be read ({type(error).__name__}: {error})"
+                problem = f"its tokens cannot be read ({type(error).__name__}: {error})"
             if problems is not None:
-                problems[position] = said
+                problems[position] = problem
                 handles.append(NO_TOKENS)
                 continue
-            raise TokenError(f"step {position} of rollout {index}: {said}") from error
+            raise TokenError(f"step {position} of rollout {index}: {problem}") from error
     return tree, handles
 
 

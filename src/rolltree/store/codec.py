@@ -22,10 +22,10 @@ from typing import Any
 import msgspec
 
 from rolltree._helpers.tasks import contained
+from rolltree._helpers.untrusted import MAX_DEPTH
 
 TAG = "$t"
 _TAG_BYTES = TAG.encode()
-MAX_DEPTH = 100
 MAX_BITS = 8192  # Python refuses to print much longer integers
 # A blob inflates to 64 MiB at most, or to 20 times its size if that is more.
 MAX_INFLATED_BYTES = 2**26
@@ -80,9 +80,9 @@ def loads(text: str | bytes) -> Any:
         ValueError: `dumps` did not write the text.
     """
     try:
-        found = _parse(text)
+        value = _parse(text)
         has_tag = TAG in text if isinstance(text, str) else _TAG_BYTES in text
-        return _unpack(found) if has_tag else found
+        return _unpack(value) if has_tag else value
     except (ArithmeticError, LookupError, MemoryError, RecursionError, TypeError) as error:
         what = f"a value that rolltree did not write ({type(error).__name__}: {error})"
         raise ValueError(what) from error
@@ -112,7 +112,7 @@ def inflate(data: bytes) -> bytes:
         if _MAX_DEFLATE_RATIO * len(data) <= MAX_INFLATED_BYTES:
             return zlib.decompress(data)
         unpacker = zlib.decompressobj()
-        found = unpacker.decompress(data, _most_inflated(data))
+        inflated = unpacker.decompress(data, _most_inflated(data))
     except (zlib.error, MemoryError) as error:
         what = "it cannot be inflated" if isinstance(error, zlib.error) else "there is no memory"
         raise ValueError(f"{what} ({type(error).__name__}: {error})") from error
@@ -121,7 +121,7 @@ def inflate(data: bytes) -> bytes:
             f"{len(data):,} bytes inflate to more than {_most_inflated(data):,}, which rolltree "
             "does not write"
         )
-    return found
+    return inflated
 
 
 def _most_inflated(data: bytes) -> int:

@@ -200,11 +200,11 @@ class StepTokens(LazyDict):
         """Take over values that were assigned, since the last read, in the dict of `hold`."""
         if self._held is None:
             return
-        found = tuple(map(self._held.get, TOKEN_KEYS))
-        for key, value, before in zip(TOKEN_KEYS, found, self._seen, strict=True):
+        values = tuple(map(self._held.get, TOKEN_KEYS))
+        for key, value, before in zip(TOKEN_KEYS, values, self._seen, strict=True):
             if value is not before:
                 dict.__setitem__(self, key, value)
-        self._seen = found
+        self._seen = values
 
     def _same(self, key: str, mine: Any, theirs: Any) -> bool:
         if mine == theirs or key != "completion_logprobs":
@@ -453,10 +453,10 @@ def peek(step: Mapping[str, Any], key: str) -> Any:
     return step.get(key)
 
 
-def assigned_value(step: Mapping[str, Any], key: str, default: Any = None) -> Any:
-    """Return `step.get(key, default)`; `default` as well for what a recorded step builds itself."""
-    value = dict.get(step, key, default) if isinstance(step, LazyDict) else step.get(key, default)
-    return default if value is _UNREAD else value
+def assigned_value(step: Mapping[str, Any], key: str) -> Any:
+    """Return `step.get(key)`; None as well for what a recorded step builds itself."""
+    value = dict.get(step, key) if isinstance(step, LazyDict) else step.get(key)
+    return None if value is _UNREAD else value
 
 
 def is_plain_step(step: Any) -> bool:

@@ -65,34 +65,23 @@ class RunHooks(Protocol):
         self, notify: Callable[[str], None], probe: Callable[[Any, int], Awaitable[None]]
     ) -> None:
         """Get ready to sample; `notify` gets notices, `probe` checks one part with a version."""
+        return
 
     async def guard(self, work: Awaitable[T]) -> T:
         """Return what `work` returns, or raise if the engine is lost meanwhile."""
-        ...
-
-    def announce_kept_weights(self) -> None:
-        """Tell the user at the end of a run where the trained weights are still served."""
-
-    async def aclose(self) -> None:
-        """Release what the engine holds for the run."""
-
-
-class _NoHooks:
-    """The hooks of an engine in this process."""
-
-    async def begin(
-        self, notify: Callable[[str], None], probe: Callable[[Any, int], Awaitable[None]]
-    ) -> None:
-        pass
-
-    async def guard(self, work: Awaitable[T]) -> T:
         return await work
 
     def announce_kept_weights(self) -> None:
-        pass
+        """Tell the user at the end of a run where the trained weights are still served."""
+        return
 
     async def aclose(self) -> None:
-        pass
+        """Release what the engine holds for the run."""
+        return
+
+
+class _NoHooks(RunHooks):
+    """The hooks of an engine in this process, which do nothing."""
 
 
 _NO_HOOKS = _NoHooks()
@@ -203,21 +192,21 @@ class Publisher:
         # All ranks run this pass, and none of them may leave it in the middle.
         after = await run_shielded(asyncio.to_thread(self._score, self._prompts))
         scored = self._scored = _Scored(version, self._prompts, self._before, after)
-        found: list[_Found] = []
+        probes: list[_Differences] = []
         for client in getattr(self._client, "clients", [self._client]):
             if getattr(client, "is_suspect", False):
                 continue
             try:
-                found.append(await self._check(client, scored, is_old=not shares))
+                probes.append(await self._check(client, scored, is_old=not shares))
             # A server that died during the probe gets the weights before its next request.
             except ModelError:
                 if not getattr(client, "is_suspect", False):
                     raise
-        if not found:
+        if not probes:
             return {}
-        metrics = {"publish/probe_error": max(each.error for each in found)}
+        metrics = {"publish/probe_error": max(each.error for each in probes)}
         if self._before is not None:
-            metrics["publish/probe_step"] = max(each.moved for each in found)
+            metrics["publish/probe_step"] = max(each.moved for each in probes)
         return metrics
 
     async def probe(self, client: Any, version: int) -> None:
@@ -242,7 +231,7 @@ class Publisher:
         own = [p for p in self._model.parameters() if p.requires_grad]
         return all((p.data_ptr(), p.numel()) in addresses for p in own)
 
-    async def _check(self, client: Any, scored: _Scored, *, is_old: bool) -> _Found:
+    async def _check(self, client: Any, scored: _Scored, *, is_old: bool) -> _Differences:
         """Probe one client; if the result looks wrong, sample more and judge all tries together.
 
         `is_old`: the client may serve the weights from before the step.
@@ -256,13 +245,13 @@ class Publisher:
             # Different seeds in each try, so the tries are independent and are judged together.
             more = await _sample(client, scored, version * _NUM_TRIES + number)
             ids, logprobs = np.append(ids, more[0]), np.append(logprobs, more[1])
-            found = _compare(ids, logprobs, scored.before, scored.after)
-            why = found.why_not(noise, self._tolerance)
+            differences = _compare(ids, logprobs, scored.before, scored.after)
+            why = differences.why_not(noise, self._tolerance)
             if why is None:
                 # Set at the first publish only: a later difference may already come from weights
                 # that are out of date.
-                self._noise.setdefault(client, found.error)
-                return found
+                self._noise.setdefault(client, differences.error)
+                return differences
         raise TrainingError(
             f"version {version} was published to {client!r}, and it serves other weights: {why}. "
             "Usual causes: the reload left a part as it was, another model "
@@ -313,7 +302,7 @@ async def _sample(client: Any, scored: _Scored, seed: int) -> tuple[IntArray, Fl
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _Differences:
     """A probe's differences of logprobs, each the upper quartile over its prompts.
 
     `error`: between the engine and the weights after the step. `moved`: between the weights before
@@ -364,7 +353,7 @@ def _most(differences: FloatArray) -> float:
 
 def _compare(
     ids: IntArray, logprobs: FloatArray, before: FloatArray | None, after: FloatArray
-) -> _Found:
+) -> _Differences:
     """Compare sampled tokens, `[_N]` or a multiple of it, with the trainer's `[_N, _V]`."""
     # Each try samples after the same prompts in the same order.
     rows = np.arange(len(ids)) % len(after)
@@ -374,7 +363,7 @@ def _compare(
     middle = float(np.median(np.abs(moved)))
     # Differences count in the direction of the old weights: 0 is the new ones, 1 the old ones.
     behind = float(np.median(error * np.sign(moved))) / middle if middle else 0.0
-    return _Found(
+    return _Differences(
         error=_most(error),
         moved=typical,
         behind=behind,
@@ -396,8 +385,8 @@ def next_logprobs(model: Any, prompts: IntArray) -> FloatArray:
     logits = model(input_ids=ids, use_cache=False, **only_last).logits[:, -1].float()
     # A backward pass would do this, but none follows.
     reshard(model)
-    found: FloatArray = logits.log_softmax(-1).cpu().numpy()
-    return found
+    logprobs: FloatArray = logits.log_softmax(-1).cpu().numpy()
+    return logprobs
 
 
 class WeightLock:

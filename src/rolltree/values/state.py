@@ -280,10 +280,10 @@ _typed_keys()
 
 def tool_errors(state: Mapping[str, Any]) -> list[dict[str, str]]:
     """Return the errors of a rollout's tools: `tool`, `type`, `message`, `traceback`."""
-    found = state.get("tool_errors")
+    errors = state.get("tool_errors")
     names = ("tool", "type", "message", "traceback")
     return [
         {name: str(error.get(name) or "") for name in names}
-        for error in (found if isinstance(found, list) else ())
+        for error in (errors if isinstance(errors, list) else ())
         if isinstance(error, Mapping)
     ]

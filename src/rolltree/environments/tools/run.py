@@ -278,7 +278,7 @@ async def call_in_process(func: Callable[..., Any], arguments: Mapping[str, Any]
     try:
         return str(await _pool.call_async(order))
     except WorkerDied as error:
-        what = f"{func.__name__} ended its process (exit status {error.status}). {error.said}"
+        what = f"{func.__name__} ended its process (exit status {error.status}). {error.output}"
         raise ToolProcessError(what.strip()) from None
     except WorkerCallError as error:
         raised = ToolProcessError(str(error))
