@@ -138,7 +138,7 @@ def test_tests_that_write_no_reward_are_worth_nothing_and_seen(tasks, tmp_path, 
     state = play(rt.HarborEnv(task, world="sandbox"), "true")
     assert (state["reward"], state["metrics"]["judged"]) == (0.0, 0.0)
     assert state["harbor"]["problem"] == "the tests wrote no reward"
-    assert "what I saw" in state["harbor"]["said"]
+    assert "what I saw" in state["harbor"]["output"]
     (task / "tests/test.sh").write_text("#!/bin/bash\necho nan > /logs/verifier/reward.txt\n")
     state = play(rt.HarborEnv(task, world="sandbox"), "true")
     assert "not a finite number" in state["harbor"]["problem"]

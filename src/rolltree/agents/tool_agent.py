@@ -95,9 +95,9 @@ class ToolAgent(Agent):
         missing = [stop for stop in self.tool_call_format.stop if stop not in self.sampling.stop]
         if missing:
             self.sampling = replace(self.sampling, stop=(*self.sampling.stop, *missing))
-        self._tell(self.tool_call_format.instructions(schemas))
+        self._instruct(self.tool_call_format.instructions(schemas))
 
-    def _tell(self, instructions: str) -> None:
+    def _instruct(self, instructions: str) -> None:
         """Append instructions to the system prompt."""
         if not instructions:
             return

@@ -138,12 +138,12 @@ class ReActCalls:
     def read(self, message: ChatMessage) -> ParsedCalls:
         """Read the first action, unless a final answer comes before it."""
         text = text_of(message)
-        found = _ACTION.search(text)
+        action = _ACTION.search(text)
         final = text.find(_FINAL)
         # A model may invent a further round after its final answer.
-        if found is None or 0 <= final < found.start():
+        if action is None or 0 <= final < action.start():
             return ParsedCalls()
-        given = _INPUT.search(text, found.end())
+        given = _INPUT.search(text, action.end())
         if given is None:
             return ParsedCalls(
                 problems=("an Action needs a line 'Action Input:' with a JSON object",)
@@ -155,7 +155,7 @@ class ReActCalls:
         except ValueError:
             # The error is reported when the arguments are read.
             end = len(body)
-        return ParsedCalls((RawToolCall("", found[1].strip(" \t"), body[:end]),))
+        return ParsedCalls((RawToolCall("", action[1].strip(" \t"), body[:end]),))
 
     def write(self, answers: Sequence[ToolAnswer]) -> list[ChatMessage]:
         """Return one user message with the observations."""

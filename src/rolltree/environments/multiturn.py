@@ -284,8 +284,8 @@ def _as_messages(answer: Any) -> Any:
     return [answer] if isinstance(answer, Mapping) else answer
 
 
-def _follows(said: Messages, answer: Any) -> bool:
-    if isinstance(said, str):
+def _follows(messages: Messages, answer: Any) -> bool:
+    if isinstance(messages, str):
         return isinstance(answer, str)
     return isinstance(answer, list | tuple) and all(isinstance(m, Mapping) for m in answer)
 
@@ -339,14 +339,16 @@ def wrong_response_error(environment: MultiTurnEnv, response: Any) -> ConfigErro
     return error
 
 
-def invalid_response_error(environment: MultiTurnEnv, said: Messages, answer: Any) -> ConfigError:
-    """Return the error for an `env_response` whose `answer` cannot follow the messages `said`."""
+def invalid_response_error(
+    environment: MultiTurnEnv, messages: Messages, answer: Any
+) -> ConfigError:
+    """Return the error for an `env_response` whose `answer` cannot follow `messages`."""
     parts = list(dict.fromkeys(type(part).__name__ for part in answer)) if _holds(answer) else []
     kinds = f" ({', '.join(parts[:4])})" if parts else ""
     found = "None" if answer is None else f"a {type(answer).__name__}{kinds}"
     wanted = (
         "a string, as the prompt is one"
-        if isinstance(said, str)
+        if isinstance(messages, str)
         else 'a list of messages, such as [{"role": "user", "content": "..."}]'
     )
     more = "; change the state in place, without returning it" if isinstance(answer, tuple) else ""

@@ -156,7 +156,7 @@ class HarborTasks:
             await world.close()
         reward, problem = verdict["reward"], verdict["problem"]
         if problem is None and reward <= 0:
-            problem = f"solve.sh: {ran.text()[-300:]!r}; tests: {verdict['said'][-300:]!r}"
+            problem = f"solve.sh: {ran.text()[-300:]!r}; tests: {verdict['output'][-300:]!r}"
         return OracleResult(task.name, reward, problem)
 
 

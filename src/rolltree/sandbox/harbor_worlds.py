@@ -38,7 +38,7 @@ HARBOR_LIMITS = Limits(
 """Resource limits of a world, unless its task sets its own; one command's output is 64 KiB."""
 _FOLDERS = ("logs/verifier", "logs/agent", "logs/artifacts", "tests", "solution")
 _REWARD_BYTES = 2**16
-_SAID = 2000
+_OUTPUT_CHARS = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Verdict:
     problem: str | None = None
     # How the tests ended, and the end of their output.
     ended: str = ""
-    said: str = ""
+    output: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the verdict as JSON values."""
@@ -115,15 +115,15 @@ async def verdict_on(world: HarborWorld, task: HarborTask) -> Verdict:
         env=env,
         user=task.verifier_user,
     )
-    said = ran.text()[-_SAID:]
+    output = ran.text()[-_OUTPUT_CHARS:]
     for path, read in _REWARD_FILES.items():
         data = await world.read(path)
         if data is not None:
             try:
-                return Verdict(read(data), None, ran.ended, said)
+                return Verdict(read(data), None, ran.ended, output)
             except ValueError as error:
-                return Verdict({}, f"{path} is not a reward ({error})", ran.ended, said)
-    return Verdict({}, "the tests wrote no reward", ran.ended, said)
+                return Verdict({}, f"{path} is not a reward ({error})", ran.ended, output)
+    return Verdict({}, "the tests wrote no reward", ran.ended, output)
 
 
 async def solved(world: HarborWorld, task: HarborTask) -> RunResult:

@@ -139,27 +139,27 @@ class JudgeRubric(Rubric):
                     response = _NO_ANSWER
 
     async def _judged(self, prompt: Messages, response: str, answer: Any, state: State) -> str:
-        said = self.judge_prompt.format(
+        request = self.judge_prompt.format(
             question=_last_user_text(prompt), answer=answer, response=response
         )
         replies: dict[str, str] = state.setdefault("judge_response", {})
-        if said in replies:
-            return replies[said]
+        if request in replies:
+            return replies[request]
         # Concurrent functions that need the same reply await one call. The key has the rollout,
         # because two rollouts with the same response are two samples of the judge.
-        key = (id(state), said)
+        key = (id(state), request)
         task = self._asked.get(key)
         if task is None:
-            task = asyncio.ensure_future(self._ask(said))
+            task = asyncio.ensure_future(self._ask(request))
             self._asked[key] = task
             task.add_done_callback(lambda _: self._asked.pop(key, None))
-        replies[said] = await task
-        return replies[said]
+        replies[request] = await task
+        return replies[request]
 
-    async def _ask(self, said: str) -> str:
+    async def _ask(self, request: str) -> str:
         # A new session for each question, so that the judge does not see earlier ones.
         verdict = await self._client.session().chat(
-            [{"role": "user", "content": said}], sampling=self._sampling, model=self.judge_model
+            [{"role": "user", "content": request}], sampling=self._sampling, model=self.judge_model
         )
         return verdict.text
 
