@@ -12,7 +12,6 @@ from harbor_kit import TASKS, write_tasks
 import rolltree as rt
 from rolltree.environments.check import check_environment
 from rolltree.sandbox import Limits, LocalBackend, RunResult
-from rolltree.sandbox.harbor_env import harbor_verdict
 from rolltree.sandbox.harbor_tasks import read_task, read_tasks
 from rolltree.sandbox.harbor_worlds import verdict_on
 from rolltree.testing import ScriptedClient
@@ -106,7 +105,7 @@ def test_partial_rewards_of_a_json_file(tasks, sandboxed):
     assert state["harbor"]["rewards"] == {"reward": pytest.approx(2 / 3), "files": 2.0}
     assert play(only(tasks, "partial", reward_key="files"), "echo a > a")["reward"] == 1.0
     with pytest.raises(ConfigError, match="reward_key"):
-        only(tasks, "partial").harbor.reward_in({"rewards": {"speed": 1.0, "size": 2.0}})
+        only(tasks, "partial").harbor.reward_in({"speed": 1.0, "size": 2.0})
 
 
 CHEATS = {
@@ -181,8 +180,7 @@ async def test_a_spoiled_reward_is_worth_nothing_and_no_failure(name, tasks):
 
 async def test_a_reward_json_without_the_reward_is_worth_nothing_and_no_failure(tasks):
     left = Left(b'{"speed": 1, "size": 2}')
-    verdict = await verdict_on(left, read_task(tasks / "hello"))
-    found = harbor_verdict(verdict, only(tasks, "hello").harbor)
+    found = await only(tasks, "hello").harbor.judge(left, read_task(tasks / "hello"))
     assert found["reward"] == 0.0
     assert "Pass reward_key" in found["problem"]
 

@@ -14,7 +14,14 @@ from typing import Any, TypeAlias
 
 from rolltree.agents.agent import Agent
 from rolltree.agents.tool_calls import NativeCalls, ReActCalls, ToolCallFormat
-from rolltree.environments.tools import RawToolCall, Tool, Toolset, answer_request, unreadable
+from rolltree.environments.tools import (
+    RawToolCall,
+    Tool,
+    Toolset,
+    answer_of,
+    call_function,
+    unreadable,
+)
 from rolltree.values.errors import ConfigError
 from rolltree.values.steps import (
     AgentStep,
@@ -250,12 +257,9 @@ class ToolAgent(Agent):
     async def _answer_own(self, request: ToolRequest) -> ToolAnswer:
         if request.problem is not None:
             return ToolAnswer(request.call_id, request.name, request.problem)
-        return await answer_request(
-            self.tools[request.name],
-            request,
-            limit_s=self.tool_limit_s,
-            error_formatter=self.error_formatter,
-        )
+        tool, arguments = self.tools[request.name], request.arguments or {}
+        result = call_function(tool, arguments, limit_s=self.tool_limit_s)
+        return await answer_of(request, result, self.error_formatter)
 
     def _say_answers(self, answers: Sequence[ToolAnswer]) -> None:
         answers = list(answers)

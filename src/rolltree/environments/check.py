@@ -341,13 +341,9 @@ class _Check:
 
 async def play(env: Environment, rows: Any, index: int, probe: Probe) -> State:
     """Play one row as every run does, and return its state."""
-    return await _generate(env, rows.select([index]), probe)
-
-
-async def _generate(env: Environment, row: Any, probe: Probe) -> State:
-    """Play one row with `Environment.generate`, which records errors that verifiers' raises."""
-    # A fixed seed: a finding must be reproducible.
-    results = await Environment.generate(env, list(row), probe, seed=1)
+    # Not the method of an environment for verifiers, which raises the rollout's error. A fixed
+    # seed: a finding must be reproducible.
+    results = await Environment.generate(env, [rows[index]], probe, seed=1)
     return results.state[0]
 
 
@@ -392,7 +388,7 @@ async def lifecycle_findings(env: Environment) -> list[Finding]:
     failure = ServerError("the model server is down (a probe)", status=500, retryable=False)
     for name, probe in {"a rollout": Probe("1"), "a failed rollout": Probe(error=failure)}.items():
         with counted(env) as counts:
-            state = await _generate(env, rows, probe)
+            state = await play(env, rows, 0, probe)
         findings += _count_findings(env, counts, name)
         for error in state.get("cleanup_errors") or ():
             findings.append(("cleanup-raises", f"{error['type']}: {error['message']}"))

@@ -197,7 +197,9 @@ class MultiTurnEnv(Environment):
         is_own = not isinstance(session, OpenAIView)
         check_steps(state.trajectory)
         while not await self.is_completed(state):
-            before = self._stop_inputs(state)
+            # rolltree's own conditions only read the state, so evaluating them twice has no effect.
+            compares = self.ends_in_env_response and not self._asks_own_conditions
+            before = _StopInputs(self, state) if compares else None
             prompt = await self.get_prompt_messages(state)
             # Either hook may have replaced the trajectory.
             try:
@@ -245,12 +247,6 @@ class MultiTurnEnv(Environment):
         if not state.is_completed:
             state.is_completed = True
             self._settle_ending(state)
-
-    def _stop_inputs(self, state: State) -> _StopInputs | None:
-        # rolltree's own conditions only read the state, so evaluating them twice has no effect.
-        if self._asks_own_conditions or not self.ends_in_env_response:
-            return None
-        return _StopInputs(self, state)
 
     async def _end_refused(self, state: State, prompt: Messages, error: Exception) -> None:
         """End a rollout as truncated, since its next request is refused."""
@@ -343,7 +339,11 @@ def invalid_response_error(
     environment: MultiTurnEnv, messages: Messages, answer: Any
 ) -> ConfigError:
     """Return the error for an `env_response` whose `answer` cannot follow `messages`."""
-    parts = list(dict.fromkeys(type(part).__name__ for part in answer)) if _holds(answer) else []
+    parts = (
+        list(dict.fromkeys(type(part).__name__ for part in answer))
+        if isinstance(answer, list | tuple)
+        else []
+    )
     kinds = f" ({', '.join(parts[:4])})" if parts else ""
     found = "None" if answer is None else f"a {type(answer).__name__}{kinds}"
     wanted = (
@@ -359,10 +359,6 @@ def invalid_response_error(
     # It may have no branch for what the model wrote, or return a part of it.
     error.kind = "episode"
     return error
-
-
-def _holds(answer: Any) -> bool:
-    return isinstance(answer, list | tuple)
 
 
 class SingleTurnEnv(MultiTurnEnv):

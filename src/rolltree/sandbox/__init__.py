@@ -28,11 +28,6 @@ _BACKENDS: Mapping[str, Callable[..., SandboxBackend]] = {
 }
 
 
-def known_backends() -> tuple[str, ...]:
-    """Return the names that `backend_of` accepts."""
-    return tuple(_BACKENDS)
-
-
 def backend_of(backend: str | SandboxBackend = "local", **settings: Any) -> SandboxBackend:
     """Return a backend by name, made with `settings`; a backend object is returned as it is.
 
@@ -62,5 +57,4 @@ __all__ = [
     "SandboxBackend",
     "SandboxLevel",
     "backend_of",
-    "known_backends",
 ]

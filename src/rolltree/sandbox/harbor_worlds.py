@@ -14,17 +14,20 @@ import shlex
 import stat
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
 from rolltree._helpers.untrusted import read_json, shorten
-from rolltree.sandbox import Limits, LocalBackend, RunResult, SandboxLevel
+from rolltree.sandbox import Limits, LocalBackend, RunResult
 from rolltree.sandbox.harbor_tasks import HarborTask, WorldFiles, filled_env
 from rolltree.sandbox.local import LocalSandbox
 from rolltree.values.errors import ConfigError, SandboxFileError, SandboxUnavailable
+
+if TYPE_CHECKING:
+    from rolltree.sandbox.harbor_docker import DockerWorld
 
 HARBOR_LIMITS = Limits(
     wall_s=600.0,
@@ -53,45 +56,9 @@ class Verdict:
     ended: str = ""
     output: str = ""
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the verdict as JSON values."""
-        return asdict(self)
 
-
-class HarborWorld(Protocol):
-    """One task's world."""
-
-    @property
-    def id(self) -> str:
-        """A unique name."""
-        ...
-
-    @property
-    def level(self) -> SandboxLevel:
-        """How well the world is isolated."""
-        ...
-
-    async def run(
-        self, script: str, *, limit_s: float | None, env: Mapping[str, str], user: str | None = None
-    ) -> RunResult:
-        """Run a shell script in the task's folder."""
-        ...
-
-    async def add(self, folder: Path, name: str) -> None:
-        """Copy a folder of the task to `/name`."""
-        ...
-
-    async def end_agent(self) -> str | None:
-        """End the agent's processes, empty all folders but the task's; return why that failed."""
-        ...
-
-    async def read(self, path: str) -> bytes | None:
-        """Return a file's content; None if there is no regular file of that name."""
-        ...
-
-    async def close(self) -> None:
-        """Delete the world."""
-        ...
+HarborWorld: TypeAlias = "SandboxWorld | DockerWorld"
+"""One task's world."""
 
 
 async def verdict_on(world: HarborWorld, task: HarborTask) -> Verdict:
@@ -171,16 +138,7 @@ class SandboxWorld:
 
     def __init__(self, sandbox: LocalSandbox, files: WorldFiles) -> None:
         self.sandbox, self._files = sandbox, files
-
-    @property
-    def id(self) -> str:
-        """The sandbox's id."""
-        return self.sandbox.id
-
-    @property
-    def level(self) -> SandboxLevel:
-        """The sandbox's isolation level."""
-        return self.sandbox.level
+        self.id, self.level = sandbox.id, sandbox.level
 
     async def run(
         self, script: str, *, limit_s: float | None, env: Mapping[str, str], user: str | None = None

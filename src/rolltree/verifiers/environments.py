@@ -47,7 +47,6 @@ from rolltree.verifiers.batches import (
     Batches,
     RunGroup,
     args_of_rollout,
-    as_sent,
     current_batch,
     note_failure,
 )
@@ -59,7 +58,7 @@ from rolltree.verifiers.helpers import (
     cut_tokens,
     maybe_await,
 )
-from rolltree.verifiers.model_calls import ask, is_direct, is_sendable
+from rolltree.verifiers.model_calls import as_sent, ask, is_direct, is_sendable
 from rolltree.verifiers.own_names import OwnNames, set_for_author
 from rolltree.verifiers.parsers import Parser
 from rolltree.verifiers.rubrics import Rubric

@@ -235,15 +235,21 @@ def _seated(
     context: EpisodeContext,
     recording: Recording,
 ) -> tuple[dict[str, Player], dict[str, Callable[[str], Any]]]:
-    """Return the players of the agents, and the functions of the opponents."""
-    models = {name: a for name, a in agents.items() if not isinstance(a, Opponent)}
+    """Return the players of the agents, whose episodes have begun, and the opponents' functions."""
+    players = {
+        name: protocol.seat(agent, context, recording, name)
+        for name, agent in agents.items()
+        if not isinstance(agent, Opponent)
+    }
+    for player in players.values():
+        player.begin(context.messages)
     scripted = {
         # Seeded from the world's seed: members of a group must meet the same opponent.
         name: agent.make(derive_seed(context.seed or 0, "opponent", name))
         for name, agent in agents.items()
         if isinstance(agent, Opponent)
     }
-    return protocol.seat_all(models, context, recording), scripted
+    return players, scripted
 
 
 def _action(step: AgentStep) -> Any:

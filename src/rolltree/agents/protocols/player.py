@@ -211,7 +211,7 @@ class Player:
     def record_outcome(self, action: Any, prev_obs: str, outcome: StepOutcome) -> None:
         """Append the world's outcome of the turn just taken; end the rollout if the world ended."""
         reason = TruncationReason.ENV if outcome.truncated and not outcome.terminated else None
-        self.builder.add_environment_step(
+        self.builder.steps.append(
             EnvironmentStep(
                 agent=self.agent.name,
                 # The agent has ended its turn, and counts the next one already.
