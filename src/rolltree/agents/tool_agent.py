@@ -15,13 +15,13 @@ from typing import Any, TypeAlias
 from rolltree.agents.agent import Agent
 from rolltree.agents.tool_calls import NativeCalls, ReActCalls, ToolCallFormat
 from rolltree.environments.tools import (
-    RawToolCall,
     Tool,
     Toolset,
     answer_of,
     call_function,
     unreadable,
 )
+from rolltree.inference.tool_calls import ToolCall
 from rolltree.values.errors import ConfigError
 from rolltree.values.steps import (
     AgentStep,
@@ -102,16 +102,11 @@ class ToolAgent(Agent):
         missing = [stop for stop in self.tool_call_format.stop if stop not in self.sampling.stop]
         if missing:
             self.sampling = replace(self.sampling, stop=(*self.sampling.stop, *missing))
-        self._instruct(self.tool_call_format.instructions(schemas))
-
-    def _instruct(self, instructions: str) -> None:
-        """Append instructions to the system prompt."""
-        if not instructions:
-            return
-        if self.history and self.history[0]["role"] == "system":
+        instructions = self.tool_call_format.instructions(schemas)
+        if instructions and self.history and self.history[0]["role"] == "system":
             text = f"{self.history[0]['content']}\n\n{instructions}"
             self.history[0] = {**self.history[0], "content": text}
-        else:
+        elif instructions:
             self.history.insert(0, {"role": "system", "content": instructions})
 
     @property
@@ -247,9 +242,9 @@ class ToolAgent(Agent):
             self._say_answers(answers)
         return not external
 
-    def _request(self, call: RawToolCall, number: int) -> ToolRequest:
+    def _request(self, call: ToolCall, number: int) -> ToolRequest:
         # Text formats have no ids, by which answers are matched.
-        call = replace(call, call_id=call.call_id or f"call_{len(self.steps)}_{number}")
+        call = replace(call, id=call.id or f"call_{len(self.steps)}_{number}")
         if call.name in self.external_tools:
             return self.external_tools.read(call, scope="external")
         return self.tools.read(call, others=self.external_tools)

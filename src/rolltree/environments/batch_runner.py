@@ -138,7 +138,7 @@ class GenerateResults(Finished):
     def _repr_html_(self) -> str:
         """Return the rollouts as a table for a notebook."""
         rows = [
-            (state["example_id"], state["task"], state["reward"], len(state["trajectory"]))
+            (state.example_id, state.task, state.reward, len(state.trajectory))
             for state in self.state
         ]
         return html_table(repr(self), ("example", "task", "reward", "calls"), rows)

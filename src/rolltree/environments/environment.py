@@ -420,7 +420,7 @@ class Environment(BatchRunner):
             state.truncation_reason = reason
 
     async def _render_timing(self, state: State) -> None:
-        timing: RolloutTiming = state["timing"]
+        timing: RolloutTiming = state.timing
         began_s = getattr(state, "began_s", None)
         # A state that an environment made or copied has no `began_s`.
         if began_s is None:

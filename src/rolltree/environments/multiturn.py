@@ -83,7 +83,7 @@ class MultiTurnEnv(Environment):
     @stop(priority=100, truncates=TruncationReason.MAX_SEQ_LEN)
     async def prompt_too_long(self, state: State) -> bool:
         """The prompt did not fit the model's context window."""
-        return bool(state.get("prompt_too_long", False))
+        return bool(state.prompt_too_long)
 
     @stop(priority=50)
     async def has_final_env_response(self, state: State) -> bool:

@@ -21,10 +21,9 @@ from rolltree.environments.tools.tool import (
     convert_func_to_oai_tool,
     result_text,
 )
-from rolltree.environments.tools.toolset import RawToolCall, Toolset, raw_tool_calls, unreadable
+from rolltree.environments.tools.toolset import Toolset, raw_tool_calls, unreadable
 
 __all__ = [
-    "RawToolCall",
     "Tool",
     "ToolArgumentError",
     "ToolUnavailable",
