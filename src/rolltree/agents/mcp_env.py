@@ -27,8 +27,9 @@ from rolltree.values.types import State, ToolSchema
 logger = logging.getLogger("rolltree.environments")
 
 _CLOSE_S = 10.0
-_LIST_S = 30.0
 """How long a connection may take to close before it is cancelled, and after."""
+_LIST_S = 30.0
+"""How long a server may take to list its tools before it counts as busy."""
 
 
 @dataclass(frozen=True, slots=True)

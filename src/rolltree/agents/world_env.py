@@ -42,8 +42,7 @@ class WorldEnv(ProtocolEnvironment):
 
     Args:
         world: returns a new `rolltree.agents.worlds.World` for a row; it is seeded with
-        `state["seed"]`
-            and closed after the rollout.
+            `state["seed"]` and closed after the rollout.
         max_turns: maximum number of model calls; a rollout that reaches it unfinished is truncated
             for "max_steps". -1: no limit.
         action_parser: reads the action from an answer; by default the answer is the action.
@@ -73,8 +72,7 @@ class WorldEnv(ProtocolEnvironment):
 
 
 class GymEnv(WorldEnv):
-    """Play any `gymnasium.Env` that can be played by text, through
-    `rolltree.agents.worlds.GymWorld`.
+    """Play a `gymnasium.Env` by text, through `rolltree.agents.worlds.GymWorld`.
 
     If an answer is not an action, the model is told; this costs a turn and does not change the
     world.
