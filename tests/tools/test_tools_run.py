@@ -19,9 +19,8 @@ from rolltree.environments.tools import (
     answer_of,
     call_function,
     in_process,
-    is_plain,
-    run_all,
 )
+from rolltree.environments.tools.run import is_plain, run_all
 from rolltree.values.errors import ConfigError
 from rolltree.values.steps import ToolRequest
 from wait_kit import until

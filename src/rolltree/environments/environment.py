@@ -421,7 +421,7 @@ class Environment(BatchRunner):
 
     async def _render_timing(self, state: State) -> None:
         timing: RolloutTiming = state.timing
-        began_s = getattr(state, "began_s", None)
+        began_s = state.began_s
         # A state that an environment made or copied has no `began_s`.
         if began_s is None:
             timing["generation_ms"] = max(0.0, time.time() - timing["start_time"]) * 1000.0

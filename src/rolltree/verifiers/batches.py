@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from contextvars import ContextVar
 from copy import deepcopy
@@ -213,16 +213,6 @@ def args_of_rollout(env_args: SamplingArgs, given: SamplingArgs | None) -> Sampl
     return {**deepcopy(env_args), **(given or {})}
 
 
-def blocking(method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Any]:
-    """Wrap a method for callers without an event loop (or with a running one)."""
-
-    @wraps(method)
-    def run(*args: Any, **settings: Any) -> Any:
-        return run_sync(method(*args, **settings))
-
-    return run
-
-
 class Batches(BatchRunner):
     """The methods of an environment that run many rollouts."""
 
@@ -391,6 +381,10 @@ class Batches(BatchRunner):
             **kwargs,
         )
 
-    # As in verifiers, an overridden `evaluate` is not called.
-    evaluate_sync = blocking(evaluate)
+    @wraps(evaluate)
+    def evaluate_sync(self, *args: Any, **settings: Any) -> Any:
+        """`evaluate` for callers without an event loop (or with a running one)."""
+        # As in verifiers, an overridden `evaluate` is not called.
+        return run_sync(Batches.evaluate(self, *args, **settings))
+
     make_dataset = staticmethod(make_dataset)

@@ -10,22 +10,17 @@ from rolltree.environments.tools.run import (
     answer_of,
     call_function,
     in_process,
-    is_plain,
-    run_all,
     side_by_side,
 )
 from rolltree.environments.tools.tool import (
     Tool,
-    ToolArgumentError,
     ToolUnavailable,
     convert_func_to_oai_tool,
-    result_text,
 )
 from rolltree.environments.tools.toolset import Toolset, raw_tool_calls, unreadable
 
 __all__ = [
     "Tool",
-    "ToolArgumentError",
     "ToolUnavailable",
     "ToolProcessError",
     "ToolQuit",
@@ -35,10 +30,7 @@ __all__ = [
     "call_function",
     "convert_func_to_oai_tool",
     "in_process",
-    "is_plain",
     "raw_tool_calls",
     "unreadable",
-    "result_text",
-    "run_all",
     "side_by_side",
 ]
