@@ -20,7 +20,7 @@ from types import CoroutineType
 from typing import Any, ClassVar
 
 from rolltree._helpers.tasks import being_cancelled, contained, finish, undo_own_cancellation
-from rolltree.environments.batch_runner import BatchRunner
+from rolltree.environments.batch_runner import AT_THE_BEGINNING, BatchRunner
 from rolltree.environments.completion import render_completion
 from rolltree.environments.dataset import Data, RowFormat
 from rolltree.environments.lifecycle import (
@@ -232,26 +232,16 @@ class Environment(BatchRunner):
         row.setdefault("example_id", 0)
         state = self.state_type(input=row)
         state.began_s = time.monotonic()
-        # All keys exist from the beginning, so that hooks can read them without a default.
         state.update(
             client=openai_view(client),
             model=model or getattr(client, "model", ""),
             sampling_args=sampling_args,
-            is_completed=False,
-            stop_condition=None,
             oai_tools=self.tools_for(row),
             trajectory=Trajectory(),
-            completion=None,
-            reward=None,
-            advantage=None,
-            metrics=None,
             timing=RolloutTiming(
                 generation_ms=0.0, scoring_ms=0.0, total_ms=0.0, start_time=time.time()
             ),
-            error=None,
-            terminated=False,
-            truncated=False,
-            truncation_reason=None,
+            **AT_THE_BEGINNING,
         )
         episode = current_episode()
         if episode is not None:
@@ -431,8 +421,8 @@ class Environment(BatchRunner):
             state.truncation_reason = reason
 
     async def _render_timing(self, state: State) -> None:
-        timing: RolloutTiming = state["timing"]
-        began_s = getattr(state, "began_s", None)
+        timing: RolloutTiming = state.timing
+        began_s = state.began_s
         # A state that an environment made or copied has no `began_s`.
         if began_s is None:
             timing["generation_ms"] = max(0.0, time.time() - timing["start_time"]) * 1000.0
@@ -478,18 +468,10 @@ class Environment(BatchRunner):
 
     async def _run_cleanup(self, state: State) -> None:
         for handler in self._cleanup_handlers:
-            try:
-                # Cancellation waits for cleanups, so one that hangs would keep the whole run from
-                # ending.
-                async with asyncio.timeout(CLEANUP_LIMIT_S):
-                    with contained():
-                        await maybe_await(handler, state)
-                    await undo_own_cancellation()
-            except (Exception, asyncio.CancelledError) as error:
-                # Recorded; the other handlers must still run. A TaskGroup whose task raised leaves
-                # the look of a cancellation behind (Python 3.11 and 3.12).
-                if isinstance(error, asyncio.CancelledError) and being_cancelled():
-                    raise
+            # Cancellation waits for cleanups, so one that hangs would keep the whole run from
+            # ending.
+            error = await _failure_in(handler, state, limit_s=CLEANUP_LIMIT_S)
+            if error is not None:
                 logger.warning("cleanup %s of %s failed: %s", handler.__name__, self.env_id, error)
                 failure = record_error(error, "cleanup").as_dict()
                 known, raised = map(state.get, ("cleanup_errors", "environment_errors"))
@@ -500,14 +482,10 @@ class Environment(BatchRunner):
 
     async def _teardown(self) -> None:
         for handler in self._teardown_handlers:
-            try:
-                with contained():
-                    await maybe_await(handler)
-            except (Exception, asyncio.CancelledError) as error:
-                # Logged; the other handlers must still run.
-                if isinstance(error, asyncio.CancelledError) and being_cancelled():
-                    raise
-                logger.exception("teardown %s of %s failed", handler.__name__, self.env_id)
+            error = await _failure_in(handler)
+            if error is not None:
+                name = handler.__name__
+                logger.error("teardown %s of %s failed", name, self.env_id, exc_info=error)
 
     async def aclose(self) -> None:
         """Run every `@teardown`, once. Called automatically when the process ends."""
@@ -541,6 +519,24 @@ async def maybe_await(hook: Callable[..., Any], *args: Any) -> Any:
     if type(value) is CoroutineType or inspect.isawaitable(value):
         return await value
     return value
+
+
+async def _failure_in(
+    handler: Callable[..., Any], *args: Any, limit_s: float | None = None
+) -> BaseException | None:
+    """Call a cleanup or a teardown, and return its error: the other handlers must still run."""
+    try:
+        async with asyncio.timeout(limit_s):
+            with contained():
+                await maybe_await(handler, *args)
+            await undo_own_cancellation()
+    except (Exception, asyncio.CancelledError) as error:
+        # A TaskGroup whose task raised leaves the look of a cancellation behind (Python 3.11 and
+        # 3.12).
+        if isinstance(error, asyncio.CancelledError) and being_cancelled():
+            raise
+        return error
+    return None
 
 
 def is_overlong(response: Any) -> bool:

@@ -84,7 +84,7 @@ class MultiTurnEnv(Environment):
     @stop(priority=100, truncates=TruncationReason.MAX_SEQ_LEN)
     async def prompt_too_long(self, state: State) -> bool:
         """The prompt did not fit the model's context window."""
-        return bool(state.get("prompt_too_long", False))
+        return bool(state.prompt_too_long)
 
     @stop(priority=50)
     async def has_final_env_response(self, state: State) -> bool:
@@ -198,7 +198,9 @@ class MultiTurnEnv(Environment):
         is_own = not isinstance(session, OpenAIView)
         check_steps(state.trajectory)
         while not await self.is_completed(state):
-            before = self._stop_inputs(state)
+            # rolltree's own conditions only read the state, so evaluating them twice has no effect.
+            compares = self.ends_in_env_response and not self._asks_own_conditions
+            before = _StopInputs(self, state) if compares else None
             prompt = await self.get_prompt_messages(state)
             # Either hook may have replaced the trajectory.
             try:
@@ -253,12 +255,6 @@ class MultiTurnEnv(Environment):
             state.is_completed = True
             self._settle_ending(state)
 
-    def _stop_inputs(self, state: State) -> _StopInputs | None:
-        # rolltree's own conditions only read the state, so evaluating them twice has no effect.
-        if self._asks_own_conditions or not self.ends_in_env_response:
-            return None
-        return _StopInputs(self, state)
-
     async def _end_refused(self, state: State, prompt: Messages, error: Exception) -> None:
         """End a rollout as truncated, since its next request is refused."""
         state["refused_request"] = message_of(error)
@@ -297,8 +293,8 @@ def _as_messages(answer: Any) -> Any:
     return [answer] if isinstance(answer, Mapping) else answer
 
 
-def _follows(said: Messages, answer: Any) -> bool:
-    if isinstance(said, str):
+def _follows(messages: Messages, answer: Any) -> bool:
+    if isinstance(messages, str):
         return isinstance(answer, str)
     return isinstance(answer, list | tuple) and all(isinstance(m, Mapping) for m in answer)
 
@@ -354,14 +350,20 @@ def wrong_response_error(environment: MultiTurnEnv, response: Any) -> ConfigErro
     return error
 
 
-def invalid_response_error(environment: MultiTurnEnv, said: Messages, answer: Any) -> ConfigError:
-    """Return the error for an `env_response` whose `answer` cannot follow the messages `said`."""
-    parts = list(dict.fromkeys(type(part).__name__ for part in answer)) if _holds(answer) else []
+def invalid_response_error(
+    environment: MultiTurnEnv, messages: Messages, answer: Any
+) -> ConfigError:
+    """Return the error for an `env_response` whose `answer` cannot follow `messages`."""
+    parts = (
+        list(dict.fromkeys(type(part).__name__ for part in answer))
+        if isinstance(answer, list | tuple)
+        else []
+    )
     kinds = f" ({', '.join(parts[:4])})" if parts else ""
     found = "None" if answer is None else f"a {type(answer).__name__}{kinds}"
     wanted = (
         "a string, as the prompt is one"
-        if isinstance(said, str)
+        if isinstance(messages, str)
         else 'a list of messages, such as [{"role": "user", "content": "..."}]'
     )
     more = "; change the state in place, without returning it" if isinstance(answer, tuple) else ""
@@ -372,10 +374,6 @@ def invalid_response_error(environment: MultiTurnEnv, said: Messages, answer: An
     # It may have no branch for what the model wrote, or return a part of it.
     error.kind = "episode"
     return error
-
-
-def _holds(answer: Any) -> bool:
-    return isinstance(answer, list | tuple)
 
 
 class SingleTurnEnv(MultiTurnEnv):

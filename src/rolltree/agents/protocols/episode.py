@@ -74,10 +74,6 @@ class RolloutBuilder:
         self.steps.extend(new)
         return list(range(first, len(self.steps)))
 
-    def add_environment_step(self, step: EnvironmentStep) -> None:
-        """Append a step of the world."""
-        self.steps.append(step)
-
     def add_reward(self, reward: float) -> None:
         """Give a reward that came after this agent's last turn to its last step of the world.
 

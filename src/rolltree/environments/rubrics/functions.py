@@ -255,7 +255,7 @@ async def call_all(calls: Sequence[FunctionCall]) -> list[RawScore]:
     for index, call in enumerate(calls):
         function = call[0]
         if function.is_async:
-            waiting.append((index, _call_async(call)))
+            waiting.append((index, _settle(_call(call), call)))
         elif function.runs_inline:
             outcomes[index] = _call(call)
         else:
@@ -315,10 +315,6 @@ def _failure(error: Exception, call: FunctionCall) -> ErrorRecord:
         f"answered and there is no completion: {record.type}: {record.message}. Let the function "
         f"score an empty completion{hint}.",
     )
-
-
-async def _call_async(call: FunctionCall) -> RawScore:
-    return await _settle(_call(call), call)
 
 
 async def _settle(outcome: RawScore, call: FunctionCall) -> RawScore:
