@@ -179,6 +179,9 @@ def changed_sampling(step: Any) -> str | None:
 
 def _changed_sampling(extras: Mapping[str, Any]) -> str | None:
     temperature, changes = extras.get("temperature", 1.0), extras.get("sampling")
+    # Asked for every call of a batch, and nearly all of them are so.
+    if not changes and type(temperature) is float and 0 < temperature < math.inf:
+        return None
     return not_the_models_own(temperature, {} if changes is None else changes)
 
 
