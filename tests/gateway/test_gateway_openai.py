@@ -11,8 +11,9 @@ from gateway_kit import ADD, calling, is_one_path, openai_agent, paths
 
 import rolltree as rt
 from rolltree.gateway.fields import read_fields
-from rolltree.gateway.openai_chat import TEXT_FIELDS
+from rolltree.gateway.openai_chat import CHAT_FIELDS, TEXT_FIELDS
 from rolltree.inference.chat import ChatRenderer
+from rolltree.inference.request_fields import FIELDS
 from rolltree.testing import ScriptedClient
 from rolltree.testing.tokenizer import ByteTokenizer
 from rolltree.web.guard import RequestError
@@ -215,6 +216,16 @@ def test_true_is_not_one_and_zero_is_not_false(field, value):
     else:
         # The model's server refuses it.
         assert read_fields({field: value}, TEXT_FIELDS)[1].extra == {field: value}
+
+
+def test_what_only_some_servers_do_is_left_to_them_and_defaults_are_not_sent():
+    asked = {"guided_json": {"type": "object"}, "ignore_eos": True, "use_beam_search": False}
+    defaults = {"length_penalty": 1, "echo": False, "user": "me", "skip_special_tokens": True}
+    extra = read_fields({**asked, **defaults}, CHAT_FIELDS)[1].extra
+    assert extra == {"guided_json": {"type": "object"}, "ignore_eos": True}
+    assert CHAT_FIELDS.keys() | TEXT_FIELDS.keys() <= FIELDS.keys() | set(
+        "messages prompt model tools".split()
+    )
 
 
 async def test_what_the_engine_does_not_do_is_refused_by_the_engine():

@@ -23,7 +23,6 @@ from rolltree.gateway.fields import (
     only,
     passed,
     read_fields,
-    settings,
     tools_in,
 )
 from rolltree.gateway.messages import chat_messages
@@ -40,35 +39,52 @@ from rolltree.gateway.serve.requests import (
 from rolltree.gateway.serve.responses import DONE, chat_logprobs, text_logprobs
 from rolltree.gateway.session import GatewaySession
 from rolltree.inference.deltas import one_call_each, outgoing_message
+from rolltree.inference.request_fields import FIELDS, RequestField
 from rolltree.values.types import IntArray, SamplingParams, ToolSchema
 from rolltree.web.guard import RequestError
 
 _ONE_OF_SAMPLED = "only logprobs of sampled tokens are recorded"
+_ONLY_NEUTRAL = {
+    "add_special_tokens": "the chat template decides which tokens a prompt has",
+    "best_of": "every sample is a separate call",
+    "continue_final_message": "answers are sampled from their start",
+    "echo": "an answer has only what was sampled",
+    "include_stop_str_in_output": "an answer ends before its stop string",
+    "modalities": "only text can be recorded as tokens",
+    "suffix": "text can only be continued at its end",
+    "top_logprobs": _ONE_OF_SAMPLED,
+}
+"""Fields that no server behind the gateway may obey, and why."""
+_HIDDEN = each(
+    "add_generation_prompt chat_template documents kv_transfer_params prompt_logprobs "
+    "return_routed_experts return_token_ids return_tokens_as_token_ids truncate_prompt_tokens",
+    READ,
+).keys()
+_USES: dict[str, Field] = {
+    "setting": Field("sampling"),
+    "note": NO_EFFECT,
+    "asking": READ,
+}
+
+
+def _use(name: str, field: RequestField) -> Field:
+    if name in _ONLY_NEUTRAL:
+        return only(*field.neutral, why=_ONLY_NEUTRAL[name])
+    # What is left, the model's server obeys or refuses.
+    return _USES.get(field.kind) or passed(*field.neutral)
+
+
 _COMMON: dict[str, Field] = {
-    **each("model stream stream_options n logprobs", READ),
-    **settings("temperature top_p top_k max_tokens max_completion_tokens stop stop_token_ids seed"),
-    **each("presence_penalty frequency_penalty min_p min_tokens", passed(0)),
-    "repetition_penalty": passed(1),
-    **each("logit_bias chat_template_kwargs", passed({})),
-    **each("user metadata store service_tier safety_identifier request_id cache_salt", NO_EFFECT),
-    **each("prompt_cache_key prompt_cache_retention", NO_EFFECT),
+    **each("model", READ),
+    **{
+        name: _use(name, field)
+        for name, field in FIELDS.items()
+        if field.kind != "client" and name not in _HIDDEN
+    },
 }
-CHAT_FIELDS: dict[str, Field] = {
-    **_COMMON,
-    **each("messages tools tool_choice", READ),
-    "top_logprobs": only(0, why=_ONE_OF_SAMPLED),
-    "response_format": passed({"type": "text"}),
-    "parallel_tool_calls": passed(True),
-    **each("reasoning_effort verbosity", passed()),
-    "modalities": only(["text"], why="only text can be recorded as tokens"),
-}
-TEXT_FIELDS: dict[str, Field] = {
-    **_COMMON,
-    "prompt": READ,
-    "echo": only(False, why="an answer has only what was sampled"),
-    "best_of": only(1, why="every sample is a separate call"),
-    "suffix": only("", why="text can only be continued at its end"),
-}
+CHAT_FIELDS: dict[str, Field] = {**_COMMON, **each("messages tools tool_choice", READ)}
+TEXT_FIELDS: dict[str, Field] = {**_COMMON, "prompt": READ}
+del TEXT_FIELDS["tool_choice"]
 
 
 # -- requests ------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import msgspec
 
 from rolltree._helpers.untrusted import shorten
 from rolltree.inference.client import sampling_from_args
+from rolltree.inference.request_fields import FIELDS
 from rolltree.inference.template import TemplateError
 from rolltree.values.errors import (
     ConfigError,
@@ -86,39 +87,20 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_SAMPLING = _names(
-    "temperature top_p top_k max_tokens max_completion_tokens stop stop_token_ids seed min_p "
-    "min_tokens presence_penalty frequency_penalty repetition_penalty logit_bias"
+_ENGINES = _names(
+    "min_p min_tokens presence_penalty frequency_penalty repetition_penalty logit_bias"
 )
+"""What the embedded engine does beside the settings of `SamplingParams`."""
+_SAMPLING = _ENGINES.union(name for name, field in FIELDS.items() if field.kind == "setting")
 # Fields that do not affect the answer.
-_HARMLESS = _names(
-    "user metadata store service_tier safety_identifier prompt_cache_key "
-    "prompt_cache_retention request_id cache_salt"
-)
+_HARMLESS = frozenset(name for name, field in FIELDS.items() if field.kind == "note")
 # Values that request what this server does anyway, accepted because clients send their defaults.
-_NEUTRAL: dict[str, tuple[object, ...]] = {
-    "length_penalty": (1,),
-    "top_logprobs": (0,),
-    "echo": (False,),
-    "best_of": (1,),
-    "use_beam_search": (False,),
-    "ignore_eos": (False,),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True, False),
-    "spaces_between_special_tokens": (True, False),
-    "detokenize": (True, False),
-    "output_kind": (0, 2),
-    "add_special_tokens": (False,),
-    "continue_final_message": (False,),
-    "include_reasoning": (True,),
-    "chat_template_kwargs": ({},),
-    "parallel_tool_calls": (True,),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "priority": (0,),
-    "suffix": ("",),
+_NEUTRAL = {
+    name: field.neutral
+    for name, field in FIELDS.items()
+    if field.kind in ("shaping", "answer") and field.neutral and name not in _ENGINES
 }
-_COMMON = _SAMPLING | _HARMLESS | _NEUTRAL.keys() | {"model", "n"}
+_COMMON = (_SAMPLING | _HARMLESS | _NEUTRAL.keys() | {"model", "n"}) - {"tool_choice"}
 _ANSWER = _names("stream stream_options logprobs return_token_ids return_tokens_as_token_ids")
 CHAT_FIELDS = _COMMON | _ANSWER | {"messages", "tools", "tool_choice"}
 TEXT_FIELDS = _COMMON | _ANSWER | {"prompt"}
@@ -169,7 +151,8 @@ def check_fields(body: Mapping[str, Any], known: frozenset[str], model: str) -> 
     for name, value in given.items():
         if name not in known:
             raise unknown_field(name, known)
-        if name in _NEUTRAL and not is_one_of(value, _NEUTRAL[name]):
+        is_checked = name in _NEUTRAL and name != "tool_choice"
+        if is_checked and not is_one_of(value, _NEUTRAL[name]):
             raise RequestError(
                 f"the embedded engine does not support {name} = {shown(value)} and would "
                 "ignore it. Leave it out, or use a server that supports it (vLLM).",
