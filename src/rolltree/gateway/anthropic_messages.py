@@ -15,12 +15,14 @@ from typing import Any
 
 from rolltree._helpers.untrusted import encode_json, read_json
 from rolltree.gateway.calls import AgentAnswer, AgentCall, AnswerDelta, AnswerHead
+from rolltree.gateway.failures import Failure
 from rolltree.gateway.fields import (
     NO_EFFECT,
     READ,
     Field,
     disobeyed,
     each,
+    flag,
     model_in,
     only,
     passed,
@@ -37,9 +39,7 @@ from rolltree.gateway.messages import (
     tool_call,
     unsupported_part,
 )
-from rolltree.gateway.protocol import WireProtocol, data_event
-from rolltree.gateway.serve.requests import Failure, flag
-from rolltree.gateway.session import GatewaySession
+from rolltree.gateway.protocol import Answering, WireProtocol, data_event
 from rolltree.values.types import ChatMessage, FinishReason, SamplingParams, ToolSchema
 from rolltree.web.guard import RequestError
 
@@ -132,7 +132,7 @@ _ERROR_TYPES = {
 # -- requests ------------------------------------------------------------------------------------
 
 
-def read_messages(body: Mapping[str, Any], session: GatewaySession) -> AgentCall:
+def read_messages(body: Mapping[str, Any], session: Answering) -> AgentCall:
     """Return the call that a body of `messages` asks for."""
     given, asked = read_fields(body, FIELDS)
     _check_context(given.get("context_management", {}))
@@ -151,10 +151,10 @@ def read_messages(body: Mapping[str, Any], session: GatewaySession) -> AgentCall
 
 
 async def count_tokens(
-    session: GatewaySession, body: Mapping[str, Any], params: Mapping[str, str]
+    session: Answering, body: Mapping[str, Any], params: Mapping[str, str]
 ) -> dict[str, Any]:
     """Answer `messages/count_tokens`."""
-    return {"input_tokens": session.count_tokens(read_messages(body, session))}
+    return {"input_tokens": await session.count_tokens(read_messages(body, session))}
 
 
 def _thinking(value: object) -> str:
@@ -460,6 +460,7 @@ class MessageEvents:
 
     def end(self, answer: AgentAnswer) -> Iterable[bytes]:
         """Yield the end of the last block, the stop reason, and the usage."""
+        yield from self.delta(answer.rest)
         if not self._num_blocks:
             yield from self._enter("text", text="")
         yield from self._leave()
