@@ -181,3 +181,12 @@ class AgentAnswer:
     def tool_calls(self) -> tuple[ChatMessage, ...]:
         """The tool calls, in OpenAI's shape."""
         return tuple(self.message.get("tool_calls") or ())
+
+    def after(self, reasoning: str, content: str) -> AgentAnswer:
+        """Return the answer with its `rest` after what was streamed."""
+        # Streamed text cannot be taken back. If the whole differs, only the token ids are exact.
+        parts = (
+            whole.removeprefix(sent) if whole.startswith(sent) else ""
+            for whole, sent in ((self.reasoning, reasoning), (self.text, content))
+        )
+        return replace(self, rest=AnswerDelta(*parts, tool_calls=self.tool_calls, index=self.index))

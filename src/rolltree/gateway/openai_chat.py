@@ -235,8 +235,7 @@ class CompletionWriter:
     def end(self, answer: AgentAnswer) -> Iterable[bytes]:
         """Return the chunk with the finish reason; after the last answer the usage, and the end."""
         more = self._tokens_after(self._num_sent.get(answer.index, 0), answer)
-        rest = replace(answer.rest, index=answer.index)
-        chunks = self._chunks(rest, more | self._ending(answer), answer.response.prompt_ids)
+        chunks = self._chunks(answer.rest, more | self._ending(answer), answer.response.prompt_ids)
         self._ended[answer.index] = answer
         if len(self._ended) < self._call.num_answers:
             return chunks

@@ -38,7 +38,6 @@ from rolltree.gateway.messages import chat_messages
 from rolltree.inference.call import ModelCall
 from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.client import ModelClient, merge_sampling, sampling_to_args
-from rolltree.inference.deltas import TextDeltas
 from rolltree.inference.retry import PATIENCE_S
 from rolltree.inference.session import TokenSession
 from rolltree.samples import build_samples
@@ -347,8 +346,7 @@ class GatewaySession:
                 "several answers are not streamed. Ask without stream, or several times.", param="n"
             )
         flight = self._begin(call, origin or CallOrigin())
-        reasoning, content = TextDeltas(), TextDeltas()
-        said_reasoning = said_content = ""
+        reasoning = content = ""
         with self._waiting(flight):
             yield flight.head
             num_seen = 0
@@ -356,20 +354,14 @@ class GatewaySession:
                 while num_seen < len(flight.deltas):
                     delta = flight.deltas[num_seen]
                     num_seen += 1
-                    said_reasoning += delta.reasoning
-                    said_content += delta.content
+                    reasoning += delta.reasoning
+                    content += delta.content
                     yield delta
                 if flight.task is None or flight.task.done():
                     break
                 flight.news.clear()
                 await flight.news.wait()
-            answer = await self._answer(flight)
-            reasoning.next(said_reasoning)
-            content.next(said_content)
-            rest = AnswerDelta(
-                reasoning.next(answer.reasoning), content.next(answer.text), answer.tool_calls
-            )
-            yield replace(answer, rest=rest)
+            yield (await self._answer(flight)).after(reasoning, content)
 
     def delivered(self, answer: AgentAnswer) -> None:
         """Note that an answer was sent in full, so that an equal request is a new call."""

@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from reprlib import repr as shown
@@ -27,9 +26,10 @@ from rolltree.gateway.calls import (
     DeltaTokens,
 )
 from rolltree.gateway.messages import checked_messages
+from rolltree.inference.call import ModelCall
 from rolltree.inference.chat import ChatRenderer
 from rolltree.inference.client import check_shown_tools
-from rolltree.inference.deltas import MessageDeltas, SettledText, TextDeltas
+from rolltree.inference.deltas import TokenListener
 from rolltree.inference.engine import EngineOutput, EngineThread, SampledToken
 from rolltree.scale.weights.receive import WeightReceiver
 from rolltree.values.types import (
@@ -285,7 +285,7 @@ class ServedModel:
                     continue
                 num_open -= 1
                 whole = self._finished(head, call, answer.index, answer.prompt, event.result())
-                yield replace(whole, rest=answer.rest(whole))
+                yield whole.after("".join(answer.reasoning), "".join(answer.content))
         finally:
             for future in futures:
                 future.cancel()
@@ -412,35 +412,23 @@ class _Streamed:
 
     def __init__(self, served: ServedModel, call: AgentCall, index: int, prompt: IntArray) -> None:
         self._served, self.index, self.prompt = served, index, prompt
-        renderer = served.renderer
-        self._text: SettledText | None = None
+        self.reasoning, self.content = list[str](), list[str]()
+        self._parts: list[ChatMessage] = []
+        self._tokens: TokenListener | None = None
         if not call.options.get("only_ids"):
-            self._text = SettledText(renderer, call.sampling)
-        is_chat = call.message_type == "chat"
-        self._deltas = MessageDeltas(renderer, call.tools or None) if is_chat else TextDeltas()
+            tools = call.tools or None
+            asked = ModelCall(call.prompt, call.sampling, tools=tools, on_delta=self._parts.append)
+            self._tokens = TokenListener(served.renderer, asked)
 
     def delta(self, token: SampledToken) -> AnswerDelta:
         """Return the delta for one more token."""
-        served = self._served
-        tokens = DeltaTokens(
-            np.array([token.id], np.int32),
-            served.logprobs_of(token),
-            self.prompt,
-            served.renderer.decode,
-        )
-        if self._text is None:
-            return AnswerDelta(index=self.index, tokens=tokens)
-        text = self._text.add(token.id)
-        if isinstance(self._deltas, TextDeltas):
-            return AnswerDelta("", self._deltas.next(text), (), self.index, tokens)
-        new = self._deltas.next(text)
-        parts = (new.get("reasoning_content", ""), new.get("content", ""))
-        return AnswerDelta(*parts, (), self.index, tokens)
-
-    def rest(self, answer: AgentAnswer) -> AnswerDelta:
-        """Return what the deltas so far lack of the whole answer."""
-        if isinstance(self._deltas, TextDeltas):
-            return AnswerDelta(content=self._deltas.next(answer.text))
-        last = self._deltas.last(answer.message)
-        parts = (last.get("reasoning_content", ""), last.get("content", ""))
-        return AnswerDelta(*parts, answer.tool_calls)
+        self._parts.clear()
+        if self._tokens is not None:
+            self._tokens.take(token.id)
+        new = self._parts[0] if self._parts else {}
+        reasoning, content = new.get("reasoning_content", ""), new.get("content", "")
+        self.reasoning.append(reasoning)
+        self.content.append(content)
+        ids, values = np.array([token.id], np.int32), self._served.logprobs_of(token)
+        tokens = DeltaTokens(ids, values, self.prompt, self._served.renderer.decode)
+        return AnswerDelta(reasoning, content, (), self.index, tokens)
