@@ -95,9 +95,9 @@ class GatewayApp(WireApp):
             refusal = foreign_request(headers, self._hosts)
             if refusal is not None:
                 raise refusal
-        found, paths = _AGENT_PATH.fullmatch(path), self._others
-        if found is not None:
-            session = self._gateway.sessions.get(found[1] or found[4])
+        of_agent, paths = _AGENT_PATH.fullmatch(path), self._others
+        if of_agent is not None:
+            session = self._gateway.sessions.get(of_agent[1] or of_agent[4])
             if session is None or not session.has_key(key_in(headers)):
                 raise RequestError(
                     "no open session has this address and this key. Send the session's own key, as "
@@ -105,7 +105,7 @@ class GatewayApp(WireApp):
                     status=401,
                 )
             scope[SESSION] = session
-            paths, path = self._agents, found[3] or path
+            paths, path = self._agents, of_agent[3] or path
         elif path != "/health" and not has_digest(key_in(headers), self._admin_key):
             raise RequestError(
                 "the request has no valid admin key. Send the one that the gateway was started "
@@ -113,8 +113,8 @@ class GatewayApp(WireApp):
                 status=401,
             )
         handler, named = paths.find(scope["method"], path)
-        if found is not None and found[2]:
-            named["agent"] = found[2]
+        if of_agent is not None and of_agent[2]:
+            named["agent"] = of_agent[2]
         scope["path_params"] = named
         return handler
 

@@ -342,7 +342,7 @@ class ResponseEvents:
         self._done: list[dict[str, Any]] = []
         self._kind: TextItem | None = None
         self._item_id = ""
-        self._said: list[str] = []
+        self._texts: list[str] = []
         self._call: dict[str, Any] | None = None
 
     def begin(self, head: AnswerHead) -> Iterable[bytes]:
@@ -392,7 +392,7 @@ class ResponseEvents:
     def _say(self, kind: TextItem, text: str) -> Iterator[bytes]:
         if self._kind is not kind:
             yield from self._open(kind)
-        self._said.append(text)
+        self._texts.append(text)
         yield self._of_text(f"{kind.text_event}.delta", delta=text)
 
     def _open(self, kind: TextItem) -> Iterator[bytes]:
@@ -404,7 +404,7 @@ class ResponseEvents:
 
     def _close(self, status: str = "completed") -> Iterator[bytes]:
         """End the current item."""
-        item, kind, text = self._item(status), self._kind, "".join(self._said)
+        item, kind, text = self._item(status), self._kind, "".join(self._texts)
         if item is None:
             return
         if kind is not None:
@@ -415,12 +415,12 @@ class ResponseEvents:
             yield self._of_part(name, arguments=item["arguments"])
         yield self._of_item("response.output_item.done", item=item)
         self._done.append(item)
-        self._kind, self._call, self._said = None, None, []
+        self._kind, self._call, self._texts = None, None, []
 
     def _item(self, status: str) -> dict[str, Any] | None:
         """Return the current item with its text so far; None if there is none."""
         if self._kind is not None:
-            parts = [self._kind.part("".join(self._said))]
+            parts = [self._kind.part("".join(self._texts))]
             return self._kind.item(self._head.id, self._options, parts, status)
         return None if self._call is None else {**self._call, "status": status}
 

@@ -95,7 +95,7 @@ class _Flight:
     options: Mapping[str, Any] = field(default_factory=dict)
     task: asyncio.Task[AgentAnswer] | None = None
     deltas: list[AnswerDelta] = field(default_factory=list)
-    news: asyncio.Event = field(default_factory=asyncio.Event)
+    progress: asyncio.Event = field(default_factory=asyncio.Event)
     num_waiting: int = 0
     is_sampled: bool = False
     # The index of its step in the trajectory, once recorded; `is_kept`: and in the journal, if any.
@@ -359,8 +359,8 @@ class GatewaySession:
                     yield delta
                 if flight.task is None or flight.task.done():
                     break
-                flight.news.clear()
-                await flight.news.wait()
+                flight.progress.clear()
+                await flight.progress.wait()
             yield (await self._answer(flight)).after(reasoning, content)
 
     def delivered(self, answer: AgentAnswer) -> None:
@@ -578,7 +578,7 @@ class GatewaySession:
             raise RequestError("no call is answered any more.", status=403) from None
 
     def _done(self, flight: _Flight, task: asyncio.Task[AgentAnswer]) -> None:
-        flight.news.set()
+        flight.progress.set()
         self._running.discard(task)
         failed = task.cancelled() or task.exception() is not None
         if flight.step is None and failed:
@@ -615,7 +615,7 @@ class GatewaySession:
             new = AnswerDelta(delta.get("reasoning_content") or "", delta.get("content") or "")
             if new.reasoning or new.content:
                 flight.deltas.append(new)
-                flight.news.set()
+                flight.progress.set()
 
         now = time.monotonic()
         asked = ModelCall(
