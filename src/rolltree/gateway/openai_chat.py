@@ -24,6 +24,7 @@ from rolltree.gateway.fields import (
     only,
     passed,
     read_fields,
+    settings,
     tools_in,
 )
 from rolltree.gateway.protocol import Answering, WireProtocol, data_event
@@ -62,11 +63,7 @@ _UNREAD = {
     *("add_generation_prompt", "chat_template", "documents", "kv_transfer_params"),
     *("prompt_logprobs", "return_routed_experts", "truncate_prompt_tokens"),
 }
-_USES: dict[str, Field] = {
-    "setting": Field("sampling"),
-    "note": NO_EFFECT,
-    "asking": READ,
-}
+_USES = {"setting": Field("sampling"), "note": NO_EFFECT, "ask": READ}
 
 
 def _use(name: str, field: RequestField) -> Field:
@@ -83,6 +80,7 @@ COMPLETION_FIELDS: dict[str, Field] = {
         for name, field in FIELDS.items()
         if field.kind != "client" and name not in _UNREAD
     },
+    **settings("temperature top_p top_k"),
 }
 CHAT_FIELDS: dict[str, Field] = {**COMPLETION_FIELDS, **each("messages tools tool_choice", READ)}
 TEXT_FIELDS: dict[str, Field] = {**COMPLETION_FIELDS, "prompt": READ}

@@ -9,8 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from rolltree.values.errors import ConfigError, TokenError, UnsupportedSetting, did_you_mean
 from rolltree.values.types import ChatMessage, IntArray, MessageType, SamplingParams
@@ -22,33 +21,31 @@ TokenIds = Literal["auto", "vllm", "off"]
 LogprobsMode = Literal["raw", "processed"]
 """Whether a server's logprobs are the model's own or those of the distribution sampled from."""
 
-FieldKind = Literal["setting", "shaping", "answer", "asking", "note", "client"]
-"""What a field is: a setting that `SamplingParams` has, one that changes the distribution of tokens
-("shaping"), the prompt, the end or the report of an answer, what is asked for (how many answers, as
-a stream, with ids), a note that changes nothing, or an argument of clients that is not sent."""
 
-
-@dataclass(frozen=True, slots=True)
-class RequestField:
+class RequestField(NamedTuple):
     """A field of OpenAI's and vLLM's completion requests, as clients and servers treat it.
 
-    A `neutral` value asks for what is done without the field.
+    Its `kind` is "setting" (`SamplingParams` has it), "shaping" (it changes the distribution of
+    tokens), "answer" (the prompt, the end or the report of an answer), "ask" (how many answers, as
+    a stream, with ids), "note" (nothing) or "client" (an argument that is not sent). A `neutral`
+    value asks for what is done without the field.
     """
 
-    kind: FieldKind
+    kind: str
     neutral: tuple[Any, ...] = ()
 
 
-def _rows(kind: FieldKind, names: str, *neutral: Any) -> dict[str, RequestField]:
+def _rows(kind: str, names: str, *neutral: Any) -> dict[str, RequestField]:
     return dict.fromkeys(names.split(), RequestField(kind, neutral))
 
 
+# All fields beside the prompt, the tools and the model; servers ignore most others.
 FIELDS: Mapping[str, RequestField] = {
-    **_rows("setting", "temperature max_tokens max_completion_tokens stop stop_token_ids seed"),
-    **_rows("setting", "top_p", 1),
-    **_rows("setting", "top_k", 0, -1),
+    **_rows("setting", "max_tokens max_completion_tokens stop stop_token_ids seed"),
+    **_rows("shaping", "temperature"),
+    **_rows("shaping", "top_k", 0, -1),
     **_rows("shaping", "frequency_penalty presence_penalty min_p min_tokens", 0),
-    **_rows("shaping", "repetition_penalty best_of typical_p", 1),
+    **_rows("shaping", "top_p repetition_penalty best_of typical_p", 1),
     **_rows("shaping", "allowed_token_ids bad_words", []),
     **_rows("shaping", "logit_bias", {}),
     **_rows("shaping", "response_format", {"type": "text"}),
@@ -68,16 +65,12 @@ FIELDS: Mapping[str, RequestField] = {
     **_rows("answer", "add_generation_prompt chat_template documents kv_transfer_params"),
     **_rows("answer", "prompt_logprobs reasoning_effort return_routed_experts verbosity"),
     **_rows("answer", "truncate_prompt_tokens"),
-    **_rows("asking", "n logprobs stream stream_options"),
-    **_rows("asking", "return_token_ids return_tokens_as_token_ids"),
+    **_rows("ask", "n logprobs stream stream_options return_token_ids return_tokens_as_token_ids"),
     **_rows("note", "cache_salt metadata prompt_cache_key prompt_cache_retention request_id"),
     **_rows("note", "safety_identifier service_tier store user"),
     **_rows("client", "extra_body extra_headers extra_query timeout"),
 }
-"""All fields beside the prompt, the tools and the model; servers ignore most others."""
 KNOWN_FIELDS = frozenset(FIELDS)
-_OWN = {"temperature", "top_p", "top_k"}
-_HARMLESS = {name for name, field in FIELDS.items() if field.kind != "shaping"} - _OWN
 _UNKNOWN = RequestField("shaping")
 
 
@@ -173,17 +166,16 @@ def distribution_changes(sampling: SamplingParams) -> dict[str, Any]:
     """
     if not sampling.extra and sampling.top_p == 1 and sampling.top_k in FIELDS["top_k"].neutral:
         return {}  # the fast path of most calls
-    neutral = {"temperature": (sampling.temperature,)}
-    body: Mapping[str, Any] = sampling.extra.get("extra_body") or {}
     own = {"top_p": sampling.top_p, "top_k": sampling.top_k}
-    return {
-        name: value
-        for name, value in itertools.chain(own.items(), sampling.extra.items(), body.items())
+    body: Mapping[str, Any] = sampling.extra.get("extra_body") or {}
+    changes: dict[str, Any] = {}
+    for name, value in itertools.chain(own.items(), sampling.extra.items(), body.items()):
+        kind, neutral = FIELDS.get(name, _UNKNOWN)
+        neutral = (sampling.temperature,) if name == "temperature" else neutral
         # None is not sent.
-        if name not in _HARMLESS
-        and value is not None
-        and value not in neutral.get(name, FIELDS.get(name, _UNKNOWN).neutral)
-    }
+        if kind == "shaping" and value is not None and value not in neutral:
+            changes[name] = value
+    return changes
 
 
 def samples_the_model(sampling: SamplingParams) -> bool:
