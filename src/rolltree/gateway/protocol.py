@@ -68,7 +68,7 @@ class Answering(Protocol):
         """Yield the head of the answers, their deltas, and each answer when it is finished."""
         ...
 
-    async def write(self, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    async def write(self, call: AgentCall, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the body that `work` writes, which may decode many tokens."""
         ...
 

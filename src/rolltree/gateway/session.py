@@ -388,7 +388,7 @@ class GatewaySession:
         if renderer is not None and limit is not None:
             renderer.vocabulary.check_size(size, limit, what, longest=1)
 
-    async def write(self, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    async def write(self, call: AgentCall, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the body that `work` writes."""
         return work()
 

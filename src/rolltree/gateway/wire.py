@@ -178,7 +178,7 @@ def asking(protocol: WireProtocol) -> Handler:
         if call.stream:
             return EventStream(request, protocol, session, call, origin)
         answers = await while_connected(request, session.answers(call, origin))
-        body = await session.write(partial(protocol.write, call, answers))
+        body = await session.write(call, partial(protocol.write, call, answers))
         return AnswerResponse(request, body, session, answers)
 
     return answering(ask, protocol)

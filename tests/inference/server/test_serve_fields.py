@@ -326,6 +326,14 @@ def test_tools_that_the_template_ignores_are_refused_as_in_process() -> None:
         served_with(template=blind).chat_prompt(messages, [ADD])
 
 
+async def test_without_tools_a_template_sees_none() -> None:
+    template = "{% if tools is none %}none{% endif %}{{ messages[0].content }}"
+    served = served_with(template=template)
+    for more in ({}, {"tools": []}, {"tools": [ADD], "tool_choice": "none"}):
+        call = read_chat({"messages": [{"role": "user", "content": "a"}], **more}, served)
+        assert await served.count_tokens(call) == len("nonea")
+
+
 def test_prompts() -> None:
     served = served_with()
     assert served.text_prompt("ab").tolist() == [97, 98]

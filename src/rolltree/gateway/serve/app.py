@@ -172,7 +172,7 @@ class Handlers:
             opener = flag(given, "add_generation_prompt", default=True)
             tools, _ = tools_and_choice(given, DEFAULT_SAMPLING)
             messages = served.messages(given["messages"])
-            prompt = partial(served.chat_prompt, messages, tools, opener=opener)
+            prompt = partial(served.chat_prompt, messages, list(tools) or None, opener=opener)
         elif isinstance(given["prompt"], str):
             prompt = partial(served.text_prompt, given["prompt"])
         else:
@@ -187,14 +187,14 @@ class Handlers:
                 body["token_strs"] = [served.renderer.decode([token]) for token in ids]
             return body
 
-        return json_response(await served.write(answer))
+        return json_response(await served.run(answer))
 
     async def detokenize(self, request: Request) -> Response:
         """Return the text of ids."""
         served = self._served
         given = await self._given(request, each("model tokens", READ))
         ids = ids_in(given.get("tokens"), served, "tokens")
-        return json_response(await served.write(lambda: {"prompt": served.renderer.decode(ids)}))
+        return json_response(await served.run(lambda: {"prompt": served.renderer.decode(ids)}))
 
     async def _given(self, request: Request, fields: Mapping[str, Field]) -> dict[str, Any]:
         given, _ = read_fields(await json_body(request), fields)
@@ -441,7 +441,6 @@ def serve(
     config = server_config(
         create_app(served, token, admin_token=admin_token, read_timeout_s=options.read_timeout_s),
         options.read_timeout_s,
-        proxy_headers=True,  # a proxy's https in redirects
         # Streams may take minutes, and the engine stops with the server anyway.
         timeout_graceful_shutdown=5,
     )

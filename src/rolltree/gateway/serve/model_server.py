@@ -166,9 +166,9 @@ class ServedModel:
         """Return how many tokens the prompt of a call has."""
         return len((await self._prompts(call))[0])
 
-    async def write(self, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the body that `work` writes, away from the event loop."""
-        return await self.run(work)
+    async def write(self, call: AgentCall, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the body that `work` writes, away from the event loop if it decodes tokens."""
+        return work() if call.options.get("only_ids") else await self.run(work)
 
     def delivered(self, answer: AgentAnswer) -> None:
         """Do nothing: nothing is kept."""
@@ -209,7 +209,7 @@ class ServedModel:
                 return value
             if isinstance(value, str):
                 return self.text_prompt(value)
-            return self.chat_prompt(value, call.tools)
+            return self.chat_prompt(value, list(call.tools) or None)
 
         # Not in a thread for ids, which need no tokenizer.
         if all(isinstance(value, np.ndarray) for value in given):
