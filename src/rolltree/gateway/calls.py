@@ -185,8 +185,8 @@ class AgentAnswer:
     def after(self, reasoning: str, content: str) -> AgentAnswer:
         """Return the answer with its `rest` after what was streamed."""
         # Streamed text cannot be taken back. If the whole differs, only the token ids are exact.
-        parts = (
+        parts = [
             whole.removeprefix(sent) if whole.startswith(sent) else ""
             for whole, sent in ((self.reasoning, reasoning), (self.text, content))
-        )
-        return replace(self, rest=AnswerDelta(*parts, tool_calls=self.tool_calls, index=self.index))
+        ]
+        return replace(self, rest=AnswerDelta(parts[0], parts[1], self.tool_calls, self.index))

@@ -170,10 +170,10 @@ def distribution_changes(sampling: SamplingParams) -> dict[str, Any]:
     body: Mapping[str, Any] = sampling.extra.get("extra_body") or {}
     changes: dict[str, Any] = {}
     for name, value in itertools.chain(own.items(), sampling.extra.items(), body.items()):
-        kind, neutral = FIELDS.get(name, _UNKNOWN)
-        neutral = (sampling.temperature,) if name == "temperature" else neutral
+        field = FIELDS.get(name, _UNKNOWN)
+        neutral = (sampling.temperature,) if name == "temperature" else field.neutral
         # None is not sent.
-        if kind == "shaping" and value is not None and value not in neutral:
+        if field.kind == "shaping" and value is not None and value not in neutral:
             changes[name] = value
     return changes
 
