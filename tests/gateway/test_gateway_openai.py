@@ -164,6 +164,26 @@ async def test_ids_as_a_prompt():
         assert s.trajectory[0]["tokens"]["prompt_ids"] == list(b"abc")
 
 
+async def test_a_session_returns_the_ids_that_it_records():
+    client, ids = ScriptedClient(lambda prompt: "one"), {"return_token_ids": True}
+    async with rt.gateway(client) as g, g.session() as s, openai_agent(s) as agent:
+        several = await agent.completions.create(
+            model="m", prompt=["a", "b"], n=2, max_tokens=9, extra_body=ids
+        )
+        prompts = [choice.prompt_token_ids for choice in several.choices]
+        assert prompts == [[97], [97], [98], [98]]
+        assert [step["tokens"]["prompt_ids"] for step in s.trajectory] == prompts
+        assert (several.usage.prompt_tokens, several.usage.completion_tokens) == (2, 16)
+        chunks = await agent.chat.completions.create(
+            model="m", messages=[{"role": "user", "content": "?"}], stream=True, extra_body=ids
+        )
+        choices = [chunk.choices[0] async for chunk in chunks]
+        sampled = s.trajectory[-1]["tokens"]["completion_ids"]
+        assert [i for choice in choices for i in choice.token_ids] == sampled
+        with pytest.raises(openai.BadRequestError, match="several answers are not streamed"):
+            await agent.completions.create(model="m", prompt=["a", "b"], stream=True)
+
+
 async def test_models():
     async with rt.gateway(ScriptedClient(["x"])) as g, g.session() as s, openai_agent(s) as agent:
         assert [model.id async for model in await agent.models.list()] == ["scripted"]
