@@ -1,9 +1,9 @@
-"""The server's ASGI application with the handlers of all paths, and `serve`, which runs it.
+"""The ASGI application of `rolltree serve`, and `serve`, which runs it.
 
-The paths are OpenAI's `/v1/models`, `/v1/chat/completions` and `/v1/completions`; vLLM's
-`/tokenize`, `/detokenize`, `/inference/v1/generate` and weight updates, so that the same publisher
-(`rolltree.scale.weights`) works with both; and `/health`. By default only this machine can
-reach the server.
+Calls come in the gateway's protocols, below `/v1`, and as ids to vLLM's `/inference/v1/generate`.
+Beside them are `/v1/models`, `/health`, and vLLM's `/tokenize`, `/detokenize` and weight updates,
+so that the same publisher (`rolltree.scale.weights`) works with both. By default only this machine
+can reach the server.
 """
 
 from __future__ import annotations
