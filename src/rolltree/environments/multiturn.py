@@ -340,7 +340,7 @@ def unsendable_error(environment: MultiTurnEnv, problem: str) -> ConfigError:
 def wrong_response_error(environment: MultiTurnEnv, response: Any) -> ConfigError:
     """Return the error for a `get_model_response` that returned no response."""
     known = {type(None): "None", str: "a text"}
-    found = known.get(type(response), f"a {type(response).__name__} that is no response")
+    found = known.get(type(response), f"a {type(response).__name__}, not a response")
     error = ConfigError(
         f"{type(environment).__name__}.get_model_response of {environment.env_id!r} returned "
         f"{found}, so there is no answer to record. Return the response, perhaps in a branch that "
