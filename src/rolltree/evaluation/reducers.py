@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections import Counter, namedtuple
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
@@ -17,7 +17,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any, Self, TypeAlias, overload
 
-from rolltree.store import Run, StoredRollout, raised_by_rewards
+from rolltree.store import Run, StoredRollout, projection, raised_by_rewards
 from rolltree.store.weights import task_environment
 from rolltree.values.estimate import CONFIDENCE, SHARE, Estimate, estimate, mean, pass_at_k
 
@@ -62,16 +62,11 @@ class EpisodeOutcome:
 
 
 _OWN = frozenset(("example", "error_message", "scoring_errors"))
-# Typed like this because mypy accepts only field names that are written out.
-_make_class: Callable[..., Any] = namedtuple
-_Row = _make_class(
-    "_Row",
-    [
-        *(field.name for field in fields(EpisodeOutcome) if field.name not in _OWN),
-        *("env_id", "example_id", "depth", "status", "truncated", "errors"),
-    ],
+# The fields of a row that an outcome needs.
+_NAMES = (
+    *(field.name for field in fields(EpisodeOutcome) if field.name not in _OWN),
+    *("env_id", "example_id", "depth", "status", "truncated", "errors"),
 )
-"""The fields of a `StoredRollout` that an outcome needs."""
 # Marks a missing value in a column; rewards and metrics are finite.
 _UNKNOWN = float("nan")
 _NUMBERS = (
@@ -121,14 +116,13 @@ class Outcomes(Sequence[EpisodeOutcome]):
     def stored(cls, run: Run, phase: str, ids: Iterable[str] | None = None, **where: Any) -> Self:
         """Return the outcomes of a phase of a run, or those of `ids`; `where` compares columns."""
         made = cls(() if ids is None else ids)
-        rows = map(_Row._make, run.columns(_Row._fields, phase=phase, **where))
+        rows = run.columns(_NAMES, phase=phase, **where)
         for request_id, adjacent in groupby(rows, attrgetter("request_id")):
             if ids is None or request_id in made._place:
                 trajectories = list(adjacent)
                 # The rows of this request were not adjacent.
                 if made.has(request_id):
-                    again = run.columns(_Row._fields, request_id=request_id, **where)
-                    trajectories = [_Row._make(row) for row in again]
+                    trajectories = list(run.columns(_NAMES, request_id=request_id, **where))
                 made._add(trajectories)
         return made
 
@@ -292,7 +286,7 @@ def _merged(rows: Sequence[StoredRollout]) -> Any:
             if _is_number(value):
                 metrics.setdefault(name, []).append(float(value))
     truncated = next((row for row in own if row.truncated), None)
-    return _Row(
+    return projection(_NAMES)(
         request_id=first.request_id,
         env_id=first.env_id,
         task=first.task,

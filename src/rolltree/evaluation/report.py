@@ -28,8 +28,8 @@ from rolltree.evaluation.reducers import (
     values,
 )
 from rolltree.narrator.detectors import Advice, advise
-from rolltree.narrator.facts import Facts, Looked, StoryRollout
-from rolltree.store import Run, StoredRollout, to_plain
+from rolltree.narrator.facts import NAMES, Facts, Looked
+from rolltree.store import Run, StoredRollout, projection, to_plain
 from rolltree.store.weights import noted_environments
 from rolltree.values.errors import StoreError
 from rolltree.values.estimate import Estimate
@@ -104,9 +104,9 @@ class EvalReport(Finished):
 
         Empty if only aggregates were read.
         """
-        columns = (values(self.outcomes, name) for name in ("example", *_TOLD))
+        make_row = projection(NAMES)
         rollouts = [
-            StoryRollout(
+            make_row(
                 str(place),
                 status="ok" if found[1] is None else "error",
                 truncated=found[2] is not None,
@@ -114,7 +114,9 @@ class EvalReport(Finished):
                 example_id=example[2],
                 **dict(zip(_TOLD, found, strict=True)),
             )
-            for place, (example, *found) in enumerate(zip(*columns, strict=True))
+            for place, (example, *found) in enumerate(
+                zip(*(values(self.outcomes, name) for name in ("example", *_TOLD)), strict=True)
+            )
         ]
         raised = values(self.outcomes, "scoring_errors")
         looked = [

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections import namedtuple
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -79,6 +80,21 @@ class StoredRollout:
     # JSON of the codec, and a token tree's bytes; this package does not interpret them.
     record: bytes = b""
     tokens: bytes = b""
+
+
+# Typed like this because mypy accepts only field names that are written out.
+_make_class: Callable[..., Any] = namedtuple
+
+
+@lru_cache(maxsize=64)
+def projection(names: tuple[str, ...]) -> Any:
+    """Return the class of rows with some fields of `StoredRollout` only: a tuple with its names.
+
+    What reads rollouts reads such rows, whether they come from a store or from memory.
+    """
+    empty = StoredRollout(request_id="")
+    defaults = [getattr(empty, name) for name in names]
+    return _make_class("RolloutRow", names, rename=True, defaults=defaults)
 
 
 def raised_by_rewards(errors: Iterable[Mapping[str, Any]]) -> tuple[tuple[str, str], ...]:
