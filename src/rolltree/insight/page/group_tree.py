@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rolltree.insight.page.pages import Offset
 from rolltree.insight.page.token_lens import one_rollout
 from rolltree.records.token_rows import (
     mean_advantage,
@@ -26,7 +27,7 @@ from rolltree.records.tokenizer import RunTokenizer, shown_tokenizer
 from rolltree.samples.resolve import ResolvedRollout, ResolvedStep, resolve_rollout
 from rolltree.store import Run, StoredRollout, TrainedRollout
 from rolltree.tokens import TokenTree
-from rolltree.values.errors import UnknownName
+from rolltree.values.errors import ConfigError, UnknownName
 from rolltree.values.estimate import mean
 from rolltree.values.types import IntArray
 
@@ -215,7 +216,7 @@ def _group(run: Run, group_id: str) -> list[StoredRollout]:
     return rows
 
 
-def group_tree(run: Run, group_id: str, *, agent: str | None = None) -> dict[str, Any]:
+def group_tree(run: Run, id: str, *, agent: str | None = None) -> dict[str, Any]:
     """Return the rollouts of a group as one tree with reward and advantage on each branch.
 
     With `agent`, only that agent's, which begin with the same prompt; `agents` lists all of them.
@@ -223,13 +224,11 @@ def group_tree(run: Run, group_id: str, *, agent: str | None = None) -> dict[str
     Raises:
         UnknownName: the run has no such group, or the group no such agent.
     """
-    every = sorted(
-        _group(run, group_id), key=lambda row: (row.index_in_group, row.trajectory_index)
-    )
+    every = sorted(_group(run, id), key=lambda row: (row.index_in_group, row.trajectory_index))
     agents = list(dict.fromkeys(row.agent for row in every))
     rows = [row for row in every if agent is None or row.agent == agent]
     if not rows:
-        raise UnknownName(f"the group {group_id!r} has no agent {agent!r}.")
+        raise UnknownName(f"the group {id!r} has no agent {agent!r}.")
     found, shown = _CommonTree(run, rows), shown_tokenizer(run)
     paths = [found.path(member) for member in found.members]
     inside: list[list[int]] = [[] for _ in found.start]
@@ -239,7 +238,7 @@ def group_tree(run: Run, group_id: str, *, agent: str | None = None) -> dict[str
     lengths = (found.end - found.start).tolist()
     first = rows[0]
     return {
-        "group_id": group_id,
+        "group_id": id,
         "phase": first.phase,
         "train_step": first.train_step,
         "example": {
@@ -290,21 +289,17 @@ def group_tree(run: Run, group_id: str, *, agent: str | None = None) -> dict[str
 
 
 def tree_picture(
-    run: Run,
-    request_id: str | None = None,
-    trajectory_index: int = 0,
-    *,
-    group_id: str | None = None,
+    run: Run, id: str | None = None, index: Offset = 0, *, group: str | None = None
 ) -> dict[str, Any]:
     """Return the token tree of a rollout, or of a group, to draw to scale.
 
     Raises:
+        ConfigError: neither or both are named.
         UnknownName: the run has no such rollout or group.
     """
-    if group_id is not None:
-        rows = _group(run, group_id)
-    else:
-        rows = [one_rollout(run, str(request_id), trajectory_index)]
+    if (id is None) == (group is None):
+        raise ConfigError("a tree belongs to a rollout or a group. Give either id or group.")
+    rows = [one_rollout(run, str(id), index)] if group is None else _group(run, group)
     found = _CommonTree(run, rows, trained=False)
     num_calls, first = found.passing()
     return {

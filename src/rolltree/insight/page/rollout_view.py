@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rolltree.insight.page.pages import COLUMNS
+from rolltree.insight.page.pages import COLUMNS, Offset
 from rolltree.insight.page.token_lens import one_rollout, rollout_breaks
 from rolltree.records.conversations import tool_call_parts
 from rolltree.records.rewards import reward_parts
@@ -19,13 +19,13 @@ from rolltree.values.state import tool_errors
 from rolltree.values.types import State
 
 
-def rollout_view(run: Run, request_id: str, trajectory_index: int = 0) -> dict[str, Any]:
+def rollout_view(run: Run, id: str, index: Offset = 0) -> dict[str, Any]:
     """Return everything about one rollout except its tokens, JSON-ready.
 
     Raises:
         UnknownName: the run has no such rollout.
     """
-    row = one_rollout(run, request_id, trajectory_index)
+    row = one_rollout(run, id, index)
     state = state_of(row)
     others = _others(run, row)
     calls = [] if state is None else _timed(list(call_rows(state)))
