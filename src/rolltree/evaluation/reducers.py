@@ -19,6 +19,7 @@ from typing import Any, Self, TypeAlias, overload
 
 from rolltree.store import Run, StoredRollout, projection, raised_by_rewards
 from rolltree.store.filters import METRIC
+from rolltree.store.metric_names import finite_numbers, number_of
 from rolltree.store.weights import task_environment
 from rolltree.values.estimate import CONFIDENCE, SHARE, Estimate, estimate, mean, pass_at_k
 
@@ -157,14 +158,14 @@ class Outcomes(Sequence[EpisodeOutcome]):
             column[place] = _UNKNOWN
         for name in _NUMBERS:
             self._columns[name][place] = getattr(row, name)
-        scores: dict[str, Any] = {METRIC + name: value for name, value in row.metrics.items()}
         # A failed episode may have a reward, which does not count.
-        scores["reward"] = None if failed else row.reward
-        for name, value in scores.items():
-            if _is_number(value):
-                if name not in self._columns:
-                    self._columns[name] = self._column()
-                self._columns[name][place] = value
+        reward = None if failed else number_of(row.reward)
+        self._columns["reward"][place] = _UNKNOWN if reward is None else reward
+        for metric, value in finite_numbers(row.metrics).items():
+            name = METRIC + metric
+            if name not in self._columns:
+                self._columns[name] = self._column()
+            self._columns[name][place] = value
         return place
 
     def has(self, request_id: str) -> bool:
@@ -274,16 +275,15 @@ def _merged(rows: Sequence[StoredRollout]) -> Any:
     failed = next((row for row in rows if row.status == "error"), None)
     # Delegated rollouts have rewards for their subtasks, not for the episode.
     own = [row for row in rows if not row.depth]
-    rewards = [row.reward for row in own if _is_number(row.reward)]
+    rewards = [each for row in own if (each := number_of(row.reward)) is not None]
     metrics: dict[str, list[float]] = {}
     for row in own:
-        for name, value in row.metrics.items():
-            if _is_number(value):
-                metrics.setdefault(name, []).append(float(value))
+        for name, value in finite_numbers(row.metrics).items():
+            metrics.setdefault(name, []).append(value)
     cut = next((row for row in own if row.truncated), None)
     return projection(_NAMES)(
         **{name: getattr(rows[0], name) for name in ("request_id", "env_id", "task", "example_id")},
-        reward=mean([reward for reward in rewards if reward is not None]) if rewards else None,
+        reward=mean(rewards) if rewards else None,
         status="ok" if failed is None else "error",
         error_type=None if failed is None else failed.error_type,
         truncated=cut is not None,
@@ -305,10 +305,6 @@ _LONGEST = ("num_attempts", "generation_ms", "scoring_ms", "total_ms")
 
 def _first_message(row: StoredRollout) -> str | None:
     return next((str(e["message"]) for e in row.errors if e.get("message")), None)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 @dataclass(frozen=True, slots=True)

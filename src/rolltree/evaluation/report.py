@@ -30,6 +30,7 @@ from rolltree.evaluation.reducers import (
 from rolltree.narrator.detectors import Advice, advise
 from rolltree.narrator.facts import NAMES, Facts, Looked
 from rolltree.store import Run, StoredRollout, projection, to_plain
+from rolltree.store.export import write_lines
 from rolltree.store.weights import noted_environments
 from rolltree.values.errors import StoreError
 from rolltree.values.estimate import Estimate
@@ -344,15 +345,15 @@ def write_results(
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     # Written to a temporary file and renamed, so that readers never see half a file.
-    with (
-        whole_file(target / "results.jsonl") as part,
-        # Models do write lone surrogates: they become escapes of JSON.
-        part.open("w", encoding="utf-8", errors="backslashreplace") as file,
-    ):
-        for result in results:
-            for state in result.states or (None,):
-                line = to_plain(results_line(result, state))
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+    with whole_file(target / "results.jsonl") as part:
+        write_lines(
+            part,
+            (
+                to_plain(results_line(result, state))
+                for result in results
+                for state in result.states or (None,)
+            ),
+        )
     ended = datetime.now() if ended_at is None else datetime.fromtimestamp(ended_at)
     metadata = {
         "env_id": report.env_id,

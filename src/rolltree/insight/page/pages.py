@@ -220,34 +220,34 @@ def group_rows(run: Run, group_ids: Sequence[str]) -> list[dict[str, Any]]:
     Raises:
         StoreError: a row is damaged or missing.
     """
-    groups: dict[str, list[dict[str, Any]]] = {name: [] for name in group_ids}
-    for found in run.columns(_OF_GROUPS, group_id=list(groups)) if groups else ():
-        row = dict(zip(_OF_GROUPS, found, strict=True))
-        groups[row["group_id"]].append(row)
+    groups: dict[str, list[Any]] = {name: [] for name in group_ids}
+    for row in run.columns(_OF_GROUPS, group_id=list(groups)) if groups else ():
+        groups[row.group_id].append(row)
     steps = trained_steps(run)
     return [
         {**_group(rows), "trained_step": steps.get(name)} for name, rows in groups.items() if rows
     ]
 
 
-def _group(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    rows.sort(key=lambda row: (row["index_in_group"], row["trajectory_index"]))
-    rewards = [row["reward"] for row in rows]
-    own = [row["reward"] for row in rows if row["parent_rollout"] is None]
+def _group(rows: list[Any]) -> dict[str, Any]:
+    rows.sort(key=lambda row: (row.index_in_group, row.trajectory_index))
+    own = [row.reward for row in rows if row.parent_rollout is None]
     scored = [reward for reward in own if reward is not None]
     first = rows[0]
     return {
-        **{name: first[name] for name in ("group_id", "phase", "train_step")},
+        **{name: getattr(first, name) for name in ("group_id", "phase", "train_step")},
         # Environment, task, id.
-        "example": {name: to_plain(first[name]) for name in ("env_id", "task", "example_id")},
-        "members": [{name: row[name] for name in _OF_MEMBERS} for row in rows],
+        "example": {
+            name: to_plain(getattr(first, name)) for name in ("env_id", "task", "example_id")
+        },
+        "members": [{name: getattr(row, name) for name in _OF_MEMBERS} for row in rows],
         # The rewards of all its rollouts; None: not scored.
-        "rewards": rewards,
+        "rewards": [row.reward for row in rows],
         # Over the rewards that are compared, those of rollouts that were not delegated; `std` is
         # that of the population.
         "mean": mean(scored) if scored else None,
         "std": (0.0 if are_equal(scored) else pstdev(scored)) if scored else None,
-        "num_failed": sum(row["status"] == "error" for row in rows),
-        "num_truncated": sum(row["truncated"] for row in rows),
-        "num_completion_tokens": sum(row["num_completion_tokens"] for row in rows),
+        "num_failed": sum(row.status == "error" for row in rows),
+        "num_truncated": sum(row.truncated for row in rows),
+        "num_completion_tokens": sum(row.num_completion_tokens for row in rows),
     }

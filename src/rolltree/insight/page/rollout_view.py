@@ -58,9 +58,8 @@ _MOST_RELATIVES = 100
 
 def _others(run: Run, row: StoredRollout) -> list[dict[str, Any]]:
     names = ("trajectory_index", "agent", "reward")
-    found = run.columns(names, request_id=row.request_id)
-    others = [dict(zip(names, each, strict=True)) for each in found]
-    return [each for each in others if each["trajectory_index"] != row.trajectory_index]
+    rows = run.columns(names, request_id=row.request_id)
+    return [each._asdict() for each in rows if each.trajectory_index != row.trajectory_index]
 
 
 def _relatives(run: Run, row: StoredRollout, others: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
