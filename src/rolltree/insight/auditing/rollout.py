@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from zlib import crc32
 
 import msgspec
@@ -26,7 +26,7 @@ from rolltree.rollouts.decode import UNREADABLE, decode_rollout
 from rolltree.rollouts.record import encode_result
 from rolltree.samples.build import trajectory_breaks
 from rolltree.samples.resolve import changed_sampling, not_the_models_own, resolve_tokens
-from rolltree.store import Opaque, StoredRollout, dumps
+from rolltree.store import Opaque, StoredRollout, dumps, projection
 from rolltree.store.codec import is_equal
 from rolltree.store.rows import COLUMNS
 from rolltree.store.weights import ScoredPart, noted_part
@@ -150,29 +150,24 @@ class TrainedFacts:
         return [index for index, value in enumerate(self.advantages) if value is not None]
 
 
-@dataclass(slots=True, kw_only=True)
+_OF_ROW = (
+    *("request_id", "trajectory_index", "num_trajectories", "group_id", "index_in_group"),
+    *("task", "phase", "train_step", "parent_rollout", "reward", "error_type", "env_id"),
+    *("status", "started_at", "created_at", "depth", "num_calls", "max_version"),
+)
+if TYPE_CHECKING:
+    _Row: TypeAlias = StoredRollout
+else:
+    _Row = projection(_OF_ROW)
+_columns_of = attrgetter(*_OF_ROW)
+
+
+@dataclass(slots=True)
 class RolloutFacts:
     """What is kept of a rollout after its own checks: enough for credit and for counting."""
 
-    request_id: str
-    trajectory_index: int
-    num_trajectories: int
-    group_id: str
-    index_in_group: int
-    task: str
-    phase: str
-    train_step: int | None
-    parent_rollout: str | None
-    reward: float | None
-    error_type: str | None
-    failed: bool
+    row: _Row  # some of its columns
     rollout_id: str | None = None
-    env_id: str
-    started_at: float | None
-    created_at: float
-    depth: int
-    num_calls: int
-    max_version: int | None
     num_sampled: int = 0
     # Digests of the dataset row's question and answer, and of the first prompt's ids.
     asked: int | None = None
@@ -189,14 +184,7 @@ class RolloutFacts:
     @property
     def place(self) -> Place:
         """The rollout's name."""
-        return self.request_id, self.trajectory_index
-
-
-_OF_ROW = (
-    *("request_id", "trajectory_index", "num_trajectories", "group_id", "index_in_group"),
-    *("task", "phase", "train_step", "parent_rollout", "reward", "error_type", "env_id"),
-    *("started_at", "created_at", "depth", "num_calls", "max_version"),
-)
+        return self.row.request_id, self.row.trajectory_index
 
 
 class RolloutAudit:
@@ -206,9 +194,7 @@ class RolloutAudit:
         self, expected: Expected, ledger: Ledger, text: TextCheck | None, row: StoredRollout
     ) -> None:
         self.expected, self.ledger, self.text, self.row = expected, ledger, text, row
-        self.facts = RolloutFacts(
-            **{name: getattr(row, name) for name in _OF_ROW}, failed=row.status == "error"
-        )
+        self.facts = RolloutFacts(projection(_OF_ROW)._make(_columns_of(row)))
         self.calls: list[Call] = []
         self.is_contradictory = False
         self.part = ScoredPart(())

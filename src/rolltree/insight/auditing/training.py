@@ -237,10 +237,10 @@ class TrainingAudit:
         steps = self.run.steps()
         self._contiguous(steps)
         # In the trainer's order, by which it cuts mini-batches; rollouts are stored as they finish.
-        facts = sorted(facts, key=lambda item: (item.index_in_group, item.trajectory_index))
+        facts = sorted(facts, key=lambda item: (item.row.index_in_group, item.row.trajectory_index))
         self.recorded_steps = {known.step for item in facts for known in item.trained}
-        by_group = grouped((item.group_id, item) for item in facts)
-        by_step = grouped((item.train_step, item) for item in facts)
+        by_group = grouped((item.row.group_id, item) for item in facts)
+        by_step = grouped((item.row.train_step, item) for item in facts)
         # The baseline of a step is the average that the previous step left, so steps are checked in
         # order; those before a fork are in the run that was forked.
         averages: dict[str, float] = {}
@@ -280,7 +280,7 @@ class TrainingAudit:
             data = self.taken.get(row.step, {})
             names, others = list(data.get("groups", ())), list(data.get("dropped", ()))
         else:
-            named = dict.fromkeys(item.group_id for item in planned)
+            named = dict.fromkeys(item.row.group_id for item in planned)
             names = sorted(name for name in named if _number(name, "g") is not None)
             others = sorted(set(named) - set(names))
             wanted = [group_name(row.step, f"g{n:02d}") for n in range(section.groups_per_step)]
@@ -299,7 +299,7 @@ class TrainingAudit:
     ) -> None:
         size = self.config.algorithm.group_size
         for name in names:
-            there = {item.request_id for item in by_group.get(name, ())}
+            there = {item.row.request_id for item in by_group.get(name, ())}
             planned = {f"{name}/{index}" for index in range(size)}
             self.ledger.count("counted_once", size)
             for request_id in sorted(planned - there):
@@ -388,9 +388,11 @@ class TrainingAudit:
             return
         is_played = any(item.state is not None for item in sampled)
         groups = grouped(
-            (item.group_id, item.reward)
+            (item.row.group_id, item.row.reward)
             for item in sampled
-            if item.parent_rollout is None and item.state is not None and item.reward is not None
+            if item.row.parent_rollout is None
+            and item.state is not None
+            and item.row.reward is not None
         )
         ends = older_interval(list(groups.values())) if groups else None
         older: dict[str, list[float]] = {}
@@ -551,19 +553,25 @@ def _engine_logprobs(calls: Sequence[Call]) -> NDArray[np.float64]:
 
 def _by_request(facts: Sequence[RolloutFacts]) -> list[list[RolloutFacts]]:
     """Return the trajectories of each request, in their order."""
-    requests = grouped((item.request_id, item) for item in facts).values()
-    return [sorted(members, key=lambda item: item.trajectory_index) for members in requests]
+    requests = grouped((item.row.request_id, item) for item in facts).values()
+    return [sorted(members, key=lambda item: item.row.trajectory_index) for members in requests]
 
 
 def _results(facts: Sequence[RolloutFacts]) -> list[RolloutResult]:
     """Return the results that credit and metrics are computed from, of all their trajectories."""
     results = []
     for members in _by_request(facts):
-        asked = {"task": members[0].task}
-        request_id = members[0].request_id
-        request = SimpleNamespace(request_id=request_id, group_id=members[0].group_id, input=asked)
+        asked = {"task": members[0].row.task}
+        request_id = members[0].row.request_id
+        request = SimpleNamespace(
+            request_id=request_id, group_id=members[0].row.group_id, input=asked
+        )
         states = tuple(item.state for item in members if item.state is not None)
-        kind = members[0].error_type if any(item.failed for item in members) else None
+        kind = (
+            members[0].row.error_type
+            if any(item.row.status == "error" for item in members)
+            else None
+        )
         error = None if kind is None else SimpleNamespace(type=kind)
         results.append(RolloutResult(cast(Any, request), cast(Any, states), cast(Any, error)))
     return results
