@@ -259,6 +259,11 @@ def values(outcomes: Sequence[EpisodeOutcome], name: str) -> Iterator[Any]:
     return (getattr(outcome, name) for outcome in outcomes)
 
 
+def columns(outcomes: Sequence[EpisodeOutcome], *names: str) -> Iterator[tuple[Any, ...]]:
+    """Yield some fields of each outcome."""
+    return zip(*(values(outcomes, name) for name in names), strict=True)
+
+
 def metric_columns(
     outcomes: Sequence[EpisodeOutcome],
 ) -> Iterator[tuple[str, Iterable[float | None]]]:
@@ -427,8 +432,7 @@ def failures(outcomes: Sequence[EpisodeOutcome], settings: Settings) -> dict[str
 def failure_messages(outcomes: Sequence[EpisodeOutcome], settings: Settings) -> dict[str, str]:
     """The message of the first failed episode of each error type, as `failures` orders them."""
     first: dict[str, str] = {}
-    said = zip(values(outcomes, "error_type"), values(outcomes, "error_message"), strict=True)
-    for kind, message in said:
+    for kind, message in columns(outcomes, "error_type", "error_message"):
         if kind and message:
             first.setdefault(kind, message)
     return {kind: first[kind] for kind in failures(outcomes, settings) if kind in first}

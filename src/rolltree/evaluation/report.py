@@ -24,6 +24,7 @@ from rolltree.evaluation.reducers import (
     Outcomes,
     Reducer,
     Settings,
+    columns,
     per_environment,
     values,
 )
@@ -115,15 +116,10 @@ class EvalReport(Finished):
                 example_id=example[2],
                 **dict(zip(_TOLD, found, strict=True)),
             )
-            for place, (example, *found) in enumerate(
-                zip(*(values(self.outcomes, name) for name in ("example", *_TOLD)), strict=True)
-            )
+            for place, (example, *found) in enumerate(columns(self.outcomes, "example", *_TOLD))
         ]
         raised = values(self.outcomes, "scoring_errors")
-        looked = [
-            Looked(rollout, scoring_errors=errors)
-            for rollout, errors in zip(rollouts, raised, strict=True)
-        ]
+        looked = [Looked(*each) for each in zip(rollouts, raised, strict=True)]
         return advise(Facts(self.phase, {}, rollouts, looked, idle_gpu=self.idle_gpu))
 
     def _repr_html_(self) -> str:
@@ -185,7 +181,14 @@ def build_report(
         env_id=env_id or (found[0].example[0] if found else ""),
         model=model,
         phase=phase,
-        **_counts(found),
+        num_rollouts=len(found),
+        num_examples=len(set(found.each("example"))),
+        num_failed=sum(kind is not None for kind in found.each("error_type")),
+        num_unscored=sum(
+            error is None and reward is None
+            for error, reward in columns(found, "error_type", "reward")
+        ),
+        num_truncated=sum(why is not None for why in found.each("truncation_reason")),
         outcomes=found,
         results=results,
         settings=settings,
@@ -194,17 +197,6 @@ def build_report(
         run_path=run_path,
         idle_gpu=idle_gpu,
     )
-
-
-def _counts(found: Outcomes) -> dict[str, int]:
-    ends = zip(found.each("error_type"), found.each("reward"), strict=True)
-    return {
-        "num_rollouts": len(found),
-        "num_examples": len(set(found.each("example"))),
-        "num_failed": sum(kind is not None for kind in found.each("error_type")),
-        "num_unscored": sum(error is None and reward is None for error, reward in ends),
-        "num_truncated": sum(why is not None for why in found.each("truncation_reason")),
-    }
 
 
 def stored_report(

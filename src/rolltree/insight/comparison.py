@@ -25,7 +25,7 @@ from rolltree.evaluation.comparison import (
     example_changes,
     measure_names,
 )
-from rolltree.evaluation.reducers import values
+from rolltree.evaluation.reducers import columns
 from rolltree.rollouts.conversation import conversation_of
 from rolltree.rollouts.decode import decode_results, decode_rollout
 from rolltree.samples import build_samples
@@ -332,9 +332,7 @@ def _costs(report: EvalReport, price: tuple[float, float]) -> Clusters:
     """Return dollars per rollout by example."""
     found: dict[Any, list[float]] = {}
     names = ("example", "num_prompt_tokens", "num_completion_tokens")
-    for example, prompt, sampled in zip(
-        *(values(report.outcomes, name) for name in names), strict=True
-    ):
+    for example, prompt, sampled in columns(report.outcomes, *names):
         cost = (prompt * price[0] + sampled * price[1]) / 1e6
         found.setdefault(example, []).append(cost)
     return found
@@ -347,9 +345,8 @@ def _shown(
     scored = [
         (reward, -number, request_id)
         for number, report in enumerate(arm.reports)
-        for request_id, example, reward in zip(
-            *(values(report.outcomes, name) for name in ("request_id", "example", "reward")),
-            strict=True,
+        for request_id, example, reward in columns(
+            report.outcomes, "request_id", "example", "reward"
         )
         if example == change.example and reward is not None
     ]

@@ -50,6 +50,8 @@ class Looked:
     """A rollout that was read whole."""
 
     rollout: StoredRollout
+    # Reward function and what it raised.
+    scoring_errors: tuple[tuple[str, str], ...] = ()
     # Whether its last answer is empty and calls no tool.
     is_empty: bool = False
     # The last answer, and the answer of the dataset row.
@@ -65,8 +67,6 @@ class Looked:
     breaks: tuple[tuple[int, int, str], ...] = ()
     # The number of calls after the first.
     num_later_calls: int = 0
-    # Reward function and what it raised.
-    scoring_errors: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)  # without slots, so that `cached_property` works

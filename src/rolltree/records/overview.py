@@ -53,6 +53,12 @@ def run_overview(run: Run, found: RunSummary | None = None) -> dict[str, Any]:
     }
 
 
+def run_json(run: Run) -> dict[str, Any]:
+    """Return a row of the list and the whole summary, as commands print them with `--json`."""
+    found = summarize(run)
+    return {**run_overview(run, found), **asdict(found), "path": str(run.path)}
+
+
 def run_summary(run: Run) -> dict[str, Any]:
     """Return what a run holds: its row of the list, its settings, phases, evaluations, notices."""
     found = summarize(run)

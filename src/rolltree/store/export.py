@@ -13,7 +13,7 @@ from rolltree.store.codec import to_plain
 from rolltree.store.database import Database
 from rolltree.store.filters import matches
 from rolltree.store.integrity import MAX_TOLD
-from rolltree.store.rows import BLOBS, COLUMNS, StoredRollout, from_sql
+from rolltree.store.rows import LIGHT, StoredRollout, from_sql
 from rolltree.values.errors import ConfigError, RolltreeError, StoreError
 
 Render: TypeAlias = Callable[[StoredRollout], Mapping[str, Any]]
@@ -24,7 +24,7 @@ _ROW_ERRORS = (RolltreeError, ArithmeticError, AttributeError, LookupError, Type
 
 def light_line(row: StoredRollout) -> dict[str, Any]:
     """Return every column of a row except the blobs."""
-    return {name: getattr(row, name) for name in COLUMNS if name not in BLOBS}
+    return {name: getattr(row, name) for name in LIGHT}
 
 
 def export_rows(

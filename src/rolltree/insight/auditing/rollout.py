@@ -9,7 +9,6 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from zlib import crc32
@@ -31,9 +30,8 @@ from rolltree.store.codec import is_equal
 from rolltree.store.rows import COLUMNS
 from rolltree.store.weights import ScoredPart, noted_part
 from rolltree.tokens import RecordedStep, StepTokens, peek
-from rolltree.training.plan import group_seed
+from rolltree.training.plan import PHASE
 from rolltree.values.errors import RolltreeError
-from rolltree.values.seeds import derive_seed
 from rolltree.values.types import RolloutRequest, State
 
 # The columns that follow from the record. Secrets are cut out of both, but a label may have a cut
@@ -223,7 +221,8 @@ class RolloutAudit:
         labels = {name: getattr(row, name) for name in ("env_id", "task", "agent", "created_at")}
         self.part = noted_part(notes, **labels) or self.part
         result = decode_rollout(row)
-        self._seeds(result.request)
+        if self.expected.run_seed is not None and row.phase == PHASE:
+            self.ledger.count("sampler")
         state = result.states[0] if result.states else None
         if state is not None:
             # First: credit needs every member of a group, even one whose checks end early.
@@ -251,24 +250,6 @@ class RolloutAudit:
             self.text.check(self, result.request.sampling.stop or ())
 
     # -- columns and rewards ---------------------------------------------------------------------
-
-    def _seeds(self, request: RolloutRequest) -> None:
-        row, seed = self.row, self.expected.run_seed
-        if seed is None or row.phase != "train":
-            return
-        self.ledger.count("sampler")
-        group = row.group_id.rpartition("/")[2]
-        if not group[1:].isdecimal() or group[0] not in "gx" or row.train_step is None:
-            return
-        world, sampling = _group_seeds(seed, row.train_step, group)
-        own = derive_seed(sampling, "member", row.index_in_group)
-        if (request.seed, request.sampling_seed) != (world, own):
-            self.find(
-                *("sampler", "seed"),
-                f"it was played with the seeds {request.seed} and {request.sampling_seed}; "
-                f"the run's seed gives {world} and {own} for this place, so it is not the rollout "
-                "that was planned",
-            )
 
     def _asked(self, request: RolloutRequest, state: State | None) -> None:
         """Keep digests of the rollout's question and answer, and of its first prompt."""
@@ -535,13 +516,6 @@ class RolloutAudit:
         facts.parent_step = _of_kind(int, dict.get(state, "parent_step"))
         if self.is_trained:
             facts.state = credit_state(state)
-
-
-@lru_cache(maxsize=64)  # the members of a group follow each other
-def _group_seeds(seed: int, step: int, group: str) -> tuple[int, int]:
-    """Return a group's world seed, and the seed that its members' sampling seeds derive from."""
-    world = group_seed(seed, step, group)
-    return world, derive_seed(world, "sampling")
 
 
 def _digestible(value: Any) -> bytes:

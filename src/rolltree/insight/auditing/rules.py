@@ -18,7 +18,7 @@ from rolltree.insight.auditing.report import Place, grouped
 from rolltree.store import Run
 from rolltree.store.metric_names import number_of, numbers
 from rolltree.training.config import TrainConfig
-from rolltree.training.plan import PHASE
+from rolltree.training.plan import PHASE, group_seed
 from rolltree.values.seeds import derive_seed
 from rolltree.values.types import RolloutRequest
 
@@ -168,26 +168,29 @@ def _planned_sampling(audit: RolloutAudit, request: RolloutRequest) -> Iterator[
 
 
 def _planned_seed(audit: RolloutAudit, request: RolloutRequest) -> Iterator[str]:
-    row = audit.row
-    evaluation = audit.expected.settings.evaluations.get(row.phase)
-    index = row.group_id.rpartition("/")[2]
-    if evaluation is None or not index.isdecimal() or not isinstance(evaluation.get("seed"), int):
+    row, expected = audit.row, audit.expected
+    evaluation = expected.settings.evaluations.get(row.phase)
+    label = row.group_id.rpartition("/")[2]
+    if row.phase == PHASE and expected.run_seed is not None:
+        if not label[1:].isdecimal() or label[0] not in "gx" or row.train_step is None:
+            return
+        whose, world = "the run's", _group_seed(expected.run_seed, row.train_step, label)
+    elif evaluation is not None and label.isdecimal() and isinstance(evaluation.get("seed"), int):
+        names = str(evaluation.get("env_id")), str(evaluation.get("split"))
+        whose, world = "its evaluation's", _derived(evaluation["seed"], *names, int(label))
+    else:
         return
-    split = str(evaluation.get("split"))
-    seeds = _evaluation_seeds(evaluation["seed"], str(evaluation.get("env_id")), split, index)
-    own = derive_seed(seeds[1], "member", row.index_in_group)
-    if (request.seed, request.sampling_seed) != (seeds[0], own):
+    own = derive_seed(_derived(world, "sampling"), "member", row.index_in_group)
+    if (request.seed, request.sampling_seed) != (world, own):
         yield (
-            f"it was played with the seeds {request.seed} and {request.sampling_seed}; its "
-            f"evaluation's seed gives {(seeds[0], own)} for this example, so it is not the rollout "
-            "that was planned"
+            f"it was played with the seeds {request.seed} and {request.sampling_seed}; {whose} "
+            f"seed gives {world} and {own} for this place, so it is not the rollout that was "
+            "planned"
         )
 
 
-@lru_cache(maxsize=64)
-def _evaluation_seeds(seed: int, env_id: str, split: str, index: str) -> tuple[int, int]:
-    world = derive_seed(seed, env_id, split, int(index))
-    return world, derive_seed(world, "sampling")
+# The members of a group follow each other.
+_group_seed, _derived = lru_cache(maxsize=64)(group_seed), lru_cache(maxsize=64)(derive_seed)
 
 
 def _other_environment(audit: RolloutAudit, request: RolloutRequest) -> Iterator[str]:

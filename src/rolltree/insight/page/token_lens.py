@@ -81,6 +81,8 @@ def token_lens(
     texts, spelled = (None, None) if tokenizer is None else tokenizer.pieces(ids)
     by = sampled_in[at]
     found = {name: column[at] for name, column in values.items()}
+    if "trainer_logprob" in found and "logprob" in found:
+        found["difference"] = found["trainer_logprob"] - found["logprob"]
     return {
         "request_id": id,
         "trajectory_index": index,
@@ -99,9 +101,7 @@ def token_lens(
         "author": np.where(by >= 0, "model", "environment").tolist(),
         "is_sampled": (np.arange(offset, offset + len(at)) >= tree.prompt_len(handle)).tolist(),
         "sampled_in": _listed(by, by < 0),
-        **{name: _values(name, found.get(name)) for name in FACTS},
-        # Trainer minus engine logprob.
-        "difference": _difference(found),
+        **{name: _values(name, found.get(name)) for name in (*FACTS, "difference")},
         # The place where this call's prompt stops extending the call before, with both sides.
         "breaks": [each for each in rollout_breaks(state, tokenizer) if each["call"] == call],
     }
@@ -169,12 +169,6 @@ def _known(
                     values[name] = np.full(tree.num_tokens, np.nan)
                 values[name][at[wanted]] = column[wanted]
     return sampled_in, values
-
-
-def _difference(found: dict[str, NDArray[np.float64]]) -> list[float | None] | None:
-    if "trainer_logprob" not in found or "logprob" not in found:
-        return None
-    return _values("difference", found["trainer_logprob"] - found["logprob"])
 
 
 def _values(name: str, column: NDArray[np.float64] | None) -> list[Any] | None:
