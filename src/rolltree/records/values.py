@@ -21,6 +21,10 @@ def stored_names(names: Sequence[str]) -> list[str]:
 
 def values_of_rows(run: Run, names: Sequence[str], rows: Sequence[Any]) -> dict[str, list[Any]]:
     """Return columns of a run's `rollouts` from rows that have the columns `stored_names`."""
+    sources = stored_names(names)
+    # One name more, since `attrgetter` returns no tuple for a single one.
+    stored = zip(*map(attrgetter(*sources, sources[0]), rows), strict=True)
+    columns = dict(zip(sources, stored, strict=False))
     values: dict[str, list[Any]] = {}
     for name in names:
         source, read = _source(name)
@@ -28,7 +32,7 @@ def values_of_rows(run: Run, names: Sequence[str], rows: Sequence[Any]) -> dict[
             from rolltree.records.trained_steps import trained_steps
 
             read = trained_steps(run).get
-        column = map(attrgetter(source), rows)
+        column = columns.get(source, ())
         values[name] = list(column if read is None else map(read, column))
     return values
 
