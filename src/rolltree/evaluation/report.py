@@ -173,23 +173,23 @@ def build_report(
     the metrics of each.
     """
     settings = settings or Settings()
-    found = rows if isinstance(rows, Outcomes) else Outcomes.of(rows)
-    results = {name: reduce(found, settings) for name, reduce in reducers.items()}
+    outcomes = rows if isinstance(rows, Outcomes) else Outcomes.of(rows)
+    results = {name: reduce(outcomes, settings) for name, reduce in reducers.items()}
     if len(environments) > 1:
-        results["env"] = per_environment(found, settings, environments)
+        results["env"] = per_environment(outcomes, settings, environments)
     return EvalReport(
-        env_id=env_id or (found[0].example[0] if found else ""),
+        env_id=env_id or (outcomes[0].example[0] if outcomes else ""),
         model=model,
         phase=phase,
-        num_rollouts=len(found),
-        num_examples=len(set(found.each("example"))),
-        num_failed=sum(kind is not None for kind in found.each("error_type")),
+        num_rollouts=len(outcomes),
+        num_examples=len(set(outcomes.each("example"))),
+        num_failed=sum(kind is not None for kind in outcomes.each("error_type")),
         num_unscored=sum(
             error is None and reward is None
-            for error, reward in columns(found, "error_type", "reward")
+            for error, reward in columns(outcomes, "error_type", "reward")
         ),
-        num_truncated=sum(why is not None for why in found.each("truncation_reason")),
-        outcomes=found,
+        num_truncated=sum(why is not None for why in outcomes.each("truncation_reason")),
+        outcomes=outcomes,
         results=results,
         settings=settings,
         num_resumed=num_resumed,

@@ -186,7 +186,7 @@ def read_facts(run: Run, *, quick: bool = False, breaks: Breaks | None = None) -
         is_done = any(event.kind == "finished" for event in events)
         newest = steps[-1].step + (not is_done)
         rollouts = [each for each in rollouts if (each.train_step or 0) <= newest]
-    told = [(e.created_at, str(e.data.get("message"))) for e in events if e.kind == "notice"]
+    notices = [(e.created_at, str(e.data.get("message"))) for e in events if e.kind == "notice"]
     after = steps[-1].created_at if steps else 0.0
     return Facts(
         phase=phase,
@@ -212,8 +212,8 @@ def read_facts(run: Run, *, quick: bool = False, breaks: Breaks | None = None) -
             for name, value in step.metrics.items()
             if is_number(value) and value - value != 0.0
         },
-        notices=[message for _, message in told],
-        waits=[message for at, message in told if at > after and " has waited " in message],
+        notices=[message for _, message in notices],
+        waits=[message for at, message in notices if at > after and " has waited " in message],
         changes=[
             (1 + sum(step.created_at < event.created_at for step in steps), ", ".join(changed))
             for event in events
@@ -296,14 +296,14 @@ def _looked_at(rollout: StoredRollout, row: StoredRollout, breaks: Breaks | None
     )
 
 
-def _cause(state: State, found: Mapping[str, Any]) -> str:
+def _cause(state: State, broken: Mapping[str, Any]) -> str:
     """Return a break's cause; if it is before the first answer, as the messages show it.
 
     Ids cannot tell a system message from a user message, but the prompts' messages can.
     """
-    if found["cause"] != "system_or_tools_changed":
-        return str(found["cause"])
-    calls = [list(state["trajectory"][found[n]]["prompt"]) for n in ("previous_call", "call")]
+    if broken["cause"] != "system_or_tools_changed":
+        return str(broken["cause"])
+    calls = [list(state["trajectory"][broken[n]]["prompt"]) for n in ("previous_call", "call")]
     heads = [[each for each in call if each.get("role") == "system"] for call in calls]
     before, now = (_plain(call) for call in calls)
     if heads[0] != heads[1] or before == now[: len(before)]:

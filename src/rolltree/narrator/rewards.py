@@ -319,11 +319,11 @@ def few_examples(facts: Facts) -> Cases:
             yield {"num": reward.num_examples, "half_width": half_width}
 
 
-def _of_trend(facts: Facts, found: Trend, severity: str) -> str:
+def _of_trend(facts: Facts, moves: Trend, severity: str) -> str:
     """Return what may explain a reward that does not rise: harder questions, other changes."""
     if _is_curriculum(facts):
         return " The questions became harder meanwhile."
-    if found == "falls":
+    if moves == "falls":
         steps = sorted(facts.group_rewards)
         step = steps[jump(facts.reward_means(steps))]
         words = meanwhile(facts, step)

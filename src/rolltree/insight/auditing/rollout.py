@@ -267,7 +267,7 @@ class RolloutAudit:
         facts.is_as_asked = wanted is not None and is_equal(wanted, _last_message(given))
 
     def _columns(self, again: StoredRollout) -> None:
-        told = [[_said(each) for each in row.errors] for row in (self.row, again)]
+        told = [[_described(each) for each in row.errors] for row in (self.row, again)]
         if told[0] != told[1] and REDACTED not in str(told):
             self.find(
                 *("columns", "column_differs"),
@@ -559,7 +559,7 @@ def _last_message(prompt: Any) -> Any:
     return last.get("content") if isinstance(last, Mapping) else last
 
 
-def _said(error: Mapping[str, Any]) -> tuple[Any, ...]:
+def _described(error: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(error.get(name) for name in ("function", "type", "message", "phase"))
 
 

@@ -444,14 +444,14 @@ def _kept_reports(stored: Stored) -> Iterator[Found]:
 _SETTINGS = ("confidence", "pass_threshold")
 
 
-def _other_numbers(told: Mapping[str, Any], right: Mapping[str, Any]) -> Iterator[str]:
+def _other_numbers(stored: Mapping[str, Any], right: Mapping[str, Any]) -> Iterator[str]:
     """Yield the counts, means and intervals of a report that differ from its rollouts'."""
-    said, found = _numbers(_comparable(told, right)), _numbers(right)
+    said, found = _numbers(_comparable(stored, right)), _numbers(right)
     for name in sorted(said.keys() | found.keys()):
         # Another version of rolltree may report fewer or more families of numbers. In a family of
         # counts, a kind of failure that only one side has is a difference.
         family = name.partition(".")[0]
-        if family not in told or family not in right:
+        if family not in stored or family not in right:
             continue
         one, other = said.get(name, 0.0), found.get(name, 0.0)
         is_compared = (name in said and name in found) or family in _COUNTED
@@ -462,14 +462,14 @@ def _other_numbers(told: Mapping[str, Any], right: Mapping[str, Any]) -> Iterato
 _COUNTED = ("failures", "truncations", "stops")
 
 
-def _comparable(told: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what was told without intervals that another version computed by another method."""
-    is_other = told.get("method") != right.get("method")
+def _comparable(stored: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what was stored without intervals that another version computed by another method."""
+    is_other = stored.get("method") != right.get("method")
     return {
         name: _comparable(value, right[name])
         if isinstance(value, Mapping) and isinstance(right.get(name), Mapping)
         else value
-        for name, value in told.items()
+        for name, value in stored.items()
         if not (is_other and name in ("low", "high", "num_values"))
     }
 

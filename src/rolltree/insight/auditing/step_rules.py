@@ -102,8 +102,8 @@ def _differing_settings(stored: Stored) -> Iterator[Found]:
             yield _differs(f"{done.phase} plans", number, "the size set in eval", size, done.step)
 
 
-def _differs(what: str, said: object, name: str, wanted: object, step: int | None = None) -> Found:
-    return Found(f"{what} {said}, but {name} is {wanted}", step=step)
+def _differs(what: str, value: object, name: str, wanted: object, step: int | None = None) -> Found:
+    return Found(f"{what} {value}, but {name} is {wanted}", step=step)
 
 
 def _missing_checkpoints(stored: Stored) -> Iterator[Found]:

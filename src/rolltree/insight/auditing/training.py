@@ -379,7 +379,7 @@ class TrainingAudit:
     ) -> None:
         # By the function that training used. Without a state of any rollout, only errors count.
         try:
-            found = rollout_metrics(_results(sampled), self.environments)
+            played = rollout_metrics(_results(sampled), self.environments)
         except (TypeError, ValueError, AttributeError, OverflowError) as error:
             said = (
                 f"the metrics of step {row.step} cannot be computed: a record was changed ({error})"
@@ -401,7 +401,7 @@ class TrainingAudit:
             stored = float(row.metrics.get(name, end))
             older[name] = [end, stored] if end in (0.0, 1.0) and not 0 < stored < 1 else [end]
         right = dict(credit)
-        right |= {name: found[name] for name in found if is_played or name.startswith("error/")}
+        right |= {name: played[name] for name in played if is_played or name.startswith("error/")}
         for name, value in right.items():
             if name != "memory/peak_rss_bytes":
                 self._metric(row, name, value, older=older.get(name, ()))
@@ -445,15 +445,15 @@ class TrainingAudit:
         """Compare loss weights with the aggregation, and token metrics with the trained tokens."""
         if row.metrics.get("train/skipped_step"):
             return  # nothing was trained, and tokens were recorded only until the step failed
-        found: list[tuple[RolloutFacts, TrainedFacts, bool]] = []
+        trained: list[tuple[RolloutFacts, TrainedFacts, bool]] = []
         for item, effect in zip(items, report.effects, strict=True):
             known = [each for each in item.trained if each.step == row.step]
             if len(known) != 1:
                 return  # missing and duplicate rows are found elsewhere
             known[0].num_counted = sum(known[0].used) * effect.in_loss
-            found.append((item, known[0], effect.in_loss))
-        rows = [known for _, known, _ in found]
-        in_loss = [each for _, _, each in found]
+            trained.append((item, known[0], effect.in_loss))
+        rows = [known for _, known, _ in trained]
+        in_loss = [each for _, _, each in trained]
         section = self.config.train
         # Why calls were left out for these reasons is not stored with the rollout.
         is_known = not any(row.metrics.get(f"masked/{reason}") for reason in _NOT_STORED)
@@ -476,7 +476,7 @@ class TrainingAudit:
             return
         wrong = differing_weights(rows, in_loss, self.config, self.algorithm)
         for index, call, right in wrong:
-            item, mine, _ = found[index]
+            item, mine, _ = trained[index]
             name = f"call {mine.sampling_calls[call]}"
             self.ledger.find(
                 *("alignment", "weight_differs"),

@@ -109,7 +109,7 @@ class Runs:
         A run that has not changed since the last request is not opened again. While a slow run is
         still being read, the others are shown.
         """
-        found, unreadable = [], []
+        rows, unreadable = [], []
         looks: dict[Path, _Look] = {}
         # Shared by all slow runs: a disk that hangs must not hide the other runs.
         patience = _PATIENCE_S
@@ -126,12 +126,12 @@ class Runs:
                     patience -= time.monotonic() - began
             looks[folder] = look
             if (row := look.row) is not None:
-                found.append({**row, "age_s": max(0.0, time.time() - row["last_written"])})
+                rows.append({**row, "age_s": max(0.0, time.time() - row["last_written"])})
             else:
                 unreadable.append({"id": look.run_name, "error": look.error or _STILL_READ})
         self._looks = looks
-        found.sort(key=lambda row: row["last_written"], reverse=True)
-        return {"runs": found, "unreadable": unreadable}
+        rows.sort(key=lambda row: row["last_written"], reverse=True)
+        return {"runs": rows, "unreadable": unreadable}
 
     def mark(self) -> str:
         """Return a text that changes when the list changes."""

@@ -267,8 +267,8 @@ def _name(text: str) -> str:
     return str(redact(clean_text(text)))
 
 
-def _at(found: dict[str, Any], request_id: str) -> dict[str, Any]:
-    place: dict[str, Any] = found.setdefault(_name(request_id), {})
+def _at(answers: dict[str, Any], request_id: str) -> dict[str, Any]:
+    place: dict[str, Any] = answers.setdefault(_name(request_id), {})
     return place
 
 
@@ -281,7 +281,7 @@ def _packed_calls(run: Run, request_id: str, index: int, calls: Sequence[int]) -
     Each has `lens` (all except the columns), `columns`, and `after`: the earlier call with the
     longest common prefix.
     """
-    found: dict[str, Any] = {}
+    packed_calls: dict[str, Any] = {}
     known: dict[int, dict[str, Any]] = {}
     for call in calls:
         try:
@@ -298,13 +298,13 @@ def _packed_calls(run: Run, request_id: str, index: int, calls: Sequence[int]) -
             default=None,
         )
         before: Mapping[str, Any] = {} if after is None else known[after]
-        found[str(call)] = {
+        packed_calls[str(call)] = {
             "lens": _answer(lens),
             "after": after,
             "columns": {name: packed(columns[name], before.get(name)) for name in COLUMNS},
         }
         known[call] = columns
-    return found
+    return packed_calls
 
 
 def _short(column: list[Any] | None) -> list[Any] | None:

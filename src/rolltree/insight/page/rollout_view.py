@@ -66,10 +66,10 @@ def _relatives(run: Run, row: StoredRollout, others: Sequence[Mapping[str, Any]]
     """Return `asked` (None if it was not delegated), `parent` and `children`."""
     if not others or row.num_trajectories > _MOST_RELATIVES:
         return {"asked": None, "parent": None, "children": []}
-    found: dict[str, dict[str, Any]] = {}
+    relatives: dict[str, dict[str, Any]] = {}
     for each in run.rollouts(request_id=row.request_id):
         for state in decode_rollout(each, tokens=False).states:
-            found[str(state.get("rollout_id"))] = {
+            relatives[str(state.get("rollout_id"))] = {
                 "request_id": each.request_id,
                 "trajectory_index": each.trajectory_index,
                 "agent": each.agent,
@@ -78,11 +78,11 @@ def _relatives(run: Run, row: StoredRollout, others: Sequence[Mapping[str, Any]]
                 "parent": each.parent_rollout,
             }
     at = row.trajectory_index
-    own = {name: each for name, each in found.items() if each["trajectory_index"] == at}
+    own = {name: each for name, each in relatives.items() if each["trajectory_index"] == at}
     return {
         "asked": next((each["asked"] for each in own.values()), None),
-        "parent": found.get(row.parent_rollout or ""),
-        "children": [each for each in found.values() if each["parent"] in own],
+        "parent": relatives.get(row.parent_rollout or ""),
+        "children": [each for each in relatives.values() if each["parent"] in own],
     }
 
 

@@ -80,9 +80,9 @@ def token_lens(
     ids = tree.arena.ids[at]
     texts, spelled = (None, None) if tokenizer is None else tokenizer.pieces(ids)
     by = sampled_in[at]
-    found = {name: column[at] for name, column in values.items()}
-    if "trainer_logprob" in found and "logprob" in found:
-        found["difference"] = found["trainer_logprob"] - found["logprob"]
+    columns = {name: column[at] for name, column in values.items()}
+    if "trainer_logprob" in columns and "logprob" in columns:
+        columns["difference"] = columns["trainer_logprob"] - columns["logprob"]
     return {
         "request_id": id,
         "trajectory_index": index,
@@ -101,7 +101,7 @@ def token_lens(
         "author": np.where(by >= 0, "model", "environment").tolist(),
         "is_sampled": (np.arange(offset, offset + len(at)) >= tree.prompt_len(handle)).tolist(),
         "sampled_in": _listed(by, by < 0),
-        **{name: _values(name, found.get(name)) for name in (*FACTS, "difference")},
+        **{name: _values(name, columns.get(name)) for name in (*FACTS, "difference")},
         # The place where this call's prompt stops extending the call before, with both sides.
         "breaks": [each for each in rollout_breaks(state, tokenizer) if each["call"] == call],
     }
