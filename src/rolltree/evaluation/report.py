@@ -31,7 +31,6 @@ from rolltree.evaluation.reducers import (
 from rolltree.narrator.detectors import Advice, advise
 from rolltree.narrator.facts import NAMES, Facts, Looked
 from rolltree.store import Run, StoredRollout, projection, to_plain
-from rolltree.store.export import write_lines
 from rolltree.store.weights import noted_environments
 from rolltree.values.errors import StoreError
 from rolltree.values.estimate import Estimate
@@ -334,6 +333,8 @@ def write_results(
     `metadata.avg_reward` is the report's mean over scored rollouts, or null if there are none.
     `ended_at` is the time of the evaluation's end, in seconds since the epoch; None: now.
     """
+    from rolltree.store.export import write_lines  # few runs write these files
+
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     # Written to a temporary file and renamed, so that readers never see half a file.
