@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -36,34 +36,50 @@ logger = logging.getLogger("rolltree.evaluation")
 class EvalProgress:
     """The progress of an evaluation; the counts include results that earlier starts stored."""
 
+    num_done: int
     num_total: int
     # Results that an earlier start had stored; this one played the others.
+    num_resumed: int
+    num_failed: int
+    num_truncated: int
+    num_scored: int
+    # Over the scored ones; None before the first.
+    mean_reward: float | None
+    num_completion_tokens: int
+
+
+@dataclass(slots=True)
+class ProgressCounts:
+    """Counts results, for `EvalProgress`."""
+
+    num_total: int
     num_resumed: int
     num_done: int
     num_failed: int = 0
     num_truncated: int = 0
     num_scored: int = 0
-    # Over the scored ones; None before the first.
-    mean_reward: float | None = None
+    sum_reward: float = 0.0
     num_completion_tokens: int = 0
 
-    def plus(
+    def add(
         self, *, failed: bool, truncated: bool, reward: float | None, num_tokens: int = 0
-    ) -> EvalProgress:
-        """Return the progress after one more result."""
-        num_scored, mean = self.num_scored + (reward is not None), self.mean_reward
-        if reward is not None:
-            mean = ((mean or 0.0) * self.num_scored + reward) / num_scored
-        return EvalProgress(
-            num_total=self.num_total,
-            num_resumed=self.num_resumed,
-            num_done=self.num_done + 1,
-            num_failed=self.num_failed + failed,
-            num_truncated=self.num_truncated + truncated,
-            num_scored=num_scored,
-            mean_reward=mean,
-            num_completion_tokens=self.num_completion_tokens + num_tokens,
-        )
+    ) -> None:
+        """Count one result."""
+        self.num_done += 1
+        self.num_failed += failed
+        self.num_truncated += truncated
+        self.num_scored += reward is not None
+        self.sum_reward += reward or 0.0
+        self.num_completion_tokens += num_tokens
+
+    def progress(self) -> EvalProgress:
+        """Return the progress so far."""
+        mean = self.sum_reward / self.num_scored if self.num_scored else None
+        counts = {name: getattr(self, name) for name in _COUNTED}
+        return EvalProgress(**counts, mean_reward=mean)
+
+
+_COUNTED = [each.name for each in fields(EvalProgress) if each.name != "mean_reward"]
 
 
 def evaluate(source: RolloutSource, client: object, **settings: Any) -> EvalReport:
@@ -298,21 +314,21 @@ class _Tally:
     ) -> None:
         self._outcomes, self._on_progress = outcomes, on_progress
         rewards = [reward for reward in outcomes.each("reward") if reward is not None]
-        self._progress = EvalProgress(
+        self._counts = ProgressCounts(
             num_total,
             num_resumed=len(outcomes),
             num_done=len(outcomes),
             num_failed=sum(kind is not None for kind in outcomes.each("error_type")),
             num_truncated=sum(why is not None for why in outcomes.each("truncation_reason")),
             num_scored=len(rewards),
-            mean_reward=sum(rewards) / len(rewards) if rewards else None,
+            sum_reward=sum(rewards),
             num_completion_tokens=sum(outcomes.each("num_completion_tokens")),
         )
 
     def add(self, rows: Sequence[StoredRollout]) -> None:
         """Count a new result."""
         outcome = self._outcomes.add(rows)
-        self._progress = self._progress.plus(
+        self._counts.add(
             failed=outcome.failed,
             truncated=outcome.truncation_reason is not None,
             reward=outcome.reward,
@@ -323,4 +339,4 @@ class _Tally:
     def report(self) -> None:
         """Report the progress to the caller."""
         if self._on_progress is not None:
-            self._on_progress(self._progress)
+            self._on_progress(self._counts.progress())

@@ -29,6 +29,7 @@ from rolltree.environments import (
 )
 from rolltree.environments.rubrics import PerAgentRubric, Rubric, as_rubric, reset_scores
 from rolltree.evaluation import EvalProgress
+from rolltree.evaluation.runner import ProgressCounts
 from rolltree.inference.call import ModelCall
 from rolltree.inference.client import sampling_to_args
 from rolltree.inference.client_base import ClientBase
@@ -357,7 +358,7 @@ async def _score_all(
     """Score what is missing in `target`, and store it there."""
     done, again = await asyncio.to_thread(_finished, source, target, plan, scorer.has_group_rewards)
     num_total = sum(map(len, plan.values()))
-    progress = EvalProgress(num_total, num_resumed=len(done), num_done=len(done))
+    counts = ProgressCounts(num_total, num_resumed=len(done), num_done=len(done))
     client = _NoModel(scorer.model)
     batches = _batches(source, plan, done)
     following = asyncio.create_task(asyncio.to_thread(next, batches, None))
@@ -371,21 +372,20 @@ async def _score_all(
                 await asyncio.to_thread(target.add_rollouts, rows, replaced=again)
             scorer.stored = {r.request.request_id: r for r in batch if r.states}
             requests = [result.request for result in scorer.stored.values()]
-            progress = _counted(progress, empty)
+            _count(counts, empty)
             engine = RolloutEngine(scorer, client, **limits)
             async with aclosing(run_stored(engine, requests, target, replaced=again)) as stored:
                 async for ready in stored:
-                    progress = _counted(progress, [result for result, _ in ready])
+                    _count(counts, [result for result, _ in ready])
                     if on_progress is not None:
-                        on_progress(progress)
+                        on_progress(counts.progress())
     finally:
         await asyncio.gather(following, return_exceptions=True)
 
 
-def _counted(progress: EvalProgress, results: Sequence[RolloutResult]) -> EvalProgress:
+def _count(counts: ProgressCounts, results: Sequence[RolloutResult]) -> None:
     """Count results that are stored; the mean reward is that of this start's rollouts."""
     for result in results:
         first = result.states[0] if result.states else State()
         failed, truncated = result.error is not None, bool(first.truncated)
-        progress = progress.plus(failed=failed, truncated=truncated, reward=first.reward)
-    return progress
+        counts.add(failed=failed, truncated=truncated, reward=first.reward)
