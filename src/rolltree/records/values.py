@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -22,9 +21,10 @@ def stored_names(names: Sequence[str]) -> list[str]:
 def values_of_rows(run: Run, names: Sequence[str], rows: Sequence[Any]) -> dict[str, list[Any]]:
     """Return columns of a run's `rollouts` from rows that have the columns `stored_names`."""
     sources = stored_names(names)
-    # One name more, since `attrgetter` returns no tuple for a single one.
-    stored = zip(*map(attrgetter(*sources, sources[0]), rows), strict=True)
-    columns = dict(zip(sources, stored, strict=False))
+    if rows and isinstance(rows[0], tuple):  # projections, which need no look-up by name
+        columns = dict(zip(rows[0]._fields, zip(*rows, strict=True), strict=True))
+    else:
+        columns = {source: tuple(getattr(row, source) for row in rows) for source in sources}
     values: dict[str, list[Any]] = {}
     for name in names:
         source, read = _source(name)
