@@ -21,7 +21,7 @@ def stored_names(names: Sequence[str]) -> list[str]:
 def values_of_rows(run: Run, names: Sequence[str], rows: Sequence[Any]) -> dict[str, list[Any]]:
     """Return columns of a run's `rollouts` from rows that have the columns `stored_names`."""
     sources = stored_names(names)
-    if rows and isinstance(rows[0], tuple):  # projections, which need no look-up by name
+    if rows and hasattr(rows[0], "_fields"):  # projections, which need no look-up by name
         columns = dict(zip(rows[0]._fields, zip(*rows, strict=True), strict=True))
     else:
         columns = {source: tuple(getattr(row, source) for row in rows) for source in sources}
