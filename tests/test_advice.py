@@ -8,7 +8,7 @@ import rolltree as rt
 from docs_kit import ROOT
 from rolltree.evaluation import stored_report
 from rolltree.narrator.detectors import DETECTORS, MOST, advise, story
-from rolltree.narrator.facts import Facts, StoryRollout, read_facts
+from rolltree.narrator.facts import Facts, read_facts
 from rolltree.narrator.rewards import GO_ON, HALVE_RATE, HARDER, RAISE_RATE, WARM_UP
 from rolltree.store import Run, StoredEvaluation, StoredRollout
 from rolltree.testing import FaultyClient, ScriptedClient
@@ -23,7 +23,9 @@ def played(rewards, *, num_examples=40, **columns):
     """An evaluation with these rewards, over and over, each example once."""
     known = {"env_id": "e", "task": "t"} | columns
     rollouts = [
-        StoryRollout(f"eval/{at}", reward=rewards[at % len(rewards)], example_id=at, **known)
+        StoredRollout(
+            request_id=f"eval/{at}", reward=rewards[at % len(rewards)], example_id=at, **known
+        )
         for at in range(num_examples)
     ]
     return Facts("eval", {}, rollouts)
@@ -32,8 +34,8 @@ def played(rewards, *, num_examples=40, **columns):
 def trained(rewards, *, held_out=(), metrics=None, **columns):
     """A training with a mean reward per step, in groups of eight with two different rewards."""
     rollouts = [
-        StoryRollout(
-            f"train/{step}/{at}",
+        StoredRollout(
+            request_id=f"train/{step}/{at}",
             group_id=f"{step}/{at // 8}",
             train_step=step,
             reward=reward + (0.2 if at % 2 else -0.2) * min(reward, 1 - reward),
@@ -62,7 +64,9 @@ CASES = {
     "cut, in training": (trained([0.4] * 4, finish_reason="length"), "max_tokens", "Allow more"),
     "no rubric": (played([None]), "unscored", "Make the rubric score every rollout"),
     "not scored": (
-        Facts("train", {1: {}}, [StoryRollout(f"{at}", train_step=1) for at in range(8)]),
+        Facts(
+            "train", {1: {}}, [StoredRollout(request_id=f"{at}", train_step=1) for at in range(8)]
+        ),
         "unscored",
         "Make the rubric score every rollout",
     ),

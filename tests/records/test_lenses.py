@@ -128,7 +128,7 @@ def test_a_tree_is_drawn_to_scale(run):
         (0, 1, 3, 1, 1, [0, 1, 1]),
     ]
     assert found["reuse_factor"] == (3 + 4) / 6
-    whole = tree_picture(run, group_id="g")
+    whole = tree_picture(run, group="g")
     assert sum(each["length"] for each in whole["segments"]) == whole["num_tokens"] == 9
     assert [each["calls"] for each in whole["segments"]] == [4, 3, 2, 1, 1, 1, 1]
 
@@ -147,7 +147,7 @@ def test_segments_hold_every_token_of_a_real_run(tmp_path, name):
     with rt.read_run(path) as data:
         groups = dict.fromkeys(row["group_id"] for row in data.rollouts().rows())
         for group in list(groups)[:4]:
-            found, drawn = group_tree(data.run, group), tree_picture(data.run, group_id=group)
+            found, drawn = group_tree(data.run, group), tree_picture(data.run, group=group)
             assert len(found["segments"]) == len(drawn["segments"])
             assert sum(s["num_tokens"] for s in found["segments"]) == drawn["num_tokens"]
             for member in found["members"]:

@@ -9,7 +9,7 @@ import planted_kit
 import rolltree as rt
 from golden_kit import unpack
 from rolltree.narrator.detectors import story
-from rolltree.narrator.facts import MAX_LOOKED, Facts, Looked, StoryRollout, chosen, read_facts
+from rolltree.narrator.facts import MAX_LOOKED, Facts, Looked, chosen, read_facts
 from rolltree.narrator.trends import since
 from rolltree.records.story import run_story
 from rolltree.rollouts.record import encode_result
@@ -36,7 +36,7 @@ def rollout(step, index, reward=0.0, group=None, **columns):
         "num_calls": 1,
         "num_completion_tokens": 9,
     }
-    return StoryRollout(**known | columns)
+    return StoredRollout(**known | columns)
 
 
 def told(kind, *, steps=None, rollouts=(), **more):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rolltree.store import Run, StoredRollout, list_runs, summarize
+from rolltree.store import Run, StoredRollout, list_runs, projection, summarize
 from rolltree.store.schema import SCHEMA_VERSION
 from rolltree.values.errors import ConfigError, StoreError
 
@@ -467,6 +467,16 @@ class TestColumns:
             wanted = [tuple(getattr(row, name) for name in names) for row in rows]
             assert list(run.columns(names, phase="eval")) == wanted
             assert list(run.columns(names, truncated=False)) == wanted[1::2]
+
+    def test_a_row_has_its_columns_by_name_as_a_row_in_memory_has(self, tmp_path):
+        row = StoredRollout(request_id="r", reward=0.5, metrics={"n": 1})
+        with Run.create(tmp_path / "r") as run:
+            run.add_rollouts([row])
+            (found,) = run.columns(("metrics", "reward"))
+        assert (found.reward, found.metrics) == (row.reward, row.metrics)
+        with pytest.raises(AttributeError):
+            _ = found.num_calls  # was not asked for: no default stands for it
+        assert projection(("reward", "num_calls"))(num_calls=2) == (None, 2)
 
     @pytest.mark.parametrize("name", ["reword", "record"])
     def test_what_is_no_light_column_is_refused(self, tmp_path, name):

@@ -105,19 +105,11 @@ def show_run(
 
 
 def _print_json(stored: Run, rows_only: Run, request_ids: tuple[str, ...]) -> None:
-    from dataclasses import asdict
-
     from rolltree.records import RunData, reward_parts
-    from rolltree.records.overview import run_overview
+    from rolltree.records.overview import run_json
     from rolltree.rollouts.decode import export_line
-    from rolltree.store import summarize
 
-    about = {
-        **run_overview(rows_only),
-        **asdict(summarize(stored)),
-        "path": str(stored.path),
-        "story": RunData(rows_only).story(),
-    }
+    about = {**run_json(rows_only), "story": RunData(rows_only).story()}
     rows = [
         {**export_line(row, tokens=False), "rewards": reward_parts(stored, row)}
         for request_id in request_ids

@@ -303,24 +303,24 @@ def _scored_in_environments(report: EvalReport) -> list[str]:
 
 def measured(report: EvalReport, measure: str) -> Clusters:
     """Return the values of a measure by example. Failed rollouts have no reward and no metrics."""
-    found, passes = report.outcomes, _PASSES.fullmatch(measure)
+    outcomes, passes = report.outcomes, _PASSES.fullmatch(measure)
     for name in report.environments:
         if measure.startswith(f"env/{name}/"):
             whole = measured(report, measure.removeprefix(f"env/{name}/"))
             return {key: own for key, own in whole.items() if _is_played_by(key, name, report)}
     if measure == "reward":
-        return rewards_by_example(found)
+        return rewards_by_example(outcomes)
     if passes is not None:
         threshold = report.settings.pass_threshold
-        return passes_by_example(found, threshold, int(passes[2]), _CHANCES[passes[1]])
+        return passes_by_example(outcomes, threshold, int(passes[2]), _CHANCES[passes[1]])
     if measure.startswith("metric/"):
-        column: Iterable[float | None] = dict(metric_columns(found))[measure[len("metric/") :]]
-        pairs = zip(values(found, "error_type"), column, strict=True)
-        return by_example(found, (None if failed else value for failed, value in pairs))
+        column: Iterable[float | None] = dict(metric_columns(outcomes))[measure[len("metric/") :]]
+        pairs = zip(values(outcomes, "error_type"), column, strict=True)
+        return by_example(outcomes, (None if failed else value for failed, value in pairs))
     if measure in _SHARES:
         field = {"failed": "error_type", "truncated": "truncation_reason"}[measure]
-        return by_example(found, (float(value is not None) for value in values(found, field)))
-    return by_example(found, map(float, values(found, measure)))
+        return by_example(outcomes, (float(value is not None) for value in values(outcomes, field)))
+    return by_example(outcomes, map(float, values(outcomes, measure)))
 
 
 def _bounds_of(measure: str) -> Bounds | None:

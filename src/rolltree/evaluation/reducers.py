@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections import Counter, namedtuple
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
@@ -17,7 +17,9 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any, Self, TypeAlias, overload
 
-from rolltree.store import Run, StoredRollout, raised_by_rewards
+from rolltree.store import Run, StoredRollout, projection, raised_by_rewards
+from rolltree.store.filters import METRIC
+from rolltree.store.metric_names import finite_numbers, number_of
 from rolltree.store.weights import task_environment
 from rolltree.values.estimate import CONFIDENCE, SHARE, Estimate, estimate, mean, pass_at_k
 
@@ -61,28 +63,20 @@ class EpisodeOutcome:
         return self.error_type is not None
 
 
-_OWN = frozenset(("example", "error_message", "scoring_errors"))
-# Typed like this because mypy accepts only field names that are written out.
-_make_class: Callable[..., Any] = namedtuple
-_Row = _make_class(
-    "_Row",
-    [
-        *(field.name for field in fields(EpisodeOutcome) if field.name not in _OWN),
-        *("env_id", "example_id", "depth", "status", "truncated", "errors"),
-    ],
+_FIELDS = tuple(field.name for field in fields(EpisodeOutcome))
+# The fields of a row that an outcome is made from.
+_NAMES = (
+    *(name for name in _FIELDS if name not in ("example", "error_message", "scoring_errors")),
+    *("env_id", "example_id", "depth", "status", "truncated", "errors"),
 )
-"""The fields of a `StoredRollout` that an outcome needs."""
-# Marks a missing value in a column; rewards and metrics are finite.
-_UNKNOWN = float("nan")
-_NUMBERS = (
-    *("num_prompt_tokens", "num_completion_tokens"),
-    *("generation_ms", "scoring_ms", "total_ms"),
-)
-_WHOLE = frozenset(name for name in _NUMBERS if name.startswith("num_"))
+_WHOLE = ("num_prompt_tokens", "num_completion_tokens")
+_NUMBERS = (*_WHOLE, "generation_ms", "scoring_ms", "total_ms")
 _LABELS = (
     *("example", "task", "error_type", "error_message", "truncation_reason", "stop_condition"),
     *("num_attempts", "num_calls", "scoring_errors", "finish_reason"),
 )
+# Marks a missing value in a column; rewards and metrics are finite.
+_UNKNOWN = float("nan")
 
 
 class Outcomes(Sequence[EpisodeOutcome]):
@@ -98,9 +92,8 @@ class Outcomes(Sequence[EpisodeOutcome]):
         self._place = {request_id: place for place, request_id in enumerate(self._ids)}
         self._labels: list[tuple[Any, ...] | None] = [None] * len(self._ids)
         self._known: dict[tuple[Any, ...], tuple[Any, ...]] = {}
-        self._rewards = self._column()
-        self._numbers = {name: self._column() for name in _NUMBERS}
-        self._metrics: dict[str, array[float]] = {}
+        # The numbers of an outcome, and its metrics by `metrics/NAME`.
+        self._columns = {name: self._column() for name in ("reward", *_NUMBERS)}
         self._num = 0
 
     def _column(self) -> array[float]:
@@ -121,14 +114,13 @@ class Outcomes(Sequence[EpisodeOutcome]):
     def stored(cls, run: Run, phase: str, ids: Iterable[str] | None = None, **where: Any) -> Self:
         """Return the outcomes of a phase of a run, or those of `ids`; `where` compares columns."""
         made = cls(() if ids is None else ids)
-        rows = map(_Row._make, run.columns(_Row._fields, phase=phase, **where))
+        rows = run.columns(_NAMES, phase=phase, **where)
         for request_id, adjacent in groupby(rows, attrgetter("request_id")):
             if ids is None or request_id in made._place:
                 trajectories = list(adjacent)
                 # The rows of this request were not adjacent.
                 if made.has(request_id):
-                    again = run.columns(_Row._fields, request_id=request_id, **where)
-                    trajectories = [_Row._make(row) for row in again]
+                    trajectories = list(run.columns(_NAMES, request_id=request_id, **where))
                 made._add(trajectories)
         return made
 
@@ -144,7 +136,7 @@ class Outcomes(Sequence[EpisodeOutcome]):
             self._ids.append(row.request_id)
             self._labels.append(None)
             # Every column has one entry per request, so that a place is an index into each.
-            for column in (self._rewards, *self._numbers.values(), *self._metrics.values()):
+            for column in self._columns.values():
                 column.append(_UNKNOWN)
         self._num += self._labels[place] is None
         failed, truncated = row.status == "error", row.truncated
@@ -162,18 +154,18 @@ class Outcomes(Sequence[EpisodeOutcome]):
         )
         # Most outcomes differ only in numbers, so they share one tuple of labels.
         self._labels[place] = self._known.setdefault(labels, labels)
-        for name, column in self._numbers.items():
-            column[place] = getattr(row, name)
-        for column in self._metrics.values():
+        for column in self._columns.values():
             column[place] = _UNKNOWN
-        for name, value in row.metrics.items():
-            if _is_number(value):
-                if name not in self._metrics:
-                    self._metrics[name] = self._column()
-                self._metrics[name][place] = value
+        for name in _NUMBERS:
+            self._columns[name][place] = getattr(row, name)
         # A failed episode may have a reward, which does not count.
-        is_scored = not failed and _is_number(row.reward)
-        self._rewards[place] = row.reward if is_scored else _UNKNOWN  # type: ignore[assignment]
+        reward = None if failed else number_of(row.reward)
+        self._columns["reward"][place] = _UNKNOWN if reward is None else reward
+        for metric, value in finite_numbers(row.metrics).items():
+            name = METRIC + metric
+            if name not in self._columns:
+                self._columns[name] = self._column()
+            self._columns[name][place] = value
         return place
 
     def has(self, request_id: str) -> bool:
@@ -187,26 +179,27 @@ class Outcomes(Sequence[EpisodeOutcome]):
         self._num -= self._labels[place] is not None
         self._labels[place] = None
 
-    def _places(self) -> Iterable[int]:
+    def _places(self) -> Sequence[int]:
         if self._num == len(self._ids):
             return range(self._num)
         return [place for place, labels in enumerate(self._labels) if labels is not None]
 
     def each(self, name: str) -> Iterator[Any]:
         """Yield one field of all outcomes."""
-        places = self._places()
+        return self._of(name, self._places())
+
+    def _of(self, name: str, places: Iterable[int]) -> Iterator[Any]:
         if name == "request_id":
             return map(self._ids.__getitem__, places)
-        if name in _LABELS:
-            at, labels = _LABELS.index(name), self._labels
-            return (labels[place][at] for place in places)  # type: ignore[index]
         if name == "metrics":
             return map(self._metrics_at, places)
-        if name == "reward":
-            rewards = map(self._rewards.__getitem__, places)
-            return (None if reward != reward else reward for reward in rewards)
-        column = map(self._numbers[name].__getitem__, places)
-        return map(int, column) if name in _WHOLE else column
+        if name not in self._columns:
+            at, labels = _LABELS.index(name), self._labels
+            return (labels[place][at] for place in places)  # type: ignore[index]
+        column = map(self._columns[name].__getitem__, places)
+        if name in _WHOLE:
+            return map(int, column)
+        return (None if value != value else value for value in column)
 
     def values(self, name: str) -> list[Any]:
         """Return one field of all outcomes."""
@@ -214,13 +207,16 @@ class Outcomes(Sequence[EpisodeOutcome]):
 
     def metric_columns(self) -> Iterator[tuple[str, Iterable[float | None]]]:
         """Yield each metric with its value for every outcome; None for those that lack it."""
-        for name, column in self._metrics.items():
-            found = map(column.__getitem__, self._places())
-            yield name, (None if value != value else value for value in found)
+        for name in self._columns:
+            if name.startswith(METRIC):
+                yield name.removeprefix(METRIC), self.each(name)
 
     def _metrics_at(self, place: int) -> dict[str, float]:
-        found = {name: column[place] for name, column in self._metrics.items()}
-        return {name: value for name, value in found.items() if value == value}
+        return {
+            name.removeprefix(METRIC): column[place]
+            for name, column in self._columns.items()
+            if name.startswith(METRIC) and column[place] == column[place]
+        }
 
     def __len__(self) -> int:
         return self._num
@@ -230,22 +226,17 @@ class Outcomes(Sequence[EpisodeOutcome]):
     @overload
     def __getitem__(self, index: slice) -> list[EpisodeOutcome]: ...
     def __getitem__(self, index: int | slice) -> EpisodeOutcome | list[EpisodeOutcome]:
-        places = self._places()
-        chosen = places[index]  # type: ignore[index]
-        return self._at(chosen) if isinstance(chosen, int) else [self._at(p) for p in chosen]
+        chosen = self._places()[index]
+        return self._at(chosen) if isinstance(chosen, int) else list(self._made(chosen))
 
     def __iter__(self) -> Iterator[EpisodeOutcome]:
-        return map(self._at, self._places())
+        return self._made(self._places())
+
+    def _made(self, places: Sequence[int]) -> Iterator[EpisodeOutcome]:
+        return map(EpisodeOutcome, *(self._of(name, places) for name in _FIELDS))
 
     def _at(self, place: int) -> EpisodeOutcome:
-        labels = self._labels[place]
-        assert labels is not None, "places are those of outcomes that are there"
-        fields: dict[str, Any] = dict(zip(_LABELS, labels, strict=True))
-        for name, column in self._numbers.items():
-            fields[name] = int(column[place]) if name in _WHOLE else column[place]
-        reward = self._rewards[place]
-        fields["reward"] = None if reward != reward else reward
-        return EpisodeOutcome(self._ids[place], metrics=self._metrics_at(place), **fields)
+        return next(self._made([place]))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Outcomes | tuple | list) and list(self) == list(other)
@@ -268,6 +259,11 @@ def values(outcomes: Sequence[EpisodeOutcome], name: str) -> Iterator[Any]:
     return (getattr(outcome, name) for outcome in outcomes)
 
 
+def columns(outcomes: Sequence[EpisodeOutcome], *names: str) -> Iterator[tuple[Any, ...]]:
+    """Yield some fields of each outcome."""
+    return zip(*(values(outcomes, name) for name in names), strict=True)
+
+
 def metric_columns(
     outcomes: Sequence[EpisodeOutcome],
 ) -> Iterator[tuple[str, Iterable[float | None]]]:
@@ -281,50 +277,39 @@ def metric_columns(
 
 def _merged(rows: Sequence[StoredRollout]) -> Any:
     """Return one row for an episode that has several trajectories."""
-    first = rows[0]
     failed = next((row for row in rows if row.status == "error"), None)
     # Delegated rollouts have rewards for their subtasks, not for the episode.
     own = [row for row in rows if not row.depth]
-    rewards = [row.reward for row in own if _is_number(row.reward)]
+    rewards = [each for row in own if (each := number_of(row.reward)) is not None]
     metrics: dict[str, list[float]] = {}
     for row in own:
-        for name, value in row.metrics.items():
-            if _is_number(value):
-                metrics.setdefault(name, []).append(float(value))
-    truncated = next((row for row in own if row.truncated), None)
-    return _Row(
-        request_id=first.request_id,
-        env_id=first.env_id,
-        task=first.task,
-        example_id=first.example_id,
-        depth=0,
-        reward=mean([reward for reward in rewards if reward is not None]) if rewards else None,
+        for name, value in finite_numbers(row.metrics).items():
+            metrics.setdefault(name, []).append(value)
+    cut = next((row for row in own if row.truncated), None)
+    return projection(_NAMES)(
+        **{name: getattr(rows[0], name) for name in ("request_id", "env_id", "task", "example_id")},
+        reward=mean(rewards) if rewards else None,
         status="ok" if failed is None else "error",
         error_type=None if failed is None else failed.error_type,
-        truncated=truncated is not None,
-        truncation_reason=None if truncated is None else truncated.truncation_reason,
+        truncated=cut is not None,
+        truncation_reason=None if cut is None else cut.truncation_reason,
         stop_condition=next((row.stop_condition for row in own if row.stop_condition), None),
         finish_reason="length"
-        if any(row.finish_reason == "length" for row in own)
-        else first.finish_reason,
-        num_attempts=max(row.num_attempts for row in rows),
-        num_calls=sum(row.num_calls for row in rows),
-        num_prompt_tokens=sum(row.num_prompt_tokens for row in rows),
-        num_completion_tokens=sum(row.num_completion_tokens for row in rows),
-        generation_ms=max(row.generation_ms for row in rows),
-        scoring_ms=max(row.scoring_ms for row in rows),
-        total_ms=max(row.total_ms for row in rows),
+        if any(row.finish_reason == "length" for row in rows)
+        else rows[0].finish_reason,
+        **{name: sum(getattr(row, name) for row in rows) for name in _SUMMED},
+        **{name: max(getattr(row, name) for row in rows) for name in _LONGEST},
         metrics={name: mean(values) for name, values in metrics.items()},
         errors=failed.errors if failed is not None else [e for row in own for e in row.errors],
     )
 
 
+_SUMMED = ("num_calls", *_WHOLE)
+_LONGEST = ("num_attempts", "generation_ms", "scoring_ms", "total_ms")
+
+
 def _first_message(row: StoredRollout) -> str | None:
     return next((str(e["message"]) for e in row.errors if e.get("message")), None)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -447,8 +432,7 @@ def failures(outcomes: Sequence[EpisodeOutcome], settings: Settings) -> dict[str
 def failure_messages(outcomes: Sequence[EpisodeOutcome], settings: Settings) -> dict[str, str]:
     """The message of the first failed episode of each error type, as `failures` orders them."""
     first: dict[str, str] = {}
-    said = zip(values(outcomes, "error_type"), values(outcomes, "error_message"), strict=True)
-    for kind, message in said:
+    for kind, message in columns(outcomes, "error_type", "error_message"):
         if kind and message:
             first.setdefault(kind, message)
     return {kind: first[kind] for kind in failures(outcomes, settings) if kind in first}

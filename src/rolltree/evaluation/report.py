@@ -24,12 +24,13 @@ from rolltree.evaluation.reducers import (
     Outcomes,
     Reducer,
     Settings,
+    columns,
     per_environment,
     values,
 )
 from rolltree.narrator.detectors import Advice, advise
-from rolltree.narrator.facts import Facts, Looked, StoryRollout
-from rolltree.store import Run, StoredRollout, to_plain
+from rolltree.narrator.facts import NAMES, Facts, Looked
+from rolltree.store import Run, StoredRollout, projection, to_plain
 from rolltree.store.weights import noted_environments
 from rolltree.values.errors import StoreError
 from rolltree.values.estimate import Estimate
@@ -104,9 +105,9 @@ class EvalReport(Finished):
 
         Empty if only aggregates were read.
         """
-        columns = (values(self.outcomes, name) for name in ("example", *_TOLD))
+        make_row = projection(NAMES)
         rollouts = [
-            StoryRollout(
+            make_row(
                 str(place),
                 status="ok" if found[1] is None else "error",
                 truncated=found[2] is not None,
@@ -114,13 +115,10 @@ class EvalReport(Finished):
                 example_id=example[2],
                 **dict(zip(_TOLD, found, strict=True)),
             )
-            for place, (example, *found) in enumerate(zip(*columns, strict=True))
+            for place, (example, *found) in enumerate(columns(self.outcomes, "example", *_TOLD))
         ]
         raised = values(self.outcomes, "scoring_errors")
-        looked = [
-            Looked(rollout, scoring_errors=errors)
-            for rollout, errors in zip(rollouts, raised, strict=True)
-        ]
+        looked = [Looked(*each) for each in zip(rollouts, raised, strict=True)]
         return advise(Facts(self.phase, {}, rollouts, looked, idle_gpu=self.idle_gpu))
 
     def _repr_html_(self) -> str:
@@ -174,16 +172,23 @@ def build_report(
     the metrics of each.
     """
     settings = settings or Settings()
-    found = rows if isinstance(rows, Outcomes) else Outcomes.of(rows)
-    results = {name: reduce(found, settings) for name, reduce in reducers.items()}
+    outcomes = rows if isinstance(rows, Outcomes) else Outcomes.of(rows)
+    results = {name: reduce(outcomes, settings) for name, reduce in reducers.items()}
     if len(environments) > 1:
-        results["env"] = per_environment(found, settings, environments)
+        results["env"] = per_environment(outcomes, settings, environments)
     return EvalReport(
-        env_id=env_id or (found[0].example[0] if found else ""),
+        env_id=env_id or (outcomes[0].example[0] if outcomes else ""),
         model=model,
         phase=phase,
-        **_counts(found),
-        outcomes=found,
+        num_rollouts=len(outcomes),
+        num_examples=len(set(outcomes.each("example"))),
+        num_failed=sum(kind is not None for kind in outcomes.each("error_type")),
+        num_unscored=sum(
+            error is None and reward is None
+            for error, reward in columns(outcomes, "error_type", "reward")
+        ),
+        num_truncated=sum(why is not None for why in outcomes.each("truncation_reason")),
+        outcomes=outcomes,
         results=results,
         settings=settings,
         num_resumed=num_resumed,
@@ -191,17 +196,6 @@ def build_report(
         run_path=run_path,
         idle_gpu=idle_gpu,
     )
-
-
-def _counts(found: Outcomes) -> dict[str, int]:
-    ends = zip(found.each("error_type"), found.each("reward"), strict=True)
-    return {
-        "num_rollouts": len(found),
-        "num_examples": len(set(found.each("example"))),
-        "num_failed": sum(kind is not None for kind in found.each("error_type")),
-        "num_unscored": sum(error is None and reward is None for error, reward in ends),
-        "num_truncated": sum(why is not None for why in found.each("truncation_reason")),
-    }
 
 
 def stored_report(
@@ -339,18 +333,20 @@ def write_results(
     `metadata.avg_reward` is the report's mean over scored rollouts, or null if there are none.
     `ended_at` is the time of the evaluation's end, in seconds since the epoch; None: now.
     """
+    from rolltree.store.export import write_lines  # few runs write these files
+
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     # Written to a temporary file and renamed, so that readers never see half a file.
-    with (
-        whole_file(target / "results.jsonl") as part,
-        # Models do write lone surrogates: they become escapes of JSON.
-        part.open("w", encoding="utf-8", errors="backslashreplace") as file,
-    ):
-        for result in results:
-            for state in result.states or (None,):
-                line = to_plain(results_line(result, state))
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+    with whole_file(target / "results.jsonl") as part:
+        write_lines(
+            part,
+            (
+                to_plain(results_line(result, state))
+                for result in results
+                for state in result.states or (None,)
+            ),
+        )
     ended = datetime.now() if ended_at is None else datetime.fromtimestamp(ended_at)
     metadata = {
         "env_id": report.env_id,

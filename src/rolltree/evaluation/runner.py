@@ -177,10 +177,10 @@ async def evaluate_async(
         # Stored before the first rollout, so that readers of a killed run know how much is missing.
         run.plan(f"phase/{phase}", len(plan))
         note_weights(source, run)
-    found, again = await asyncio.to_thread(_finished, run, phase, plan, retry_failed, source)
-    tally = await asyncio.to_thread(_Tally, len(plan), found, on_progress)
+    outcomes, again = await asyncio.to_thread(_finished, run, phase, plan, retry_failed, source)
+    tally = await asyncio.to_thread(_Tally, len(plan), outcomes, on_progress)
     tally.report()
-    num_resumed = len(found)
+    num_resumed = len(outcomes)
     engine = engine or RolloutEngine(
         source,
         model,
@@ -191,7 +191,7 @@ async def evaluate_async(
         retries=retries,
         notify=logger.warning if run is None else partial(run.announce, show=logger.warning),
     )
-    todo = plan.without(found.has)
+    todo = plan.without(outcomes.has)
     # A finished evaluation is only read, and needs no server.
     has_servers = hasattr(model, "server") or hasattr(model, "clients")
     if has_servers and num_resumed < len(plan):
@@ -213,7 +213,7 @@ async def evaluate_async(
     return await asyncio.to_thread(
         _reported,
         run,
-        found,
+        outcomes,
         env_id=source.env_id,
         model=model.model,
         phase=phase,
@@ -234,10 +234,10 @@ def _has_idle_gpu(model: object) -> bool:
 
 
 def _reported(
-    run: Run | None, found: Outcomes, *, reducers: Mapping[str, Reducer], **options: Any
+    run: Run | None, outcomes: Outcomes, *, reducers: Mapping[str, Reducer], **options: Any
 ) -> EvalReport:
     """Build the report, and store its aggregates in the run if the reducers are the usual ones."""
-    report = build_report(found, reducers=reducers, **options)
+    report = build_report(outcomes, reducers=reducers, **options)
     # A stored report is read as one of the usual reducers.
     if run is not None and reducers == REDUCERS:
         keep_report(run, report)
@@ -257,25 +257,25 @@ def _finished(
     """
     if run is None:
         return Outcomes(plan.request_ids), set()
-    found = Outcomes.stored(run, phase, plan.request_ids)
+    outcomes = Outcomes.stored(run, phase, plan.request_ids)
     failed = run.columns(("request_id", "errors"), phase=phase, status="error")
     again = {
         request_id
         for request_id, errors in failed
         # A server's failure says nothing about the model. Other failures are results; repeating
         # them until they succeed would bias the mean.
-        if found.has(request_id) and (retry_failed or is_lost(errors))
+        if outcomes.has(request_id) and (retry_failed or is_lost(errors))
     }
     if _compares_groups(source):
         for group in plan.groups():
-            members = {request_id for request_id in group if found.has(request_id)}
+            members = {request_id for request_id in group if outcomes.has(request_id)}
             # Rewards compare the members, so a group in which one is missing is played again as a
             # whole.
             if len(members - again) < len(group):
                 again |= members
     for request_id in again:
-        found.remove(request_id)
-    return found, again
+        outcomes.remove(request_id)
+    return outcomes, again
 
 
 def _check_same_evaluation(run: Run, phase: str, request: RolloutRequest, **settings: Any) -> None:
@@ -309,20 +309,20 @@ class _Tally:
     def __init__(
         self,
         num_total: int,
-        found: Outcomes,
+        outcomes: Outcomes,
         on_progress: Callable[[EvalProgress], None] | None,
     ) -> None:
-        self._outcomes, self._on_progress = found, on_progress
-        rewards = [reward for reward in found.each("reward") if reward is not None]
+        self._outcomes, self._on_progress = outcomes, on_progress
+        rewards = [reward for reward in outcomes.each("reward") if reward is not None]
         self._counts = ProgressCounts(
             num_total,
-            num_resumed=len(found),
-            num_done=len(found),
-            num_failed=sum(kind is not None for kind in found.each("error_type")),
-            num_truncated=sum(why is not None for why in found.each("truncation_reason")),
+            num_resumed=len(outcomes),
+            num_done=len(outcomes),
+            num_failed=sum(kind is not None for kind in outcomes.each("error_type")),
+            num_truncated=sum(why is not None for why in outcomes.each("truncation_reason")),
             num_scored=len(rewards),
             sum_reward=sum(rewards),
-            num_completion_tokens=sum(found.each("num_completion_tokens")),
+            num_completion_tokens=sum(outcomes.each("num_completion_tokens")),
         )
 
     def add(self, rows: Sequence[StoredRollout]) -> None:

@@ -25,7 +25,7 @@ from rolltree.evaluation.comparison import (
     example_changes,
     measure_names,
 )
-from rolltree.evaluation.reducers import values
+from rolltree.evaluation.reducers import columns
 from rolltree.rollouts.conversation import conversation_of
 from rolltree.rollouts.decode import decode_results, decode_rollout
 from rolltree.samples import build_samples
@@ -132,9 +132,9 @@ class ComparedPair:
     @property
     def sentences(self) -> list[str]:
         """The result in words: the reward first, then what limits the comparison."""
-        return self.told(self.a, self.b)
+        return self.sentences_for(self.a, self.b)
 
-    def told(self, a: str, b: str) -> list[str]:
+    def sentences_for(self, a: str, b: str) -> list[str]:
         """Return the sentences with other names for the two arms."""
         reward = self.reward
         sentences = [reward.sentence(a, b)]
@@ -230,36 +230,36 @@ def compare(
     """
     if not 0.0 < confidence < 1.0:
         raise ConfigError(f"confidence is {confidence}; an interval needs one between 0 and 1.")
-    found = read_arms(arms, Settings(confidence=confidence, pass_threshold=pass_threshold))
-    each = 1 - (1 - confidence) / (len(found) - 1)
+    sides = read_arms(arms, Settings(confidence=confidence, pass_threshold=pass_threshold))
+    each = 1 - (1 - confidence) / (len(sides) - 1)
     with ExitStack() as stack:
         opened = {
             run.path: stack.enter_context(Run.open(run.path, mode="r"))
-            for arm in found
+            for arm in sides
             for run in arm.runs
         }
         pairs = []
-        for arm in found[1:]:
-            changes = example_changes(found[0].reports, arm.reports)
+        for arm in sides[1:]:
+            changes = example_changes(sides[0].reports, arm.reports)
             pairs.append(
                 ComparedPair(
-                    a=found[0].name,
+                    a=sides[0].name,
                     b=arm.name,
-                    measures=_measures(found[0], arm, each, price),
+                    measures=_measures(sides[0], arm, each, price),
                     changes=tuple(changes),
                     shown=tuple(
                         (
-                            _shown(found[0], change, opened, best=change.gain < 0),
+                            _shown(sides[0], change, opened, best=change.gain < 0),
                             _shown(arm, change, opened, best=change.gain > 0),
                         )
                         for change in changes[:num_examples]
                     ),
-                    num_other_inputs=_num_other_inputs(found[0], arm),
-                    settings=_differences(found[0].settings[0], arm.settings[0]),
-                    scoring=_scored_differently(found[0].weights[0], arm.weights[0]),
+                    num_other_inputs=_num_other_inputs(sides[0], arm),
+                    settings=_differences(sides[0].settings[0], arm.settings[0]),
+                    scoring=_scored_differently(sides[0].weights[0], arm.weights[0]),
                 )
             )
-    return RunComparison(found, tuple(pairs), confidence)
+    return RunComparison(sides, tuple(pairs), confidence)
 
 
 def held_out_gain(run: Run) -> dict[str, Any] | None:
@@ -297,18 +297,18 @@ def _measures(
 ) -> dict[str, Comparison]:
     """Return all measures, without pass@k if nothing passes in either arm."""
     names = measure_names((*a.reports, *b.reports))
-    found = {
+    measures = {
         name: compare_reports(a.reports, b.reports, measure=name, confidence=confidence)
         for name in names
     }
     # 0 of 100 against 0 of 100 carries no information, at any k.
     empty = [
         name
-        for name, each in found.items()
+        for name, each in measures.items()
         if name.startswith("pass") and not each.before.mean and not each.after.mean
     ]
     for name in empty:
-        del found[name]
+        del measures[name]
     extra: dict[str, tuple[Sequence[Clusters], ...]] = {"breaks": (a.breaks, b.breaks)}
     if price is not None:
         extra["cost"] = tuple([_costs(each, price) for each in arm.reports] for arm in (a, b))
@@ -324,17 +324,15 @@ def _measures(
             same_runs=same_runs,
         )
         if other is not None:
-            found[name] = other
-    return found
+            measures[name] = other
+    return measures
 
 
 def _costs(report: EvalReport, price: tuple[float, float]) -> Clusters:
     """Return dollars per rollout by example."""
     found: dict[Any, list[float]] = {}
     names = ("example", "num_prompt_tokens", "num_completion_tokens")
-    for example, prompt, sampled in zip(
-        *(values(report.outcomes, name) for name in names), strict=True
-    ):
+    for example, prompt, sampled in columns(report.outcomes, *names):
         cost = (prompt * price[0] + sampled * price[1]) / 1e6
         found.setdefault(example, []).append(cost)
     return found
@@ -347,9 +345,8 @@ def _shown(
     scored = [
         (reward, -number, request_id)
         for number, report in enumerate(arm.reports)
-        for request_id, example, reward in zip(
-            *(values(report.outcomes, name) for name in ("request_id", "example", "reward")),
-            strict=True,
+        for request_id, example, reward in columns(
+            report.outcomes, "request_id", "example", "reward"
         )
         if example == change.example and reward is not None
     ]
@@ -559,13 +556,13 @@ def _breaks(run: Run, phase: str) -> Clusters:
 
     Rollouts without token ids are left out. Those of a single call have no broken prefixes.
     """
-    found: dict[Hashable, list[float]] = {}
+    counted_breaks: dict[Hashable, list[float]] = {}
     several: dict[Hashable, int] = {}
     names = (*_KEY, "num_calls", "num_unique_tokens")
     for *parts, num_calls, num_tokens in run.columns(names, phase=phase):
         example: Hashable = tuple(parts)
         if num_tokens and num_calls < 2:
-            found.setdefault(example, []).append(0.0)
+            counted_breaks.setdefault(example, []).append(0.0)
         elif num_tokens:
             several[example] = several.get(example, 0) + 1
     # Whole examples are left out, never single rollouts: means are over examples, and every nth
@@ -573,14 +570,14 @@ def _breaks(run: Run, phase: str) -> Clusters:
     every = -(-sum(several.values()) // NUM_BREAK_ROLLOUTS)
     counted = {key for at, key in enumerate(several) if at % every == 0} if several else set()
     for example in several.keys() - counted:
-        found.pop(example, None)
+        counted_breaks.pop(example, None)
     if counted:
         for row in run.rollouts(phase=phase):
             example = (row.env_id, row.task, row.example_id)
             if row.num_calls >= 2 and row.tokens and example in counted:
                 made = build_samples(decode_rollout(row).states, "interleave", skip_invalid=True)
-                found.setdefault(example, []).append(float(len(made.breaks)))
-    return found
+                counted_breaks.setdefault(example, []).append(float(len(made.breaks)))
+    return counted_breaks
 
 
 def _inputs(run: Run, phase: str) -> dict[Hashable, int]:

@@ -172,7 +172,7 @@ class ReplaySession:
         for each, unused in ahead:
             for index in unused[: None if rollout is not None else 1]:
                 if self._is_call(each.steps[index], call):
-                    return self._found(each, index, call)
+                    return self._matched(each, index, call)
         if not in_session and any(each.has_session for each in rollouts):
             self._end("", _aside(call))
             return None
@@ -189,7 +189,7 @@ class ReplaySession:
         self._end("", self.in_messages("prompt", each, index, asked, call.prompt))
         return None
 
-    def _found(
+    def _matched(
         self, rollout: RecordedRollout, index: int, call: ModelCall
     ) -> tuple[RecordedRollout, int] | None:
         tools = rollout.state.get("oai_tools")
@@ -302,7 +302,7 @@ def recorded_response(step: TrajectoryStep, *, exact: bool = True) -> ModelRespo
     """Return the recorded answer of a step as a new response, without ids unless `exact`."""
     completion, response = peek(step, "completion"), peek(step, "response")
     extras = peek(step, "extras") or {}
-    message, text = _said(completion)
+    message, text = _message_and_text(completion)
     fields: dict[str, Any] = {
         "message": message,
         "text": text,
@@ -327,7 +327,7 @@ def recorded_response(step: TrajectoryStep, *, exact: bool = True) -> ModelRespo
     return ModelResponse(**fields)
 
 
-def _said(completion: Messages) -> tuple[ChatMessage, str]:
+def _message_and_text(completion: Messages) -> tuple[ChatMessage, str]:
     if isinstance(completion, str):
         return {"role": "assistant", "content": completion}, completion
     message = completion[-1] if completion else {"role": "assistant", "content": ""}

@@ -189,7 +189,7 @@ def _credit_change(
 ) -> tuple[CreditChange | None, dict[Place, tuple[float | None, float | None]]]:
     """Return what changed in the advantages, and the advantages of the wanted rollouts."""
     name, policy = _credit_of(source)
-    found: dict[Place, tuple[float | None, float | None]] = {}
+    advantages: dict[Place, tuple[float | None, float | None]] = {}
     num_groups = num_flat_before = num_flat_after = num_rollouts = num_turned = 0
     total = 0.0
     for unit in _units(source, where):
@@ -206,17 +206,17 @@ def _credit_change(
         for place in before.keys() | after.keys():
             one, other = before.get(place), after.get(place)
             if place in wanted:
-                found[place] = (one, other)
+                advantages[place] = (one, other)
             if one is not None and other is not None:
                 num_rollouts += 1
                 num_turned += one * other < 0
                 total += abs(other - one)
     if not num_groups:
-        return None, found
+        return None, advantages
     mean = total / max(1, num_rollouts)
     return CreditChange(
         name, num_groups, num_flat_before, num_flat_after, num_rollouts, num_turned, mean
-    ), found
+    ), advantages
 
 
 def _credit_of(run: Run) -> tuple[str, CreditPolicy]:

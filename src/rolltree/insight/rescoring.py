@@ -190,15 +190,15 @@ def _name_of(rubric: object) -> str:
     return str(getattr(rubric, "__name__", type(rubric).__name__))
 
 
-def _given_rubric(found: Any) -> Rubric:
+def _given_rubric(given: Any) -> Rubric:
     """Return the rubric of an object, which may also be a function or class that makes one."""
     # A reward function has parameters; a function without any can only be a factory.
-    is_factory = callable(found) and not hasattr(found, "score_group")
-    if isinstance(found, type) or (is_factory and not signature(found).parameters):
-        found = found()
-        if found is None:
+    is_factory = callable(given) and not hasattr(given, "score_group")
+    if isinstance(given, type) or (is_factory and not signature(given).parameters):
+        given = given()
+        if given is None:
             raise ConfigError("the function that makes the rubric returned None. Return a rubric.")
-    rubric: Rubric = as_rubric(found)
+    rubric: Rubric = as_rubric(given)
     return rubric
 
 

@@ -267,7 +267,7 @@ def _conversation(row: StoredRollout) -> _Messages:
 def _texts(messages: _Messages) -> tuple[str, str, str]:
     """Return question and answer, both shortened, and the whole text."""
     prompt, completion = (
-        [(str(each.get("role")), _said(each)) for each in part] for part in messages
+        [(str(each.get("role")), _text_of(each)) for each in part] for part in messages
     )
     asked = [text for role, text in prompt if role == "user"] or [text for _, text in prompt]
     answered = [text for role, text in completion if role == "assistant" and text]
@@ -279,7 +279,7 @@ def _texts(messages: _Messages) -> tuple[str, str, str]:
     return question, answer, whole
 
 
-def _said(message: Mapping[str, Any]) -> str:
+def _text_of(message: Mapping[str, Any]) -> str:
     content = message.get("content")
     parts = [content] if isinstance(content, str) else content if isinstance(content, list) else []
     texts = [each if isinstance(each, str) else str(each.get("text", "")) for each in parts if each]

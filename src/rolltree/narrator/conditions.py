@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from rolltree.narrator.facts import Facts, Looked, StoryRollout
+from rolltree.narrator.facts import Facts, Looked
 from rolltree.narrator.rewards import earns_most, reward_moves
 from rolltree.narrator.trends import mean_change, ratio_of, since
 from rolltree.narrator.words import Cases, equals, percent, short, shown_rollouts
+from rolltree.store import StoredRollout
 from rolltree.values.state import OF_CLEANUP, OF_ENVIRONMENT
 
 LEAST_SHARE = 0.2  # of rollouts that end at a limit, from which it is reported
@@ -28,7 +29,7 @@ SHORT_LIMIT = 16
 
 
 def share_of(
-    holds: Callable[[StoryRollout], bool],
+    holds: Callable[[StoredRollout], bool],
     facts: Facts,
     *,
     where: str,
@@ -67,12 +68,12 @@ def share_of(
     yield case
 
 
-def failed(rollout: StoryRollout) -> bool:
+def failed(rollout: StoredRollout) -> bool:
     """Whether a rollout failed."""
     return rollout.status == "error"
 
 
-def hit_max_tokens(rollout: StoryRollout) -> bool:
+def hit_max_tokens(rollout: StoredRollout) -> bool:
     """Whether the model reached its token limit in the last call."""
     return rollout.finish_reason == "length"
 
@@ -90,7 +91,7 @@ def max_tokens(facts: Facts) -> Cases:
 
 
 def _of_limit(
-    facts: Facts, holds: Callable[[StoryRollout], bool], case: Mapping[str, Any], is_meant: bool
+    facts: Facts, holds: Callable[[StoredRollout], bool], case: Mapping[str, Any], is_meant: bool
 ) -> str:
     """Return a limit's severity: an error if it is newly hit, or costs reward."""
     rewards: dict[bool, list[float]] = {True: [], False: []}
@@ -137,7 +138,7 @@ def truncated(facts: Facts) -> Cases:
     )
     for reason, _ in reasons.most_common(2):
 
-        def is_cut(each: StoryRollout, reason: str | None = reason) -> bool:
+        def is_cut(each: StoredRollout, reason: str | None = reason) -> bool:
             return each.truncated and each.truncation_reason == reason
 
         where = equals("truncation_reason", reason)
@@ -154,7 +155,7 @@ def unscored(facts: Facts) -> Cases:
         yield {**case, "share": 0.0, "is_small": False} if is_all else case
 
 
-def is_unscored(rollout: StoryRollout) -> bool:
+def is_unscored(rollout: StoredRollout) -> bool:
     """Whether a rollout should have a reward but has none."""
     return rollout.status == "ok" and rollout.reward is None and not rollout.parent_rollout
 
@@ -278,7 +279,7 @@ _WHO = {OF_ENVIRONMENT: "The environment", OF_CLEANUP: "A cleanup of the environ
 
 def scoring(facts: Facts) -> Cases:
     """Find reward functions and environments that raise, since the rollouts are scored."""
-    found: dict[str, list[tuple[StoryRollout, str]]] = defaultdict(list)
+    found: dict[str, list[tuple[StoredRollout, str]]] = defaultdict(list)
     for looked in facts.looked:
         for function, message in looked.scoring_errors:
             found[function].append((looked.rollout, message))
@@ -310,7 +311,7 @@ def timeouts(facts: Facts) -> Cases:
             "view": "rollouts",
             "where": equals("error_type", first) if first else "truncation_reason = time_limit",
         }
-    calls: dict[str, list[StoryRollout]] = defaultdict(list)
+    calls: dict[str, list[StoredRollout]] = defaultdict(list)
     for looked in facts.looked:
         for tool, kind in looked.tool_errors:
             if is_time(kind):
@@ -325,7 +326,7 @@ def timeouts(facts: Facts) -> Cases:
         }
 
 
-def _is_late(each: StoryRollout) -> bool:
+def _is_late(each: StoredRollout) -> bool:
     if failed(each):
         return each.error_phase == "timeout" or is_time(each.error_type or "")
     return each.truncation_reason == "time_limit"

@@ -79,23 +79,23 @@ def story(facts: Facts) -> list[Sentence]:
     first and last, `series`, `request_id`, `trajectory_index`, `call`, `position`), `advice`: what
     to do, if anything, and `page`: where the docs say more.
     """
-    found = [
+    sentences = [
         sentence for kind, each in DETECTORS.items() for sentence in each.sentences(kind, facts)
     ]
-    if {each["kind"] for each in found} & _DOUBTS:
+    if {each["kind"] for each in sentences} & _DOUBTS:
         # If the reward is not what is wanted, its rise is not good news.
-        good = [each for each in found if each["severity"] == "good"]
-        found = [each | {"severity": "info"} if each in good else each for each in found]
+        good = [each for each in sentences if each["severity"] == "good"]
+        sentences = [each | {"severity": "info"} if each in good else each for each in sentences]
     # A stable sort: among equally alarming sentences the order of `DETECTORS` stays.
-    found.sort(key=lambda each: _ORDER.index(each["severity"]))
+    sentences.sort(key=lambda each: _ORDER.index(each["severity"]))
     # Nothing is advised twice, and nobody should go on as before who has a problem.
-    is_alarmed = bool(found) and found[0]["severity"] in ("error", "warning")
+    is_alarmed = bool(sentences) and sentences[0]["severity"] in ("error", "warning")
     said = {of_rewards.GO_ON["advice"]} if is_alarmed else set()
-    for each in found:
+    for each in sentences:
         if each["advice"] in said:
             each["advice"] = ""
         said.add(each["advice"])
-    return found
+    return sentences
 
 
 def advised(sentences: Iterable[Sentence]) -> list[Sentence]:

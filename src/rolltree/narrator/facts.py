@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from rolltree.rollouts.conversation import conversation_of
 from rolltree.rollouts.decode import decode_rollout
@@ -36,38 +36,22 @@ Breaks: TypeAlias = Callable[[State], list[dict[str, Any]]]
 """Returns where the prompts of a rollout do not extend the call before, as `break_rows` does."""
 
 
-class StoryRollout(NamedTuple):
-    """The columns of a rollout, in the order of `NAMES`."""
-
-    request_id: str
-    trajectory_index: int = 0
-    group_id: str = ""
-    train_step: int | None = None
-    parent_rollout: str | None = None
-    reward: float | None = None
-    status: str = "ok"
-    error_type: str | None = None
-    error_phase: str | None = None
-    truncated: bool = False
-    truncation_reason: str | None = None
-    finish_reason: str | None = None
-    num_calls: int = 1
-    num_completion_tokens: int = 0
-    num_unique_tokens: int = 0
-    task: str = ""
-    scoring_ms: float = 0.0
-    env_id: str = ""
-    example_id: int | str | None = None
-
-
-NAMES = StoryRollout._fields
+NAMES = (
+    *("request_id", "trajectory_index", "group_id", "train_step", "parent_rollout", "reward"),
+    *("status", "error_type", "error_phase", "truncated", "truncation_reason", "finish_reason"),
+    *("num_calls", "num_completion_tokens", "num_unique_tokens", "task", "scoring_ms"),
+    *("env_id", "example_id"),
+)
+"""The columns of a rollout that the narrator reads."""
 
 
 @dataclass(frozen=True, slots=True)
 class Looked:
     """A rollout that was read whole."""
 
-    rollout: StoryRollout
+    rollout: StoredRollout
+    # Reward function and what it raised.
+    scoring_errors: tuple[tuple[str, str], ...] = ()
     # Whether its last answer is empty and calls no tool.
     is_empty: bool = False
     # The last answer, and the answer of the dataset row.
@@ -83,8 +67,6 @@ class Looked:
     breaks: tuple[tuple[int, int, str], ...] = ()
     # The number of calls after the first.
     num_later_calls: int = 0
-    # Reward function and what it raised.
-    scoring_errors: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)  # without slots, so that `cached_property` works
@@ -96,7 +78,7 @@ class Facts:
     # Each optimizer step's metrics.
     steps: Mapping[int, Mapping[str, float]]
     # The rollouts of `phase`.
-    rollouts: Sequence[StoryRollout]
+    rollouts: Sequence[StoredRollout]
     looked: Sequence[Looked] = ()
     evaluations: Sequence[StoredEvaluation] = ()
     max_tokens: int | None = None
@@ -170,14 +152,14 @@ class Facts:
     def task_rewards(self) -> dict[tuple[str, str], dict[int, dict[str, list[float]]]]:
         """`group_rewards` by task or, with a single task or very many, by environment."""
         for column in ("task", "env_id"):
-            parts: dict[str, list[StoryRollout]] = defaultdict(list)
+            parts: dict[str, list[StoredRollout]] = defaultdict(list)
             for each in self.rollouts:
                 parts[getattr(each, column)].append(each)
             if 1 < len(parts) <= MAX_TASKS:
                 return {(column, name): self._by_step(part) for name, part in parts.items()}
         return {}
 
-    def _by_step(self, rollouts: Iterable[StoryRollout]) -> dict[int, dict[str, list[float]]]:
+    def _by_step(self, rollouts: Iterable[StoredRollout]) -> dict[int, dict[str, list[float]]]:
         found: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         for each in rollouts:
             step = each.train_step
@@ -199,7 +181,7 @@ def read_facts(run: Run, *, quick: bool = False, breaks: Breaks | None = None) -
     num_rollouts = run.num_rollouts(phase=phase) if phases else 0
     is_sampled = quick and num_rollouts > LONG_RUN
     rows = run.sample(NAMES, phase, MAX_SAMPLED) if is_sampled else run.columns(NAMES, phase=phase)
-    rollouts = list(map(StoryRollout._make, rows)) if phases else []
+    rollouts: list[StoredRollout] = list(rows) if phases else []
     sampling = run.config.get("sampling")
     limit = sampling.get("max_tokens") if isinstance(sampling, Mapping) else None
     steps, events = run.steps(), run.events()
@@ -209,7 +191,7 @@ def read_facts(run: Run, *, quick: bool = False, breaks: Breaks | None = None) -
         is_done = any(event.kind == "finished" for event in events)
         newest = steps[-1].step + (not is_done)
         rollouts = [each for each in rollouts if (each.train_step or 0) <= newest]
-    told = [(e.created_at, str(e.data.get("message"))) for e in events if e.kind == "notice"]
+    notices = [(e.created_at, str(e.data.get("message"))) for e in events if e.kind == "notice"]
     after = steps[-1].created_at if steps else 0.0
     return Facts(
         phase=phase,
@@ -235,8 +217,8 @@ def read_facts(run: Run, *, quick: bool = False, breaks: Breaks | None = None) -
             for name, value in step.metrics.items()
             if is_number(value) and value - value != 0.0
         },
-        notices=[message for _, message in told],
-        waits=[message for at, message in told if at > after and " has waited " in message],
+        notices=[message for _, message in notices],
+        waits=[message for at, message in notices if at > after and " has waited " in message],
         changes=[
             (1 + sum(step.created_at < event.created_at for step in steps), ", ".join(changed))
             for event in events
@@ -245,7 +227,7 @@ def read_facts(run: Run, *, quick: bool = False, breaks: Breaks | None = None) -
     )
 
 
-def chosen(rollouts: Sequence[StoryRollout]) -> list[StoryRollout]:
+def chosen(rollouts: Sequence[StoredRollout]) -> list[StoredRollout]:
     """Return the rollouts to read whole: short with much reward, of several calls, any, worst."""
     part = MAX_LOOKED // 4
     rewards = [each.reward for each in rollouts if each.reward is not None]
@@ -259,7 +241,7 @@ def chosen(rollouts: Sequence[StoryRollout]) -> list[StoryRollout]:
     # (so that shares hold for the run).
     several = [each for each in rollouts if each.num_calls > 1]
     worst = [each for each in rollouts if lowest is not None and each.reward == lowest]
-    found: dict[tuple[str, int], StoryRollout] = {}
+    found: dict[tuple[str, int], StoredRollout] = {}
     num_tokens = 0
     wanted = (
         *(*short[:part], *_spread(several, part)),
@@ -273,14 +255,14 @@ def chosen(rollouts: Sequence[StoryRollout]) -> list[StoryRollout]:
     return list(found.values())
 
 
-def _spread(items: Sequence[StoryRollout], count: int) -> list[StoryRollout]:
+def _spread(items: Sequence[StoredRollout], count: int) -> list[StoredRollout]:
     """Return at most `count` items, spread over the sequence, including the last one."""
     if len(items) <= count:
         return list(items)
     return [items[(index + 1) * len(items) // count - 1] for index in range(count)]
 
 
-def _look(run: Run, wanted: Sequence[StoryRollout], breaks: Breaks | None) -> Iterator[Looked]:
+def _look(run: Run, wanted: Sequence[StoredRollout], breaks: Breaks | None) -> Iterator[Looked]:
     names = {(each.request_id, each.trajectory_index): each for each in wanted}
     if not names:
         return
@@ -290,7 +272,7 @@ def _look(run: Run, wanted: Sequence[StoryRollout], breaks: Breaks | None) -> It
             yield _looked_at(rollout, row, breaks)
 
 
-def _looked_at(rollout: StoryRollout, row: StoredRollout, breaks: Breaks | None) -> Looked:
+def _looked_at(rollout: StoredRollout, row: StoredRollout, breaks: Breaks | None) -> Looked:
     """Return what a stored row holds beyond its columns; only scoring errors if unreadable."""
     unread = Looked(rollout, scoring_errors=raised_by_rewards(row.errors))
     try:
@@ -319,14 +301,14 @@ def _looked_at(rollout: StoryRollout, row: StoredRollout, breaks: Breaks | None)
     )
 
 
-def _cause(state: State, found: Mapping[str, Any]) -> str:
+def _cause(state: State, broken: Mapping[str, Any]) -> str:
     """Return a break's cause; if it is before the first answer, as the messages show it.
 
     Ids cannot tell a system message from a user message, but the prompts' messages can.
     """
-    if found["cause"] != "system_or_tools_changed":
-        return str(found["cause"])
-    calls = [list(state["trajectory"][found[n]]["prompt"]) for n in ("previous_call", "call")]
+    if broken["cause"] != "system_or_tools_changed":
+        return str(broken["cause"])
+    calls = [list(state["trajectory"][broken[n]]["prompt"]) for n in ("previous_call", "call")]
     heads = [[each for each in call if each.get("role") == "system"] for call in calls]
     before, now = (_plain(call) for call in calls)
     if heads[0] != heads[1] or before == now[: len(before)]:

@@ -325,11 +325,11 @@ def few_examples(facts: Facts) -> Cases:
             yield {"examples": examples, "half_width": decimals(half_width, 2)}
 
 
-def _of_trend(facts: Facts, found: Trend, severity: str) -> str:
+def _of_trend(facts: Facts, moves: Trend, severity: str) -> str:
     """Return what may explain a reward that does not rise: harder questions, other changes."""
     if _is_curriculum(facts):
         return " The questions became harder meanwhile."
-    if found == "falls":
+    if moves == "falls":
         steps = sorted(facts.group_rewards)
         step = steps[jump(facts.reward_means(steps))]
         words = meanwhile(facts, step)

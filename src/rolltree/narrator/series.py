@@ -205,26 +205,26 @@ def slow(facts: Facts) -> Cases:
     """Find steps that take many times as long as before."""
     series = facts.series("time/step")
     values = [max(value, 1e-3) for _, value in series]
-    found = growth(values, factor=SLOWER) if len(values) >= 4 else None
-    if found is None or found.after < LEAST_SLOW_S:
+    rise = growth(values, factor=SLOWER) if len(values) >= 4 else None
+    if rise is None or rise.after < LEAST_SLOW_S:
         return
     lengths = [value for _, value in facts.series("rollout/total_sampled_tokens")]
-    first = series[found.at][0]
+    first = series[rise.at][0]
     if len(lengths) == len(values):
-        more = median(lengths[found.at :]) / max(1.0, median(lengths[: found.at]))
+        more = median(lengths[rise.at :]) / max(1.0, median(lengths[: rise.at]))
         # Longer answers take longer, which `length` reports.
-        if found.factor < SLOWER * max(1.0, 0.5 * more):
+        if rise.factor < SLOWER * max(1.0, 0.5 * more):
             return
     parts = {}
     for name in ("time/wait_for_batch", "time/train_s", "time/broadcast_weights"):
         late = [value for step, value in facts.series(name) if step >= first]
         parts[name] = median(late) if late else 0.0
     part = max(parts, key=parts.__getitem__)
-    said = f", most of it {_PARTS[part]}" if parts[part] > 0.5 * found.after else ""
+    said = f", most of it {_PARTS[part]}" if parts[part] > 0.5 * rise.after else ""
     yield {
-        "factor": found.factor,
-        "before": found.before,
-        "after": found.after,
+        "factor": rise.factor,
+        "before": rise.before,
+        "after": rise.after,
         "part": said,
         "steps": [first, series[-1][0]],
     }
@@ -395,10 +395,10 @@ def _shared(facts: Facts) -> list[tuple[int, int]]:
 
 def held_out_change(facts: Facts) -> Cases:
     """Compare the first and the last held-out evaluation."""
-    found = [each for each in facts.evaluations if each.reward is not None]
-    if len(found) < 2 or found[0].step == found[-1].step:
+    scored = [each for each in facts.evaluations if each.reward is not None]
+    if len(scored) < 2 or scored[0].step == scored[-1].step:
         return
-    ends = found[0], found[-1]
+    ends = scored[0], scored[-1]
     sides = [_held_out(each, "eval/reward") for each in ends]
     verb, severity = _change(*sides)
     more = ""
@@ -412,16 +412,16 @@ def held_out_change(facts: Facts) -> Cases:
     if verb == "does not clearly differ" and new_high is not None:
         rise = reward_change(facts)
         # Training rose by so much that a third of it would be seen in the held-out interval.
-        if new_high - (found[0].reward or 0.0) < rise[1] / 3:
+        if new_high - (scored[0].reward or 0.0) < rise[1] / 3:
             more, severity = f", while that of training rose by {rise[0]:.3g}", "warning"
     shared = _shared(facts)
     is_known = any(num == num_of for num, num_of in shared)
-    told = {
+    case = {
         "what": "On its training questions" if is_known else "Held out",
-        "first": found[0].step,
-        "last": found[-1].step,
+        "first": scored[0].step,
+        "last": scored[-1].step,
     }
-    yield told | {
+    yield case | {
         "of": "",
         "verb": verb,
         **advice,
@@ -440,7 +440,7 @@ def held_out_change(facts: Facts) -> Cases:
             continue
         verb, severity = _change(*sides)
         if verb == "fell":
-            yield told | {
+            yield case | {
                 "of": f" of {short(environment[1])}",
                 "verb": verb,
                 "severity": severity,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rolltree._helpers.untrusted import visible
-from rolltree.narrator.facts import StoryRollout
+from rolltree.store import StoredRollout
 
 Cases = Iterator[dict[str, Any]]
 NAME_LENGTH = 60
@@ -47,7 +47,7 @@ def equals(column: str, text: str | None) -> str:
     return f"{column} != none" if quote is None else f"{column} = {quote}{text}{quote}"
 
 
-def shown_rollouts(rollouts: Sequence[StoryRollout]) -> dict[str, Any]:
+def shown_rollouts(rollouts: Sequence[StoredRollout]) -> dict[str, Any]:
     """Return the first of some rollouts as evidence, with the names of the first ten."""
     return {
         "request_id": rollouts[0].request_id,

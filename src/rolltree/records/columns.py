@@ -2,54 +2,34 @@
 
 from __future__ import annotations
 
-from rolltree.records.table import Column
+from collections.abc import Iterator
+from dataclasses import fields
 
-_KEY = (
-    Column("request_id", "string", "the request; with `trajectory_index` the name of the rollout"),
-    Column("trajectory_index", "int64", "which of the request's rollouts, from 0"),
-)
+from rolltree.records.table import Column
+from rolltree.store import StoredRollout
+
 _CALL = Column("call", "int32", "the model call of the rollout, from 0, in order")
 
-ROLLOUTS = (
-    *_KEY,
-    Column("num_trajectories", "int64", "rollouts of the request"),
-    Column("group_id", "string", "the group it is compared with"),
-    Column("index_in_group", "int64", "its place in the group, from 0"),
-    Column("phase", "string", "`train`, or an evaluation's name"),
-    Column("train_step", "int64", "the optimizer step it was played for; none in an evaluation"),
-    Column("trained_step", "int64", "the step that trained its group; none if no step did"),
-    Column("env_id", "string", "the environment"),
-    Column("example_id", "string", "the example, as text"),
-    Column("task", "string", "the example's task"),
-    Column("agent", "string", "the agent, if there are several"),
-    Column("parent_rollout", "string", "the rollout that delegated this one"),
-    Column("depth", "int64", "delegations above it"),
-    Column("reward", "float64", "none if nothing scored it"),
-    Column("status", "string", "`ok` or `error`"),
-    Column("error_type", "string", "the error that ended it"),
-    Column("error_phase", "string", "where that happened"),
-    Column("error_message", "string", "what the first of its errors says"),
-    Column("stop_condition", "string", "the condition that ended it"),
-    Column("is_completed", "bool", "it came to an end"),
-    Column("terminated", "bool", "a true end of the world"),
-    Column("truncated", "bool", "it was cut before its true end"),
-    Column("truncation_reason", "string", "what cut it"),
-    Column("finish_reason", "string", "why the model stopped in the last call"),
-    Column("num_calls", "int64", "model calls"),
-    Column("num_prompt_tokens", "int64", "prompt tokens of all calls, as billed"),
-    Column("num_completion_tokens", "int64", "sampled tokens of all calls"),
-    Column("num_unique_tokens", "int64", "tokens as stored: shared prefixes once"),
-    Column("min_version", "int64", "oldest policy version of its sampled tokens"),
-    Column("max_version", "int64", "newest policy version of its sampled tokens"),
-    Column("num_attempts", "int64", "attempts that the episode took"),
-    Column("generation_ms", "float64", "ms of playing, waiting for the server included"),
-    Column("scoring_ms", "float64", "ms of scoring"),
-    Column("total_ms", "float64", "ms of both"),
-    Column("started_at", "float64", "s since 1970 (UTC)"),
-    Column("created_at", "float64", "when it was stored, s since 1970 (UTC)"),
-    Column("input", "string", "the dataset row without its prompt, as JSON"),
-    Column("errors", "string", "all errors with their tracebacks, as JSON"),
-)
+# What is made from a stored column comes after it, with its own description.
+_AFTER = {
+    "train_step": Column(
+        "trained_step", "int64", "the step that trained its group; none if no step did"
+    ),
+    "error_phase": Column("error_message", "string", "what the first of its errors says"),
+}
+
+
+def _stored() -> Iterator[Column]:
+    """Yield a column for each field of a stored row with a description."""
+    for each in fields(StoredRollout):
+        if about := each.metadata["description"]:
+            yield Column(each.name, each.metadata["stored"].kind, about)
+        if each.name in _AFTER:
+            yield _AFTER[each.name]
+
+
+ROLLOUTS = tuple(_stored())
+_KEY = ROLLOUTS[:2]
 
 STEPS = (
     Column("step", "int64", "the optimizer step, from 1"),

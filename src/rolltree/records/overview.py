@@ -13,44 +13,50 @@ from rolltree.store import Run, RunSummary, StoredEvaluation, summarize, to_plai
 from rolltree.store.metric_names import number_of
 
 
-def run_overview(run: Run, found: RunSummary | None = None) -> dict[str, Any]:
-    """Return one row of a list of runs; `found` is the run's summary if it was read already.
+def run_overview(run: Run, summary: RunSummary | None = None) -> dict[str, Any]:
+    """Return one row of a list of runs; `summary` is the run's summary if it was read already.
 
     It reads only sums, events and the newest step, but no rollouts.
     """
-    found = found or summarize(run)
-    phases = found.phases
+    summary = summary or summarize(run)
+    phases = summary.phases
     return {
-        "name": found.path.resolve().name,
-        "path": str(found.path),
-        "kind": found.kind,
-        "state": found.state,
-        "error": found.error,
-        "writer": found.writer,
-        "created_at": found.created_at,
-        "last_written": found.last_written,
-        "age_s": max(0.0, time.time() - found.last_written),
+        "name": summary.path.resolve().name,
+        "path": str(summary.path),
+        "kind": summary.kind,
+        "state": summary.state,
+        "error": summary.error,
+        "writer": summary.writer,
+        "created_at": summary.created_at,
+        "last_written": summary.last_written,
+        "age_s": max(0.0, time.time() - summary.last_written),
         # Steps, or the requests of the phase that is not complete.
-        "progress": _progress(found),
-        "envs": list(found.env_ids),
+        "progress": _progress(summary),
+        "envs": list(summary.env_ids),
         "model": run.model_name or None,
-        "seed": _setting(found.config, ("run", "seed"), ("seed",)),
-        "learning_rate": _setting(found.config, ("optim", "lr")),
-        "num_steps": found.num_steps,
+        "seed": _setting(summary.config, ("run", "seed"), ("seed",)),
+        "learning_rate": _setting(summary.config, ("optim", "lr")),
+        "num_steps": summary.num_steps,
         "num_rollouts": sum(phase.num_rollouts for phase in phases),
         "num_failed": sum(phase.num_errors for phase in phases),
         # Rollouts by type of error.
-        "failures": _failures(run, found) if any(phase.num_errors for phase in phases) else {},
+        "failures": _failures(run, summary) if any(phase.num_errors for phase in phases) else {},
         "num_truncated": sum(phase.num_truncated for phase in phases),
         # Of the last held-out evaluation, else of the last step, else the mean of the last phase,
         # with its 95 % interval if one is stored; `of` says which.
-        "reward": _reward(run, found),
+        "reward": _reward(run, summary),
         "tokens": {
             "prompt": sum(phase.num_prompt_tokens for phase in phases),
             "sampled": sum(phase.num_completion_tokens for phase in phases),
         },
         "num_commits": run.num_commits,
     }
+
+
+def run_json(run: Run) -> dict[str, Any]:
+    """Return a row of the list and the whole summary, as commands print them with `--json`."""
+    found = summarize(run)
+    return {**run_overview(run, found), **asdict(found), "path": str(run.path)}
 
 
 def run_summary(run: Run) -> dict[str, Any]:
@@ -102,16 +108,16 @@ def _failures(run: Run, summary: RunSummary) -> dict[str, int]:
     return dict(counted)
 
 
-def _progress(found: RunSummary) -> dict[str, Any] | None:
-    for phase in found.phases:
+def _progress(summary: RunSummary) -> dict[str, Any] | None:
+    for phase in summary.phases:
         if phase.num_planned is not None and phase.num_requests < phase.num_planned:
             return {"unit": phase.phase, "done": phase.num_requests, "planned": phase.num_planned}
-    if found.num_planned_steps:
-        return {"unit": "steps", "done": found.num_steps, "planned": found.num_planned_steps}
+    if summary.num_planned_steps:
+        return {"unit": "steps", "done": summary.num_steps, "planned": summary.num_planned_steps}
     return None
 
 
-def _reward(run: Run, found: RunSummary) -> dict[str, Any] | None:
+def _reward(run: Run, summary: RunSummary) -> dict[str, Any] | None:
     for done in reversed(run.evaluations()):
         estimate = _estimate(done)
         if estimate is not None:
@@ -121,7 +127,7 @@ def _reward(run: Run, found: RunSummary) -> dict[str, Any] | None:
         names = ("mean", "low", "high")
         estimate = {name: number_of(newest.metrics.get(f"reward/{name}")) for name in names}
         return {**estimate, "of": f"step {newest.step}"}
-    for phase in reversed(found.phases):
+    for phase in reversed(summary.phases):
         if phase.mean_reward is not None:
             ends = {"low": phase.low, "high": phase.high}
             return {"mean": phase.mean_reward, **ends, "of": phase.phase}

@@ -27,7 +27,7 @@ from rolltree.records.columns import (
     TOKENS,
 )
 from rolltree.records.table import Batch, Column, Table
-from rolltree.records.values import json_text, rollout_values, stored_names
+from rolltree.records.values import json_text, stored_names, values_of_rows
 from rolltree.store import Run, StepRow, StoredEvaluation
 from rolltree.store.filters import METRIC, order_clause, where_clause
 from rolltree.store.metric_names import is_number, number_of
@@ -217,11 +217,9 @@ class RunData:
         return [Column(METRIC + n, "float64", "a metric") for n in names if n.isprintable()]
 
     def _rollouts(self, names: Sequence[str], filters: Mapping[str, Any]) -> Iterator[Batch]:
-        stored = stored_names(names)
-        rows = self.run.columns(stored, **filters)
+        rows = self.run.columns(stored_names(names), **filters)
         while page := list(islice(rows, _BATCH_ROWS)):
-            found = dict(zip(stored, map(list, zip(*page, strict=True)), strict=True))
-            yield rollout_values(self.run, names, found)
+            yield values_of_rows(self.run, names, page)
 
 
 def _with_metrics(

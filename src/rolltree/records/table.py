@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from rolltree._helpers.files import check_replaced, whole_file
 from rolltree._helpers.html_view import html_table
-from rolltree.records.values import clean_text
+from rolltree.store.export import write_lines
 from rolltree.values.errors import ConfigError, StoreError, UnknownName, did_you_mean
 
 if TYPE_CHECKING:
@@ -234,11 +234,7 @@ def _names_in(path: Path) -> set[str]:
 
 
 def _write_jsonl(table: Table, path: Path) -> int:
-    number = 0
-    with path.open("w", encoding="utf-8") as file:
-        for number, row in enumerate(table.rows(), 1):  # noqa: B007
-            file.write(clean_text(json.dumps(row, ensure_ascii=False)) + "\n")
-    return number
+    return write_lines(path, table.rows())
 
 
 def _write_csv(table: Table, path: Path) -> int:

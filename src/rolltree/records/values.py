@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from rolltree.store import Run, StoredRollout, to_plain
+from rolltree.store import Run, to_plain
 from rolltree.store.filters import METRIC
 from rolltree.store.metric_names import number_of
 
@@ -18,27 +18,23 @@ def stored_names(names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(_source(name)[0] for name in names))
 
 
-def rollout_values(
-    run: Run, names: Sequence[str], found: Mapping[str, list[Any]]
-) -> dict[str, Any]:
-    """Return columns of a run's `rollouts` from those of `stored_names`."""
-    values: dict[str, Any] = {}
+def values_of_rows(run: Run, names: Sequence[str], rows: Sequence[Any]) -> dict[str, list[Any]]:
+    """Return columns of a run's `rollouts` from rows that have the columns `stored_names`."""
+    sources = stored_names(names)
+    if rows and hasattr(rows[0], "_fields"):  # projections, which need no look-up by name
+        columns = dict(zip(rows[0]._fields, zip(*rows, strict=True), strict=True))
+    else:
+        columns = {source: tuple(getattr(row, source) for row in rows) for source in sources}
+    values: dict[str, list[Any]] = {}
     for name in names:
         source, read = _source(name)
         if name == "trained_step":
             from rolltree.records.trained_steps import trained_steps
 
             read = trained_steps(run).get
-        values[name] = found[source] if read is None else [read(each) for each in found[source]]
+        column = columns.get(source, ())
+        values[name] = list(column if read is None else map(read, column))
     return values
-
-
-def values_of_rows(
-    run: Run, names: Sequence[str], rows: Sequence[StoredRollout]
-) -> dict[str, list[Any]]:
-    """Return columns of a run's `rollouts` from stored rows."""
-    found = {name: [getattr(row, name) for row in rows] for name in stored_names(names)}
-    return rollout_values(run, names, found)
 
 
 def _source(name: str) -> tuple[str, Callable[[Any], Any] | None]:

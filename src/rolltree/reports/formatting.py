@@ -159,6 +159,6 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def counts(found: dict[str, int]) -> str:
+def counts(numbers: dict[str, int]) -> str:
     """Return counts as `ServerError 2, BadResponse 1`."""
-    return ", ".join(f"{name} {number}" for name, number in found.items())
+    return ", ".join(f"{name} {number}" for name, number in numbers.items())

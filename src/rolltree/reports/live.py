@@ -99,7 +99,7 @@ class EvalView:
             # The tokens of an earlier start, which do not count for the speed of this one.
             self._last_tokens = progress.num_completion_tokens
         self.progress = progress
-        said = self._said(progress)
+        said = self._words(progress)
         self._progress.update(
             self._task, completed=progress.num_done, total=progress.num_total, said=said
         )
@@ -109,7 +109,7 @@ class EvalView:
             self._last_tenth = tenth
             say(self._console, f"{progress.num_done}/{progress.num_total}  {said}".rstrip())
 
-    def _said(self, progress: EvalProgress) -> str:
+    def _words(self, progress: EvalProgress) -> str:
         parts = []
         if progress.mean_reward is not None:
             parts.append(f"reward {progress.mean_reward:.3f}")

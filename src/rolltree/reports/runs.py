@@ -75,16 +75,16 @@ def phases_table(run: RunSummary) -> Table:
     return text_table(heads, rows, "lrrrrrr")
 
 
-def overview_line(found: Mapping[str, Any]) -> str:
+def overview_line(overview: Mapping[str, Any]) -> str:
     """Return a run's state, reward with interval, and failures, from `records.overview`."""
-    reward, said = found["reward"], [f"{found['state']}"]
+    reward, said = overview["reward"], [f"{overview['state']}"]
     if reward is not None:
         ends = "" if reward["low"] is None else f" [{reward['low']:.3f}, {reward['high']:.3f}]"
         said.append(f"reward {reward['mean']:.3f}{ends} ({reward['of']})")
-    number = found["num_rollouts"]
+    number = overview["num_rollouts"]
     said.append(f"{number:,} rollout{'' if number == 1 else 's'}")
-    if found["num_failed"]:
-        said.append(f"{found['num_failed']:,} failed: {counts(found['failures'])}")
+    if overview["num_failed"]:
+        said.append(f"{overview['num_failed']:,} failed: {counts(overview['failures'])}")
     return "  ".join(said)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from rolltree.rollouts.message_table import MessageReader
 from rolltree.store import StoredRollout, loads
+from rolltree.store.rows import LIGHT
 from rolltree.values.errors import StoreError
 from rolltree.values.state import UnscoredSnapshot
 from rolltree.values.types import (
@@ -101,7 +102,7 @@ def export_line(row: StoredRollout, *, tokens: bool = True) -> dict[str, Any]:
     Without `tokens` it is left out. A step's `response` has OpenAI's fields (`choices`, `usage`)
     and the times of the call; its ids and logprobs are in the step's `tokens`.
     """
-    line = {name: getattr(row, name) for name in _EXPORTED}
+    line = {name: getattr(row, name) for name in LIGHT}
     result = decode_rollout(row, tokens=tokens)
     line["prompt"] = result.request.input["prompt"]
     for state in result.states:
@@ -145,11 +146,6 @@ def _exported_response(response: Any) -> Any:
         **times,
         "info": response.info,
     }
-
-
-_EXPORTED = [
-    name for name in StoredRollout.__dataclass_fields__ if name not in ("record", "tokens")
-]
 
 
 def decode_request(data: dict[str, Any], messages: MessageReader) -> RolloutRequest:

@@ -11,6 +11,7 @@ from rolltree.store.rows import (
     StoredEvaluation,
     StoredRollout,
     is_lost,
+    projection,
     raised_by_rewards,
 )
 from rolltree.store.run import Run
@@ -30,6 +31,7 @@ __all__ = [
     "is_lost",
     "list_runs",
     "loads",
+    "projection",
     "run_folders",
     "raised_by_rewards",
     "summarize",

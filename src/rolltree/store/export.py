@@ -13,7 +13,7 @@ from rolltree.store.codec import to_plain
 from rolltree.store.database import Database
 from rolltree.store.filters import matches
 from rolltree.store.integrity import MAX_NAMED
-from rolltree.store.rows import BLOBS, COLUMNS, StoredRollout, from_sql
+from rolltree.store.rows import LIGHT, StoredRollout, from_sql
 from rolltree.values.errors import ConfigError, RolltreeError, StoreError
 
 Render: TypeAlias = Callable[[StoredRollout], Mapping[str, Any]]
@@ -24,7 +24,7 @@ _ROW_ERRORS = (RolltreeError, ArithmeticError, AttributeError, LookupError, Type
 
 def light_line(row: StoredRollout) -> dict[str, Any]:
     """Return every column of a row except the blobs."""
-    return {name: getattr(row, name) for name in COLUMNS if name not in BLOBS}
+    return {name: getattr(row, name) for name in LIGHT}
 
 
 def export_rows(
@@ -98,13 +98,15 @@ def _whole_lines(
 
 
 def _write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> int:
+    with whole_file(path) as part:
+        return write_lines(part, map(to_plain, lines))
+
+
+def write_lines(path: Path, lines: Iterable[Any]) -> int:
+    """Write plain data as JSON, one line each, and return their number."""
     number = 0
     # Models do write lone surrogates, which have no UTF-8: they are written as JSON escapes.
-    with (
-        whole_file(path) as part,
-        part.open("w", encoding="utf-8", errors="backslashreplace") as file,
-    ):
-        for line in lines:
-            file.write(json.dumps(to_plain(line), ensure_ascii=False) + "\n")
-            number += 1
+    with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
+        for number, line in enumerate(lines, 1):  # noqa: B007
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
     return number

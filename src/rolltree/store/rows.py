@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections import namedtuple
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
@@ -23,134 +24,13 @@ Secrets: TypeAlias = tuple[str, ...]
 Status: TypeAlias = Literal["ok", "error"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredRollout:
-    """One trajectory of one request; every value worth querying has its own column.
-
-    A request that failed before it made a trajectory is stored with `trajectory_index=0` and empty
-    blobs.
-    """
-
-    # The identity: rows with the same two values are the same rollout, which is stored once.
-    request_id: str
-    trajectory_index: int = 0
-    num_trajectories: int = 1
-    group_id: str = ""
-    index_in_group: int = 0
-    phase: str = "eval"
-    train_step: int | None = None
-    env_id: str = ""
-    example_id: int | str | None = None
-    task: str = ""
-    agent: str = ""
-    # The rollout that delegated this one; its own name is in `record`.
-    parent_rollout: str | None = None
-    # The number of delegations above it.
-    depth: int = 0
-    # None if it was not scored; never a silent 0.0.
-    reward: float | None = None
-    status: Status = "ok"
-    error_type: str | None = None
-    error_phase: str | None = None
-    stop_condition: str | None = None
-    is_completed: bool = True
-    terminated: bool = False
-    truncated: bool = False
-    truncation_reason: str | None = None
-    finish_reason: str | None = None
-    num_calls: int = 0
-    num_prompt_tokens: int = 0
-    num_completion_tokens: int = 0
-    num_unique_tokens: int = 0
-    # The oldest and the newest policy version of its sampled tokens.
-    min_version: int | None = None
-    max_version: int | None = None
-    num_attempts: int = 1
-    generation_ms: float = 0.0
-    scoring_ms: float = 0.0
-    total_ms: float = 0.0
-    # Seconds since the epoch, for people; durations come from a monotonic clock.
-    started_at: float | None = None
-    created_at: float = field(default_factory=time.time)
-    metrics: Mapping[str, Any] = field(default_factory=dict)
-    # The dataset row without its prompt, which is in `record`.
-    input: Mapping[str, Any] = field(default_factory=dict)
-    errors: tuple[Mapping[str, Any], ...] = ()
-    # JSON of the codec, and a token tree's bytes; this package does not interpret them.
-    record: bytes = b""
-    tokens: bytes = b""
-
-
-def raised_by_rewards(errors: Iterable[Mapping[str, Any]]) -> tuple[tuple[str, str], ...]:
-    """Return the reward functions among the `errors` of a row, each with its error."""
-    return tuple(
-        (str(each["function"]), f"{each.get('type')}: {each.get('message')}")
-        for each in errors
-        if "function" in each
-    )
-
-
-def is_lost(errors: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether infrastructure failed the rollout of a row with these `errors`."""
-    # The rollout's own failure is the first; those of reward functions follow.
-    return stored_kind(errors[0]) == "infrastructure" if errors else False
-
-
-@dataclass(frozen=True, slots=True)
-class StepRow:
-    """Metrics of one optimizer step."""
-
-    step: int
-    created_at: float
-    metrics: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """Something that happened to the run: started, resumed, checkpoint saved, steps dropped."""
-
-    kind: str
-    created_at: float
-    step: int | None
-    data: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class StoredEvaluation:
-    """A held-out evaluation of a training run after `step` steps, with rollouts in `phase`."""
-
-    step: int
-    phase: str
-    metrics: dict[str, Any] = field(compare=False)
-
-    @classmethod
-    def of(cls, event: Event) -> StoredEvaluation:
-        """Return the evaluation that an event of the kind `evaluation` describes."""
-        return cls(event.step or 0, event.data["phase"], event.data.get("metrics") or {})
-
-    @property
-    def numbers(self) -> dict[str, float]:
-        """The numbers, named as in `docs/metrics.md`: `eval/reward`, `eval/reward_low`, ..."""
-        return eval_numbers(self.metrics)
-
-    @property
-    def reward(self) -> float | None:
-        """The mean reward; None without one."""
-        return self.numbers.get("eval/reward")
-
-    @property
-    def interval(self) -> tuple[float, float] | None:
-        """The interval of the mean reward; None without one."""
-        low, high = (self.numbers.get(f"eval/reward_{end}") for end in ("low", "high"))
-        return None if low is None or high is None else (low, high)
-
-
 class StoredColumn(NamedTuple):
     """How one field of `StoredRollout` is stored in SQL."""
 
     sql: str
     encode: Callable[[Any, Secrets], Any]
     decode: Callable[[Any], Any]
+    kind: str = "string"  # of the column in tables
 
 
 def _text(value: Any, secrets: Secrets) -> str | None:
@@ -221,57 +101,180 @@ def as_stored(value: Any) -> Any:
     return value
 
 
+_KEY = StoredColumn("TEXT NOT NULL", _text, as_stored)
+_INDEX = StoredColumn("INTEGER NOT NULL", _whole, as_stored, "int64")
+_ANY = StoredColumn("", _whole, as_stored)  # no type: SQLite would turn "7" into 7
 _TEXT = StoredColumn("TEXT", _text, as_stored)
 _LABEL = StoredColumn("TEXT", _label, as_stored)
-_INT = StoredColumn("INTEGER", _integer, as_stored)
-_REAL = StoredColumn("REAL", _real, as_stored)
-_BOOL = StoredColumn("INTEGER", _whole, bool)
+_INT = StoredColumn("INTEGER", _integer, as_stored, "int64")
+_REAL = StoredColumn("REAL", _real, as_stored, "float64")
+_BOOL = StoredColumn("INTEGER", _whole, bool, "bool")
+_JSON = StoredColumn("TEXT", _json, loads)
+_ERRORS = StoredColumn("TEXT", _errors, lambda text: () if text == "[]" else tuple(loads(text)))
+_RECORD = StoredColumn("BLOB", _record, inflate)
+_TOKENS = StoredColumn("BLOB", lambda value, secrets: deflate(value), inflate)
+
+
+def _about(stored: StoredColumn, description: str) -> dict[str, Any]:
+    return {"stored": stored, "description": description}
+
+
+def _column(stored: StoredColumn, description: str, default: Any) -> Any:
+    """Declare a field of a stored row with its default."""
+    return field(default=default, metadata=_about(stored, description))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredRollout:
+    """One trajectory of one request; every value worth querying has its own column.
+
+    A request that failed before it made a trajectory is stored with `trajectory_index=0` and empty
+    blobs. A field is declared once: how it is stored, and what the column of the tables says.
+    """
+
+    # The identity: rows with the same two values are the same rollout, which is stored once.
+    request_id: str = field(
+        metadata=_about(_KEY, "the request; with `trajectory_index` the name of the rollout")
+    )
+    trajectory_index: int = _column(_INDEX, "which of the request's rollouts, from 0", 0)
+    num_trajectories: int = _column(_INT, "rollouts of the request", 1)
+    group_id: str = _column(_TEXT, "the group it is compared with", "")
+    index_in_group: int = _column(_INT, "its place in the group, from 0", 0)
+    phase: str = _column(_KEY, "`train`, or an evaluation's name", "eval")
+    train_step: int | None = _column(
+        _INT, "the optimizer step it was played for; none in an evaluation", None
+    )
+    env_id: str = _column(_LABEL, "the environment", "")
+    example_id: int | str | None = _column(_ANY, "the example, as text", None)
+    task: str = _column(_LABEL, "the example's task", "")
+    agent: str = _column(_LABEL, "the agent, if there are several", "")
+    # The rollout's own name, which others have here, is in `record`.
+    parent_rollout: str | None = _column(_TEXT, "the rollout that delegated this one", None)
+    depth: int = _column(_INT, "delegations above it", 0)
+    # Never a silent 0.0.
+    reward: float | None = _column(_REAL, "none if nothing scored it", None)
+    status: Status = field(default="ok", metadata=_about(_TEXT, "`ok` or `error`"))
+    error_type: str | None = _column(_LABEL, "the error that ended it", None)
+    error_phase: str | None = _column(_TEXT, "where that happened", None)
+    stop_condition: str | None = _column(_LABEL, "the condition that ended it", None)
+    is_completed: bool = _column(_BOOL, "it came to an end", True)
+    terminated: bool = _column(_BOOL, "a true end of the world", False)
+    truncated: bool = _column(_BOOL, "it was cut before its true end", False)
+    truncation_reason: str | None = _column(_LABEL, "what cut it", None)
+    finish_reason: str | None = _column(_LABEL, "why the model stopped in the last call", None)
+    num_calls: int = _column(_INT, "model calls", 0)
+    num_prompt_tokens: int = _column(_INT, "prompt tokens of all calls, as billed", 0)
+    num_completion_tokens: int = _column(_INT, "sampled tokens of all calls", 0)
+    num_unique_tokens: int = _column(_INT, "tokens as stored: shared prefixes once", 0)
+    min_version: int | None = _column(_INT, "oldest policy version of its sampled tokens", None)
+    max_version: int | None = _column(_INT, "newest policy version of its sampled tokens", None)
+    num_attempts: int = _column(_INT, "attempts that the episode took", 1)
+    generation_ms: float = _column(_REAL, "ms of playing, waiting for the server included", 0.0)
+    scoring_ms: float = _column(_REAL, "ms of scoring", 0.0)
+    total_ms: float = _column(_REAL, "ms of both", 0.0)
+    # For people; durations come from a monotonic clock.
+    started_at: float | None = _column(_REAL, "s since 1970 (UTC)", None)
+    created_at: float = field(
+        default_factory=time.time, metadata=_about(_REAL, "when it was stored, s since 1970 (UTC)")
+    )
+    metrics: Mapping[str, Any] = field(default_factory=dict, metadata=_about(_JSON, ""))
+    # The prompt is in `record`.
+    input: Mapping[str, Any] = field(
+        default_factory=dict, metadata=_about(_JSON, "the dataset row without its prompt, as JSON")
+    )
+    errors: tuple[Mapping[str, Any], ...] = _column(
+        _ERRORS, "all errors with their tracebacks, as JSON", ()
+    )
+    # JSON of the codec, and a token tree's bytes; this package does not interpret them. The blobs
+    # come last, so that a scan skips them.
+    record: bytes = _column(_RECORD, "", b"")
+    tokens: bytes = _column(_TOKENS, "", b"")
+
 
 COLUMNS: dict[str, StoredColumn] = {
-    "request_id": StoredColumn("TEXT NOT NULL", _text, as_stored),
-    "trajectory_index": StoredColumn("INTEGER NOT NULL", _whole, as_stored),
-    "num_trajectories": _INT,
-    "group_id": _TEXT,
-    "index_in_group": _INT,
-    "phase": StoredColumn("TEXT NOT NULL", _text, as_stored),
-    "train_step": _INT,
-    "env_id": _LABEL,
-    "example_id": StoredColumn("", _whole, as_stored),  # no type: SQLite would turn "7" into 7
-    "task": _LABEL,
-    "agent": _LABEL,
-    "parent_rollout": _TEXT,
-    "depth": _INT,
-    "reward": _REAL,
-    "status": _TEXT,
-    "error_type": _LABEL,
-    "error_phase": _TEXT,
-    "stop_condition": _LABEL,
-    "is_completed": _BOOL,
-    "terminated": _BOOL,
-    "truncated": _BOOL,
-    "truncation_reason": _LABEL,
-    "finish_reason": _LABEL,
-    "num_calls": _INT,
-    "num_prompt_tokens": _INT,
-    "num_completion_tokens": _INT,
-    "num_unique_tokens": _INT,
-    "min_version": _INT,
-    "max_version": _INT,
-    "num_attempts": _INT,
-    "generation_ms": _REAL,
-    "scoring_ms": _REAL,
-    "total_ms": _REAL,
-    "started_at": _REAL,
-    "created_at": _REAL,
-    "metrics": StoredColumn("TEXT", _json, loads),
-    "input": StoredColumn("TEXT", _json, loads),
-    "errors": StoredColumn(
-        "TEXT", _errors, lambda text: () if text == "[]" else tuple(loads(text))
-    ),
-    "record": StoredColumn("BLOB", _record, inflate),
-    "tokens": StoredColumn("BLOB", lambda value, secrets: deflate(value), inflate),
+    each.name: each.metadata["stored"] for each in fields(StoredRollout)
 }
-"""The fields of `StoredRollout` in their order; the blobs come last, so that a scan skips them."""
+"""The fields of `StoredRollout` in their order."""
+
+
+# Typed like this because mypy accepts only field names that are written out.
+_make_class: Callable[..., Any] = namedtuple
+
+
+@lru_cache(maxsize=64)
+def projection(names: tuple[str, ...]) -> Any:
+    """Return the class of rows with some fields of `StoredRollout` only: a tuple with its names.
+
+    What reads rollouts reads such rows, whether they come from a store or from memory.
+    """
+    empty = StoredRollout(request_id="")
+    defaults = [getattr(empty, name) for name in names]
+    return _make_class("RolloutRow", names, rename=True, defaults=defaults)
+
+
+def raised_by_rewards(errors: Iterable[Mapping[str, Any]]) -> tuple[tuple[str, str], ...]:
+    """Return the reward functions among the `errors` of a row, each with its error."""
+    return tuple(
+        (str(each["function"]), f"{each.get('type')}: {each.get('message')}")
+        for each in errors
+        if "function" in each
+    )
+
+
+def is_lost(errors: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether infrastructure failed the rollout of a row with these `errors`."""
+    # The rollout's own failure is the first; those of reward functions follow.
+    return stored_kind(errors[0]) == "infrastructure" if errors else False
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """Metrics of one optimizer step."""
+
+    step: int
+    created_at: float
+    metrics: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened to the run: started, resumed, checkpoint saved, steps dropped."""
+
+    kind: str
+    created_at: float
+    step: int | None
+    data: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class StoredEvaluation:
+    """A held-out evaluation of a training run after `step` steps, with rollouts in `phase`."""
+
+    step: int
+    phase: str
+    metrics: dict[str, Any] = field(compare=False)
+
+    @classmethod
+    def of(cls, event: Event) -> StoredEvaluation:
+        """Return the evaluation that an event of the kind `evaluation` describes."""
+        return cls(event.step or 0, event.data["phase"], event.data.get("metrics") or {})
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """The numbers, named as in `docs/metrics.md`: `eval/reward`, `eval/reward_low`, ..."""
+        return eval_numbers(self.metrics)
+
+    @property
+    def reward(self) -> float | None:
+        """The mean reward; None without one."""
+        return self.numbers.get("eval/reward")
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The interval of the mean reward; None without one."""
+        low, high = (self.numbers.get(f"eval/reward_{end}") for end in ("low", "high"))
+        return None if low is None or high is None else (low, high)
+
 
 BLOBS = ("record", "tokens")
 LIGHT = tuple(name for name in COLUMNS if name not in BLOBS)

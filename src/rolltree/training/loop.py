@@ -24,11 +24,11 @@ import torch
 from rolltree._helpers.tasks import run_shielded
 from rolltree.inference.vocabulary import Vocabulary
 from rolltree.narrator.detectors import DETECTORS
-from rolltree.narrator.facts import Facts, Looked, StoryRollout, read_facts
+from rolltree.narrator.facts import Facts, Looked, read_facts
 from rolltree.rollouts import RolloutEngine, RolloutSource
 from rolltree.rollouts.decode import decode_results
 from rolltree.samples import SampleBatch, SkipReason, build_samples
-from rolltree.store import Run
+from rolltree.store import Run, StoredRollout
 from rolltree.store.metric_names import eval_numbers, numbers
 from rolltree.store.weights import environments_of
 from rolltree.training.advantages import CreditReport, join_credit
@@ -461,7 +461,7 @@ class _Loop:
         """
         looked = [
             Looked(
-                StoryRollout(each.request.request_id, train_step=step),
+                StoredRollout(request_id=each.request.request_id, train_step=step),
                 scoring_errors=tuple(
                     (name, f"{error['type']}: {error['message']}")
                     for key in RAISED

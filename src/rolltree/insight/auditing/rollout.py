@@ -9,9 +9,8 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from zlib import crc32
 
 import msgspec
@@ -26,14 +25,13 @@ from rolltree.rollouts.decode import UNREADABLE, decode_rollout
 from rolltree.rollouts.record import encode_result
 from rolltree.samples.build import trajectory_breaks
 from rolltree.samples.resolve import changed_sampling, not_the_models_own, resolve_tokens
-from rolltree.store import Opaque, StoredRollout, dumps
+from rolltree.store import Opaque, StoredRollout, dumps, projection
 from rolltree.store.codec import is_equal
 from rolltree.store.rows import COLUMNS
 from rolltree.store.weights import ScoredPart, noted_part
 from rolltree.tokens import RecordedStep, StepTokens, peek
-from rolltree.training.plan import group_seed
+from rolltree.training.plan import PHASE
 from rolltree.values.errors import RolltreeError
-from rolltree.values.seeds import derive_seed
 from rolltree.values.types import RolloutRequest, State
 
 # The columns that follow from the record. Secrets are cut out of both, but a label may have a cut
@@ -150,29 +148,24 @@ class TrainedFacts:
         return [index for index, value in enumerate(self.advantages) if value is not None]
 
 
-@dataclass(slots=True, kw_only=True)
+_OF_ROW = (
+    *("request_id", "trajectory_index", "num_trajectories", "group_id", "index_in_group"),
+    *("task", "phase", "train_step", "parent_rollout", "reward", "error_type", "env_id"),
+    *("status", "started_at", "created_at", "depth", "num_calls", "max_version"),
+)
+if TYPE_CHECKING:
+    _Row: TypeAlias = StoredRollout
+else:
+    _Row = projection(_OF_ROW)
+_columns_of = attrgetter(*_OF_ROW)
+
+
+@dataclass(slots=True)
 class RolloutFacts:
     """What is kept of a rollout after its own checks: enough for credit and for counting."""
 
-    request_id: str
-    trajectory_index: int
-    num_trajectories: int
-    group_id: str
-    index_in_group: int
-    task: str
-    phase: str
-    train_step: int | None
-    parent_rollout: str | None
-    reward: float | None
-    error_type: str | None
-    failed: bool
+    row: _Row  # some of its columns
     rollout_id: str | None = None
-    env_id: str
-    started_at: float | None
-    created_at: float
-    depth: int
-    num_calls: int
-    max_version: int | None
     num_sampled: int = 0
     # Digests of the dataset row's question and answer, and of the first prompt's ids.
     asked: int | None = None
@@ -189,14 +182,7 @@ class RolloutFacts:
     @property
     def place(self) -> Place:
         """The rollout's name."""
-        return self.request_id, self.trajectory_index
-
-
-_OF_ROW = (
-    *("request_id", "trajectory_index", "num_trajectories", "group_id", "index_in_group"),
-    *("task", "phase", "train_step", "parent_rollout", "reward", "error_type", "env_id"),
-    *("started_at", "created_at", "depth", "num_calls", "max_version"),
-)
+        return self.row.request_id, self.row.trajectory_index
 
 
 class RolloutAudit:
@@ -206,9 +192,7 @@ class RolloutAudit:
         self, expected: Expected, ledger: Ledger, text: TextCheck | None, row: StoredRollout
     ) -> None:
         self.expected, self.ledger, self.text, self.row = expected, ledger, text, row
-        self.facts = RolloutFacts(
-            **{name: getattr(row, name) for name in _OF_ROW}, failed=row.status == "error"
-        )
+        self.facts = RolloutFacts(projection(_OF_ROW)._make(_columns_of(row)))
         self.calls: list[Call] = []
         self.is_contradictory = False
         self.part = ScoredPart(())
@@ -237,7 +221,8 @@ class RolloutAudit:
         labels = {name: getattr(row, name) for name in ("env_id", "task", "agent", "created_at")}
         self.part = noted_part(notes, **labels) or self.part
         result = decode_rollout(row)
-        self._seeds(result.request)
+        if self.expected.run_seed is not None and row.phase == PHASE:
+            self.ledger.count("sampler")
         state = result.states[0] if result.states else None
         if state is not None:
             # First: credit needs every member of a group, even one whose checks end early.
@@ -266,24 +251,6 @@ class RolloutAudit:
 
     # -- columns and rewards ---------------------------------------------------------------------
 
-    def _seeds(self, request: RolloutRequest) -> None:
-        row, seed = self.row, self.expected.run_seed
-        if seed is None or row.phase != "train":
-            return
-        self.ledger.count("sampler")
-        group = row.group_id.rpartition("/")[2]
-        if not group[1:].isdecimal() or group[0] not in "gx" or row.train_step is None:
-            return
-        world, sampling = _group_seeds(seed, row.train_step, group)
-        own = derive_seed(sampling, "member", row.index_in_group)
-        if (request.seed, request.sampling_seed) != (world, own):
-            self.find(
-                *("sampler", "seed"),
-                f"it was played with the seeds {request.seed} and {request.sampling_seed}; "
-                f"the run's seed gives {world} and {own} for this place, so it is not the rollout "
-                "that was planned",
-            )
-
     def _asked(self, request: RolloutRequest, state: State | None) -> None:
         """Keep digests of the rollout's question and answer, and of its first prompt."""
         asked, facts = request.input, self.facts
@@ -300,7 +267,7 @@ class RolloutAudit:
         facts.is_as_asked = wanted is not None and is_equal(wanted, _last_message(given))
 
     def _columns(self, again: StoredRollout) -> None:
-        told = [[_said(each) for each in row.errors] for row in (self.row, again)]
+        told = [[_described(each) for each in row.errors] for row in (self.row, again)]
         if told[0] != told[1] and REDACTED not in str(told):
             self.find(
                 *("columns", "column_differs"),
@@ -551,13 +518,6 @@ class RolloutAudit:
             facts.state = credit_state(state)
 
 
-@lru_cache(maxsize=64)  # the members of a group follow each other
-def _group_seeds(seed: int, step: int, group: str) -> tuple[int, int]:
-    """Return a group's world seed, and the seed that its members' sampling seeds derive from."""
-    world = group_seed(seed, step, group)
-    return world, derive_seed(world, "sampling")
-
-
 def _digestible(value: Any) -> bytes:
     try:
         return msgspec.msgpack.encode(value)
@@ -599,7 +559,7 @@ def _last_message(prompt: Any) -> Any:
     return last.get("content") if isinstance(last, Mapping) else last
 
 
-def _said(error: Mapping[str, Any]) -> tuple[Any, ...]:
+def _described(error: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(error.get(name) for name in ("function", "type", "message", "phase"))
 
 

@@ -18,7 +18,7 @@ from rolltree.insight.auditing.report import Place, grouped
 from rolltree.store import Run
 from rolltree.store.metric_names import number_of, numbers
 from rolltree.training.config import TrainConfig
-from rolltree.training.plan import PHASE
+from rolltree.training.plan import PHASE, group_seed
 from rolltree.values.seeds import derive_seed
 from rolltree.values.types import RolloutRequest
 
@@ -168,26 +168,29 @@ def _planned_sampling(audit: RolloutAudit, request: RolloutRequest) -> Iterator[
 
 
 def _planned_seed(audit: RolloutAudit, request: RolloutRequest) -> Iterator[str]:
-    row = audit.row
-    evaluation = audit.expected.settings.evaluations.get(row.phase)
-    index = row.group_id.rpartition("/")[2]
-    if evaluation is None or not index.isdecimal() or not isinstance(evaluation.get("seed"), int):
+    row, expected = audit.row, audit.expected
+    evaluation = expected.settings.evaluations.get(row.phase)
+    label = row.group_id.rpartition("/")[2]
+    if row.phase == PHASE and expected.run_seed is not None:
+        if not label[1:].isdecimal() or label[0] not in "gx" or row.train_step is None:
+            return
+        whose, world = "the run's", _group_seed(expected.run_seed, row.train_step, label)
+    elif evaluation is not None and label.isdecimal() and isinstance(evaluation.get("seed"), int):
+        names = str(evaluation.get("env_id")), str(evaluation.get("split"))
+        whose, world = "its evaluation's", _derived(evaluation["seed"], *names, int(label))
+    else:
         return
-    split = str(evaluation.get("split"))
-    seeds = _evaluation_seeds(evaluation["seed"], str(evaluation.get("env_id")), split, index)
-    own = derive_seed(seeds[1], "member", row.index_in_group)
-    if (request.seed, request.sampling_seed) != (seeds[0], own):
+    own = derive_seed(_derived(world, "sampling"), "member", row.index_in_group)
+    if (request.seed, request.sampling_seed) != (world, own):
         yield (
-            f"it was played with the seeds {request.seed} and {request.sampling_seed}; its "
-            f"evaluation's seed gives {(seeds[0], own)} for this example, so it is not the rollout "
-            "that was planned"
+            f"it was played with the seeds {request.seed} and {request.sampling_seed}; {whose} "
+            f"seed gives {world} and {own} for this place, so it is not the rollout that was "
+            "planned"
         )
 
 
-@lru_cache(maxsize=64)
-def _evaluation_seeds(seed: int, env_id: str, split: str, index: str) -> tuple[int, int]:
-    world = derive_seed(seed, env_id, split, int(index))
-    return world, derive_seed(world, "sampling")
+# The members of a group follow each other.
+_group_seed, _derived = lru_cache(maxsize=64)(group_seed), lru_cache(maxsize=64)(derive_seed)
 
 
 def _other_environment(audit: RolloutAudit, request: RolloutRequest) -> Iterator[str]:
@@ -236,9 +239,9 @@ def _by_group(stored: Stored) -> Iterable[list[RolloutFacts]]:
     """Return the members of each planned group, each by its first trajectory."""
     planned = {*stored.settings.evaluations, *([PHASE] if stored.config is not None else ())}
     return grouped(
-        ((item.phase, item.group_id), item)
+        ((item.row.phase, item.row.group_id), item)
         for item in stored.facts
-        if item.phase in planned and item.trajectory_index == 0
+        if item.row.phase in planned and item.row.trajectory_index == 0
     ).values()
 
 
@@ -256,7 +259,7 @@ def _mixed_groups(stored: Stored) -> Iterator[Found]:
             if item.asked not in (None, usual):
                 yield Found(
                     "its question or its answer differs from that of most of the "
-                    f"{len(items)} members of {item.group_id}",
+                    f"{len(items)} members of {item.row.group_id}",
                     item.place,
                 )
 
@@ -275,8 +278,8 @@ def _foreign_answers(stored: Stored) -> Iterator[Found]:
         ):
             (other,) = (item for item in known if item.first_prompt != usual)
             yield Found(
-                f"its calls do not begin with the question of its group {other.group_id}: it holds "
-                "the tokens of another rollout",
+                "its calls do not begin with the question of its group "
+                f"{other.row.group_id}: it holds the tokens of another rollout",
                 other.place,
             )
 
@@ -284,19 +287,19 @@ def _foreign_answers(stored: Stored) -> Iterator[Found]:
 def _changed_examples(stored: Stored) -> Iterator[Found]:
     known: defaultdict[tuple[Any, ...], list[RolloutFacts]] = defaultdict(list)
     for items in _by_group(stored):
-        evaluation = stored.settings.evaluations.get(items[0].phase)
+        evaluation = stored.settings.evaluations.get(items[0].row.phase)
         if evaluation is not None:
-            index = items[0].group_id.rpartition("/")[2]
+            index = items[0].row.group_id.rpartition("/")[2]
             key = evaluation.get("env_id"), evaluation.get("split"), index
             known[key] += [item for item in items if item.asked is not None]
     for items in known.values():
         asked = [item.asked for item in items]
-        if len(set(asked)) < 2 or len({item.phase for item in items}) < 2:
+        if len(set(asked)) < 2 or len({item.row.phase for item in items}) < 2:
             continue
         usual = _most_common(asked)
         for item in items:
             if item.asked != usual:
-                others = next(other.request_id for other in items if other.asked == usual)
+                others = next(other.row.request_id for other in items if other.asked == usual)
                 yield Found(
                     f"its question or its answer differs from that of {others}, which has the same "
                     "example",
@@ -306,7 +309,7 @@ def _changed_examples(stored: Stored) -> Iterator[Found]:
 
 def _unusual_completions(stored: Stored) -> Iterator[Found]:
     """Find completions that lack a call's answer, if most others of the phase are complete."""
-    known = ((item.phase, item) for item in stored.facts if item.has_answers is not None)
+    known = ((item.row.phase, item) for item in stored.facts if item.has_answers is not None)
     for phase, items in grouped(known).items():
         wrong = [item for item in items if not item.has_answers]
         # An environment may write its own completions, but then it does so in every rollout.
@@ -323,37 +326,39 @@ _LEAST_USUAL, _MOST_UNUSUAL = 4, 0.25
 
 
 def _foreign_environments(stored: Stored) -> Iterator[Found]:
-    items = [item for item in stored.facts if item.phase == PHASE and stored.config is not None]
-    if len({item.env_id for item in items}) < 2:
+    items = [item for item in stored.facts if item.row.phase == PHASE and stored.config is not None]
+    if len({item.row.env_id for item in items}) < 2:
         return
-    usual = _most_common([item.env_id for item in items])
+    usual = _most_common([item.row.env_id for item in items])
     for item in items:
-        if item.env_id != usual:
-            message = f"its environment is {item.env_id!r}, but the run trains on {usual!r}"
+        if item.row.env_id != usual:
+            message = f"its environment is {item.row.env_id!r}, but the run trains on {usual!r}"
             yield Found(message, item.place)
 
 
 def _parents(stored: Stored) -> Iterator[Found]:
     by_name = {
-        (item.request_id, item.rollout_id): item
+        (item.row.request_id, item.rollout_id): item
         for item in stored.facts
         if item.rollout_id is not None
     }
     for item in stored.facts:
-        parent = by_name.get((item.request_id, item.parent_rollout or ""))
+        parent = by_name.get((item.row.request_id, item.row.parent_rollout or ""))
         if parent is None:
             continue
-        if item.depth != parent.depth + 1:
-            message = f"its depth is {item.depth}, but its parent has depth {parent.depth}"
+        if item.row.depth != parent.row.depth + 1:
+            message = f"its depth is {item.row.depth}, but its parent has depth {parent.row.depth}"
             yield Found(message, item.place)
-        if item.parent_step is not None and not 0 <= item.parent_step < max(1, parent.num_calls):
-            calls = f"{parent.num_calls} calls"
+        if item.parent_step is not None and not 0 <= item.parent_step < max(
+            1, parent.row.num_calls
+        ):
+            calls = f"{parent.row.num_calls} calls"
             message = f"its parent_step is {item.parent_step}, but its parent has {calls}"
             yield Found(message, item.place)
 
 
 def _trained_on_test(stored: Stored) -> Iterator[Found]:
-    phases = {item.place: item.phase for item in stored.facts if item.phase != PHASE}
+    phases = {item.place: item.row.phase for item in stored.facts if item.row.phase != PHASE}
     if stored.config is None or not phases:
         return
     sql = "SELECT DISTINCT request_id, trajectory_index, step FROM trained"
@@ -403,7 +408,7 @@ _EVALUATED = ("evaluation", "evaluation_skipped")
 def _missing_rollouts(stored: Stored) -> Iterator[Found]:
     """Compare the requests of each finished evaluation with its plan."""
     planned: Mapping[str, Any] = stored.run.meta.get("planned") or {}
-    played = grouped((item.phase, item.request_id) for item in stored.facts)
+    played = grouped((item.row.phase, item.row.request_id) for item in stored.facts)
     for done in stored.run.evaluations():
         number, there = planned.get(f"phase/{done.phase}"), len({*played.get(done.phase, ())})
         if isinstance(number, int) and there < number:
@@ -439,14 +444,14 @@ def _kept_reports(stored: Stored) -> Iterator[Found]:
 _SETTINGS = ("confidence", "pass_threshold")
 
 
-def _other_numbers(told: Mapping[str, Any], right: Mapping[str, Any]) -> Iterator[str]:
+def _other_numbers(stored: Mapping[str, Any], right: Mapping[str, Any]) -> Iterator[str]:
     """Yield the counts, means and intervals of a report that differ from its rollouts'."""
-    said, found = _numbers(_comparable(told, right)), _numbers(right)
+    said, found = _numbers(_comparable(stored, right)), _numbers(right)
     for name in sorted(said.keys() | found.keys()):
         # Another version of rolltree may report fewer or more families of numbers. In a family of
         # counts, a kind of failure that only one side has is a difference.
         family = name.partition(".")[0]
-        if family not in told or family not in right:
+        if family not in stored or family not in right:
             continue
         one, other = said.get(name, 0.0), found.get(name, 0.0)
         is_compared = (name in said and name in found) or family in _COUNTED
@@ -457,14 +462,14 @@ def _other_numbers(told: Mapping[str, Any], right: Mapping[str, Any]) -> Iterato
 _COUNTED = ("failures", "truncations", "stops")
 
 
-def _comparable(told: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what was told without intervals that another version computed by another method."""
-    is_other = told.get("method") != right.get("method")
+def _comparable(stored: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what was stored without intervals that another version computed by another method."""
+    is_other = stored.get("method") != right.get("method")
     return {
         name: _comparable(value, right[name])
         if isinstance(value, Mapping) and isinstance(right.get(name), Mapping)
         else value
-        for name, value in told.items()
+        for name, value in stored.items()
         if not (is_other and name in ("low", "high", "num_values"))
     }
 
@@ -484,9 +489,9 @@ def _future_versions(stored: Stored) -> Iterator[Found]:
     last = max((row.step for row in stored.run.steps()), default=0)
     most = max(last + 1, stored.config.train.num_steps)
     for item in stored.facts:
-        if item.max_version is not None and item.max_version > most:
+        if item.row.max_version is not None and item.row.max_version > most:
             yield Found(
-                f"its tokens say that version {item.max_version} sampled them, but the run's "
+                f"its tokens say that version {item.row.max_version} sampled them, but the run's "
                 f"versions end at {most}",
                 item.place,
             )
@@ -497,7 +502,7 @@ def _before_the_run(stored: Stored) -> Iterator[Found]:
     if stored.config is None or not isinstance(began, int | float):
         return
     for item in stored.facts:
-        first = min(item.created_at, item.started_at or item.created_at)
+        first = min(item.row.created_at, item.row.started_at or item.row.created_at)
         if first < began - CLOCK_S:
             yield Found(
                 f"it began or was stored {began - first:.0f} s before the run began, so it is from "
@@ -511,7 +516,7 @@ def _backward_steps(stored: Stored) -> Iterator[Found]:
     stored_at: defaultdict[int, float] = defaultdict(lambda: -math.inf)
     for item in stored.facts:
         for known in item.trained:
-            stored_at[known.step] = max(stored_at[known.step], item.created_at)
+            stored_at[known.step] = max(stored_at[known.step], item.row.created_at)
     for row in stored.run.steps():
         for at, what in (
             (latest, f"step {number}"),

@@ -320,7 +320,7 @@ class _Audit:
             for found in rule.find(stored):
                 self.ledger.find(rule.check, rule.cause, found.message, found.place, found.step)
         if self.training is not None:
-            self.training.check_steps([item for item in self.facts if item.phase == PHASE])
+            self.training.check_steps([item for item in self.facts if item.row.phase == PHASE])
 
     def _sums(self) -> None:
         """Compare the stored sums of each phase with its rows."""
@@ -337,11 +337,11 @@ class _Audit:
 
     def _trajectories(self) -> None:
         """Check that each request has all of its trajectories, and that their parents exist."""
-        by_request = grouped((item.request_id, item) for item in self.facts)
+        by_request = grouped((item.row.request_id, item) for item in self.facts)
         self.ledger.count("counted_once", len(by_request))
         for request_id, items in by_request.items():
-            wanted = max(item.num_trajectories for item in items)
-            there = {item.trajectory_index for item in items}
+            wanted = max(item.row.num_trajectories for item in items)
+            there = {item.row.trajectory_index for item in items}
             missing = sorted(set(range(wanted)) - there)
             if missing:
                 self.ledger.find(
@@ -352,10 +352,10 @@ class _Audit:
                 continue
             names = {item.rollout_id for item in items if item.rollout_id is not None}
             for item in items:
-                if item.parent_rollout is not None and item.parent_rollout not in names:
+                if item.row.parent_rollout is not None and item.row.parent_rollout not in names:
                     self.ledger.find(
                         *("counted_once", "unknown_parent"),
-                        f"its parent {item.parent_rollout!r} is not a rollout of the episode",
+                        f"its parent {item.row.parent_rollout!r} is not a rollout of the episode",
                         item.place,
                     )
 
@@ -366,25 +366,25 @@ class _Audit:
                 continue
             # Trajectories of one request share their times; those of two requests never do.
             first = known.setdefault(item.fingerprint, item)
-            if first is not item and first.request_id != item.request_id:
+            if first is not item and first.row.request_id != item.row.request_id:
                 self.ledger.find(
                     *("counted_once", "duplicate_rollout"),
-                    f"it is a copy of {first.request_id}: begun at the same moment, with the same "
-                    "time in the engine",
+                    f"it is a copy of {first.row.request_id}: begun at the same moment, with the "
+                    "same time in the engine",
                     item.place,
                 )
 
     def _group_advantages(self) -> None:
         """Check the advantages that a rubric wrote: the reward minus the mean of the group."""
         groups = grouped(
-            (item.group_id, (item, item.reward, item.advantage))
+            (item.row.group_id, (item, item.row.reward, item.advantage))
             for item in self.facts
-            if item.advantage is not None and item.reward is not None
+            if item.advantage is not None and item.row.reward is not None
         )
         for members in groups.values():
             self.ledger.count("advantages", len(members))
             # Advantages of several agents follow the environment's own rules.
-            if len({item.parent_rollout for item, _, _ in members}) > 1:
+            if len({item.row.parent_rollout for item, _, _ in members}) > 1:
                 continue
             level = mean(reward for _, reward, _ in members)
             for item, reward, advantage in members:

@@ -85,9 +85,9 @@ def _differing_settings(stored: Stored) -> Iterator[Found]:
             yield _differs("its learning rate is", rate, "what [optim] gives", due, row.step)
     groups: defaultdict[int, set[str]] = defaultdict(set)
     for item in stored.facts:
-        label = item.group_id.rpartition("/")[2]
-        if item.phase == PHASE and item.train_step is not None and label[:1] == "g":
-            groups[item.train_step].add(label)
+        label = item.row.group_id.rpartition("/")[2]
+        if item.row.phase == PHASE and item.row.train_step is not None and label[:1] == "g":
+            groups[item.row.train_step].add(label)
     most = config.algorithm.groups_per_step
     for step, labels in sorted(groups.items()):
         if len(labels) > most:
@@ -102,8 +102,8 @@ def _differing_settings(stored: Stored) -> Iterator[Found]:
             yield _differs(f"{done.phase} plans", number, "the size set in eval", size, done.step)
 
 
-def _differs(what: str, said: object, name: str, wanted: object, step: int | None = None) -> Found:
-    return Found(f"{what} {said}, but {name} is {wanted}", step=step)
+def _differs(what: str, value: object, name: str, wanted: object, step: int | None = None) -> Found:
+    return Found(f"{what} {value}, but {name} is {wanted}", step=step)
 
 
 def _missing_checkpoints(stored: Stored) -> Iterator[Found]:
@@ -129,10 +129,10 @@ def _late_rollouts(stored: Stored) -> Iterator[Found]:
         str(event.data.get("phase")): event.created_at for event in stored.run.events("evaluation")
     }
     for item in stored.facts:
-        late_s = item.created_at - ended.get(item.phase, math.inf)
+        late_s = item.row.created_at - ended.get(item.row.phase, math.inf)
         if late_s > CLOCK_S:
             yield Found(
-                f"it was stored {late_s:.0f} s after the evaluation {item.phase} had ended",
+                f"it was stored {late_s:.0f} s after the evaluation {item.row.phase} had ended",
                 item.place,
             )
 

@@ -55,25 +55,25 @@ class TextCheck:
         while len(ids) and int(ids[-1]) in self.end_ids:
             ids = ids[:-1]
         sampled = _squeezed(self.tokenizer.decode(ids.tolist()))
-        said = _squeezed(text)
+        answer = _squeezed(text)
         # Engines cut the sampled stop sequence, and what follows it, off the text. An agent may
         # have given one of its own, which nothing else ends like this.
         is_own = not has_ended and call.extras.get("finish_reason") == FinishReason.STOP
-        cut = (bool(stop) or is_own) and sampled.startswith(said)
-        if sampled != said and not cut and said != self._without_special(ids):
+        cut = (bool(stop) or is_own) and sampled.startswith(answer)
+        if sampled != answer and not cut and answer != self._without_special(ids):
             audit.find(
                 *("text", "answer_differs"),
                 f"call {call.index} sampled ids that read {_short(sampled)}, but its answer says "
-                f"{_short(said)}",
+                f"{_short(answer)}",
             )
             return
         if isinstance(message, Mapping):
             for part in (message.get("reasoning_content"), content):
-                if isinstance(part, str) and _squeezed(part) not in said:
+                if isinstance(part, str) and _squeezed(part) not in answer:
                     audit.find(
                         *("text", "message_differs"),
                         f"the message of call {call.index} says {_short(_squeezed(part))}, which "
-                        f"is not in the sampled text {_short(said)}",
+                        f"is not in the sampled text {_short(answer)}",
                     )
 
     def _without_special(self, ids: Any) -> str:

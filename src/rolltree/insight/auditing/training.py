@@ -237,10 +237,10 @@ class TrainingAudit:
         steps = self.run.steps()
         self._contiguous(steps)
         # In the trainer's order, by which it cuts mini-batches; rollouts are stored as they finish.
-        facts = sorted(facts, key=lambda item: (item.index_in_group, item.trajectory_index))
+        facts = sorted(facts, key=lambda item: (item.row.index_in_group, item.row.trajectory_index))
         self.recorded_steps = {known.step for item in facts for known in item.trained}
-        by_group = grouped((item.group_id, item) for item in facts)
-        by_step = grouped((item.train_step, item) for item in facts)
+        by_group = grouped((item.row.group_id, item) for item in facts)
+        by_step = grouped((item.row.train_step, item) for item in facts)
         # The baseline of a step is the average that the previous step left, so steps are checked in
         # order; those before a fork are in the run that was forked.
         averages: dict[str, float] = {}
@@ -280,7 +280,7 @@ class TrainingAudit:
             data = self.taken.get(row.step, {})
             names, others = list(data.get("groups", ())), list(data.get("dropped", ()))
         else:
-            named = dict.fromkeys(item.group_id for item in planned)
+            named = dict.fromkeys(item.row.group_id for item in planned)
             names = sorted(name for name in named if _number(name, "g") is not None)
             others = sorted(set(named) - set(names))
             wanted = [group_name(row.step, f"g{n:02d}") for n in range(section.groups_per_step)]
@@ -299,7 +299,7 @@ class TrainingAudit:
     ) -> None:
         size = self.config.algorithm.group_size
         for name in names:
-            there = {item.request_id for item in by_group.get(name, ())}
+            there = {item.row.request_id for item in by_group.get(name, ())}
             planned = {f"{name}/{index}" for index in range(size)}
             self.ledger.count("counted_once", size)
             for request_id in sorted(planned - there):
@@ -379,7 +379,7 @@ class TrainingAudit:
     ) -> None:
         # By the function that training used. Without a state of any rollout, only errors count.
         try:
-            found = rollout_metrics(_results(sampled), self.environments)
+            played = rollout_metrics(_results(sampled), self.environments)
         except (TypeError, ValueError, AttributeError, OverflowError) as error:
             said = (
                 f"the metrics of step {row.step} cannot be computed: a record was changed ({error})"
@@ -388,9 +388,11 @@ class TrainingAudit:
             return
         is_played = any(item.state is not None for item in sampled)
         groups = grouped(
-            (item.group_id, item.reward)
+            (item.row.group_id, item.row.reward)
             for item in sampled
-            if item.parent_rollout is None and item.state is not None and item.reward is not None
+            if item.row.parent_rollout is None
+            and item.state is not None
+            and item.row.reward is not None
         )
         ends = older_interval(list(groups.values())) if groups else None
         older: dict[str, list[float]] = {}
@@ -399,7 +401,7 @@ class TrainingAudit:
             stored = float(row.metrics.get(name, end))
             older[name] = [end, stored] if end in (0.0, 1.0) and not 0 < stored < 1 else [end]
         right = dict(credit)
-        right |= {name: found[name] for name in found if is_played or name.startswith("error/")}
+        right |= {name: played[name] for name in played if is_played or name.startswith("error/")}
         for name, value in right.items():
             if name != "memory/peak_rss_bytes":
                 self._metric(row, name, value, older=older.get(name, ()))
@@ -443,15 +445,15 @@ class TrainingAudit:
         """Compare loss weights with the aggregation, and token metrics with the trained tokens."""
         if row.metrics.get("train/skipped_step"):
             return  # nothing was trained, and tokens were recorded only until the step failed
-        found: list[tuple[RolloutFacts, TrainedFacts, bool]] = []
+        trained: list[tuple[RolloutFacts, TrainedFacts, bool]] = []
         for item, effect in zip(items, report.effects, strict=True):
             known = [each for each in item.trained if each.step == row.step]
             if len(known) != 1:
                 return  # missing and duplicate rows are found elsewhere
             known[0].num_counted = sum(known[0].used) * effect.in_loss
-            found.append((item, known[0], effect.in_loss))
-        rows = [known for _, known, _ in found]
-        in_loss = [each for _, _, each in found]
+            trained.append((item, known[0], effect.in_loss))
+        rows = [known for _, known, _ in trained]
+        in_loss = [each for _, _, each in trained]
         section = self.config.train
         # Why calls were left out for these reasons is not stored with the rollout.
         is_known = not any(row.metrics.get(f"masked/{reason}") for reason in _NOT_STORED)
@@ -474,7 +476,7 @@ class TrainingAudit:
             return
         wrong = differing_weights(rows, in_loss, self.config, self.algorithm)
         for index, call, right in wrong:
-            item, mine, _ = found[index]
+            item, mine, _ = trained[index]
             name = f"call {mine.sampling_calls[call]}"
             self.ledger.find(
                 *("alignment", "weight_differs"),
@@ -551,19 +553,25 @@ def _engine_logprobs(calls: Sequence[Call]) -> NDArray[np.float64]:
 
 def _by_request(facts: Sequence[RolloutFacts]) -> list[list[RolloutFacts]]:
     """Return the trajectories of each request, in their order."""
-    requests = grouped((item.request_id, item) for item in facts).values()
-    return [sorted(members, key=lambda item: item.trajectory_index) for members in requests]
+    requests = grouped((item.row.request_id, item) for item in facts).values()
+    return [sorted(members, key=lambda item: item.row.trajectory_index) for members in requests]
 
 
 def _results(facts: Sequence[RolloutFacts]) -> list[RolloutResult]:
     """Return the results that credit and metrics are computed from, of all their trajectories."""
     results = []
     for members in _by_request(facts):
-        asked = {"task": members[0].task}
-        request_id = members[0].request_id
-        request = SimpleNamespace(request_id=request_id, group_id=members[0].group_id, input=asked)
+        asked = {"task": members[0].row.task}
+        request_id = members[0].row.request_id
+        request = SimpleNamespace(
+            request_id=request_id, group_id=members[0].row.group_id, input=asked
+        )
         states = tuple(item.state for item in members if item.state is not None)
-        kind = members[0].error_type if any(item.failed for item in members) else None
+        kind = (
+            members[0].row.error_type
+            if any(item.row.status == "error" for item in members)
+            else None
+        )
         error = None if kind is None else SimpleNamespace(type=kind)
         results.append(RolloutResult(cast(Any, request), cast(Any, states), cast(Any, error)))
     return results

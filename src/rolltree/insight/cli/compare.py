@@ -49,7 +49,7 @@ def compare_stored_runs(
 
     if markdown and as_json:
         raise click.UsageError("--markdown and --json cannot be combined; choose one.")
-    found = compare(
+    comparison = compare(
         *arms,
         confidence=confidence,
         pass_threshold=pass_threshold,
@@ -57,16 +57,16 @@ def compare_stored_runs(
         num_examples=examples,
     )
     if as_json:
-        echo_json(found.as_dict())
+        echo_json(comparison.as_dict())
         return
     if markdown:
         from rolltree.reports import comparison_markdown
 
         # Not through the console, which would wrap lines at the terminal's width.
-        echo(comparison_markdown(found).rstrip("\n"))
+        echo(comparison_markdown(comparison).rstrip("\n"))
         return
     from rolltree.reports import SafeConsole, comparison_parts
 
     console = SafeConsole()
-    for part in comparison_parts(found):
+    for part in comparison_parts(comparison):
         console.print(part)

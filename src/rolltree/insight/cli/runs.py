@@ -30,15 +30,13 @@ def list_stored_runs(root: Path, as_json: bool) -> None:
     # `list_runs` reads no rollouts; for JSON, which says more, every run is opened below.
     console, found = SafeConsole(), list_runs(root)
     if as_json:
-        from dataclasses import asdict
-
-        from rolltree.records.overview import run_overview
+        from rolltree.records.overview import run_json
 
         overviews = []
         for run in found:
             # Without a check of the whole file, which would take long for a folder of runs.
             with Run.open(run.path, mode="r", check="rows") as stored:
-                about = {**run_overview(stored), **asdict(run), "path": str(run.path)}
+                about = run_json(stored)
             overviews.append({**about, "health": known_glance(run.path)["health"]})
         echo_json(overviews)
         return

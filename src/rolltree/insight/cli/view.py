@@ -79,20 +79,20 @@ def view_runs(
     _serve(path, port, browser=not no_browser)
 
 
-def _report_export(target: Path, found: ExportedPage) -> None:
+def _report_export(target: Path, page: ExportedPage) -> None:
     """Print what an exported file holds, how large it is, and what was left out."""
-    echo(f"wrote {target}, {found.num_bytes / 1e6:.1f} MB, which opens in a browser by itself:")
-    kinds = ", ".join(f"{num:,} {why}" for why, num in found.reasons.items())
+    echo(f"wrote {target}, {page.num_bytes / 1e6:.1f} MB, which opens in a browser by itself:")
+    kinds = ", ".join(f"{num:,} {why}" for why, num in page.reasons.items())
     echo(
-        f"{found.num_rollouts:,} of {found.of_rollouts:,} rollouts{kinds and f' ({kinds})'}, "
-        f"{found.num_groups:,} of {found.of_groups:,} groups"
+        f"{page.num_rollouts:,} of {page.of_rollouts:,} rollouts{kinds and f' ({kinds})'}, "
+        f"{page.num_groups:,} of {page.of_groups:,} groups"
     )
-    if found.num_without_tokens:
+    if page.num_without_tokens:
         echo(
-            f"{found.num_without_tokens:,} of them without their tokens, for lack of room; use "
+            f"{page.num_without_tokens:,} of them without their tokens, for lack of room; use "
             "--limit to export fewer rollouts with all their tokens"
         )
-    if found.num_bytes > MAIL_BYTES:
+    if page.num_bytes > MAIL_BYTES:
         echo("it is larger than most mail servers accept; use --limit to export fewer rollouts")
 
 

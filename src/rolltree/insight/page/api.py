@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_origin
+from typing import Any, get_origin
 from urllib.parse import parse_qsl, unquote
 
 import msgspec
@@ -52,10 +52,6 @@ _MAX_SAID = 500  # characters of an error
 _PATIENCE_S, _LEAST_PATIENCE_S = 3.0, 0.1
 """How long a list waits for all slow runs together, and then still for each of them."""
 _STILL_READ = "it is still being read: it is large, or another program has locked it."
-_MAX_INTEGER = 2**63 - 1  # SQLite's
-Offset = Annotated[int, msgspec.Meta(ge=0, le=_MAX_INTEGER)]
-Step = Annotated[int, msgspec.Meta(ge=-_MAX_INTEGER, le=_MAX_INTEGER)]
-Limit = Annotated[int, msgspec.Meta(ge=1, le=MAX_ROWS)]
 
 
 def api_response(value: object, status: int = 200) -> Response:
@@ -113,7 +109,7 @@ class Runs:
         A run that has not changed since the last request is not opened again. While a slow run is
         still being read, the others are shown.
         """
-        found, unreadable = [], []
+        rows, unreadable = [], []
         looks: dict[Path, _Look] = {}
         # Shared by all slow runs: a disk that hangs must not hide the other runs.
         patience = _PATIENCE_S
@@ -130,12 +126,12 @@ class Runs:
                     patience -= time.monotonic() - began
             looks[folder] = look
             if (row := look.row) is not None:
-                found.append({**row, "age_s": max(0.0, time.time() - row["last_written"])})
+                rows.append({**row, "age_s": max(0.0, time.time() - row["last_written"])})
             else:
                 unreadable.append({"id": look.run_name, "error": look.error or _STILL_READ})
         self._looks = looks
-        found.sort(key=lambda row: row["last_written"], reverse=True)
-        return {"runs": found, "unreadable": unreadable}
+        rows.sort(key=lambda row: row["last_written"], reverse=True)
+        return {"runs": rows, "unreadable": unreadable}
 
     def mark(self) -> str:
         """Return a text that changes when the list changes."""
@@ -195,48 +191,21 @@ class Runs:
 # -- endpoints -------------------------------------------------------------------------------------
 
 
-def _rollouts(
-    run: Run,
-    *,
-    phase: str | None = None,
-    step: Step | None = None,
-    trained: Step | None = None,
-    where: str | None = None,
-    sort: str | None = None,
-    text: str | None = None,
-    offset: Offset = 0,
-    limit: Limit = 100,
-) -> Any:
-    return rollout_page(
-        run,
-        phase=phase,
-        step=step,
-        trained=trained,
-        where=where,
-        sort=sort,
-        text=text,
-        index=index_of(run),
-        offset=offset,
-        limit=limit,
-    )
-
-
-def _previews(run: Run, *, of: list[str]) -> Any:
+def _previews(run: Run, index: SearchIndex, of: list[str]) -> Any:
     """Return previews of rollouts; each is named `INDEX:REQUEST`."""
     names = []
     for each in of[:MAX_ROWS]:
-        index, colon, request_id = each.partition(":")
-        if not (colon and index.isdecimal() and len(index) < 10):
+        place, colon, request_id = each.partition(":")
+        if not (colon and place.isdecimal() and len(place) < 10):
             raise ConfigError(
                 f"a preview is named by INDEX:REQUEST, not by {shorten(each, 100)!r}."
             )
-        names.append((request_id, int(index)))
-    return row_previews(run, names, index_of(run))
+        names.append((request_id, int(place)))
+    return row_previews(run, names, index)
 
 
-def _index(run: Run, *, build: bool = False) -> Any:
+def _index(run: Run, index: SearchIndex, build: bool = False) -> Any:
     """Return the progress of the text index; with `build`, begin to build it."""
-    index = index_of(run)
     found = index.state()
     worker = _INDEXING.get(run)
     is_busy = worker is not None and worker.is_alive()
@@ -282,47 +251,6 @@ def index_of(run: Run) -> SearchIndex:
         ) from error
 
 
-def _groups(
-    run: Run,
-    *,
-    phase: str | None = None,
-    step: Step | None = None,
-    trained: Step | None = None,
-    sort: Literal["-train_step"] | None = None,
-    offset: Offset = 0,
-    limit: Limit = 100,
-) -> Any:
-    return group_page(
-        run, phase=phase, step=step, trained=trained, sort=sort, offset=offset, limit=limit
-    )
-
-
-def _group(run: Run, *, id: str, agent: str | None = None) -> Any:
-    return group_tree(run, id, agent=agent)
-
-
-def _rollout(run: Run, *, id: str, index: Offset = 0) -> Any:
-    return rollout_view(run, id, index)
-
-
-def _tokens(
-    run: Run,
-    *,
-    id: str,
-    index: Offset = 0,
-    call: Offset = 0,
-    offset: Offset = 0,
-    limit: Annotated[int, msgspec.Meta(ge=1)] | None = None,
-) -> Any:
-    return token_lens(run, id, index, call, offset=offset, limit=limit)
-
-
-def _tree(run: Run, *, id: str | None = None, index: Offset = 0, group: str | None = None) -> Any:
-    if (id is None) == (group is None):
-        raise ConfigError("a tree belongs to a rollout or a group. Give either id or group.")
-    return tree_picture(run, id, index, group_id=group)
-
-
 _STORIES: weakref.WeakKeyDictionary[Run, tuple[int, float, Any]] = weakref.WeakKeyDictionary()
 """For each run: the number of commits, when the story may be computed again, and the story."""
 _PAUSE = 20
@@ -358,32 +286,30 @@ def _gain(run: Run) -> Any:
     return _GAINS[run][1]
 
 
-def _evaluation(run: Run, *, phase: str) -> Any:
-    return evaluation_view(run, phase)
-
-
-def _changed(run: Run, *, since: int = -1) -> Any:
+def _changed(run: Run, since: int = -1) -> Any:
     commits = run.num_commits
     return {"commits": commits, "is_running": is_running(run.path), "changed": commits != since}
 
 
 _OF_RUN: dict[str, Callable[..., Any]] = {
-    "": lambda run: run_summary(run),
+    "": run_summary,
     "changed": _changed,
-    "curves": lambda run: run_curves(run),
-    "evaluation": _evaluation,
+    "curves": run_curves,
+    "evaluation": evaluation_view,
     "gain": _gain,
-    "rollouts": _rollouts,
+    "rollouts": rollout_page,
     "previews": _previews,
     "index": _index,
-    "groups": _groups,
-    "group": _group,
-    "rollout": _rollout,
-    "tokens": _tokens,
-    "tree": _tree,
+    "groups": group_page,
+    "group": group_tree,
+    "rollout": rollout_view,
+    "tokens": token_lens,
+    "tree": tree_picture,
     "story": _story,
 }
 """The functions for `/api/runs/R/NAME`, called with the run and the query's parameters."""
+_INDEXED = ("rollouts", "previews", "index")
+"""Those that are called with the run's index of texts, too."""
 
 
 class Api:
@@ -426,7 +352,9 @@ class Api:
         if path[:1] == ["runs"] and len(path) in (2, 3):
             name = path[2] if len(path) == 3 else ""
             if name in _OF_RUN:
-                return _call(_OF_RUN[name], query, self.runs.get(path[1]))
+                run = self.runs.get(path[1])
+                index = (index_of(run),) if name in _INDEXED else ()
+                return _call(_OF_RUN[name], query, run, *index)
         raise UnknownName(f"there is nothing at /api/{shorten('/'.join(path), 200)}.")
 
     def _runs(self) -> Any:
@@ -438,7 +366,7 @@ class Api:
         """Return the worst sentence of each run and its reward curve, as far as they are known."""
         return self._glances.answer((self.runs.name(each), each) for each in self.runs.folders())
 
-    def _compare(self, *, arm: list[str]) -> Any:
+    def _compare(self, arm: list[str]) -> Any:
         found = compare(*map(self._arm, arm))
         comparison = found.as_dict()
         for one, arm_data in zip(found.arms, comparison["arms"], strict=True):
@@ -474,14 +402,14 @@ def _status(error: RolltreeError) -> int:
 
 
 def _call(function: Callable[..., Any], query: str, *given: Any) -> Any:
-    """Call an endpoint with the parameters of a query, converted to its types.
+    """Call an endpoint with what is given and the parameters of a query, converted to its types.
 
     Only a parameter that is a list may be repeated.
 
     Raises:
         ConfigError: a parameter is unknown, missing, repeated, or of the wrong type.
     """
-    model = _parameters(function)
+    model = _parameters(function, len(given))
     named: dict[str, Any] = {}
     for name, value in parse_qsl(query, keep_blank_values=True):
         if name not in model.__struct_fields__:
@@ -502,11 +430,11 @@ def _call(function: Callable[..., Any], query: str, *given: Any) -> Any:
 
 
 @cache
-def _parameters(function: Callable[..., Any]) -> type[msgspec.Struct]:
-    """Return the keyword-only parameters of an endpoint as a type."""
-    fields: list[Any] = []
-    for item in inspect.signature(function, eval_str=True).parameters.values():
-        if item.kind is item.KEYWORD_ONLY:
-            default = () if item.default is item.empty else (item.default,)
-            fields.append((item.name, item.annotation, *default))
+def _parameters(function: Callable[..., Any], num_given: int) -> type[msgspec.Struct]:
+    """Return the parameters of an endpoint after the given ones as a type."""
+    found = list(inspect.signature(function, eval_str=True).parameters.values())[num_given:]
+    fields: list[Any] = [
+        (each.name, each.annotation, *(() if each.default is each.empty else (each.default,)))
+        for each in found
+    ]
     return msgspec.defstruct("Parameters", fields, kw_only=True)

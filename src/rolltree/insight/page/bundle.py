@@ -130,11 +130,11 @@ def _as_function(name: str, source: str) -> str:
     return f"const {_variable(name)} = (() => {{\n{body}{given}}})();\n"
 
 
-def _import(found: re.Match[str]) -> str:
-    source = _variable(found["file"])
-    if found["all"]:
-        return f"const {found['all']} = {source};"
-    names = " ".join(found["names"].split()).replace(" as ", ": ")
+def _import(match: re.Match[str]) -> str:
+    source = _variable(match["file"])
+    if match["all"]:
+        return f"const {match['all']} = {source};"
+    names = " ".join(match["names"].split()).replace(" as ", ": ")
     return f"const {{ {names} }} = {source};"
 
 

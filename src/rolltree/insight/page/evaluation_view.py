@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rolltree.evaluation import EvalReport, stored_report
-from rolltree.evaluation.reducers import values
+from rolltree.evaluation.reducers import columns
 from rolltree.insight.page.pages import row_previews
 from rolltree.store import Run, to_plain
 from rolltree.values.errors import UnknownName, did_you_mean
@@ -39,9 +39,7 @@ def _worst(run: Run, report: EvalReport) -> list[dict[str, Any]]:
     """Return the examples with the lowest mean reward, each with its worst rollout."""
     names = ("request_id", "example", "reward")
     found: dict[Any, list[tuple[float, str]]] = {}
-    for request_id, example, reward in zip(
-        *(values(report.outcomes, name) for name in names), strict=True
-    ):
+    for request_id, example, reward in columns(report.outcomes, *names):
         if reward is not None:
             found.setdefault(example, []).append((reward, request_id))
     means = {example: mean(reward for reward, _ in each) for example, each in found.items()}

@@ -29,7 +29,7 @@ from rolltree.insight.page.pages import (
     group_counts,
     group_rows,
     rollout_counts,
-    rollout_page,
+    rollout_rows,
     row_previews,
 )
 from rolltree.insight.page.rollout_view import rollout_view
@@ -212,7 +212,7 @@ class _File:
             if self._take(lenses):
                 self._groups.append(group_id)
                 groups[_name(group_id)] = lenses
-                _at(trees, group_id)["group"] = _answer(tree_picture(run, group_id=group_id))
+                _at(trees, group_id)["group"] = _answer(tree_picture(run, group=group_id))
         for (request_id, index), numbers in self._rollouts.items():
             calls = _packed_calls(run, request_id, index, numbers)
             if self._take(calls):
@@ -224,12 +224,7 @@ class _File:
     def _rollout_table(self, story: Mapping[str, Any]) -> dict[str, Any]:
         """Return the rows of the file's rollouts, and which of them pass each linked filter."""
         run, ids = self._run, list({request_id: None for request_id, _ in self._rollouts})
-        rows: list[dict[str, Any]] = []
-        while ids and (page := rollout_page(run, request_id=ids, offset=len(rows), limit=1000)):
-            rows += page["rows"]
-            if len(page["rows"]) < 1000:
-                break
-        rows = [row for row in rows if _key(row) in self._rollouts]
+        rows = [row for row in rollout_rows(run, request_id=ids) if _key(row) in self._rollouts]
         shown = row_previews(run, [_key(row) for row in rows])
         rows = [{**row, **preview} for row, preview in zip(rows, shown, strict=True)]
         places = {_key(row): at for at, row in enumerate(rows)}
@@ -272,8 +267,8 @@ def _name(text: str) -> str:
     return str(redact(clean_text(text)))
 
 
-def _at(found: dict[str, Any], request_id: str) -> dict[str, Any]:
-    place: dict[str, Any] = found.setdefault(_name(request_id), {})
+def _at(answers: dict[str, Any], request_id: str) -> dict[str, Any]:
+    place: dict[str, Any] = answers.setdefault(_name(request_id), {})
     return place
 
 
@@ -286,7 +281,7 @@ def _packed_calls(run: Run, request_id: str, index: int, calls: Sequence[int]) -
     Each has `lens` (all except the columns), `columns`, and `after`: the earlier call with the
     longest common prefix.
     """
-    found: dict[str, Any] = {}
+    packed_calls: dict[str, Any] = {}
     known: dict[int, dict[str, Any]] = {}
     for call in calls:
         try:
@@ -303,13 +298,13 @@ def _packed_calls(run: Run, request_id: str, index: int, calls: Sequence[int]) -
             default=None,
         )
         before: Mapping[str, Any] = {} if after is None else known[after]
-        found[str(call)] = {
+        packed_calls[str(call)] = {
             "lens": _answer(lens),
             "after": after,
             "columns": {name: packed(columns[name], before.get(name)) for name in COLUMNS},
         }
         known[call] = columns
-    return found
+    return packed_calls
 
 
 def _short(column: list[Any] | None) -> list[Any] | None:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rolltree.insight.page.pages import Offset
 from rolltree.insight.page.token_lens import one_rollout
 from rolltree.records.token_rows import (
     mean_advantage,
@@ -26,7 +27,7 @@ from rolltree.records.tokenizer import RunTokenizer, shown_tokenizer
 from rolltree.samples.resolve import ResolvedRollout, ResolvedStep, resolve_rollout
 from rolltree.store import Run, StoredRollout, TrainedRollout
 from rolltree.tokens import TokenTree
-from rolltree.values.errors import UnknownName
+from rolltree.values.errors import ConfigError, UnknownName
 from rolltree.values.estimate import mean
 from rolltree.values.types import IntArray
 
@@ -215,7 +216,7 @@ def _group(run: Run, group_id: str) -> list[StoredRollout]:
     return rows
 
 
-def group_tree(run: Run, group_id: str, *, agent: str | None = None) -> dict[str, Any]:
+def group_tree(run: Run, id: str, *, agent: str | None = None) -> dict[str, Any]:
     """Return the rollouts of a group as one tree with reward and advantage on each branch.
 
     With `agent`, only that agent's, which begin with the same prompt; `agents` lists all of them.
@@ -223,23 +224,21 @@ def group_tree(run: Run, group_id: str, *, agent: str | None = None) -> dict[str
     Raises:
         UnknownName: the run has no such group, or the group no such agent.
     """
-    every = sorted(
-        _group(run, group_id), key=lambda row: (row.index_in_group, row.trajectory_index)
-    )
+    every = sorted(_group(run, id), key=lambda row: (row.index_in_group, row.trajectory_index))
     agents = list(dict.fromkeys(row.agent for row in every))
     rows = [row for row in every if agent is None or row.agent == agent]
     if not rows:
-        raise UnknownName(f"the group {group_id!r} has no agent {agent!r}.")
-    found, shown = _CommonTree(run, rows), shown_tokenizer(run)
-    paths = [found.path(member) for member in found.members]
-    inside: list[list[int]] = [[] for _ in found.start]
+        raise UnknownName(f"the group {id!r} has no agent {agent!r}.")
+    tree, shown = _CommonTree(run, rows), shown_tokenizer(run)
+    paths = [tree.path(member) for member in tree.members]
+    inside: list[list[int]] = [[] for _ in tree.start]
     for index, path in enumerate(paths):
         for segment in path:
             inside[segment].append(index)
-    lengths = (found.end - found.start).tolist()
+    lengths = (tree.end - tree.start).tolist()
     first = rows[0]
     return {
-        "group_id": group_id,
+        "group_id": id,
         "phase": first.phase,
         "train_step": first.train_step,
         "example": {
@@ -248,7 +247,7 @@ def group_tree(run: Run, group_id: str, *, agent: str | None = None) -> dict[str
             "example_id": None if first.example_id is None else str(first.example_id),
         },
         "agents": agents,
-        "is_trained": any(member.trained is not None for member in found.members),
+        "is_trained": any(member.trained is not None for member in tree.members),
         # Delegated rollouts are compared with others of their subtask, not with the group.
         "reward": _mean([row.reward for row in rows if row.parent_rollout is None]),
         # Parents first. `authors` are `[author, tokens]` in order, `pieces` the `author` and `text`
@@ -256,16 +255,16 @@ def group_tree(run: Run, group_id: str, *, agent: str | None = None) -> dict[str
         # given.
         "segments": [
             {
-                "parent": int(found.parent[at]),
+                "parent": int(tree.parent[at]),
                 # The number of tokens above it.
-                "start": int(found.depth[at]),
+                "start": int(tree.depth[at]),
                 "num_tokens": lengths[at],
-                **found.words(at, shown),
+                **tree.words(at, shown),
                 # The members that go through it, and the mean reward of the scored ones.
                 "members": members,
                 "reward": _mean([rows[index].reward for index in members]),
                 # The mean over its trained tokens; None without any.
-                "advantage": found.advantages[at],
+                "advantage": tree.advantages[at],
             }
             for at, members in enumerate(inside)
         ],
@@ -276,55 +275,51 @@ def group_tree(run: Run, group_id: str, *, agent: str | None = None) -> dict[str
                 "advantage": member.advantage,
                 # Its segments in the order in which its calls reach them.
                 "path": path,
-                "calls": found.calls(member),
+                "calls": tree.calls(member),
             }
-            for member, row, path in zip(found.members, rows, paths, strict=True)
+            for member, row, path in zip(tree.members, rows, paths, strict=True)
         ],
         # The number of tokens that all members share.
         "shared_tokens": sum(
             size for size, members in zip(lengths, inside, strict=True) if len(members) == len(rows)
         ),
-        "num_tokens": found.tree.num_tokens,
-        "reuse_factor": found.reuse_factor,
+        "num_tokens": tree.tree.num_tokens,
+        "reuse_factor": tree.reuse_factor,
     }
 
 
 def tree_picture(
-    run: Run,
-    request_id: str | None = None,
-    trajectory_index: int = 0,
-    *,
-    group_id: str | None = None,
+    run: Run, id: str | None = None, index: Offset = 0, *, group: str | None = None
 ) -> dict[str, Any]:
     """Return the token tree of a rollout, or of a group, to draw to scale.
 
     Raises:
+        ConfigError: neither or both are named.
         UnknownName: the run has no such rollout or group.
     """
-    if group_id is not None:
-        rows = _group(run, group_id)
-    else:
-        rows = [one_rollout(run, str(request_id), trajectory_index)]
-    found = _CommonTree(run, rows, trained=False)
-    num_calls, first = found.passing()
+    if (id is None) == (group is None):
+        raise ConfigError("a tree belongs to a rollout or a group. Give either id or group.")
+    rows = [one_rollout(run, str(id), index)] if group is None else _group(run, group)
+    tree = _CommonTree(run, rows, trained=False)
+    num_calls, first = tree.passing()
     return {
-        "members": [member.name for member in found.members],
+        "members": [member.name for member in tree.members],
         "segments": [
             {
-                "parent": int(found.parent[index]),
-                "start_depth": int(found.depth[index]),
-                "length": int(found.end[index] - found.start[index]),
+                "parent": int(tree.parent[index]),
+                "start_depth": int(tree.depth[index]),
+                "length": int(tree.end[index] - tree.start[index]),
                 # How many of its tokens the model wrote, and how many calls go through it.
                 "sampled": sampled,
                 "calls": num_calls[index],
                 # Member, call and the position of its first token there, for the token lens.
-                "at": [*first[index], int(found.depth[index])],
+                "at": [*first[index], int(tree.depth[index])],
             }
-            for index, sampled in enumerate(found.num_sampled())
+            for index, sampled in enumerate(tree.num_sampled())
         ],
-        "num_tokens": found.tree.num_tokens,
-        "num_calls": found.tree.num_calls,
-        "reuse_factor": found.reuse_factor,
+        "num_tokens": tree.tree.num_tokens,
+        "num_calls": tree.tree.num_calls,
+        "reuse_factor": tree.reuse_factor,
     }
 
 

@@ -9,19 +9,26 @@ import json
 import weakref
 from collections.abc import Sequence
 from statistics import mean, pstdev
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
+
+from msgspec import Meta
 
 from rolltree.environments.rubrics import are_equal
 from rolltree.insight.search import OWN, SearchIndex, previews
 from rolltree.records.columns import ROLLOUTS
 from rolltree.records.trained_steps import trained_groups, trained_steps
-from rolltree.records.values import rollout_values, stored_names
+from rolltree.records.values import stored_names, values_of_rows
 from rolltree.store import Run, to_plain
 from rolltree.store.filters import parted, where_clause
 from rolltree.store.metric_names import finite_numbers
 
 # The most rows of a page; to read more at once, read a table (`rt.read_run`).
 MAX_ROWS = 1000
+# What the page may ask for; `inspect` reads these types. SQLite has no larger integers.
+_MAX_INTEGER = 2**63 - 1
+Offset: TypeAlias = Annotated[int, Meta(ge=0, le=_MAX_INTEGER)]
+Step: TypeAlias = Annotated[int, Meta(ge=-_MAX_INTEGER, le=_MAX_INTEGER)]
+Limit: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_ROWS)]
 COLUMNS = tuple(each.name for each in ROLLOUTS if each.name not in ("input", "errors"))
 """Columns of table `rollouts` that a page has; `metrics` comes with them."""
 _OF_MEMBERS = ("request_id", "trajectory_index", "agent", "reward", "status")
@@ -33,23 +40,22 @@ _OF_GROUPS = (
 
 def rollout_page(
     run: Run,
+    index: SearchIndex | None = None,
     *,
     phase: str | None = None,
-    step: int | None = None,
-    trained: int | None = None,
+    step: Step | None = None,
+    trained: Step | None = None,
     where: str | None = None,
-    request_id: Sequence[str] | None = None,
     sort: str | None = None,
     text: str | None = None,
-    index: SearchIndex | None = None,
-    offset: int = 0,
-    limit: int = 100,
+    offset: Offset = 0,
+    limit: Limit = 100,
 ) -> dict[str, Any]:
     """Return how many rollouts pass the filters, and one page of them in the order of `sort`.
 
     `step` is the one that they were played for, `trained` the one that trained them.
-    `request_id` are the requests that they may belong to; None: any. With an `index`, `text` are
-    consecutive words that they contain, and `where` and `sort` may name `search.OWN`.
+    With an `index`, `text` are consecutive words that they contain, and `where` and `sort` may name
+    `search.OWN`.
 
     Raises:
         ConfigError: a filter or order that cannot be read.
@@ -62,8 +68,6 @@ def rollout_page(
         filters["group_id"] = trained_groups(run, trained)
     if where:
         filters["where"] = where
-    if request_id is not None:
-        filters["request_id"] = list(request_id)
     if index is not None:
         own, rest = parted(where, OWN) if where else ((), None)
         is_own = (sort or "").removeprefix("-") in OWN
@@ -77,7 +81,7 @@ def rollout_page(
                 "total": len(ids),
                 "rows": _named(run, index.names(ids[offset : offset + limit])),
             }
-    rows = _rows(run, limit=limit, offset=offset, sort=sort, **filters)
+    rows = rollout_rows(run, limit=limit, offset=offset, sort=sort, **filters)
     return {"total": run.num_rollouts(**filters), "rows": rows}
 
 
@@ -91,7 +95,7 @@ def _named(run: Run, names: Sequence[tuple[str, int]]) -> list[dict[str, Any]]:
     """Return the rows of these rollouts in this order."""
     if not names:
         return []
-    rows = _rows(run, request_id=list({name: None for name, _ in names}))
+    rows = rollout_rows(run, request_id=list({name: None for name, _ in names}))
     known = {(row["request_id"], row["trajectory_index"]): row for row in rows}
     return [known[name] for name in names if name in known]
 
@@ -143,16 +147,18 @@ def _counted(run: Run, what: str, *values: Any) -> list[tuple[str, int | None, i
     return [(row["phase"], row["train_step"], row["num"]) for row in found]
 
 
-def _rows(run: Run, **filters: Any) -> list[dict[str, Any]]:
+def rollout_rows(run: Run, **filters: Any) -> list[dict[str, Any]]:
+    """Return rows of `rollout_page`; `filters` are those of `Run.rollouts`.
+
+    Raises:
+        StoreError: a row is damaged or missing.
+    """
     names = [*stored_names(COLUMNS), "metrics"]
     page = list(run.columns(names, **filters))
-    if not page:
-        return []
-    found = dict(zip(names, map(list, zip(*page, strict=True)), strict=True))
-    columns = rollout_values(run, COLUMNS, found)
+    columns = values_of_rows(run, COLUMNS, page)
     return [
-        {**{name: columns[name][at] for name in COLUMNS}, "metrics": finite_numbers(metrics)}
-        for at, metrics in enumerate(found["metrics"])
+        {**{name: columns[name][at] for name in COLUMNS}, "metrics": finite_numbers(row.metrics)}
+        for at, row in enumerate(page)
     ]
 
 
@@ -160,11 +166,11 @@ def group_page(
     run: Run,
     *,
     phase: str | None = None,
-    step: int | None = None,
-    trained: int | None = None,
+    step: Step | None = None,
+    trained: Step | None = None,
     sort: Literal["-train_step"] | None = None,
-    offset: int = 0,
-    limit: int = 100,
+    offset: Offset = 0,
+    limit: Limit = 100,
 ) -> dict[str, Any]:
     """Return how many groups there are, and one page of them in the order they began.
 
@@ -214,34 +220,34 @@ def group_rows(run: Run, group_ids: Sequence[str]) -> list[dict[str, Any]]:
     Raises:
         StoreError: a row is damaged or missing.
     """
-    groups: dict[str, list[dict[str, Any]]] = {name: [] for name in group_ids}
-    for found in run.columns(_OF_GROUPS, group_id=list(groups)) if groups else ():
-        row = dict(zip(_OF_GROUPS, found, strict=True))
-        groups[row["group_id"]].append(row)
+    groups: dict[str, list[Any]] = {name: [] for name in group_ids}
+    for row in run.columns(_OF_GROUPS, group_id=list(groups)) if groups else ():
+        groups[row.group_id].append(row)
     steps = trained_steps(run)
     return [
         {**_group(rows), "trained_step": steps.get(name)} for name, rows in groups.items() if rows
     ]
 
 
-def _group(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    rows.sort(key=lambda row: (row["index_in_group"], row["trajectory_index"]))
-    rewards = [row["reward"] for row in rows]
-    own = [row["reward"] for row in rows if row["parent_rollout"] is None]
+def _group(rows: list[Any]) -> dict[str, Any]:
+    rows.sort(key=lambda row: (row.index_in_group, row.trajectory_index))
+    own = [row.reward for row in rows if row.parent_rollout is None]
     scored = [reward for reward in own if reward is not None]
     first = rows[0]
     return {
-        **{name: first[name] for name in ("group_id", "phase", "train_step")},
+        **{name: getattr(first, name) for name in ("group_id", "phase", "train_step")},
         # Environment, task, id.
-        "example": {name: to_plain(first[name]) for name in ("env_id", "task", "example_id")},
-        "members": [{name: row[name] for name in _OF_MEMBERS} for row in rows],
+        "example": {
+            name: to_plain(getattr(first, name)) for name in ("env_id", "task", "example_id")
+        },
+        "members": [{name: getattr(row, name) for name in _OF_MEMBERS} for row in rows],
         # The rewards of all its rollouts; None: not scored.
-        "rewards": rewards,
+        "rewards": [row.reward for row in rows],
         # Over the rewards that are compared, those of rollouts that were not delegated; `std` is
         # that of the population.
         "mean": mean(scored) if scored else None,
         "std": (0.0 if are_equal(scored) else pstdev(scored)) if scored else None,
-        "num_failed": sum(row["status"] == "error" for row in rows),
-        "num_truncated": sum(row["truncated"] for row in rows),
-        "num_completion_tokens": sum(row["num_completion_tokens"] for row in rows),
+        "num_failed": sum(row.status == "error" for row in rows),
+        "num_truncated": sum(row.truncated for row in rows),
+        "num_completion_tokens": sum(row.num_completion_tokens for row in rows),
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rolltree.insight.page.pages import COLUMNS
+from rolltree.insight.page.pages import COLUMNS, Offset
 from rolltree.insight.page.token_lens import one_rollout, rollout_breaks
 from rolltree.records.conversations import tool_call_parts
 from rolltree.records.rewards import reward_parts
@@ -19,13 +19,13 @@ from rolltree.values.state import tool_errors
 from rolltree.values.types import State
 
 
-def rollout_view(run: Run, request_id: str, trajectory_index: int = 0) -> dict[str, Any]:
+def rollout_view(run: Run, id: str, index: Offset = 0) -> dict[str, Any]:
     """Return everything about one rollout except its tokens, JSON-ready.
 
     Raises:
         UnknownName: the run has no such rollout.
     """
-    row = one_rollout(run, request_id, trajectory_index)
+    row = one_rollout(run, id, index)
     state = state_of(row)
     others = _others(run, row)
     calls = [] if state is None else _timed(list(call_rows(state)))
@@ -58,19 +58,18 @@ _MOST_RELATIVES = 100
 
 def _others(run: Run, row: StoredRollout) -> list[dict[str, Any]]:
     names = ("trajectory_index", "agent", "reward")
-    found = run.columns(names, request_id=row.request_id)
-    others = [dict(zip(names, each, strict=True)) for each in found]
-    return [each for each in others if each["trajectory_index"] != row.trajectory_index]
+    rows = run.columns(names, request_id=row.request_id)
+    return [each._asdict() for each in rows if each.trajectory_index != row.trajectory_index]
 
 
 def _relatives(run: Run, row: StoredRollout, others: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return `asked` (None if it was not delegated), `parent` and `children`."""
     if not others or row.num_trajectories > _MOST_RELATIVES:
         return {"asked": None, "parent": None, "children": []}
-    found: dict[str, dict[str, Any]] = {}
+    relatives: dict[str, dict[str, Any]] = {}
     for each in run.rollouts(request_id=row.request_id):
         for state in decode_rollout(each, tokens=False).states:
-            found[str(state.get("rollout_id"))] = {
+            relatives[str(state.get("rollout_id"))] = {
                 "request_id": each.request_id,
                 "trajectory_index": each.trajectory_index,
                 "agent": each.agent,
@@ -79,11 +78,11 @@ def _relatives(run: Run, row: StoredRollout, others: Sequence[Mapping[str, Any]]
                 "parent": each.parent_rollout,
             }
     at = row.trajectory_index
-    own = {name: each for name, each in found.items() if each["trajectory_index"] == at}
+    own = {name: each for name, each in relatives.items() if each["trajectory_index"] == at}
     return {
         "asked": next((each["asked"] for each in own.values()), None),
-        "parent": found.get(row.parent_rollout or ""),
-        "children": [each for each in found.values() if each["parent"] in own],
+        "parent": relatives.get(row.parent_rollout or ""),
+        "children": [each for each in relatives.values() if each["parent"] in own],
     }
 
 

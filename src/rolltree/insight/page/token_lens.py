@@ -6,11 +6,13 @@ values of that call, so one context shows what the whole conversation up to ther
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
+from rolltree.insight.page.pages import Offset
 from rolltree.records.token_rows import (
     FACTS,
     break_rows,
@@ -44,12 +46,12 @@ def one_rollout(run: Run, request_id: str, trajectory_index: int = 0) -> StoredR
 
 def token_lens(
     run: Run,
-    request_id: str,
-    trajectory_index: int = 0,
-    call: int = 0,
+    id: str,
+    index: Offset = 0,
+    call: Offset = 0,
     *,
-    offset: int = 0,
-    limit: int | None = None,
+    offset: Offset = 0,
+    limit: Annotated[int, Meta(ge=1)] | None = None,
 ) -> dict[str, Any]:
     """Return the tokens `offset`, ... of a call's prompt and completion as columns, JSON-ready.
 
@@ -59,13 +61,13 @@ def token_lens(
     Raises:
         UnknownName: the run has no such rollout, or the rollout has no such call with tokens.
     """
-    row = one_rollout(run, request_id, trajectory_index)
+    row = one_rollout(run, id, index)
     state = state_of(row)
     rollout = None if state is None else resolve_rollout(0, state, skip_invalid=True)
     if state is None or rollout is None or all(step.index != call for step in rollout.calls):
         known = [] if rollout is None else [step.index for step in rollout.calls]
         raise UnknownName(
-            f"rollout {request_id!r} has no tokens of a call {call}; its calls with tokens are "
+            f"rollout {id!r} has no tokens of a call {call}; its calls with tokens are "
             f"{known or 'none'}."
         )
     tokenizer = shown_tokenizer(run)
@@ -78,10 +80,12 @@ def token_lens(
     ids = tree.arena.ids[at]
     texts, spelled = (None, None) if tokenizer is None else tokenizer.pieces(ids)
     by = sampled_in[at]
-    found = {name: column[at] for name, column in values.items()}
+    columns = {name: column[at] for name, column in values.items()}
+    if "trainer_logprob" in columns and "logprob" in columns:
+        columns["difference"] = columns["trainer_logprob"] - columns["logprob"]
     return {
-        "request_id": request_id,
-        "trajectory_index": trajectory_index,
+        "request_id": id,
+        "trajectory_index": index,
         "call": call,
         # For navigation from call to call on the page.
         "calls": _calls(rollout),
@@ -97,9 +101,7 @@ def token_lens(
         "author": np.where(by >= 0, "model", "environment").tolist(),
         "is_sampled": (np.arange(offset, offset + len(at)) >= tree.prompt_len(handle)).tolist(),
         "sampled_in": _listed(by, by < 0),
-        **{name: _values(name, found.get(name)) for name in FACTS},
-        # Trainer minus engine logprob.
-        "difference": _difference(found),
+        **{name: _values(name, columns.get(name)) for name in (*FACTS, "difference")},
         # The place where this call's prompt stops extending the call before, with both sides.
         "breaks": [each for each in rollout_breaks(state, tokenizer) if each["call"] == call],
     }
@@ -167,12 +169,6 @@ def _known(
                     values[name] = np.full(tree.num_tokens, np.nan)
                 values[name][at[wanted]] = column[wanted]
     return sampled_in, values
-
-
-def _difference(found: dict[str, NDArray[np.float64]]) -> list[float | None] | None:
-    if "trainer_logprob" not in found or "logprob" not in found:
-        return None
-    return _values("difference", found["trainer_logprob"] - found["logprob"])
 
 
 def _values(name: str, column: NDArray[np.float64] | None) -> list[Any] | None:

@@ -22,10 +22,10 @@ _NAMES = {
 }
 
 
-def comparison_parts(found: RunComparison) -> list[RenderableType]:
+def comparison_parts(comparison: RunComparison) -> list[RenderableType]:
     """Return the printed parts: the sentences, measures and changed examples of each pair."""
     parts: list[RenderableType] = []
-    for pair in found.pairs:
+    for pair in comparison.pairs:
         parts += ["", *(safe_text(line) for line in pair.sentences), "", _measures(pair)]
         parts += ["", safe_text(_changed(pair))]
         if pair.shown:
@@ -34,14 +34,14 @@ def comparison_parts(found: RunComparison) -> list[RenderableType]:
     return parts[1:]
 
 
-def comparison_markdown(found: RunComparison) -> str:
+def comparison_markdown(comparison: RunComparison) -> str:
     """Return Markdown, with the text of runs and models in code spans."""
     lines: list[str] = []
-    for pair in found.pairs:
+    for pair in comparison.pairs:
         lines += [f"### {_code(pair.b)} against {_code(pair.a)}", ""]
         # Names of runs and models may hold Markdown.
         named = {pair.a: _code(pair.a), pair.b: _code(pair.b)}
-        lines += [*pair.told(named[pair.a], named[pair.b]), ""]
+        lines += [*pair.sentences_for(named[pair.a], named[pair.b]), ""]
         heads = ["", named[pair.a], named[pair.b], "difference", _interval_name(pair), ""]
         rows = [
             # An environment chooses the names of its metrics; the other names are rolltree's.
