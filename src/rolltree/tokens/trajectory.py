@@ -319,7 +319,7 @@ def check_steps(steps: object) -> None:
         is_list = False
     if not is_list:
         raise ConfigError(
-            f"state['trajectory'] is a {type(steps).__name__}, or holds other things than steps, so "
+            f"state['trajectory'] is a {type(steps).__name__}, or holds more than steps, so "
             "no model call can be recorded in it. Put a list of steps there: "
             "[step for step in state['trajectory'] if ...]."
         )
