@@ -32,8 +32,7 @@ async def check_servers(client: object, *, limit_s: float = FIRST_ANSWER_TIMEOUT
     Raises:
         ConnectionFailed: none of them answered within `limit_s`.
     """
-    # A training run checks its own servers.
-    parts = [part for part in _with_server(client) if getattr(part, "fleet", None) is None]
+    parts = list(_with_server(client))
     if not parts:
         return []
     await _wait_for_one(parts, limit_s)
@@ -41,6 +40,8 @@ async def check_servers(client: object, *, limit_s: float = FIRST_ANSWER_TIMEOUT
 
 
 def _with_server(client: object) -> Iterator[Any]:
+    if getattr(client, "fleet", None) is not None:
+        return  # a training run checks its own servers
     if isinstance(getattr(client, "server", None), HttpClient):
         yield client
     for part in getattr(client, "clients", ()):

@@ -13,9 +13,10 @@ import asyncio
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import ceil
 from time import monotonic
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -36,6 +37,9 @@ from rolltree.values.errors import (
 )
 from rolltree.values.types import ModelResponse
 
+if TYPE_CHECKING:
+    from rolltree.scale.fleet import Fleet
+
 _NO_RETRIES = RetryPolicy(max_retries=0)
 _ALWAYS_FITS = 16
 """A server with fewer calls in flight than this is never too busy for its own rollouts."""
@@ -48,9 +52,9 @@ class _Checked(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Endpoint:
-    """One server: its client, its load and its failures."""
+    """One server: its client (a `ModelClient`), its load and its failures."""
 
-    client: ModelClient
+    client: Any
     name: str
     num_in_flight: int = 0
     num_calls: int = 0
@@ -78,6 +82,9 @@ class EndpointPool(ClientBase):
     Raises:
         ConfigError: there are no clients, two have the same name, or their models differ.
     """
+
+    fleet: Fleet | None = None
+    """Of a run: decides when a server gets a call, and which answers count."""
 
     def __init__(
         self,
@@ -135,7 +142,8 @@ class EndpointPool(ClientBase):
     @property
     def model(self) -> str:
         """The model of calls that name none."""
-        return self.endpoints[0].client.model
+        model: str = self.endpoints[0].client.model
+        return model
 
     @property
     def version(self) -> int:
@@ -239,6 +247,8 @@ class EndpointPool(ClientBase):
         try:
             if isinstance(endpoint.client, _Checked):
                 await endpoint.client.check_health()
+            if self.fleet is not None:
+                self.fleet.check(endpoint.client)
         except ModelError as error:
             self.note_failure(endpoint)
             return error
@@ -274,8 +284,10 @@ class PooledSession(DelegatingClient):
             session = self._on(endpoint)
             endpoint.num_in_flight += 1
             endpoint.num_calls += 1
+            ask = partial(call.to, session)
             try:
-                answer = await call.to(session)
+                fleet, client = self._pool.fleet, endpoint.client
+                answer = await (ask() if fleet is None else fleet.counted(client, ask))
             except (ConnectionFailed, BadResponse, ServerError, TokenError) as error:
                 # The request itself is wrong, for every server.
                 if isinstance(error, ServerError) and not error.retryable:

@@ -24,9 +24,19 @@ import torch
 from rolltree._helpers.tasks import run_shielded
 from rolltree.training.models.ranks import reshard
 from rolltree.values.errors import ModelError, TrainingError
-from rolltree.values.types import FloatArray, GenerateRequest, IntArray, Sample, SamplingParams
+from rolltree.values.types import (
+    FloatArray,
+    GenerateRequest,
+    IntArray,
+    ModelResponse,
+    Sample,
+    SamplingParams,
+)
 
 T = TypeVar("T")
+Ask = Callable[[], Awaitable[ModelResponse]]
+Counted = Callable[[Ask], Awaitable[ModelResponse]]
+"""Makes one call and returns its answer, if that counts."""
 Score = Callable[[IntArray], FloatArray]
 """Prompts `[_N, _T]` -> the trainer's logprobs of every next token `[_N, _V]`."""
 
@@ -70,6 +80,14 @@ class RunHooks(Protocol):
         """Return what `work` returns, or raise if the engine is lost meanwhile."""
         ...
 
+    async def counted(self, client: Any, ask: Ask) -> ModelResponse:
+        """Return the answer that `ask` gets from one client, if it has the published weights."""
+        ...
+
+    def is_away(self, client: Any) -> bool:
+        """Whether one client failed apart from the others, and gets the weights later."""
+        ...
+
     def announce_kept_weights(self) -> None:
         """Tell the user at the end of a run where the trained weights are still served."""
 
@@ -87,6 +105,12 @@ class _NoHooks:
 
     async def guard(self, work: Awaitable[T]) -> T:
         return await work
+
+    async def counted(self, client: Any, ask: Ask) -> ModelResponse:
+        return await ask()
+
+    def is_away(self, client: Any) -> bool:
+        return False
 
     def announce_kept_weights(self) -> None:
         pass
@@ -204,14 +228,16 @@ class Publisher:
         after = await run_shielded(asyncio.to_thread(self._score, self._prompts))
         scored = self._scored = _Scored(version, self._prompts, self._before, after)
         found: list[_Found] = []
+        hooks = run_hooks(self._engine)
         for client in getattr(self._client, "clients", [self._client]):
-            if getattr(client, "is_suspect", False):
+            if hooks.is_away(client):
                 continue
+            counted = partial(hooks.counted, client)
             try:
-                found.append(await self._check(client, scored, is_old=not shares))
+                found.append(await self._check(client, scored, counted, is_old=not shares))
             # A server that died during the probe gets the weights before its next request.
             except ModelError:
-                if not getattr(client, "is_suspect", False):
+                if not hooks.is_away(client):
                     raise
         if not found:
             return {}
@@ -230,7 +256,8 @@ class Publisher:
             ModelError: it does not answer.
         """
         if self._scored is not None and self._scored.version == version:
-            await self._check(client, self._scored, is_old=True)
+            # Not counted: no answer of the server counts before it is probed.
+            await self._check(client, self._scored, partial(_NO_HOOKS.counted, client), is_old=True)
 
     def shares_memory(self) -> bool:
         """Return whether the engine computes with the very tensors that are trained."""
@@ -242,10 +269,12 @@ class Publisher:
         own = [p for p in self._model.parameters() if p.requires_grad]
         return all((p.data_ptr(), p.numel()) in addresses for p in own)
 
-    async def _check(self, client: Any, scored: _Scored, *, is_old: bool) -> _Found:
+    async def _check(
+        self, client: Any, scored: _Scored, counted: Counted, *, is_old: bool
+    ) -> _Found:
         """Probe one client; if the result looks wrong, sample more and judge all tries together.
 
-        `is_old`: the client may serve the weights from before the step.
+        `counted` makes each call. `is_old`: the client may serve the weights from before the step.
         """
         # A server that was away at the first publish is judged by the others' noise.
         noise = self._noise.get(client, max(self._noise.values(), default=None))
@@ -254,7 +283,7 @@ class Publisher:
         ids, logprobs = np.empty(0, np.int32), np.empty(0, np.float32)
         for number in range(_NUM_TRIES):
             # Different seeds in each try, so the tries are independent and are judged together.
-            more = await _sample(client, scored, version * _NUM_TRIES + number)
+            more = await _sample(client, scored, counted, version * _NUM_TRIES + number)
             ids, logprobs = np.append(ids, more[0]), np.append(logprobs, more[1])
             found = _compare(ids, logprobs, scored.before, scored.after)
             why = found.why_not(noise, self._tolerance)
@@ -285,16 +314,19 @@ class _Scored:
     after: FloatArray
 
 
-async def _sample(client: Any, scored: _Scored, seed: int) -> tuple[IntArray, FloatArray]:
+async def _sample(
+    client: Any, scored: _Scored, counted: Counted, seed: int
+) -> tuple[IntArray, FloatArray]:
     """Return the token that a client samples after each prompt, and its logprob."""
     # One token, because `before` has the distribution of the next token only (design/0022).
     sampling = SamplingParams(temperature=1.0, max_tokens=1)
     size = len(scored.prompts)
-    answers = await asyncio.gather(
-        *(
-            client.generate(GenerateRequest(prompt, replace(sampling, seed=seed * size + number)))
-            for number, prompt in enumerate(scored.prompts)
-        )
+    requests = [
+        GenerateRequest(prompt, replace(sampling, seed=seed * size + number))
+        for number, prompt in enumerate(scored.prompts)
+    ]
+    answers: list[Any] = await asyncio.gather(
+        *(counted(partial(client.generate, each)) for each in requests)
     )
     for answer in answers:
         if answer.completion_ids is None or answer.logprobs is None:
