@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rolltree.inference.request_fields import distribution_changes
 from rolltree.tokens import TokenTree, routing_streams
 from rolltree.tokens.buffers import UnusableLogprobs
 from rolltree.values.types import (
@@ -225,9 +226,24 @@ def record_of(
         wait_s=answer.wait_s,
         sent_s=call.sent_s,
         time_s=round(time.monotonic() - call.began_s, 6) if call.began_s else 0.0,
-        info=answer.info,
+        info={**answer.info, **sampling_info(call.sampling)},
         id=answer.id,
         model=answer.model,
         routed_experts=answer.routed_experts,
         place=place,
     )
+
+
+def sampling_info(sampling: SamplingParams) -> dict[str, Any]:
+    """Return settings that changed the distribution, as `info["sampling"]` of a record.
+
+    Training leaves such calls out of the loss: it computes probabilities under the full softmax.
+    """
+    changes = distribution_changes(sampling)
+    if not changes:
+        return {}
+    # `info` is stored as JSON.
+    plain = (bool, int, float, str)
+    return {
+        "sampling": {k: v if isinstance(v, plain) else repr(v)[:80] for k, v in changes.items()}
+    }

@@ -14,13 +14,10 @@ import numpy as np
 
 from rolltree.inference.call import ModelCall
 from rolltree.inference.chat import ChatRenderer
+from rolltree.inference.client_base import RootClient
 from rolltree.inference.context_limit import DEFAULT_MAX_TOKENS, ContextLimit, cut_by_default
 from rolltree.inference.http import MAX_ANSWER_BYTES, HttpClient
-from rolltree.inference.message_session import (
-    MessageClient,
-    MessageSession,
-    send_with_token_fields,
-)
+from rolltree.inference.message_session import MessageSession, send_with_token_fields
 from rolltree.inference.parse import (
     begin_answer,
     extract_message,
@@ -67,7 +64,7 @@ class OpenAIMemory(MessageSession):
         self.by_token = None if renderer is None else TokenSession(renderer)
 
 
-class OpenAIClient(MessageClient[OpenAIMemory]):
+class OpenAIClient(RootClient[OpenAIMemory]):
     """One OpenAI-compatible server.
 
     Args:
@@ -99,6 +96,8 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
     Tokens for which the server reports no policy version get `version` as it was when the request
     was sent; publishing weights to the server sets it.
     """
+
+    version: int = 0
 
     def __init__(
         self,
@@ -139,7 +138,6 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
         self.tokens = TokenFields(token_ids, logprobs_mode, self._server.base_url, vocab_size)
         self._posts = CompletionPosts(self._server)
         self.token_in = TokenInEndpoint(self._posts, token_endpoint)
-        self.version = 0
         # That of chat; changes when the server rejects the field.
         self._max_tokens_field = "max_tokens"
         self._context_limit = ContextLimit(self._server)
@@ -166,7 +164,7 @@ class OpenAIClient(MessageClient[OpenAIMemory]):
         by_token = memory.by_token
         # If the server returns no ids, rendering here would only risk a different template.
         if by_token is None or not self.tokens.wanted or isinstance(call.prompt, np.ndarray):
-            return await self.respond_by_message(call, memory)
+            return await memory.respond(call, self.ask, self.version)
         size = num_characters(call.prompt)
         if size > _LARGE_PROMPT:
             # A tokenizer takes a minute for megabytes, and meanwhile nothing else runs.
