@@ -79,7 +79,7 @@ async def fleet(monkeypatch):
         return made
 
     monkeypatch.setattr(servers, "served_version", label)
-    monkeypatch.setattr(servers, "_WAITS", RetryPolicy(first_wait_s=0.001, max_wait_s=0.002))
+    monkeypatch.setattr(servers, "WHILE_AWAY", RetryPolicy(first_wait_s=0.001, max_wait_s=0.002))
     first, second = server(1), server(2)
     pool = EndpointPool([first, second])
     made = Servers([first, second], Recorder(), pool=pool)

@@ -33,6 +33,7 @@ from rolltree.inference.request_fields import (
 )
 from rolltree.inference.request_ids import HEADER, RequestIds
 from rolltree.inference.retry import (
+    ONCE,
     Outcome,
     Retry,
     RetryPolicy,
@@ -85,7 +86,7 @@ class OpenAISDKClient(RootClient[MessageSession]):
         max_answer_bytes: int = MAX_ANSWER_BYTES,
     ) -> None:
         where = str(getattr(client, "base_url", type(client).__name__))
-        self._retry = RetryPolicy(max_retries=0)
+        self._retry = ONCE
         self._ids: RequestIds | None = None
         # Checked by name, since the package may not be installed.
         if type(client).__module__.partition(".")[0] == "openai":

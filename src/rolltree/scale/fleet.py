@@ -16,7 +16,7 @@ from typing import Any
 from rolltree.inference import ChatRenderer
 from rolltree.inference.openai_client import OpenAIClient
 from rolltree.inference.reachable import served_version
-from rolltree.inference.retry import RetryPolicy
+from rolltree.inference.retry import ONCE
 from rolltree.training.config import TrainConfig
 from rolltree.values.errors import (
     BadResponse,
@@ -162,7 +162,7 @@ def server_client(
         vocab_size=vocab_size,
         # The pool repeats calls, after the fleet has checked the server, which may have been
         # restarted.
-        retry=RetryPolicy(max_retries=0),
+        retry=ONCE,
     )
 
 

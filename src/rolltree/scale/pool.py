@@ -25,7 +25,7 @@ from rolltree.inference.call import DeltaListener, ModelCall
 from rolltree.inference.client import ModelClient, policy_version
 from rolltree.inference.client_base import RootClient
 from rolltree.inference.openai_client import OpenAIClient
-from rolltree.inference.retry import Retry, RetryPolicy, with_retries
+from rolltree.inference.retry import ONCE, Retry, RetryPolicy, with_retries
 from rolltree.inference.session import without_ids
 from rolltree.values.errors import (
     BadResponse,
@@ -41,7 +41,6 @@ from rolltree.values.types import ModelResponse
 if TYPE_CHECKING:
     from rolltree.scale.fleet import Fleet
 
-_NO_RETRIES = RetryPolicy(max_retries=0)
 _ALWAYS_FITS = 16
 """A server with fewer calls in flight than this is never too busy for its own rollouts."""
 
@@ -141,7 +140,7 @@ class EndpointPool(RootClient[Place]):
         **options: Any,
     ) -> EndpointPool:
         """Return a pool of `OpenAIClient`s; `options` are theirs."""
-        clients = [OpenAIClient(url, model, retry=_NO_RETRIES, **options) for url in base_urls]
+        clients = [OpenAIClient(url, model, retry=ONCE, **options) for url in base_urls]
         return cls(
             clients, retry=retry, deadline_s=deadline_s, cool_down_s=cool_down_s, spread=spread
         )

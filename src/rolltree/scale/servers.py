@@ -20,7 +20,7 @@ from rolltree.inference import ChatRenderer
 from rolltree.inference.models import resolve_model
 from rolltree.inference.openai_client import OpenAIClient
 from rolltree.inference.reachable import FIRST_ANSWER_TIMEOUT_S, served_version
-from rolltree.inference.retry import RetryPolicy
+from rolltree.inference.retry import WHILE_AWAY
 from rolltree.rollouts.requests import current_episode
 from rolltree.scale.fleet import LABEL_TIMEOUT_S, Fleet, ServerState, server_client
 from rolltree.scale.pool import EndpointPool
@@ -42,7 +42,6 @@ from rolltree.values.errors import (
 from rolltree.values.types import ModelResponse
 
 T = TypeVar("T")
-_WAITS = RetryPolicy(first_wait_s=0.5, max_wait_s=15.0)
 _MAX_REFUSALS = 3
 """How often a healthy server may reject weights before it is an error."""
 PublishName = Literal["auto", "shared", "transfer", "disk"]
@@ -138,7 +137,7 @@ class Servers(Fleet):
             waiting = [client for client in failed if not await self._is_away(client)]
             if not waiting:
                 break
-            await asyncio.sleep(_WAITS.wait_s(number, None))
+            await asyncio.sleep(WHILE_AWAY.wait_s(number, None))
         self.version, self.labels = version, {str(version)}
 
     async def begin(
@@ -326,7 +325,7 @@ class Servers(Fleet):
                         )
                     )
                     return
-            wait_s = _WAITS.wait_s(number, None)
+            wait_s = WHILE_AWAY.wait_s(number, None)
             # No longer than the limit, so that the run ends when its notice said it would.
             await asyncio.sleep(min(wait_s, max(self._patience_s - self._away_s(), 0.01)))
             number += 1
