@@ -31,7 +31,7 @@ from rolltree.training.config import TrainConfig
 from rolltree.training.models.plain_weights import plain_tensors
 from rolltree.training.parts import engine_options
 from rolltree.training.plan import AWAY_LIMIT_S
-from rolltree.training.publishing import Ask, WeightTarget
+from rolltree.training.publishing import WeightTarget
 from rolltree.values.errors import (
     ConfigError,
     ConnectionFailed,
@@ -39,7 +39,6 @@ from rolltree.values.errors import (
     PublishFailed,
     TrainingError,
 )
-from rolltree.values.types import ModelResponse
 
 T = TypeVar("T")
 _MAX_REFUSALS = 3
@@ -199,7 +198,7 @@ class Servers(Fleet):
         state = self.states.get(client)
         return bool(self.states) and (state is None or state.is_suspect)
 
-    async def counted(self, client: Any, ask: Ask) -> ModelResponse:
+    async def counted(self, client: Any, ask: Callable[[], Awaitable[Any]]) -> Any:
         """Return the answer that `ask` gets, as `Fleet.counted` does for servers of a pool."""
         return await (super().counted(client, ask) if self.states else ask())
 

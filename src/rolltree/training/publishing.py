@@ -24,19 +24,9 @@ import torch
 from rolltree._helpers.tasks import run_shielded
 from rolltree.training.models.ranks import reshard
 from rolltree.values.errors import ModelError, TrainingError
-from rolltree.values.types import (
-    FloatArray,
-    GenerateRequest,
-    IntArray,
-    ModelResponse,
-    Sample,
-    SamplingParams,
-)
+from rolltree.values.types import FloatArray, GenerateRequest, IntArray, Sample, SamplingParams
 
 T = TypeVar("T")
-Ask = Callable[[], Awaitable[ModelResponse]]
-Counted = Callable[[Ask], Awaitable[ModelResponse]]
-"""Makes one call and returns its answer, if that counts."""
 Score = Callable[[IntArray], FloatArray]
 """Prompts `[_N, _T]` -> the trainer's logprobs of every next token `[_N, _V]`."""
 
@@ -80,9 +70,8 @@ class RunHooks(Protocol):
         """Return what `work` returns, or raise if the engine is lost meanwhile."""
         ...
 
-    async def counted(self, client: Any, ask: Ask) -> ModelResponse:
+    async def counted(self, client: Any, ask: Callable[[], Awaitable[Any]]) -> Any:
         """Return the answer that `ask` gets from one client, if it has the published weights."""
-        ...
 
     def is_away(self, client: Any) -> bool:
         """Whether one client failed apart from the others, and gets the weights later."""
@@ -106,7 +95,7 @@ class _NoHooks:
     async def guard(self, work: Awaitable[T]) -> T:
         return await work
 
-    async def counted(self, client: Any, ask: Ask) -> ModelResponse:
+    async def counted(self, client: Any, ask: Callable[[], Awaitable[Any]]) -> Any:
         return await ask()
 
     def is_away(self, client: Any) -> bool:
@@ -232,9 +221,8 @@ class Publisher:
         for client in getattr(self._client, "clients", [self._client]):
             if hooks.is_away(client):
                 continue
-            counted = partial(hooks.counted, client)
             try:
-                found.append(await self._check(client, scored, counted, is_old=not shares))
+                found.append(await self._check(client, scored, hooks, is_old=not shares))
             # A server that died during the probe gets the weights before its next request.
             except ModelError:
                 if not hooks.is_away(client):
@@ -257,7 +245,7 @@ class Publisher:
         """
         if self._scored is not None and self._scored.version == version:
             # Not counted: no answer of the server counts before it is probed.
-            await self._check(client, self._scored, partial(_NO_HOOKS.counted, client), is_old=True)
+            await self._check(client, self._scored, _NO_HOOKS, is_old=True)
 
     def shares_memory(self) -> bool:
         """Return whether the engine computes with the very tensors that are trained."""
@@ -270,11 +258,12 @@ class Publisher:
         return all((p.data_ptr(), p.numel()) in addresses for p in own)
 
     async def _check(
-        self, client: Any, scored: _Scored, counted: Counted, *, is_old: bool
+        self, client: Any, scored: _Scored, hooks: RunHooks, *, is_old: bool
     ) -> _Found:
         """Probe one client; if the result looks wrong, sample more and judge all tries together.
 
-        `counted` makes each call. `is_old`: the client may serve the weights from before the step.
+        `hooks` decide which answers count. `is_old`: the client may serve the weights from before
+        the step.
         """
         # A server that was away at the first publish is judged by the others' noise.
         noise = self._noise.get(client, max(self._noise.values(), default=None))
@@ -283,7 +272,7 @@ class Publisher:
         ids, logprobs = np.empty(0, np.int32), np.empty(0, np.float32)
         for number in range(_NUM_TRIES):
             # Different seeds in each try, so the tries are independent and are judged together.
-            more = await _sample(client, scored, counted, version * _NUM_TRIES + number)
+            more = await _sample(client, scored, hooks, version * _NUM_TRIES + number)
             ids, logprobs = np.append(ids, more[0]), np.append(logprobs, more[1])
             found = _compare(ids, logprobs, scored.before, scored.after)
             why = found.why_not(noise, self._tolerance)
@@ -315,7 +304,7 @@ class _Scored:
 
 
 async def _sample(
-    client: Any, scored: _Scored, counted: Counted, seed: int
+    client: Any, scored: _Scored, hooks: RunHooks, seed: int
 ) -> tuple[IntArray, FloatArray]:
     """Return the token that a client samples after each prompt, and its logprob."""
     # One token, because `before` has the distribution of the next token only (design/0022).
@@ -325,9 +314,8 @@ async def _sample(
         GenerateRequest(prompt, replace(sampling, seed=seed * size + number))
         for number, prompt in enumerate(scored.prompts)
     ]
-    answers: list[Any] = await asyncio.gather(
-        *(counted(partial(client.generate, each)) for each in requests)
-    )
+    asking = (hooks.counted(client, partial(client.generate, request)) for request in requests)
+    answers = await asyncio.gather(*asking)
     for answer in answers:
         if answer.completion_ids is None or answer.logprobs is None:
             raise TrainingError(
