@@ -57,7 +57,7 @@ def test_a_notice_whose_answer_is_lost_comes_with_the_next_one():
             beats.hurry()
             if path == "/register":
                 return roster.register(msgspec.convert(body, Registration))
-            answer = roster.hear(msgspec.convert(body, Beat))
+            answer = roster.note_beat(msgspec.convert(body, Beat))
             roster.notice(f"notice {len(roster.notices)}")
             if not lost:
                 raise SystemExit  # ends the loop
@@ -71,4 +71,4 @@ def test_a_notice_whose_answer_is_lost_comes_with_the_next_one():
     assert told == [f"notice {number}" for number in range(4)]
     # A trainer that is started again does not get what the one before it has acknowledged.
     again = msgspec.convert(beats._beat() | {"num_notices": 0}, Beat)
-    assert roster.hear(again)["notices"] == ["notice 4", "notice 5"]
+    assert roster.note_beat(again)["notices"] == ["notice 4", "notice 5"]

@@ -83,16 +83,16 @@ class ModelCall:
 class DeltaListener:
     """A call's `on_delta`, and whether it was called: deltas cannot be taken back."""
 
-    __slots__ = ("_tell", "was_told")
+    __slots__ = ("_pass_on", "has_begun")
 
-    def __init__(self, tell: Callable[[ChatMessage], None]) -> None:
-        self._tell, self.was_told = tell, False
+    def __init__(self, on_delta: Callable[[ChatMessage], None]) -> None:
+        self._pass_on, self.has_begun = on_delta, False
 
     def __call__(self, delta: ChatMessage) -> None:
         """Pass a delta on, unless it is empty."""
         if delta.get("content") or delta.get("reasoning_content"):
-            self.was_told = True
-            self._tell(delta)
+            self.has_begun = True
+            self._pass_on(delta)
 
 
 @dataclass(slots=True)

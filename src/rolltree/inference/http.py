@@ -209,7 +209,7 @@ class HttpClient:
                 timeout_s=limit_s,
                 deadline_s=deadline_s,
                 where=url,
-                may_retry=lambda: stream is None or not stream.was_told,
+                may_retry=lambda: stream is None or not stream.has_begun,
             )
         return Outcome(outcome.value, outcome.num_retries, outcome.wait_s + queued_s)
 

@@ -284,7 +284,7 @@ class EndpointPool(RootClient[Place]):
         outcome = await with_retries(
             self.retry,
             attempt,
-            may_retry=lambda: listener is None or not listener.was_told,
+            may_retry=lambda: listener is None or not listener.has_begun,
         )
         answer, endpoint = outcome.value
         info: dict[str, Any] = {"endpoint": endpoint.name}

@@ -130,7 +130,7 @@ class ScriptedClient(RootClient[_ScriptedMemory]):
         listener = TokenListener(self.renderer, call)
         for token, logprob in zip(said.ids[:-1].tolist(), said.logprobs.tolist(), strict=False):
             await asyncio.sleep(self.token_delay_s)
-            listener.hear(SampledToken(token, logprob, None, self.version))
+            listener.put(SampledToken(token, logprob, None, self.version))
         await asyncio.sleep(self.token_delay_s)
 
     async def aclose(self) -> None:

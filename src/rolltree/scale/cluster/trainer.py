@@ -47,7 +47,7 @@ class HeadProcess:
         self.broker = Broker(
             link.host,
             link.token,
-            there=lambda: self.beats.answer.get("workers"),
+            visible=lambda: self.beats.answer.get("workers"),
         )
         self.broker.start()
         self._settings = settings
