@@ -75,13 +75,6 @@ _ONCE_BY_CALL = ("grpo", "rloo", "reinforce", "zero")
 """Algorithms whose aggregation was `call` before `train.changed_sampling` existed."""
 
 
-_UNREAD_BY_CLUSTERS = {
-    "kv_budget_bytes": "Leave it out.",
-    "prefill_chunk": "Leave it out.",
-    "max_concurrent": "Set cluster.slots_per_worker, the rollouts of each worker, instead.",
-}
-
-
 class TrainConfig(Section, frozen=True):
     """All settings of a training run, one section per field; the sections document their keys."""
 
@@ -119,11 +112,12 @@ class TrainConfig(Section, frozen=True):
                 "and leave engine.kind out."
             )
         defaults = EngineSection()
-        for name, advice in _UNREAD_BY_CLUSTERS.items():
+        for name in ("kv_budget_bytes", "prefill_chunk", "max_concurrent"):
             if getattr(self.engine, name) != getattr(defaults, name):
                 raise ConfigError(
-                    f"there is a [cluster] and engine.{name} is set, which a cluster does not "
-                    f"read, so it would have no effect. {advice}"
+                    f"there is a [cluster] and engine.{name} is set, which it does not read, so it "
+                    "would have no effect. Leave it out (cluster.slots_per_worker says how many "
+                    "rollouts a worker plays at a time)."
                 )
 
     def may_change(self) -> tuple[str, ...]:
