@@ -69,7 +69,7 @@ class Endpoint:
 
 
 @dataclass(slots=True)
-class Place:
+class PoolPlace:
     """Where one rollout is: its server, its session there, and what its first prompt hashes."""
 
     key: bytes | None = None
@@ -77,7 +77,7 @@ class Place:
     session: Any = None
 
 
-class EndpointPool(RootClient[Place]):
+class EndpointPool(RootClient[PoolPlace]):
     """Servers of one model. Every retry is made here, on the next best server, and counted.
 
     Args:
@@ -165,9 +165,9 @@ class EndpointPool(RootClient[Place]):
         """The clients, one per server, as `publish_weights` takes them."""
         return [endpoint.client for endpoint in self.endpoints]
 
-    def new_memory(self) -> Place:
+    def new_memory(self) -> PoolPlace:
         """Return the place of a new rollout; its first prompt decides on the server."""
-        return Place()
+        return PoolPlace()
 
     async def aclose(self) -> None:
         """Close all clients."""
@@ -237,7 +237,7 @@ class EndpointPool(RootClient[Place]):
             endpoint.is_removed = endpoint.is_removed or endpoint.client is client
         self.endpoints = kept
 
-    async def respond(self, call: ModelCall, memory: Place) -> ModelResponse:
+    async def respond(self, call: ModelCall, memory: PoolPlace) -> ModelResponse:
         """Make the call on this rollout's server, or on the next best one."""
         key, failed = _key(call, memory), list[str]()
         began = monotonic()
@@ -293,7 +293,7 @@ class EndpointPool(RootClient[Place]):
             info["failed_endpoints"] = failed
         return answer.annotated(wait_s=outcome.wait_s, **info)
 
-    def recall(self, call: ModelCall, response: ModelResponse, memory: Place) -> ModelResponse:
+    def recall(self, call: ModelCall, response: ModelResponse, memory: PoolPlace) -> ModelResponse:
         """Add a call that was made elsewhere to a rollout's session; see `Session.remember`."""
         if memory.at is None:
             key = _key(call, memory)
@@ -336,7 +336,7 @@ def _rank(key: bytes, name: str) -> bytes:
     return hashlib.blake2b(name.encode() + b"\0" + key, digest_size=8).digest()
 
 
-def _key(call: ModelCall, place: Place) -> bytes:
+def _key(call: ModelCall, place: PoolPlace) -> bytes:
     """Return the key that decides on the server: the rollout's first prompt of messages."""
     if place.key is None:
         if isinstance(call.prompt, np.ndarray):
@@ -346,7 +346,7 @@ def _key(call: ModelCall, place: Place) -> bytes:
     return place.key
 
 
-def _session_on(endpoint: Endpoint, place: Place) -> Any:
+def _session_on(endpoint: Endpoint, place: PoolPlace) -> Any:
     """Return a rollout's session on a server, with its memory if that can move."""
     if place.at is not endpoint:
         move = getattr(place.session, "moved_to", None)
